@@ -1,0 +1,62 @@
+# The verbs. Each makes its own virtual environment when needed, so `make test` or `make train` is all a clean checkout asks for.
+#
+#   make test                          lint, types and tests             make test-all   the full parity product as well
+#   make train                         the small demo run                make test-gpu   the tests that need CUDA
+#   make test-gpu PYTHON=python3       with an interpreter that has everything already: nothing is installed (a GPU box
+#                                      without network). OUTSIZE_PYTHON in the environment does the same for all verbs.
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#                                      no GPU, and pip knows no CPU wheel of torch: take it from there. Not the default, since pip
+#                                      waits for minutes on an index that it cannot reach.
+#   BASE_PYTHON                        the interpreter (3.11 or newer) from which the environment is made
+
+BASE_PYTHON ?= python3
+TORCH_INDEX ?=
+PYTHON ?= $(OUTSIZE_PYTHON)
+
+ifeq ($(strip $(PYTHON)),)
+override PYTHON := .venv/bin/python
+READY := .venv/.ready
+endif
+
+# Bits depend on the number of threads, so tests run on one each; two test processes keep two cores busy.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=src
+PARALLEL := -n 2 --dist worksteal
+
+.PHONY: setup train test test-all check test-gpu bench
+
+setup: $(READY)
+
+# torch comes first and alone: whatever is installed after it finds it there and leaves it. A machine with an NVIDIA GPU gets the
+# newest CUDA build, any other is held to constraints.txt. The stamp is written last, so a broken install is tried again.
+.venv/.ready: pyproject.toml constraints.txt
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "outsize needs Python 3.11 or newer, but $(BASE_PYTHON) is older. Run: make BASE_PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(BASE_PYTHON) -m venv .venv
+	@set -eu; \
+	if nvidia-smi -L >/dev/null 2>&1; then constraint=; else constraint="-c constraints.txt"; fi; \
+	index="$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))"; \
+	set -x; \
+	.venv/bin/python -m pip install --quiet $$index $$constraint "torch>=2.11"; \
+	.venv/bin/python -m pip install --quiet $$index $$constraint -e ".[dev]"
+	@touch $@
+
+train: $(READY)
+	PYTHONPATH=src $(PYTHON) -m outsize.train.demo
+
+check: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+test: check
+	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL)
+
+# The empty marker expression undoes the default one, which leaves `full` out.
+test-all: check
+	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) -m ""
+
+# One process: the tests share one GPU and measure its memory.
+test-gpu: $(READY)
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+bench: $(READY)
+	PYTHONPATH=src $(PYTHON) benchmarks/engine.py

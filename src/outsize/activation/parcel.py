@@ -1,0 +1,63 @@
+"""Parcel: the saved activations of one visit on their way to the host and back.
+
+Whole storages travel, once each, however many views of them autograd saved; a saved tensor comes back as the same view (dtype, shape,
+strides, offset) of the storage's bytes. So strides cannot be lost, and overlapping or expanded tensors need no special case.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.layout.chunks import ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A saved tensor whose storage is in the parcel."""
+
+    item: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Parcel:
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+        """The storages as flat uint8, kept alive here until `let_go`."""
+        self.offsets: list[int] = []
+        self.num_bytes = 0
+        self._index: dict[int, int] = {}
+        self._returned: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Handle:
+        storage = tensor.untyped_storage()
+        item = self._index.get(storage._cdata)
+        if item is None:
+            item = self._index[storage._cdata] = len(self.offsets)
+            self.items.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))  # type: ignore[call-overload]
+            self.offsets.append(self.num_bytes)
+            self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
+        return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+
+    def copy_to(self, arena: Tensor) -> None:
+        for item, offset in zip(self.items, self.offsets, strict=True):
+            arena[offset : offset + item.numel()].copy_(item, non_blocking=True)
+
+    def let_go(self) -> None:
+        """Drop the device storages; from here on the parcel is on the host."""
+        self.items = []
+        self._index = {}
+
+    def returned(self, buffer: Tensor) -> None:
+        """The bytes are back, in `buffer`."""
+        self._returned = buffer
+
+    def unpack(self, handle: Handle) -> Tensor:
+        if self._returned is None:
+            raise AssertionError("activations are used before they were brought back")
+        typed = self._returned[self.offsets[handle.item] :]
+        typed = typed[: typed.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
+        return typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)

@@ -1,0 +1,128 @@
+"""The device seam: memory, lanes and a meter, in about a dozen methods. `cpu`, `sim` and `cuda` implement it.
+
+A lane runs its actions in order, beside the other lanes. An action is `begin` (wait, then start), its work, and `end` (which gives the
+event that others wait for); `submit` is the three in one for work that is known at once. Reads and writes name the tensors that
+an action touches: only `sim` looks at them, to find accesses that nothing orders.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outsize.hardware.lanes import Lane
+from outsize.hardware.spec import HardwareSpec
+
+Event = Any
+"""What `end` returns; opaque, of one device."""
+
+
+class Meter(Protocol):
+    """Live device bytes, counted from when the meter was started."""
+
+    def level(self) -> int: ...
+    def peak(self) -> int: ...
+    def reset_peak(self) -> None: ...
+
+
+class Device(ABC):
+    kind: str
+    torch_device: torch.device
+    spec: HardwareSpec
+
+    def __init__(self) -> None:
+        self.promised: dict[int, int] = {}
+        """Bytes that engines on this device have planned for, by engine."""
+
+    # Memory.
+
+    @abstractmethod
+    def empty(self, num_bytes: int) -> Tensor:
+        """Device memory for the whole run, as flat uint8."""
+
+    @abstractmethod
+    def host_empty(self, num_bytes: int, *, pinned: bool) -> Tensor:
+        """Host memory for the whole run, zeroed, as flat uint8. `pinned` where copies to or from the device read or write it."""
+
+    @abstractmethod
+    def put(self, tensor: Tensor) -> Tensor:
+        """A batch tensor on the device."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A model's buffer on the device for the whole run."""
+        return tensor.to(self.torch_device)
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most device memory that was in use at one time since the engine was opened."""
+
+    def elapsed(self, wall_seconds: float) -> float:
+        """Time as this device keeps it."""
+        return wall_seconds
+
+    @property
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """What a new engine may plan with, everything else on the device left alone."""
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Device memory that belongs to no plan: context, library workspaces, the allocator's loss."""
+        return 0
+
+    def limit(self, num_bytes: int) -> None:  # noqa: B027 - only some devices enforce it
+        """Let the process hold at most this much."""
+
+    # Lanes.
+
+    @abstractmethod
+    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None: ...
+
+    @abstractmethod
+    def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event: ...
+
+    @abstractmethod
+    def submit(
+        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float
+    ) -> Event: ...
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Until all lanes are idle. Raises what a background update raised."""
+
+    # Measuring.
+
+    @abstractmethod
+    def meter(self) -> AbstractContextManager[Meter]: ...
+
+    @abstractmethod
+    def seconds(self, wall_seconds: float, flops: float, num_bytes: int) -> float:
+        """How long work takes here that took `wall_seconds` in this process."""
+
+    # Random numbers.
+
+    def rng_state(self) -> Tensor | None:
+        """Of the device's generator, where it has one beside the host's."""
+        return None
+
+    def set_rng_state(self, state: Tensor | None) -> None:  # noqa: B027
+        """Back to a state that `rng_state` gave."""
+
+    # Life.
+
+    def open(self, budget_bytes: int) -> None:  # noqa: B027
+        """An engine with this budget starts."""
+
+    def close(self) -> None:  # noqa: B027
+        """An engine ends."""
+
+    def watching(self, on: bool) -> None:  # noqa: B027
+        """Model code runs from now on (or no more): the observer of `sim` counts what it allocates."""
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """What is allocated inside is host memory."""
+        return nullcontext()

@@ -1,0 +1,114 @@
+"""Counts live device memory by the birth and death of storages. Knows nothing of plans.
+
+A dispatch mode sees every operator's outputs; a storage that it has not seen is born, and a finalizer tells when it dies. Scratch inside
+kernels is outside. The device `sim` enforces its budget against this, and estimates must equal it to the byte.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+def push_mode(mode: TorchDispatchMode) -> None:
+    """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called it."""
+    _push_mode(mode)
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Leave it again, wherever in this thread's stack it is by now."""
+    above = []
+    while _get_current_dispatch_mode_stack():
+        top = _pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+def _aliases(key: int, inputs: Any) -> bool:
+    """A view of (or a write into) memory that was there before the observer: not a birth."""
+    return any(isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == key for leaf in tree_leaves(inputs))
+
+
+class Observer(TorchDispatchMode):
+    def __init__(self, on_birth: Callable[[int, int], None] | None = None) -> None:
+        """`on_birth(new_bytes, live_bytes)` may refuse by raising; `live_bytes` includes the new ones."""
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.flops = 0.0
+        self.moved_bytes = 0
+        self.active = True
+        self.wants_cost = False
+        """Also count FLOPs and bytes moved, for a roofline."""
+        self.on_parameter: Callable[[Tensor], None] | None = None
+        """Called with every Parameter that an operator reads."""
+        self._alive: dict[int, int] = {}  # storage to bytes
+        self._on_birth = on_birth
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.active:
+            if self.on_parameter is not None:
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, torch.nn.Parameter):
+                        self.on_parameter(leaf)
+            leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            for leaf in leaves:
+                key = leaf.untyped_storage()._cdata
+                if key not in self._alive and not _aliases(key, (args, kwargs)):
+                    self.adopt(leaf)
+            if self.wants_cost:
+                self._count(func, args, kwargs or {}, out, leaves)
+        return out
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Count a tensor's storage from now until its death."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        num_bytes = storage.nbytes()
+        if self._on_birth is not None:
+            self._on_birth(num_bytes, self.live_bytes + num_bytes)
+        self._alive[key] = num_bytes
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._dies, key)
+
+    def _dies(self, key: int) -> None:
+        self.live_bytes -= self._alive.pop(key)
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, leaves: list[Tensor]) -> None:
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        if not func.is_view:
+            self.moved_bytes += sum(t.nbytes for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)) + sum(t.nbytes for t in leaves)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        was, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = was
+
+    # The Meter protocol.
+
+    def level(self) -> int:
+        return self.live_bytes
+
+    def peak(self) -> int:
+        return self.peak_bytes
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.live_bytes

@@ -1,0 +1,49 @@
+"""The lanes of a machine and the arithmetic of time on them.
+
+A lane does one thing after another. An action starts when its lane is free and everything it waits for has
+ended. The planner's simulator and the `sim` device both keep time with this class and the functions beside
+it, so an estimate and a simulated run can only differ if their actions do.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from outsize.hardware.spec import HardwareSpec
+
+Lane = Literal["compute", "h2d", "d2h", "host"]
+LANES: tuple[Lane, ...] = ("compute", "h2d", "d2h", "host")
+
+
+class LaneClock:
+    """When each lane is free, and how long it has worked."""
+
+    def __init__(self) -> None:
+        self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        self.busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+
+    def run(self, lane: Lane, seconds: float, after: Iterable[float] = ()) -> float:
+        """Put work on a lane; returns when it ends."""
+        start = max((self.free[lane], *after))
+        self.free[lane] = start + seconds
+        self.busy[lane] += seconds
+        return start + seconds
+
+    @property
+    def now(self) -> float:
+        """When everything that was put on any lane has ended."""
+        return max(self.free.values())
+
+
+def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:
+    rate = spec.h2d_bytes_per_second if lane == "h2d" else spec.d2h_bytes_per_second
+    return spec.launch_seconds + num_bytes / rate
+
+
+def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int) -> float:
+    rate = spec.host_adam_params_per_second if lane == "host" else spec.gpu_adam_params_per_second
+    return spec.launch_seconds + num_params / rate
+
+
+def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:
+    """Roofline: the longer of arithmetic and memory traffic."""
+    return max(flops / spec.flops, num_bytes / spec.gpu_bytes_per_second)

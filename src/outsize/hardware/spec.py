@@ -1,0 +1,23 @@
+"""HardwareSpec: the sizes and rates of one machine. All rates are per second, all sizes in bytes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareSpec:
+    name: str
+    gpu_bytes: int
+    host_bytes: int
+    flops: float
+    """Matrix FLOP/s that training really reaches in bf16, not the datasheet's."""
+    gpu_bytes_per_second: float
+    h2d_bytes_per_second: float
+    d2h_bytes_per_second: float
+    host_bytes_per_second: float
+    """DRAM bandwidth."""
+    host_adam_params_per_second: float
+    gpu_adam_params_per_second: float
+    launch_seconds: float
+    """Fixed cost of one copy or one update."""
+    provenance: str
+    """`measured` or `estimated`, and from what."""

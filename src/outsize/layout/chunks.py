@@ -1,0 +1,110 @@
+"""ChunkLayout: which parameter lies where in which chunk. Pure geometry, no torch.
+
+A chunk holds parameters that are used by the same visits, of one dtype, all trainable or all frozen: so a chunk has one kind of
+master, one gradient and one optimizer state, and frozen bytes never see weight decay. Every parameter begins at a multiple of
+256 bytes in its chunk, whatever the chunk, so kernels see the same alignment under every plan.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from outsize.model.graph import DTYPE_BYTES, BlockGraph
+
+ALIGN_BYTES = 256
+DEFAULT_CHUNK_BYTES = 256 * 2**20
+"""Large enough for full PCIe speed, small enough that the first load of a block arrives early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One parameter's place in its chunk."""
+
+    name: str
+    offset: int
+    """In elements."""
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    index: int
+    visits: tuple[int, ...]
+    """The visits that use it, in forward order. More than one: tied weights, or a block that runs twice."""
+    dtype: str
+    trainable: bool
+    numel: int
+    """With padding."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_split(self) -> bool:
+        """bf16 weights are the upper half of a split fp32 master; fp32 weights are their own master."""
+        return self.trainable and self.dtype == "bfloat16"
+
+    @property
+    def state_bytes(self) -> int:
+        """Optimizer state beside the weights: moments, and the lower half of a split master."""
+        return self.numel * (8 + 2 * self.is_split) if self.trainable else 0
+
+    def grad_bytes(self, fp32: bool) -> int:
+        return self.numel * (4 if fp32 else DTYPE_BYTES[self.dtype]) if self.trainable else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLayout:
+    chunk_bytes: int
+    chunks: tuple[Chunk, ...]
+    """In the order of first use."""
+
+    @cached_property
+    def by_visit(self) -> tuple[tuple[int, ...], ...]:
+        """Per visit, the chunks it uses."""
+        num_visits = 1 + max((v for c in self.chunks for v in c.visits), default=-1)
+        table: list[list[int]] = [[] for _ in range(num_visits)]
+        for chunk in self.chunks:
+            for visit in chunk.visits:
+                table[visit].append(chunk.index)
+        return tuple(tuple(row) for row in table)
+
+    @cached_property
+    def place(self) -> dict[str, tuple[int, Piece]]:
+        """Per parameter: its chunk's index and its piece."""
+        return {piece.name: (chunk.index, piece) for chunk in self.chunks for piece in chunk.pieces}
+
+    def used_by(self, visit: int) -> tuple[int, ...]:
+        return self.by_visit[visit] if visit < len(self.by_visit) else ()
+
+
+def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayout:
+    """Lay out every parameter once. A chunk closes when it would pass `chunk_bytes`; a parameter larger than that has a chunk of its own."""
+    ordered: dict[str, None] = {}
+    for visit in graph.visits:
+        ordered.update(dict.fromkeys(graph.blocks[visit].params))
+    # A parameter that no visit reads (an unused tower) still has a home: it belongs to the last region.
+    last = (len(graph.visits) - 1,)
+    ordered.update(dict.fromkeys(p.name for p in graph.params))
+
+    groups: dict[tuple[tuple[int, ...], str, bool], list[str]] = {}
+    for name in ordered:
+        param = graph.param[name]
+        groups.setdefault((graph.users[name] or last, param.dtype, param.trainable), []).append(name)
+
+    chunks: list[Chunk] = []
+    for (visits, dtype, trainable), names in groups.items():
+        size = DTYPE_BYTES[dtype]
+        pieces: list[Piece] = []
+        end = 0
+        for name in names:
+            numel = graph.param[name].numel
+            step = -(-numel * size // ALIGN_BYTES) * ALIGN_BYTES // size
+            if pieces and (end + step) * size > chunk_bytes:
+                chunks.append(Chunk(index=len(chunks), visits=visits, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
+                pieces, end = [], 0
+            pieces.append(Piece(name=name, offset=end, numel=numel))
+            end += step
+        chunks.append(Chunk(index=len(chunks), visits=visits, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
+    return ChunkLayout(chunk_bytes=chunk_bytes, chunks=tuple(chunks))

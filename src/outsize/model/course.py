@@ -1,0 +1,139 @@
+"""Course: tells a listener where a running model is, visit by visit, forward and backward.
+
+The tracer and the engine listen to the same course, so what is measured is what is run. Phases tile the pass without gaps: a visit
+opens when the one before it closes, and whatever runs between two layers belongs to the earlier one.
+
+[Note: Where visits open]
+Forward: the stem opens with the root's forward, a layer with its own, a region when the last layer of a list returns.
+Backward: a layer opens when a gradient reaches one of its outputs, which is before any recompute of it; the head when one
+reaches an output of the root; any other region when one reaches an input of the layer after it. Module backward hooks are not used:
+they miss outputs in dicts and dataclasses and fire too early when no input requires grad. The end of a backward is the
+end of autograd's graph task. It does not come after an exception: the next forward finds the pass still open and says so.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+
+from outsize.model.discover import Layer
+from outsize.model.tensors import with_grad
+
+
+class Listener(Protocol):
+    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The root is called; returns its arguments, moved where they are wanted."""
+        ...
+
+    def forward_enters(self, visit: int, layer: int | None) -> None:
+        """`layer`: index into the layers, None for a region."""
+        ...
+
+    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer's forward."""
+        ...
+
+    def forward_ends(self, outputs: Any, *, failed: bool) -> None: ...
+
+    def backward_enters(self, visit: int, course: int) -> None:
+        """`course`: the number of the forward pass that this backward belongs to."""
+        ...
+
+    def backward_ends(self) -> None: ...
+
+
+class Course:
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], listener: Listener):
+        self._model, self._layers, self._listener = model, layers, listener
+        self._handles: list[Any] = []
+        self._visit = -1  # no forward is open
+        self._in_region = False
+        self._in_backward = False
+        self.number = 0
+        """Counts forward passes."""
+
+    @property
+    def is_open(self) -> bool:
+        """A forward of the root is under way."""
+        return self._visit >= 0
+
+    def attach(self) -> None:
+        root = self._model
+        self._handles = [
+            root.register_forward_pre_hook(self._root_opens, with_kwargs=True),
+            root.register_forward_hook(self._root_closes, with_kwargs=True, always_call=True),
+        ]
+        for index, layer in enumerate(self._layers):
+            module = layer.module
+            self._handles += [
+                module.register_forward_pre_hook(functools.partial(self._layer_opens, index), with_kwargs=True),
+                module.register_forward_hook(functools.partial(self._layer_closes, index), with_kwargs=True),
+            ]
+            original = module.forward
+            module.forward = functools.wraps(original)(functools.partial(self._layer_runs, index, original))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            layer.module.__dict__.pop("forward", None)
+        self._handles = []
+
+    # Forward.
+
+    def _root_opens(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.number += 1
+        self._in_backward = False
+        args, kwargs = self._listener.forward_begins(args, kwargs)
+        self._visit, self._in_region = 0, True
+        self._listener.forward_enters(0, None)
+        return args, kwargs
+
+    def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._visit >= 0 and self._in_region:
+            self._opens_backward(self._visit, with_grad((args, kwargs)))
+        if self._visit >= 0:
+            self._visit += 1
+        self._in_region = False
+        self._listener.forward_enters(self._visit, index)
+
+    def _layer_runs(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._listener.runs(self._visit, index, forward, args, kwargs)
+
+    def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._visit < 0:
+            return
+        self._opens_backward(self._visit, with_grad(output))
+        if self._layers[index].is_last:
+            self._visit, self._in_region = self._visit + 1, True
+            self._listener.forward_enters(self._visit, None)
+
+    def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        failed = sys.exc_info()[0] is not None and output is None
+        if not failed:
+            self._opens_backward(self._visit, with_grad(output))
+        self._visit = -1
+        self._listener.forward_ends(output, failed=failed)
+
+    # Backward.
+
+    def _opens_backward(self, visit: int, tensors: list[Tensor]) -> None:
+        tensors = [t for t in tensors if t.grad_fn is not None]
+        if tensors and torch.is_grad_enabled():
+            number = self.number
+            register_multi_grad_hook(tensors, lambda grad: self._backward_enters(visit, number), mode="any")
+
+    def _backward_enters(self, visit: int, number: int) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._backward_ends)  # type: ignore[attr-defined]
+        self._listener.backward_enters(visit, number)
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self._listener.backward_ends()

@@ -1,0 +1,95 @@
+"""Finds a model's layers from its module tree: the elements of every outermost nn.ModuleList.
+
+No table of model families. A list inside a layer (T5's sub-layers, a layer's experts) belongs to that layer. Whether and in which order the
+layers run is not read off the tree but seen when the model runs (profile/tracer.py): a list whose elements are never called
+is no stack of layers, and its parameters belong to the region that reads them.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from outsize.base.errors import ConfigError, tell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    name: str
+    module: nn.Module
+    structure: str
+    """Equal for layers that do the same work on other weights."""
+    is_last: bool
+    """Of its list: a region begins when it returns."""
+    ends_run: bool
+    """The next layer of the list has another structure, or there is none."""
+
+
+def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[Layer, ...]:
+    """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`)."""
+    lists = list(_named_lists(model, paths)) if paths else list(_outermost_lists(model))
+    layers: list[Layer] = []
+    for path, modules in lists:
+        structures = _structures(modules)
+        for i, module in enumerate(modules):
+            ends_run = i + 1 == len(modules) or structures[i + 1] != structures[i]
+            name = f"{path}.{i}" if path else str(i)
+            layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i + 1 == len(modules), ends_run=ends_run))
+    seen: dict[int, str] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            if id(module) in seen and seen[id(module)] != layer.name:
+                found = f"{layer.name} shares a module with {seen[id(module)]}"
+                raise ConfigError(tell("layers do not contain one another", found, "Name the lists of layers with blocks=['path.to.list']"))
+            seen[id(module)] = layer.name
+    return tuple(layers)
+
+
+def _outermost_lists(model: nn.Module, path: str = "") -> Iterable[tuple[str, list[nn.Module]]]:
+    for name, child in model.named_children():
+        where = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList):
+            if any(True for _ in child.parameters()):
+                yield where, list(child)
+        else:
+            yield from _outermost_lists(child, where)
+
+
+def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[tuple[str, list[nn.Module]]]:
+    for path in paths:
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            lists = [name for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+            raise ConfigError(tell("blocks names a list of modules in the model", f"there is no {path!r}", f"Choose among {', '.join(lists)}")) from None
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            found = f"{path!r} is a {type(module).__name__}"
+            raise ConfigError(tell("blocks names an nn.ModuleList or nn.Sequential", found, "Name the list itself, without an index"))
+        yield path, list(module)
+
+
+def _structures(modules: list[nn.Module]) -> list[str]:
+    """One hash per layer over classes, parameters, buffers and plain settings; settings that merely count the layers do not enter."""
+    facts = [_facts(module) for module in modules]
+    counting = {
+        key
+        for key, value in facts[0].items()
+        if isinstance(value, int) and not isinstance(value, bool) and len(facts) > 1
+        and all(isinstance(f.get(key), int) and f[key] - value == i for i, f in enumerate(facts))
+    }  # fmt: skip
+    return [hashlib.sha256(repr(sorted((k, repr(v)) for k, v in f.items() if k not in counting)).encode()).hexdigest()[:12] for f in facts]
+
+
+def _facts(layer: nn.Module) -> dict[str, object]:
+    facts: dict[str, object] = {}
+    for path, module in layer.named_modules():
+        facts[f"{path}:class"] = f"{type(module).__module__}.{type(module).__qualname__}"
+        for key, value in vars(module).items():
+            if key != "training" and not key.startswith("_") and isinstance(value, (bool, int, float, str, tuple, type(None))):
+                facts[f"{path}.{key}"] = value
+    for path, param in layer.named_parameters(remove_duplicate=False):
+        facts[f"{path}:param"] = (tuple(param.shape), str(param.dtype), param.requires_grad)
+    for path, buffer in layer.named_buffers(remove_duplicate=False):
+        facts[f"{path}:buffer"] = (tuple(buffer.shape), str(buffer.dtype))
+    return facts

@@ -1,0 +1,83 @@
+"""BlockGraph: what a model is to the planner. Blocks, their parameters, and the order in which they ran. No torch.
+
+A *block* is a repeated layer or a region around them (`stem`, `between`, `head`). A *visit* is one run of a block in
+a forward pass; a block may be visited several times. A parameter may belong to several blocks (tied weights): it is then
+listed in each of them, under its one canonical name.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+               "float8_e4m3fn": 1, "float8_e5m2": 1}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Param:
+    name: str
+    """The first of its names in `named_parameters()`."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Without the `torch.`: `bfloat16`."""
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    name: str
+    """The module's path (`model.layers.3`), or `stem`, `head`, `between:<path of the next block>`."""
+    kind: Literal["layer", "stem", "between", "head"]
+    structure: str
+    """Equal for blocks that do the same work on other weights."""
+    params: tuple[str, ...]
+    """Canonical names, in the order of use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockGraph:
+    blocks: tuple[Block, ...]
+    """In the order of their first run."""
+    visits: tuple[int, ...]
+    """Indices into `blocks`, in the order of the forward pass. First the stem, last the head."""
+    has_backward: tuple[bool, ...]
+    """Per visit, as measured: a frozen prefix has none."""
+    params: tuple[Param, ...]
+    """In the order of `named_parameters()`."""
+    buffer_bytes: int
+    """Buffers are resident on the device."""
+
+    @cached_property
+    def param(self) -> dict[str, Param]:
+        return {p.name: p for p in self.params}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """Per parameter, the visits that use it, in forward order."""
+        used: dict[str, list[int]] = {p.name: [] for p in self.params}
+        for visit, block in enumerate(self.visits):
+            for name in self.blocks[block].params:
+                used[name].append(visit)
+        return {name: tuple(visits) for name, visits in used.items()}
+
+    def visit_name(self, visit: int) -> str:
+        return self.blocks[self.visits[visit]].name
+
+    @property
+    def num_params(self) -> int:
+        return sum(p.numel for p in self.params)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(p.numel for p in self.params if p.trainable)

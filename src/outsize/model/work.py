@@ -1,0 +1,39 @@
+"""Work: what one visit of a block costs under one activation strategy. Numbers only, no torch.
+
+All bytes are relative to the level at which the visit's phase opens, as an observer of live device memory saw them. A forward
+phase lasts until the next visit opens (for the last layer before a region: until it returns); a backward phase until the
+next visit's backward opens. The memory of a step is the sum of these numbers along the schedule: see planner/memory.py.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["keep", "recompute", "offload", "swap"]
+STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "offload", "swap")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    forward_seconds: float
+    backward_seconds: float
+    """Recompute included."""
+    forward_peak_bytes: int
+    """Highest level during the phase."""
+    forward_delta_bytes: int
+    """Level at its end. Activations on their way to the host still count."""
+    backward_peak_bytes: int
+    backward_delta_bytes: int
+    sent_bytes: int
+    """Activations that go to the host and come back (offload, swap)."""
+    released_bytes: int
+    """Device bytes that die when those copies are done."""
+    late_bytes: int
+    """Device bytes among the sent that outlive their copy, because a caller's frame holds them …"""
+    late_visit: int
+    """… until this visit (-1: none); they are dead before that visit reaches its own peak."""
+
+
+NOTHING = Work(
+    forward_seconds=0.0, backward_seconds=0.0, forward_peak_bytes=0, forward_delta_bytes=0, backward_peak_bytes=0, backward_delta_bytes=0,
+    sent_bytes=0, released_bytes=0, late_bytes=0, late_visit=-1,
+)  # fmt: skip

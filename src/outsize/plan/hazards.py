@@ -1,0 +1,68 @@
+"""Which actions must be waited for, derived from what every action reads and writes.
+
+Lanes run side by side, each in the order of issue. An action must come after the last writer of whatever it reads, and after the last
+writer and all later readers of whatever it writes. Waits that follow from the lane's own order or from other waits are left out
+(vector clocks), so every wait that remains is needed: no wait is placed by hand anywhere, and none can be forgotten.
+Planner and runtime each walk their actions through one of these.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from outsize.hardware.lanes import LANES, Lane
+from outsize.plan.placement import Buffer
+
+Token = tuple[Lane, int]
+"""The n-th action of a lane."""
+_Clock = dict[Lane, int]
+
+
+class Hazards:
+    def __init__(self) -> None:
+        self._known: dict[Lane, _Clock] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
+        """Per lane: how many actions of each lane surely came before its next one."""
+        self._writer: dict[Buffer, tuple[Token, _Clock]] = {}
+        self._readers: dict[Buffer, dict[Lane, tuple[Token, _Clock]]] = {}
+
+    def before(self, lane: Lane, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> Sequence[Token]:
+        """What the next action on `lane` must wait for."""
+        known = self._known[lane]
+        needed: dict[Lane, tuple[Token, _Clock]] = {}
+
+        def need(entry: tuple[Token, _Clock]) -> None:
+            (other, count), _ = entry
+            if other != lane and count > known[other] and (other not in needed or count > needed[other][0][1]):
+                needed[other] = entry
+
+        for buffer in reads:
+            if buffer in self._writer:
+                need(self._writer[buffer])
+        for buffer in writes:
+            if buffer in self._writer:
+                need(self._writer[buffer])
+            for entry in self._readers.get(buffer, {}).values():
+                need(entry)
+        waits = [
+            (token, clock)
+            for token, clock in needed.values()
+            if not any(other is not clock and other[token[0]] >= token[1] for _, other in needed.values())
+        ]
+        for _, clock in waits:
+            for other, count in clock.items():
+                known[other] = max(known[other], count)
+        return [token for token, _ in waits]
+
+    def after(self, lane: Lane, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> Token:
+        """Record the action; the token is what others wait for."""
+        known = self._known[lane]
+        known[lane] += 1
+        entry = ((lane, known[lane]), dict(known))
+        for buffer in reads:
+            self._readers.setdefault(buffer, {})[lane] = entry
+        for buffer in writes:
+            self._writer[buffer] = entry
+            self._readers.pop(buffer, None)
+        return entry[0]
+
+    def settled(self) -> dict[Lane, int]:
+        """Per lane: how many of its actions every lane knows to be over, so that none of them is waited for again."""
+        return {lane: min(known[lane] for known in self._known.values()) for lane in LANES}

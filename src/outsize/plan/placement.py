@@ -1,0 +1,152 @@
+"""Placement: every buffer that a decision allocates for the whole run, by name and size.
+
+The planner adds the sizes up, the runtime allocates exactly these: one definition of residency for both. A buffer's name is a pair
+such as ("slot", 2) or ("home", 7); the schedule's actions say which buffers they read and write by the same names.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from outsize.layout.chunks import Chunk, ChunkLayout
+from outsize.layout.scratch import scratch_bytes
+from outsize.layout.slots import SlotMap, assign_slots
+from outsize.model.graph import BlockGraph
+from outsize.model.work import Work
+from outsize.plan.plan import Decision, Terms
+
+Buffer = tuple[str, int]
+STAGE_DEPTH = 1
+"""One block's gradients may leave while the next block's arrive."""
+RETURN_SLOTS = 2
+"""One visit's activations may return while another's are used."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    graph: BlockGraph
+    layout: ChunkLayout
+    decision: Decision
+    terms: Terms
+    work: tuple[Work, ...]
+
+    def chunk(self, index: int) -> Chunk:
+        return self.layout.chunks[index]
+
+    def streams(self, index: int) -> bool:
+        return self.decision.homes[index].weights == "host"
+
+    def updates_on_host(self, index: int) -> bool:
+        return self.decision.homes[index].optimizer == "host"
+
+    def has_host_weights(self, index: int) -> bool:
+        """Streamed, or updated on the host and copied to the device after that."""
+        return self.streams(index) or (self.chunk(index).trainable and self.updates_on_host(index))
+
+    @cached_property
+    def slots(self) -> SlotMap:
+        return assign_slots(self.layout, [c.index for c in self.layout.chunks if self.streams(c.index)], self.decision.depth)
+
+    @cached_property
+    def landing(self) -> dict[int, int]:
+        """Trainable chunk to the visit in whose backward its gradient is complete: autograd adds up all uses first."""
+        lands = {}
+        for chunk in self.layout.chunks:
+            backward = [v for v in chunk.visits if self.graph.has_backward[v]]
+            if chunk.trainable and backward:
+                lands[chunk.index] = backward[0]
+        return lands
+
+    @cached_property
+    def landing_at(self) -> dict[int, tuple[int, ...]]:
+        table: dict[int, list[int]] = {}
+        for chunk, visit in self.landing.items():
+            table.setdefault(visit, []).append(chunk)
+        return {visit: tuple(chunks) for visit, chunks in table.items()}
+
+    def is_staged(self, index: int) -> bool:
+        """The gradient passes through a staging slot, rather than staying in a buffer of its own."""
+        return self.chunk(index).trainable and (self.updates_on_host(index) or not self.terms.hold_gradients)
+
+    @cached_property
+    def stages(self) -> SlotMap:
+        sizes = [chunk.grad_bytes(self.terms.fp32_grads) for chunk in self.layout.chunks]
+        return assign_slots(self.layout, [c for c in self.landing if self.is_staged(c)], STAGE_DEPTH, sizes)
+
+    @cached_property
+    def sending(self) -> tuple[int, ...]:
+        """Visits whose activations go to the host, in forward order."""
+        return tuple(v for v, w in enumerate(self.work) if w.sent_bytes and self.graph.has_backward[v])
+
+    @cached_property
+    def return_slot(self) -> dict[int, int]:
+        return {visit: i % RETURN_SLOTS for i, visit in enumerate(reversed(self.sending))}
+
+    @cached_property
+    def gpu(self) -> dict[Buffer, int]:
+        """Device buffers and their bytes."""
+        buffers: dict[Buffer, int] = {}
+        for chunk in self.layout.chunks:
+            i = chunk.index
+            if not self.streams(i):
+                buffers["weights", i] = chunk.nbytes
+            if chunk.trainable and not self.updates_on_host(i):
+                buffers["state", i] = chunk.state_bytes
+                if self.terms.hold_gradients:
+                    buffers["gradient", i] = chunk.grad_bytes(self.terms.fp32_grads)
+        buffers.update({("slot", s): size for s, size in enumerate(self.slots.slot_bytes)})
+        buffers.update({("stage", s): size for s, size in enumerate(self.stages.slot_bytes)})
+        for visit, slot in self.return_slot.items():
+            buffers["return", slot] = max(buffers.get(("return", slot), 0), self.work[visit].sent_bytes)
+        num_trainable = sum(p.trainable for p in self.graph.params)
+        if num_trainable:
+            buffers["norms", 0] = 8 + 4 * num_trainable
+        if on_gpu := [c.numel for c in self.layout.chunks if c.trainable and not self.updates_on_host(c.index)]:
+            buffers["scratch", 0] = scratch_bytes(max(on_gpu))
+        return buffers
+
+    @cached_property
+    def host(self) -> dict[Buffer, int]:
+        """Host buffers and their bytes."""
+        buffers: dict[Buffer, int] = {}
+        for chunk in self.layout.chunks:
+            i = chunk.index
+            if self.has_host_weights(i):
+                buffers["home", i] = chunk.nbytes
+            if chunk.trainable and self.updates_on_host(i):
+                buffers["host_state", i] = chunk.state_bytes
+                if self.terms.hold_gradients:
+                    buffers["host_gradient", i] = chunk.grad_bytes(self.terms.fp32_grads)
+        if not self.terms.hold_gradients:
+            landing = {self.stages.slot_of[c] for c in self.landing if self.updates_on_host(c)}
+            buffers.update({("landing", s): self.stages.slot_bytes[s] for s in landing})
+        buffers.update({("arena", v): self.work[v].sent_bytes for v in self.sending})
+        if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:
+            buffers["host_scratch", 0] = scratch_bytes(max(on_host))
+        return buffers
+
+    @property
+    def gpu_bytes(self) -> int:
+        return sum(self.gpu.values()) + self.graph.buffer_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    def parts(self, buffers: dict[Buffer, int]) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for (kind, _), size in buffers.items():
+            total[kind] = total.get(kind, 0) + size
+        return total
+
+    # Where an action finds its bytes.
+
+    def weights_buffer(self, index: int) -> Buffer:
+        """What the device computes with."""
+        return ("slot", self.slots.slot_of[index]) if self.streams(index) else ("weights", index)
+
+    def gradient_buffer(self, index: int) -> Buffer:
+        """Where backward leaves the gradient on the device."""
+        return ("stage", self.stages.slot_of[index]) if self.is_staged(index) else ("gradient", index)
+
+    def host_gradient_buffer(self, index: int) -> Buffer:
+        return ("host_gradient", index) if self.terms.hold_gradients else ("landing", self.stages.slot_of[index])

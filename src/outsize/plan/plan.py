@@ -1,0 +1,89 @@
+"""Plan: the decision, its terms, and what it promises. A frozen record without torch; planner and runtime meet only here.
+
+*Terms* are given (how the user trains), the *decision* is chosen (what lives where), the *work* is measured, the *estimate* is
+what walking the schedule gave. A plan file holds all four, so a run can be repeated and its promise be checked.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outsize.model.work import Strategy, Work
+
+Home = Literal["gpu", "host"]
+UpdateMode = Literal["after_step", "in_backward"]
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Homes:
+    """Where a chunk's bytes live between uses."""
+
+    weights: Home
+    optimizer: Home
+    """Of frozen chunks: the same as `weights`, and nothing lives there."""
+
+    def __str__(self) -> str:
+        return f"{self.weights}/{self.optimizer}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """How the run trains. Hints about memory; any loop stays correct under them."""
+
+    update: UpdateMode = "after_step"
+    accumulate: int = 1
+    """Backward passes per step that the plan's time and memory are for."""
+    fp32_grads: bool = False
+
+    @property
+    def hold_gradients(self) -> bool:
+        """Whether gradients outlive the backward pass that made them."""
+        return self.update == "after_step" or self.accumulate > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    homes: tuple[Homes, ...]
+    """Per chunk."""
+    strategies: tuple[Strategy, ...]
+    """Per visit; regions keep."""
+    depth: int
+    """How many streamed visits ahead weights are loaded; slots follow from it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    step_seconds: float
+    gpu_bytes: int
+    """High-water on the device over the run."""
+    host_bytes: int
+    gpu_parts: dict[str, int]
+    """What is allocated for the whole run, by kind; the rest of `gpu_bytes` is activations."""
+    host_parts: dict[str, int]
+    busy_seconds: dict[str, float]
+    """Per lane, in one step."""
+    peak_at: str
+    """The action during which the device is fullest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    format: int
+    graph: str
+    """Fingerprint of the BlockGraph."""
+    hardware: str
+    chunk_bytes: int
+    inputs: dict[str, tuple[int, ...]]
+    """Batch shapes it was made for."""
+    terms: Terms
+    decision: Decision
+    work: tuple[Work, ...]
+    """Per visit, under its strategy."""
+    held_bytes: int
+    gpu_budget_bytes: int
+    host_budget_bytes: int
+    estimate: Estimate
+    provenance: str
+    """Where the numbers come from."""
+    search: str
+    """How it was found, in words."""

@@ -1,0 +1,173 @@
+"""A plan as text that a person takes in at a glance: what every block does, where its bytes live, what the totals are and what binds.
+
+Plain characters only, about a hundred columns: the same text goes to a terminal, a log, an issue or a panel of the command line.
+"""
+
+import re
+from dataclasses import dataclass
+
+from outsize.base.units import show_bytes, show_seconds
+from outsize.layout.chunks import ChunkLayout
+from outsize.model.graph import BlockGraph
+from outsize.plan.plan import Homes, Plan
+
+BAR_WIDTH = 40
+BINDS = 0.9
+"""A lane that works this share of the step is what the step takes so long for."""
+_LANE_WORDS = {"compute": "computing on the GPU", "h2d": "copies to the GPU", "d2h": "copies to the host", "host": "optimizer updates on the host"}
+_GPU_WORDS = {
+    "weights": "weights", "slot": "slots", "state": "optimizer", "gradient": "gradients", "stage": "gradients", "return": "activations", "norms": "other",
+    "scratch": "optimizer", "buffers": "buffers",
+}  # fmt: skip
+_HOST_WORDS = {
+    "home": "weights", "host_state": "optimizer", "host_gradient": "gradients", "landing": "gradients", "arena": "activations", "host_scratch": "optimizer",
+}  # fmt: skip
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    strategy: str
+    homes: str
+    nbytes: int
+    """Of the weights that the visit is the first to use."""
+
+
+def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> str:
+    return "\n\n".join(["\n".join(_head(plan, graph)), "\n".join(_table(plan, graph, layout)), "\n".join(_memory(plan)), "\n".join(_time(plan))])
+
+
+def summary(plan: Plan) -> str:
+    """One line for a log."""
+    estimate, decision = plan.estimate, plan.decision
+    strategies = ", ".join(f"{decision.strategies.count(s)} {s}" for s in ("recompute", "offload", "swap") if s in decision.strategies) or "all keep"
+    resident = sum(homes.weights == "gpu" for homes in decision.homes)
+    updated = sum(homes.optimizer == "gpu" for homes in decision.homes)
+    gpu = f"GPU {show_bytes(estimate.gpu_bytes)} of {show_bytes(plan.gpu_budget_bytes)}, host {show_bytes(estimate.host_bytes)}"
+    homes = f"weights {resident}/{len(decision.homes)} and optimizer {updated}/{len(decision.homes)} chunks on the GPU"
+    return f"{show_seconds(estimate.step_seconds)} a step, {gpu}; {homes}; {strategies}; depth {decision.depth}"
+
+
+def _head(plan: Plan, graph: BlockGraph) -> list[str]:
+    batch = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.inputs.items())
+    update = {"after_step": "updated after the step", "in_backward": "updated in backward"}[plan.terms.update]
+    accumulate = f", {plan.terms.accumulate} micro-batches a step" if plan.terms.accumulate > 1 else ""
+    trainable = "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
+    return [f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}", f"batch {batch}{accumulate}; {update}"]
+
+
+def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
+    groups: list[list[_Row]] = []
+    seen: set[int] = set()
+    for visit in range(len(graph.visits)):
+        row = _row(plan, graph, layout, visit, seen)
+        seen.update(layout.used_by(visit))
+        if groups and _alike(groups[-1][-1], row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    cells = [("block", "activations", "homes", "weights")]
+    for group in groups:
+        first = group[0]
+        times = f"{len(group)} × " if len(group) > 1 else ""
+        size = f"{times}{show_bytes(first.nbytes)}" if first.nbytes else ("tied" if first.homes else "none")
+        cells.append((_range(first.name, group[-1].name), first.strategy, first.homes, size))
+    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    lines = ["  ".join((*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)), row[3].rjust(widths[3]))).rstrip() for row in cells]
+    return [lines[0], "─" * max(map(len, lines)), *lines[1:]]
+
+
+def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, visit: int, seen: set[int]) -> _Row:
+    chunks = layout.used_by(visit)
+    kinds: dict[str, int] = {}
+    for index in chunks:
+        words = _homes_words(plan.decision.homes[index], layout.chunks[index].trainable)
+        kinds[words] = kinds.get(words, 0) + 1
+    if len(kinds) > 1:
+        homes = "; ".join(f"{number} of {len(chunks)} {words}" for words, number in kinds.items())
+        homes = homes if len(homes) <= 56 else f"{len(kinds)} kinds: " + ", ".join(f"{number} {_short(words)}" for words, number in kinds.items())
+    else:
+        homes = next(iter(kinds), "")
+    return _Row(graph.visit_name(visit), plan.decision.strategies[visit], homes, sum(layout.chunks[c].nbytes for c in chunks if c not in seen))
+
+
+def _homes_words(homes: Homes, trainable: bool) -> str:
+    return f"weights {homes.weights}, optimizer {homes.optimizer}" if trainable else f"weights {homes.weights}, frozen"
+
+
+def _short(words: str) -> str:
+    return words.replace("weights ", "").replace(", optimizer ", "/").replace(", frozen", "/frozen")
+
+
+def _alike(a: _Row, b: _Row) -> bool:
+    """One row can stand for both: `layers.3` and `layers.4` with all else equal."""
+    stem_a, stem_b = (_NUMBER.sub("#", row.name) for row in (a, b))
+    return stem_a == stem_b and a.name != b.name and (a.strategy, a.homes, a.nbytes) == (b.strategy, b.homes, b.nbytes)
+
+
+def _range(first: str, last: str) -> str:
+    """`model.layers.4-27`: the one number in which the two differ becomes a range."""
+    if first == last:
+        return first
+    for a, b in zip(_NUMBER.finditer(first), _NUMBER.finditer(last), strict=True):
+        if a[0] != b[0]:
+            return f"{first[: a.start()]}{a[0]}-{b[0]}{first[a.end() :]}"
+    return f"{first} … {last}"
+
+
+def _memory(plan: Plan) -> list[str]:
+    estimate = plan.estimate
+    gpu = _by_words(estimate.gpu_parts, _GPU_WORDS)
+    gpu["activations"] = gpu.get("activations", 0) + estimate.gpu_bytes - sum(estimate.gpu_parts.values())
+    lines = [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, _by_words(estimate.host_parts, _HOST_WORDS))]
+    return [*lines, f"      fullest at {estimate.peak_at}; weights are loaded {plan.decision.depth} streamed blocks ahead" if "slot" in estimate.gpu_parts else
+            f"      fullest at {estimate.peak_at}"]  # fmt: skip
+
+
+def _by_words(parts: dict[str, int], words: dict[str, str]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for kind, size in parts.items():
+        word = words.get(kind, kind)
+        total[word] = total.get(word, 0) + size
+    return total
+
+
+def _bar(name: str, used: int, budget: int, parts: dict[str, int]) -> list[str]:
+    eighths = min(BAR_WIDTH * 8, round(BAR_WIDTH * 8 * used / max(1, budget)))
+    full, rest = divmod(eighths, 8)
+    bar = ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(BAR_WIDTH, "·")
+    shown = [f"{word} {show_bytes(size)}" for word, size in sorted(parts.items(), key=lambda item: -item[1]) if size * 1000 > used]
+    return [f"{name:<5} {bar} {show_bytes(used)} of {show_bytes(budget)} ({used / max(1, budget):.0%})", *([f"      {', '.join(shown)}"] if shown else [])]
+
+
+def _time(plan: Plan) -> list[str]:
+    estimate = plan.estimate
+    rate = ""
+    if len(shape := plan.inputs.get("input_ids", ())) == 2 and estimate.step_seconds:
+        rate = f", {shape[0] * shape[1] * plan.terms.accumulate / estimate.step_seconds:,.0f} tokens/s"
+    shares = {lane: seconds / estimate.step_seconds if estimate.step_seconds else 0.0 for lane, seconds in estimate.busy_seconds.items()}
+    busiest = max(shares, key=lambda lane: shares[lane], default="compute")
+    most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
+    binds = most if shares.get(busiest, 0.0) >= BINDS else f"dependencies: no lane works all the time (most: {most})"
+    lanes = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items())
+    return [
+        f"step  {show_seconds(estimate.step_seconds)} predicted{rate}", f"binds {binds}", f"lanes {lanes}", *_wrap("from  ", plan.provenance),
+        *_wrap("found ", plan.search),
+    ]  # fmt: skip
+
+
+def _wrap(label: str, text: str, width: int = 94) -> list[str]:
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return [(label if i == 0 else " " * len(label)) + line for i, line in enumerate(lines)]
+
+
+def _show_count(number: int) -> str:
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return str(number)

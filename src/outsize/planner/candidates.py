@@ -1,0 +1,246 @@
+"""The decisions that the search looks at: a few counts, each of which spends memory in a fixed order of priority.
+
+Layers take their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since theirs is freed first.
+Weights are resident for a prefix (chunks that several visits use, then forward order), optimizer state is on the GPU for a prefix in
+forward order, since the next forward waits for the first chunks first. `Space` turns counts into decisions and their bytes.
+
+Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer), activations (the
+strategies). Each is taken from Placement, slots and ledger as they are, once per value; the search asserts that the sum is
+what the finished plan says, so there is no second account that could drift from the first.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from outsize.hardware.lanes import copy_seconds, update_seconds
+from outsize.hardware.spec import HardwareSpec
+from outsize.layout.chunks import ChunkLayout
+from outsize.layout.slots import assign_slots
+from outsize.model.graph import BlockGraph
+from outsize.model.work import Strategy, Work
+from outsize.plan.pins import Pins
+from outsize.plan.placement import Placement
+from outsize.plan.plan import Decision, Homes, Terms
+from outsize.plan.schedule import compile_schedule
+from outsize.planner.memory import activation_peak
+from outsize.profile.trace import ModelTrace
+
+DEPTHS = (0, 1, 2, 3)
+MAX_MIXES = 500
+"""Up to here all mixes of strategies are compared for the least memory; beyond it, those of two strategies."""
+
+Mix = tuple[int, int, int]
+"""Numbers of layers that swap, offload, recompute; the others keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    resident: int
+    optimizer: int
+    swap: int
+    offload: int
+    recompute: int
+    depth: int
+
+    @property
+    def mix(self) -> Mix:
+        return self.swap, self.offload, self.recompute
+
+    def with_mix(self, mix: Mix) -> "Counts":
+        return replace(self, swap=mix[0], offload=mix[1], recompute=mix[2])
+
+
+class Space:
+    def __init__(self, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, terms: Terms, spec: HardwareSpec):
+        self.graph, self.layout, self.trace, self.terms, self.spec = graph, layout, trace, terms, spec
+        self.layers = [v for v, b in enumerate(graph.visits) if graph.blocks[b].kind == "layer" and graph.has_backward[v]]
+        self.weight_order = sorted(range(len(layout.chunks)), key=lambda c: (len(layout.chunks[c].visits) == 1, layout.chunks[c].visits[0], c))
+        self.state_order = sorted((c.index for c in layout.chunks if c.trainable), key=lambda c: (layout.chunks[c].visits[0], c))
+        self._mixes: dict[Mix, tuple[Strategy, ...] | None] = {}
+        self._weights: dict[tuple[int, int], tuple[int, int]] = {}
+        self._states: dict[int, tuple[int, int]] = {}
+        self._homes: dict[tuple[int, int], int] = {}
+        self._activations: dict[Mix, tuple[int, int]] = {}
+        self._lanes: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
+
+    # Counts to decisions.
+
+    def knows(self, visit: int, strategy: Strategy) -> bool:
+        """Whether the layer may use it. An offload that sends nothing is none."""
+        return strategy in self.trace.strategies(visit) and (strategy in ("keep", "recompute") or self.trace.work(visit, strategy).sent_bytes > 0)
+
+    @cached_property
+    def num_layers(self) -> dict[str, int]:
+        """Per strategy, how many layers know it."""
+        return {"all": len(self.layers)} | {s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")}
+
+    def strategies(self, mix: Mix) -> tuple[Strategy, ...] | None:
+        """Per visit; None where the layers do not know enough of the strategies."""
+        if mix not in self._mixes:
+            chosen: list[Strategy] = ["keep"] * len(self.graph.visits)
+            rest = self.layers
+            order: tuple[Strategy, ...] = ("swap", "offload", "recompute")
+            for strategy, count in zip(order, mix, strict=True):
+                takers = set(list(filter(lambda v: self.knows(v, strategy), rest))[:count])  # noqa: B023 - used at once
+                for visit in takers:
+                    chosen[visit] = strategy
+                rest = [v for v in rest if v not in takers]
+                if len(takers) < count:
+                    self._mixes[mix] = None
+                    break
+            else:
+                self._mixes[mix] = tuple(chosen)
+        return self._mixes[mix]
+
+    def decision(self, counts: Counts) -> Decision:
+        resident = set(self.weight_order[: counts.resident])
+        on_gpu = set(self.state_order[: counts.optimizer])
+        homes = {(w, o): Homes(weights="gpu" if w else "host", optimizer="gpu" if o else "host") for w in (False, True) for o in (False, True)}
+        pairs = ((c.index in resident, c.index in (on_gpu if c.trainable else resident)) for c in self.layout.chunks)
+        strategies = self.strategies(counts.mix)
+        assert strategies is not None, f"no such mix of strategies: {counts}"
+        return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth)
+
+    def place(self, decision: Decision) -> Placement:
+        return Placement(self.graph, self.layout, decision, self.terms, self._work(decision.strategies))
+
+    def _work(self, strategies: tuple[Strategy, ...]) -> tuple[Work, ...]:
+        return tuple(self.trace.work(visit, strategy) for visit, strategy in enumerate(strategies))
+
+    @property
+    def plain(self) -> Counts:
+        """Everything on the GPU, nothing recomputed: what a run without outsize would do."""
+        return Counts(resident=len(self.weight_order), optimizer=len(self.state_order), swap=0, offload=0, recompute=0, depth=0)
+
+    # Counts to bytes.
+
+    def gpu_bytes(self, counts: Counts) -> int:
+        return self.weights(counts.resident, counts.depth)[0] + self.states(counts.optimizer)[0] + self.activations(counts.mix)[0]
+
+    def host_bytes(self, counts: Counts) -> int:
+        return self.home_bytes(counts.resident, counts.optimizer) + self.states(counts.optimizer)[1] + self.activations(counts.mix)[1]
+
+    def weights(self, resident: int, depth: int) -> tuple[int, int]:
+        """GPU bytes of weights, resident and in slots; and the slots' alone."""
+        key = (resident, depth)
+        if key not in self._weights:
+            slots = assign_slots(self.layout, self.weight_order[resident:], depth).total_bytes
+            self._weights[key] = slots + sum(self.layout.chunks[c].nbytes for c in self.weight_order[:resident]), slots
+        return self._weights[key]
+
+    def states(self, optimizer: int) -> tuple[int, int]:
+        """GPU and host bytes of optimizer state, gradients and what updates need."""
+        if optimizer not in self._states:
+            # All weights resident: then slots are nobody's, and what remains depends on the optimizer's homes alone.
+            place = self.place(self.decision(replace(self.plain, optimizer=optimizer)))
+            gpu, host = place.parts(place.gpu), place.parts(place.host)
+            self._states[optimizer] = (
+                sum(gpu.get(kind, 0) for kind in ("state", "gradient", "stage", "scratch")),
+                sum(size for kind, size in host.items() if kind not in ("home", "arena")),
+            )
+        return self._states[optimizer]
+
+    def home_bytes(self, resident: int, optimizer: int) -> int:
+        """Host bytes of weights: streamed, or updated there."""
+        key = (resident, optimizer)
+        if key not in self._homes:
+            chunks = self.layout.chunks
+            elsewhere = set(self.weight_order[:resident]) - set(self.state_order[optimizer:])
+            self._homes[key] = sum(chunk.nbytes for chunk in chunks) - sum(chunks[c].nbytes for c in elsewhere)
+        return self._homes[key]
+
+    def activations(self, mix: Mix) -> tuple[int, int]:
+        """GPU and host bytes of everything that is no chunk's: activations at their fullest, return slots, norms, buffers."""
+        if mix not in self._activations:
+            strategies = self.strategies(mix)
+            assert strategies is not None
+            # A layout without chunks: the schedule then holds forward, backward and activation traffic alone.
+            bare = Placement(
+                self.graph, replace(self.layout, chunks=()), Decision(homes=(), strategies=strategies, depth=0), self.terms, self._work(strategies)
+            )
+            schedule = compile_schedule(bare, only_steps=True)
+            peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), bare.work, self.trace.held_bytes)
+            self._activations[mix] = bare.gpu_bytes + peak, bare.host_bytes
+        return self._activations[mix]
+
+    # Counts to a bound on time.
+
+    def bound_seconds(self, counts: Counts) -> float:
+        """No step is faster: the work of the busiest lane. Cheap, so the search need not simulate what cannot win."""
+        strategies = self.strategies(counts.mix)
+        assert strategies is not None
+        work, spec, again = self._work(strategies), self.spec, self.terms.accumulate
+        sent = [w.sent_bytes for v, w in enumerate(work) if w.sent_bytes and self.graph.has_backward[v]]
+        backward = sum(w.backward_seconds for v, w in enumerate(work) if self.graph.has_backward[v])
+        compute, h2d, d2h, host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)
+        return max(
+            compute + again * (sum(w.forward_seconds for w in work) + backward),
+            h2d + again * sum(copy_seconds(spec, "h2d", n) for n in sent),
+            d2h + again * sum(copy_seconds(spec, "d2h", n) for n in sent),
+            host,
+        )
+
+    def _chunk_seconds(self, resident: int, optimizer: int, depth: int) -> tuple[float, float, float, float]:
+        key = (resident, optimizer, depth)
+        if key not in self._lanes:
+            streamed, on_gpu = set(self.weight_order[resident:]), set(self.state_order[:optimizer])
+            compute = h2d = d2h = host = 0.0
+            again = self.terms.accumulate
+            for index, load, send, grad_in, grad_out, gpu_update, host_update, has_backward in self._costs:
+                if index in streamed:
+                    h2d += again * (load + (load if has_backward else 0.0))
+                if gpu_update:
+                    if index in on_gpu:
+                        compute += gpu_update
+                        if index in streamed:
+                            d2h += send
+                            h2d += load if self.terms.update == "after_step" else 0.0
+                    else:
+                        host += host_update
+                        d2h += again * grad_out
+                        h2d += (again - 1) * grad_in + (0.0 if index in streamed else load)
+            # What forward leaves in the slots, backward need not load.
+            held = again * self.weights(resident, depth)[1] / self.spec.h2d_bytes_per_second
+            launches = again * len(streamed) * self.spec.launch_seconds
+            self._lanes[key] = compute, max(0.0, h2d - held - launches), d2h, host
+        return self._lanes[key]
+
+    @cached_property
+    def _costs(self) -> list[tuple[int, float, float, float, float, float, float, bool]]:
+        rows = []
+        for chunk in self.layout.chunks:
+            backward = any(self.graph.has_backward[v] for v in chunk.visits)
+            lands = chunk.trainable and backward
+            grad = chunk.grad_bytes(self.terms.fp32_grads)
+            load, send = copy_seconds(self.spec, "h2d", chunk.nbytes), copy_seconds(self.spec, "d2h", chunk.nbytes)
+            grad_in, grad_out = copy_seconds(self.spec, "h2d", grad), copy_seconds(self.spec, "d2h", grad)
+            gpu_update, host_update = (update_seconds(self.spec, lane, chunk.numel) if lands else 0.0 for lane in ("compute", "host"))
+            rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward))
+        return rows
+
+    # What the pins leave open.
+
+    def mixes(self, pins: Pins) -> Iterator[Mix]:
+        """Mixes among which the least memory is sought: all of them in a small model, else those of at most two free strategies."""
+        pinned = (pins.n_swap, pins.n_offload, pins.n_checkpoint)
+        most = (self.num_layers["swap"], self.num_layers["offload"], self.num_layers["recompute"])
+        open_layers = len(self.layers) - sum(p or 0 for p in pinned)
+        ranges = [range(p, p + 1) if p is not None else range(min(m, open_layers) + 1) for p, m in zip(pinned, most, strict=True)]
+        free = [i for i, p in enumerate(pinned) if p is None]
+        size = 1
+        for i in free:
+            size *= len(ranges[i])
+        if size <= 4 * MAX_MIXES:  # a quarter to a sixth of them fit into the layers
+            found = [(s, o, r) for s, o, r in itertools.product(*ranges) if s + o + r <= len(self.layers)]
+        else:
+            found = []
+            for a, b in itertools.combinations([*free, None], 2):
+                for i in range(open_layers + 1):
+                    mix = [p or 0 for p in pinned]
+                    for strategy, count in ((a, i), (b, open_layers - i)):
+                        if strategy is not None:
+                            mix[strategy] = count
+                    found.append((mix[0], mix[1], mix[2]))
+        yield from (mix for mix in dict.fromkeys(found) if all(n <= m for n, m in zip(mix, most, strict=True)) and self.strategies(mix) is not None)

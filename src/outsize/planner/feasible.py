@@ -1,0 +1,174 @@
+"""What fits: the least memory that a model can be trained in, and the answer when that is too much.
+
+A search fails exactly when the least GPU memory found here (under the host budget) is above the GPU budget. That minimum does not depend
+on the GPU budget, so the number in the error is the one at which the same search succeeds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from outsize.base.errors import PlanInfeasible, tell
+from outsize.base.units import exact_bytes, show_bytes
+from outsize.plan.pins import Pins
+from outsize.planner.candidates import Counts, Mix, Space
+
+
+class Budgets:
+    """Two budgets and the pins: which counts are allowed and which fit."""
+
+    def __init__(self, space: Space, pins: Pins, gpu_bytes: int, host_bytes: int):
+        self.space, self.pins, self.gpu_bytes, self.host_bytes = space, pins, gpu_bytes, host_bytes
+        every, trainable = len(space.weight_order), len(space.state_order)
+        self.resident = (0, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
+        self.optimizer = (0, trainable) if pins.n_optimizer_gpu is None else (pins.n_optimizer_gpu, pins.n_optimizer_gpu)
+        self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
+        """The least that is allowed."""
+
+    def obeys(self, counts: Counts) -> bool:
+        """Whether the pins allow it."""
+        pins = self.pins
+        pairs = (
+            (pins.n_persist, counts.resident), (pins.n_optimizer_gpu, counts.optimizer), (pins.n_swap, counts.swap), (pins.n_offload, counts.offload),
+            (pins.n_checkpoint, counts.recompute), (pins.n_buffer, counts.depth + 1),
+        )  # fmt: skip
+        return all(pin is None or pin == count for pin, count in pairs)
+
+    def fits(self, counts: Counts) -> bool:
+        return self.space.gpu_bytes(counts) <= self.gpu_bytes and self.space.host_bytes(counts) <= self.host_bytes
+
+    def floor(self, mix: Mix, depth: int) -> Counts | None:
+        """Little on the GPU, yet within the host budget. Quick: None does not mean that there is nothing."""
+        least = Counts(resident=self.resident[0], optimizer=self.optimizer[0], swap=0, offload=0, recompute=0, depth=depth).with_mix(mix)
+        for first, second in (("optimizer", "resident"), ("resident", "optimizer")):
+            counts = least
+            for name in (first, second):
+                low, high = getattr(self, name)
+                # Moving a chunk to the GPU never adds host bytes but for slots of odd sizes, so bisection is near enough.
+                while low < high and self.space.host_bytes(counts) > self.host_bytes:
+                    middle = (low + high) // 2
+                    if self.space.host_bytes(replace(counts, **{name: middle})) <= self.host_bytes:
+                        high = middle
+                    else:
+                        low = middle + 1
+                    if low == high:
+                        counts = replace(counts, **{name: low})
+            if self.fits(counts):
+                return counts
+        return None
+
+    # The exact minima, over all counts at the least depth.
+
+    def _pairs(self) -> Iterator[tuple[int, int, int, int]]:
+        """(resident, optimizer, gpu bytes, host bytes) of the chunks."""
+        for optimizer in range(self.optimizer[0], self.optimizer[1] + 1):
+            gpu, host = self.space.states(optimizer)
+            for resident in range(self.resident[0], self.resident[1] + 1):
+                yield resident, optimizer, gpu + self.space.weights(resident, self.depth)[0], host + self.space.home_bytes(resident, optimizer)
+
+    def _minimum(self, host_limit: int | None, gpu_limit: int | None) -> tuple[int, Counts] | None:
+        """Least GPU bytes under `host_limit`, or least host bytes under `gpu_limit`."""
+        mixes = _frontier([(*self.space.activations(mix), mix) for mix in self.space.mixes(self.pins)])
+        pairs = _frontier([(gpu, host, (resident, optimizer)) for resident, optimizer, gpu, host in self._pairs()])
+        best: tuple[int, int, Counts] | None = None
+        for mix_gpu, mix_host, mix in mixes:
+            for pair_gpu, pair_host, (resident, optimizer) in pairs:
+                gpu, host = mix_gpu + pair_gpu, mix_host + pair_host
+                if (host_limit is not None and host > host_limit) or (gpu_limit is not None and gpu > gpu_limit):
+                    continue
+                found = (host, gpu) if gpu_limit is not None else (gpu, host)
+                if best is None or found < best[:2]:
+                    counts = Counts(resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=self.depth).with_mix(mix)
+                    best = (*found, counts)
+        return None if best is None else (best[0], best[2])
+
+    def least_gpu(self, *, any_host: bool = False) -> tuple[int, Counts] | None:
+        return self._minimum(None if any_host else self.host_bytes, None)
+
+    def least_host(self) -> tuple[int, Counts] | None:
+        return self._minimum(None, self.gpu_bytes)
+
+    def start(self) -> Counts:
+        """Counts that fit, with little on the GPU; or the reason why there are none."""
+        for mix in dict.fromkeys([self._one_strategy(i) for i in (2, 1, 0)]):
+            if mix is not None and (counts := self.floor(mix, self.depth)):
+                return counts
+        least = self.least_gpu()
+        if least and least[0] <= self.gpu_bytes:
+            return least[1]
+        raise self._infeasible(least)
+
+    def _one_strategy(self, which: int) -> Mix | None:
+        """All layers that are not pinned under one strategy (0 swap, 1 offload, 2 recompute), as far as they know it."""
+        pinned = (self.pins.n_swap, self.pins.n_offload, self.pins.n_checkpoint)
+        mix = [p or 0 for p in pinned]
+        if pinned[which] is None:
+            mix[which] = min(len(self.space.layers) - sum(mix), self.space.num_layers[("swap", "offload", "recompute")[which]])
+        found = (mix[0], mix[1], mix[2])
+        return found if self.space.strategies(found) is not None else None
+
+    def bases(self) -> list[Mix]:
+        """One strategy for all layers: where the families of candidates begin."""
+        pinned = (self.pins.n_swap or 0, self.pins.n_offload or 0, self.pins.n_checkpoint or 0)
+        found = [mix for mix in (self._one_strategy(2), self._one_strategy(1), self._one_strategy(0)) if mix is not None]
+        return list(dict.fromkeys([*found, *([pinned] if self.space.strategies(pinned) is not None else [])]))
+
+    # The answer when nothing fits.
+
+    def _infeasible(self, least: tuple[int, Counts] | None) -> PlanInfeasible:
+        anyhow = self.least_gpu(any_host=True)
+        if anyhow is None:
+            return PlanInfeasible(
+                tell(f"layers that can follow the pins {self.pins}", "too few of them know the strategies", "Lower n_swap, n_checkpoint or n_offload"),
+                resource="gpu", allowed_bytes=self.gpu_bytes, needed_bytes=self.gpu_bytes,
+            )  # fmt: skip
+        if anyhow[0] > self.gpu_bytes:
+            # The GPU is short whatever the host has. Where the host budget leaves no plan at any size of GPU, it will be told next.
+            needed, counts = least or anyhow
+            relax = self._relax_gpu(needed, counts, anyhow[0])
+            return self._too_small("gpu", "gpu_memory", self.gpu_bytes, needed, relax)
+        host = self.least_host()
+        assert host is not None, "the least GPU memory fits, so some host memory does"
+        relax = f"or allow {_written(least[0])} of GPU memory (gpu_memory), and the rest stays there" if least else ""
+        return self._too_small("host", "host_memory", self.host_bytes, host[0], [relax, "take a smaller model or train fewer of its parameters"])
+
+    def _relax_gpu(self, needed: int, counts: Counts, anyhow: int) -> list[str]:
+        activations = self.space.activations(counts.mix)[0]
+        relax = []
+        if activations * 2 > needed:
+            relax.append(f"{show_bytes(activations)} of it are activations, so a smaller batch or a shorter sequence helps most")
+        else:
+            relax.append(f"{show_bytes(needed - activations)} of it are the weights, gradients and state of the largest blocks; a smaller batch helps with the rest")
+        if anyhow < needed:
+            relax.append(f"with more host memory (host_memory) {show_bytes(anyhow)} would do")
+        return relax
+
+    def _too_small(self, resource: str, option: str, allowed: int, needed: int, relax: list[str]) -> PlanInfeasible:
+        if self.pins.given():
+            free = Budgets(self.space, Pins(), self.gpu_bytes, self.host_bytes)
+            without = free.least_gpu() if resource == "gpu" else free.least_host()
+            if without and without[0] < needed:
+                relax = [*relax, f"without the pins ({self.pins}) {show_bytes(without[0])} would do"]
+        name = "GPU" if resource == "gpu" else "host"
+        return PlanInfeasible(
+            tell(
+                f"training this model at this batch takes at least {_written(needed)} of {name} memory",
+                f"{_written(allowed)} is allowed ({option})",
+                "; ".join([f"Raise it to {exact_bytes(needed)}", *filter(None, relax)]),
+            ),
+            resource=resource, allowed_bytes=allowed, needed_bytes=needed,
+        )  # fmt: skip
+
+
+def _written(num_bytes: int) -> str:
+    return f"{exact_bytes(num_bytes)} ({show_bytes(num_bytes)})" if num_bytes >= 1024 else exact_bytes(num_bytes)
+
+
+def _frontier(rows: list) -> list:
+    """Rows (gpu, host, what) that no other row beats in both."""
+    kept = []
+    least_host = None
+    for row in sorted(rows):
+        if least_host is None or row[1] < least_host:
+            kept.append(row)
+            least_host = row[1]
+    return kept

@@ -1,0 +1,270 @@
+"""Search: the fastest plan within the budgets, in well under a second.
+
+Memory is spent along several orders of priority (weights, optimizer, activations first), each as far as it goes; what cannot win by its
+busiest lane is not simulated; the best is then refined by moving memory from one use to another in ever smaller steps. All is
+deterministic: a number of simulations ends the search, never a clock, and near ties go to the simpler plan, so noise in a measurement
+does not turn one plan into another.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from outsize.base.errors import PlanInfeasible, PlanInvalid, tell
+from outsize.base.records import fingerprint
+from outsize.base.units import show_seconds
+from outsize.hardware.spec import HardwareSpec
+from outsize.layout.chunks import ChunkLayout
+from outsize.model.graph import BlockGraph
+from outsize.plan.pins import Pins, check_pins
+from outsize.plan.plan import FORMAT, Decision, Estimate, Plan, Terms
+from outsize.plan.schedule import compile_schedule
+from outsize.planner.candidates import DEPTHS, Counts, Space
+from outsize.planner.feasible import Budgets
+from outsize.planner.simulate import simulate
+from outsize.profile.trace import ModelTrace
+
+MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 40, 400, 16_000
+"""A simulation takes time with the chunks and visits of the model; so many of these are walked in about half a second."""
+FIRST_SHARE = 0.6
+"""Of the simulations, for the families; the others refine."""
+REFINED = 5
+"""So many of the best are refined before the search rests."""
+TIE = 0.01
+"""Times this close are equal: measurements are no better."""
+PLAIN_TIE = 0.05
+"""The plain resident run has no moving parts whose overlap could disappoint; another plan must promise more than this to replace it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    counts: Counts
+    decision: Decision
+    estimate: Estimate
+
+
+def search(
+    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, spec: HardwareSpec, terms: Terms, *,
+    gpu_budget_bytes: int, host_budget_bytes: int, pins: Pins = Pins(),  # noqa: B008 - frozen
+) -> Plan:  # fmt: skip
+    """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range."""
+    made_for = fingerprint(graph)
+    if trace.graph != made_for:
+        raise PlanInvalid(tell(f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"))
+    space = Space(graph, layout, trace, terms, spec)
+    check_pins(pins, graph, layout, space.num_layers)
+    run = _Search(Budgets(space, pins, gpu_budget_bytes, host_budget_bytes))
+    best = run.run()
+    words = run.words(best)
+    if pins.given():
+        words += f"; pinned {pins}: {_cost_of_pins(space, best, gpu_budget_bytes, host_budget_bytes)}"
+    return Plan(
+        format=FORMAT, graph=made_for, hardware=spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, terms=terms, decision=best.decision,
+        work=tuple(trace.work(v, s) for v, s in enumerate(best.decision.strategies)), held_bytes=trace.held_bytes, gpu_budget_bytes=gpu_budget_bytes,
+        host_budget_bytes=host_budget_bytes, estimate=best.estimate, provenance=f"model: {trace.provenance}; machine: {spec.provenance}", search=words,
+    )  # fmt: skip
+
+
+def _cost_of_pins(space: Space, best: _Tried, gpu_bytes: int, host_bytes: int) -> str:
+    try:
+        free = _Search(Budgets(space, Pins(), gpu_bytes, host_bytes)).run().estimate.step_seconds
+    except PlanInfeasible:  # the pins may reach a corner that the free search does not look into
+        return "the search found no plan without them"
+    if best.estimate.step_seconds <= free * (1 + TIE):
+        return "they cost nothing"
+    return f"they cost {best.estimate.step_seconds / free - 1:.0%} ({show_seconds(free)} a step without them)"
+
+
+class _Search:
+    def __init__(self, budgets: Budgets):
+        self.budgets, self.space = budgets, budgets.space
+        self.tried: dict[Counts, _Tried] = {}
+        size = len(self.space.weight_order) + len(self.space.graph.visits)
+        self.limit = min(MAX_SIMULATIONS, max(MIN_SIMULATIONS, SIMULATED_ITEMS // size))
+
+    def run(self) -> _Tried:
+        start = self.budgets.start()
+        plain = self.space.plain
+        # First of all, so that nothing is compared before the run without outsize is.
+        families = [plain] if self.budgets.obeys(plain) and self.budgets.fits(plain) else []
+        self._try([*families, *self._families(start)], int(self.limit * FIRST_SHARE))
+        self._refine()
+        return self._best()
+
+    # Candidates.
+
+    def _families(self, start: Counts) -> Iterator[Counts]:
+        """From little memory up, along every order of priority."""
+        yield start
+        depths = DEPTHS if self.budgets.pins.n_buffer is None else (self.budgets.depth,)
+        for mix, depth in itertools.product(dict.fromkeys([*self.budgets.bases(), start.mix]), depths):
+            floor = self.budgets.floor(mix, depth)
+            if floor is None and mix == start.mix and self.budgets.fits(replace(start, depth=depth)):
+                floor = replace(start, depth=depth)
+            if floor is not None:
+                for order in itertools.permutations(("resident", "optimizer", "keep")):
+                    yield self._spend(floor, order)
+
+    def _spend(self, counts: Counts, order: Iterable[str]) -> Counts:
+        """As much of each as the GPU budget allows, one after the other."""
+        for name in order:
+            steps = self._room(counts, name)
+            low, high = 0, len(steps) - 1
+            if self._ok(steps[high]):
+                low = high
+            while low < high - 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._ok(steps[middle]) else (low, middle)
+            counts = steps[low]
+        return self._tidy(counts)
+
+    def _room(self, counts: Counts, name: str) -> "_Steps":
+        """The counts that follow from spending more and more on one use."""
+        if name == "keep":
+            pins = self.budgets.pins
+            takers = [n for n, pin in (("swap", pins.n_swap), ("offload", pins.n_offload), ("recompute", pins.n_checkpoint)) if pin is None]
+            return _Steps(counts, [(taker, -1, getattr(counts, taker)) for taker in reversed(takers)])
+        high = (self.budgets.resident if name == "resident" else self.budgets.optimizer)[1]
+        return _Steps(counts, [(name, 1, max(0, high - getattr(counts, name)))])
+
+    def _tidy(self, counts: Counts) -> Counts:
+        """Where nothing is streamed, depth has no meaning."""
+        if counts.resident == len(self.space.weight_order) and self.budgets.pins.n_buffer is None:
+            return replace(counts, depth=0)
+        return counts
+
+    def _ok(self, counts: Counts) -> bool:
+        return self.space.strategies(counts.mix) is not None and self.budgets.obeys(counts) and self.budgets.fits(counts)
+
+    def _neighbours(self, counts: Counts, share: float) -> Iterator[Counts]:
+        """Move a share of one use's memory to another; turn layers from one strategy to another; look further ahead, or less."""
+        uses = ("resident", "optimizer", "keep")
+        size = {"resident": len(self.space.weight_order), "optimizer": len(self.space.state_order), "keep": len(self.space.layers)}
+        moved = {use: max(1, int(size[use] * share)) for use in uses}
+        for giver in ("resident", "optimizer"):
+            if getattr(counts, giver) > 0:
+                less = replace(counts, **{giver: max(0, getattr(counts, giver) - moved[giver])})
+                yield from (self._spend(less, (taker,)) for taker in uses if taker != giver)
+        kept = len(self.space.layers) - sum(counts.mix)
+        for name in ("recompute", "offload", "swap"):
+            number = getattr(counts, name)
+            if kept:
+                less = replace(counts, **{name: number + min(kept, moved["keep"])})
+                if self.space.strategies(less.mix) is not None:
+                    yield from (self._spend(less, (taker,)) for taker in ("resident", "optimizer"))
+            for other in ("recompute", "offload", "swap"):
+                if other != name and number:
+                    change = min(number, moved["keep"])
+                    turned = replace(counts, **{name: number - change, other: getattr(counts, other) + change})
+                    if self.space.strategies(turned.mix) is not None:
+                        yield turned
+                        yield from (self._spend(turned, (taker,)) for taker in uses)
+        for depth in (counts.depth - 1, counts.depth + 1):
+            if depth in DEPTHS and counts.resident < len(self.space.weight_order):
+                other_depth = replace(counts, depth=depth)
+                if not self.budgets.fits(other_depth):
+                    other_depth = self._spend(replace(other_depth, resident=self.budgets.resident[0]), ("resident",))
+                yield other_depth
+                yield from (self._spend(other_depth, (taker,)) for taker in uses)
+
+    # Simulation.
+
+    def _try(self, candidates: Iterable[Counts], limit: int) -> bool:
+        """Simulate what fits and could win, most promising first; whether there is a new best."""
+        before = self._best().counts if self.tried else None
+        new = [c for c in dict.fromkeys(candidates) if c not in self.tried and self._ok(c)]
+        for counts in self._ranked(new):
+            if len(self.tried) >= limit:
+                break
+            if self.tried and self.space.bound_seconds(counts) > self._fastest() * (1 - TIE):
+                continue
+            self._simulate(counts)
+        return self._best().counts != before
+
+    def _ranked(self, candidates: list[Counts]) -> list[Counts]:
+        """The plain run; then the best of every kind, the second of every kind, …: the bound knows no dependencies, so it compares only like with like."""
+        groups: dict[tuple[int, int], list[Counts]] = {}
+        for counts in sorted(candidates, key=lambda c: (self.space.bound_seconds(c), self._complexity(c))):
+            kind = (*counts.mix, len(self.space.layers) - sum(counts.mix))
+            groups.setdefault((kind.index(max(kind)), counts.depth), []).append(counts)
+        rank = {counts: i for group in groups.values() for i, counts in enumerate(group)}
+        return sorted(candidates, key=lambda c: (c != self.space.plain, rank[c], self.space.bound_seconds(c), self._complexity(c)))
+
+    def _simulate(self, counts: Counts) -> None:
+        decision = self.space.decision(counts)
+        place = self.space.place(decision)
+        estimate = simulate(place, compile_schedule(place, only_steps=True), self.space.spec, held_bytes=self.space.trace.held_bytes)
+        assert (estimate.gpu_bytes, estimate.host_bytes) == (self.space.gpu_bytes(counts), self.space.host_bytes(counts)), "two accounts of one plan"
+        self.tried[counts] = _Tried(counts, decision, estimate)
+
+    def _refine(self) -> None:
+        """Around the best in ever smaller steps; then around the next best, which may lie on the way to something better."""
+        least_share = 1 / max(1, len(self.space.weight_order), len(self.space.layers))
+        shares = [0.25]
+        while shares[-1] >= least_share:
+            shares.append(shares[-1] / 2)
+        done: set[tuple[Counts, float]] = set()
+        while len(self.tried) < self.limit:
+            best = self._best().counts
+            others = sorted(self.tried.values(), key=lambda t: (t.counts != best, t.estimate.step_seconds, self._complexity(t.counts)))[:REFINED]
+            step = next(((t.counts, share) for t in others for share in shares if (t.counts, share) not in done), None)
+            if step is None:
+                break
+            # A few at a time, so that a better point is followed soon; the rest of them comes back as long as there is a new best.
+            if not self._try(self._neighbours(*step), min(self.limit, len(self.tried) + 4)):
+                done.add(step)
+
+    # Choice.
+
+    def _fastest(self) -> float:
+        return min(t.estimate.step_seconds for t in self.tried.values())
+
+    def _complexity(self, counts: Counts) -> tuple[int, ...]:
+        """How much moves, and how far ahead; then anything that makes the order total."""
+        streamed, on_host = len(self.space.weight_order) - counts.resident, len(self.space.state_order) - counts.optimizer
+        return (streamed + on_host + sum(counts.mix), counts.depth, counts.swap, counts.offload, counts.recompute, streamed)
+
+    def _best(self) -> _Tried:
+        limit = self._fastest() * (1 + TIE)
+        plain = self.tried.get(self.space.plain)
+        if plain and plain.estimate.step_seconds <= self._fastest() * (1 + PLAIN_TIE):
+            return plain
+        return min((t for t in self.tried.values() if t.estimate.step_seconds <= limit), key=lambda t: self._complexity(t.counts))
+
+    def words(self, best: _Tried) -> str:
+        others = [t for t in self.tried.values() if t.counts != best.counts]
+        said = f"{len(self.tried)} simulations"
+        if others:
+            second = min(others, key=lambda t: (t.estimate.step_seconds, self._complexity(t.counts)))
+            ratio = second.estimate.step_seconds / best.estimate.step_seconds - 1
+            by = f"{ratio:.1%} slower" if ratio > 0 else f"{-ratio:.1%} faster, but not as simple" if ratio < 0 else "as fast, but not as simple"
+            said += f"; runner-up {by}: {self._describe(second.counts)}"
+        return said
+
+    def _describe(self, counts: Counts) -> str:
+        if counts == self.space.plain:
+            return "everything on the GPU"
+        layers = [f"{n} {name}" for name, n in (("swap", counts.swap), ("offload", counts.offload), ("recompute", counts.recompute)) if n]
+        return ", ".join([
+            f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU", f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
+            f"layers {' + '.join(layers) or 'all keep'}", f"depth {counts.depth}",
+        ])  # fmt: skip
+
+
+class _Steps:
+    """Counts along one direction, by number of steps taken; made when asked for."""
+
+    def __init__(self, start: Counts, moves: list[tuple[str, int, int]]):
+        """`moves`: field, sign, how many; taken one after the other."""
+        self.start, self.moves = start, moves
+
+    def __len__(self) -> int:
+        return 1 + sum(count for _, _, count in self.moves)
+
+    def __getitem__(self, number: int) -> Counts:
+        changes = {}
+        for name, sign, count in self.moves:
+            taken = min(number, count)
+            changes[name] = getattr(self.start, name) + sign * taken
+            number -= taken
+        return replace(self.start, **changes)

@@ -1,0 +1,65 @@
+"""Traces on disk, by fingerprint of everything that a trace depends on. OUTSIZE_CACHE names the folder; empty turns the cache off."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.base.errors import ConfigError
+from outsize.base.log import log
+from outsize.base.records import fingerprint, from_json, to_json
+from outsize.device.device import Device
+from outsize.model.discover import Layer
+from outsize.model.graph import BlockGraph
+from outsize.profile.trace import ModelTrace
+from outsize.profile.tracer import Tracer, batch_shapes
+
+TRACE_FORMAT = 1
+
+
+def traced(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device) -> tuple[BlockGraph, ModelTrace]:
+    """The trace of this model, batch shape and device: from the cache, or taken now."""
+    folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize"))
+    path = Path(folder) / "traces" / f"{_key(model, batch, layers, device)}.json"
+    if folder and path.exists():
+        try:
+            data = json.loads(path.read_text())
+            return from_json(BlockGraph, data["graph"]), from_json(ModelTrace, data["trace"])
+        except (ConfigError, ValueError, KeyError):
+            log.warning("the cached trace %s is not readable and is taken again", path)
+    graph, trace = Tracer(model, batch, layers, device).trace()
+    if folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
+        temporary.replace(path)
+    return graph, trace
+
+
+def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device) -> str:
+    config = getattr(model, "config", None)
+    kind = device.torch_device.type
+    return fingerprint(
+        {
+            "format": TRACE_FORMAT,
+            "torch": torch.__version__,
+            "model": f"{type(model).__module__}.{type(model).__qualname__}",
+            "config": repr(sorted((k, repr(v)) for k, v in config.to_dict().items())) if hasattr(config, "to_dict") else "",
+            "attention": str(getattr(config, "_attn_implementation", "")),
+            "training": str([m.training for m in model.modules()]),
+            "params": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters(remove_duplicate=False)],
+            "tied": [len({id(p) for p in model.parameters()})],
+            "modules": fingerprint([[n, type(m).__qualname__, m.extra_repr()] for n, m in model.named_modules()]),
+            "layers": [[layer.name, layer.structure] for layer in layers],
+            "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
+            "dtypes": {name: str(t.dtype) for name, t in batch.items() if isinstance(t, torch.Tensor)} if isinstance(batch, dict) else {},
+            "device": [device.kind, device.spec.name, device.spec.provenance],
+            "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+    )
+
+

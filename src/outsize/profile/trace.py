@@ -1,0 +1,24 @@
+"""ModelTrace: what was measured of a model at one batch shape. No torch: the planner reads it anywhere."""
+
+from dataclasses import dataclass
+
+from outsize.model.work import Strategy, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTrace:
+    graph: str
+    """Fingerprint of the BlockGraph it belongs to."""
+    inputs: dict[str, tuple[int, ...]]
+    """Shapes of the batch it was taken with."""
+    visits: tuple[dict[str, Work], ...]
+    """Per visit: Work by strategy. Regions know `keep` alone."""
+    held_bytes: int
+    """Outputs of the model: a loop holds them until its next forward returns."""
+    provenance: str
+
+    def work(self, visit: int, strategy: Strategy) -> Work:
+        return self.visits[visit][strategy]
+
+    def strategies(self, visit: int) -> tuple[str, ...]:
+        return tuple(self.visits[visit])

@@ -1,0 +1,347 @@
+"""Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
+
+Of each run of equal layers the first, the second and the last really run (what is alive around a layer differs at the ends of a run);
+those between pass their input through and get the second one's numbers. Only the weights of layers that run, and those outside layers,
+are put on the device. Each activation strategy is measured in a pass of its own, through the code that the engine runs.
+Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ModelUnsupported, tell
+from outsize.base.records import fingerprint
+from outsize.device.device import Device, Meter
+from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.activation.parcel import Parcel
+from outsize.activation.strategies import RUN, SENDS
+from outsize.model.course import Course
+from outsize.model.discover import Layer
+from outsize.model.graph import Block, BlockGraph, Param
+from outsize.model.tensors import map_tensors, tensors_in, with_grad
+from outsize.model.work import STRATEGIES, Strategy, Work
+from outsize.profile.phases import Phases
+from outsize.profile.trace import ModelTrace
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The model's own loss, or the sum of what can be differentiated where the loss is computed outside."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    terms = with_grad(outputs)
+    if not terms:
+        found = "no output of the model requires grad"
+        raise ModelUnsupported(tell("the model has something to train", found, "Set requires_grad on what shall be trained, or give a batch with labels"))
+    return torch.stack([t.float().sum() for t in terms]).sum()
+
+
+def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    items = batch.items() if isinstance(batch, dict) else ((str(i), v) for i, v in enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
+    return {name: tuple(value.shape) for name, value in items if isinstance(value, Tensor)}
+
+
+class _Pass:
+    """One forward and backward under one strategy, listening to the model's course."""
+
+    def __init__(self, tracer: "Tracer", strategy: Strategy, meter: Meter | None):
+        self.tracer, self.strategy, self.meter = tracer, strategy, meter
+        self.phases = Phases(meter, tracer.device)
+        self.layer_of: list[int | None] = []
+        """Per visit: the layer, None for a region."""
+        self.is_forward = False
+        self.skipped: set[int] = set()
+        self.backward: list[int] = []
+        self.keys: dict[int, Any] = {}
+        self._ran: dict[Any, int] = {}
+        self._pass_through: dict[Any, Callable[[Tensor], Any] | None] = {}
+        self._parcels: dict[int, Parcel] = {}
+        self._arenas: dict[int, Tensor] = {}
+        self._returned: Tensor | None = None
+
+    # Forward.
+
+    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.is_forward = True
+        self.phases.open_forward()
+        put = self.tracer.device.put
+        return map_tensors(put, args), map_tensors(put, kwargs)
+
+    def forward_enters(self, visit: int, layer: int | None) -> None:
+        if visit > 0:
+            self._close_forward(visit - 1)
+        self.layer_of.append(layer)
+        if layer is not None:
+            self.tracer.bring(self.tracer.layers[layer].module)
+        if visit > 0:
+            self.phases.open_forward()
+
+    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        facts = self.tracer.layers[layer]
+        inputs = list(tensors_in((args, kwargs)))
+        key = self.keys[visit] = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
+        if self._ran.get(key, 0) >= 2 and not facts.ends_run and (skip := self._pass_through.get(key)) is not None:
+            self.skipped.add(visit)
+            return skip(inputs[0])
+        self._ran[key] = self._ran.get(key, 0) + 1
+        parcel = self._parcels[visit] = Parcel()
+        outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+        self._pass_through[key] = _pass_through(inputs[0], outputs) if inputs else None
+        return outputs
+
+    def _close_forward(self, visit: int) -> None:
+        phase = self.phases.close_forward()
+        parcel = self._parcels.get(visit)
+        if parcel is not None and parcel.num_bytes:
+            with self.tracer.device.on_host(), _paused(self.meter):
+                arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8)
+                parcel.copy_to(arena)
+            phase.sent_bytes = parcel.num_bytes
+        self._release(visit - 1)
+
+    def _release(self, visit: int) -> None:
+        parcel = self._parcels.get(visit)
+        if parcel is not None and parcel.items:
+            self.phases.release(visit, [item.untyped_storage() for item in parcel.items], parcel.let_go)
+
+    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
+        self.is_forward = False
+        if not failed:
+            last = len(self.layer_of) - 1
+            self._close_forward(last)
+            self._release(last)
+
+    # Backward.
+
+    def backward_enters(self, visit: int, course: int) -> None:
+        if visit in self.skipped or visit in self.backward:
+            return
+        self.phases.close_backward()
+        self._returned = None
+        self.backward.append(visit)
+        if visit in self._arenas:
+            with _paused(self.meter):
+                self._returned = self._arenas.pop(visit).to(self.tracer.device.torch_device)
+            self._parcels[visit].returned(self._returned)
+        self._parcels.pop(visit, None)
+        self.phases.open_backward(visit)
+
+    def backward_ends(self) -> None:
+        self.phases.close_backward()
+        self._returned = None
+
+
+def _pass_through(hidden: Tensor, outputs: Any) -> "Callable[[Tensor], Any] | None":
+    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state."""
+    shape, dtype = hidden.shape, hidden.dtype
+    places = [i for i, t in enumerate(tensors_in(outputs)) if t is not hidden and t.shape == shape and t.dtype == dtype]
+    if not places:
+        return None
+    # What else comes out (a position bias, say) is handed on; the hidden state itself must not be kept alive here.
+    count = iter(range(1 << 30))
+    template = map_tensors(lambda t: t.new_empty(0) if next(count) == places[0] else t, outputs)
+
+    def skip(x: Tensor) -> Any:
+        number = iter(range(1 << 30))
+        return map_tensors(lambda t: x if next(number) == places[0] else t, template)
+
+    return skip
+
+
+class Tracer:
+    def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device):
+        self.model, self.batch, self.layers, self.device = model, batch, layers, device
+        self._brought: dict[nn.Parameter, Tensor] = {}
+        self._static: set[int] = set()
+        self._readers: dict[int, set[int]] = {}
+
+    def is_static(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._static
+
+    def bring(self, module: nn.Module) -> None:
+        """Put a module's weights on the device until the trace ends."""
+        for param in module.parameters():
+            if param.device != self.device.torch_device:
+                self._brought[param] = param.data
+                param.data = param.data.to(self.device.torch_device)
+            self._static.add(param.untyped_storage().data_ptr())
+
+    def trace(self) -> tuple[BlockGraph, ModelTrace]:
+        with self._model_untouched():
+            scout = self._run("keep", scout=True)
+            passes = {strategy: self._run(strategy) for strategy in STRATEGIES}
+            timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute")} if self.device.kind != "sim" else {}
+        graph = self._graph(scout)
+        visits = tuple(self._works(scout, passes, timed, v) for v in range(len(graph.visits)))
+        provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
+        return graph, ModelTrace(
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, held_bytes=passes["keep"].phases.held_bytes,
+            provenance=f"seconds {provenance}, bytes measured",
+        )  # fmt: skip
+
+    # Running.
+
+    def _run(self, strategy: Strategy, *, scout: bool = False) -> _Pass:
+        with self.device.meter() as meter:
+            if isinstance(meter, Observer):
+                meter.wants_cost = self.device.kind == "sim"
+            run = _Pass(self, strategy, meter)
+            if not scout:
+                self._once(run)
+                return run
+            reader = Observer()
+            reader.on_parameter = lambda p: run.is_forward and self._readers.setdefault(id(p), set()).add(len(run.layer_of) - 1)
+            push_mode(reader)
+            try:
+                self._once(run)
+            finally:
+                remove_mode(reader)
+        return run
+
+    def _time(self, strategy: Strategy) -> _Pass:
+        run = _Pass(self, strategy, None)
+        self._once(run)
+        return run
+
+    def _once(self, run: _Pass) -> None:
+        course = Course(self.model, self.layers, run)
+        course.attach()
+        drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.model.parameters() if p.requires_grad]
+        try:
+            run.phases.begin()
+            outputs = call(self.model, self.batch)
+            loss = loss_of(outputs)
+            loss.backward()
+            run.phases.finish()
+            del outputs, loss
+        finally:
+            course.detach()
+            for handle in drop:
+                handle.remove()
+
+    @contextmanager
+    def _model_untouched(self) -> Iterator[None]:
+        inside = {id(p) for layer in self.layers for p in layer.module.parameters()}
+        rng = torch.get_rng_state()
+        device_rng = self.device.rng_state()
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        grads = [(p, p.grad) for p in self.model.parameters()]
+        for param, _ in grads:
+            param.grad = None
+        outside = nn.ParameterList([p for p in self.model.parameters() if id(p) not in inside])
+        self.bring(outside)
+        self._static |= {b.untyped_storage().data_ptr() for b in self.model.buffers()}
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for param, data in self._brought.items():
+                param.data = data
+            for param, grad in grads:
+                param.grad = grad
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            torch.set_rng_state(rng)
+            self.device.set_rng_state(device_rng)
+
+    # Reading off.
+
+    def _graph(self, scout: _Pass) -> BlockGraph:
+        names = [n for n, _ in self.model.named_parameters()]
+        params = dict(self.model.named_parameters())
+        canonical = {id(p): n for n, p in params.items()}
+        labels = [self._label(scout.layer_of, v) for v in range(len(scout.layer_of))]
+        order = list(dict.fromkeys(labels))
+        members: dict[str, dict[str, None]] = {label: {} for label in order}
+        for visit, layer in enumerate(scout.layer_of):
+            if layer is not None:
+                members[labels[visit]].update(dict.fromkeys(canonical[id(p)] for p in self.layers[layer].module.parameters()))
+        for name in names:
+            for visit in sorted(self._readers.get(id(params[name]), ())):
+                members[labels[visit]].setdefault(name)
+        blocks = []
+        for label in order:
+            layer = scout.layer_of[labels.index(label)]
+            kind = "layer" if layer is not None else "head" if label == "head" else "stem" if label == "stem" else "between"
+            structure = self.layers[layer].structure if layer is not None else label
+            blocks.append(Block(name=label, kind=kind, structure=structure, params=tuple(members[label])))  # type: ignore[arg-type]
+        return BlockGraph(
+            blocks=tuple(blocks),
+            visits=tuple(order.index(label) for label in labels),
+            has_backward=tuple(self._twin(scout, v) in scout.backward for v in range(len(labels))),
+            params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
+            buffer_bytes=sum({b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
+        )
+
+    def _label(self, layer_of: list[int | None], visit: int) -> str:
+        layer = layer_of[visit]
+        if layer is not None:
+            return self.layers[layer].name
+        if visit == 0:
+            return "stem"
+        if visit == len(layer_of) - 1:
+            return "head"
+        following = next(i for i in layer_of[visit:] if i is not None)
+        return f"between:{self.layers[following].name}" + (f"#{visit}" if self._repeats(layer_of, visit) else "")
+
+    def _repeats(self, layer_of: list[int | None], visit: int) -> bool:
+        """A list that runs several times has several regions before its first layer."""
+        after = [layer_of[v + 1] for v in range(1, len(layer_of) - 1) if layer_of[v] is None]
+        return after.count(layer_of[visit + 1]) > 1
+
+    def _twin(self, run: _Pass, visit: int) -> int:
+        """The visit that really ran in the place of this one: itself, or the latest equal one before it."""
+        if visit not in run.skipped:
+            return visit
+        return next(v for v in range(visit - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[visit])
+
+    def _works(self, scout: _Pass, passes: dict[Strategy, _Pass], timed: dict[str, _Pass], visit: int) -> dict[str, Work]:
+        is_layer = scout.layer_of[visit] is not None
+        differentiable = self._twin(scout, visit) in scout.backward
+        strategies = STRATEGIES if is_layer and differentiable else ("keep",)
+        return {s: w for s in strategies if (w := self._work(passes[s], timed, s, visit)) is not None}
+
+    def _work(self, run: _Pass, timed: dict[str, _Pass], strategy: Strategy, visit: int) -> Work | None:
+        twin = self._twin(run, visit)
+        forward = run.phases.forward[twin]
+        backward = run.phases.backward.get(twin)
+        if strategy in SENDS and not forward.sent_bytes:
+            return None
+        clock = timed["keep" if strategy in ("keep", "swap") else "recompute"] if timed else run
+        back = clock.phases.backward.get(twin)
+        return Work(
+            forward_seconds=clock.phases.forward[twin].seconds,
+            backward_seconds=back.seconds if back else 0.0,
+            forward_peak_bytes=forward.peak_bytes,
+            forward_delta_bytes=forward.delta_bytes,
+            backward_peak_bytes=backward.peak_bytes if backward else 0,
+            backward_delta_bytes=backward.delta_bytes if backward else 0,
+            sent_bytes=forward.sent_bytes,
+            released_bytes=forward.released_bytes,
+            late_bytes=forward.late_bytes if twin == visit else 0,
+            late_visit=forward.late_visit if twin == visit else -1,
+        )
+
+
+def _drop_grad(param: Tensor) -> None:
+    param.grad = None
+
+
+@contextmanager
+def _paused(meter: Meter | None) -> Iterator[None]:
+    if isinstance(meter, Observer):
+        with meter.paused():
+            yield
+    else:
+        yield

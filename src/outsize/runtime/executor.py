@@ -1,0 +1,228 @@
+"""Executor: walks the schedule with tensors.
+
+The model's course says which visit opens; everything the schedule lists before it is issued first, in order, on the device's lanes. What to wait
+for comes from Hazards alone. A model that runs its blocks in another order than the schedule stops here, with both named.
+Forwards without grad are not in the schedule: they load what they need when they need it.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from outsize.activation.parcel import Parcel
+from outsize.base.errors import EngineMisuse, OrderMismatch, tell
+from outsize.base.units import show_bytes
+from outsize.device.device import Device, Event
+from outsize.plan.hazards import Hazards, Token
+from outsize.plan.placement import Buffer, Placement
+from outsize.plan.schedule import Action, Effect, Schedule, action_seconds, backward_key, effect
+from outsize.runtime.store import Store
+
+
+class Stage(Enum):
+    """Where a training pass is."""
+
+    IDLE = "idle"
+    FORWARD = "in forward"
+    WAITING = "between forward and backward"
+    """Activations are kept for a backward to come."""
+    BACKWARD = "in backward"
+
+
+class Executor:
+    def __init__(self, place: Placement, schedule: Schedule, store: Store, device: Device, *, update_chunk: Callable[[int, bool], Callable[[], None]]):
+        """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed."""
+        self.place, self.schedule, self.store, self.device = place, schedule, store, device
+        self.hazards = Hazards()
+        self.stage = Stage.IDLE
+        self.current_visit: int | None = None
+        """The visit whose forward or backward is open."""
+        self.issued: list[str] = []
+        """What was issued since the last step began, as text."""
+        self._update_chunk = update_chunk
+        self._events: dict[Token, Event] = {}
+        self._queue: tuple[Action, ...] = ()
+        self._next = 0
+        self._updating = False
+        self._open: tuple[Effect, float] | None = None
+        self._parcels: dict[int, Parcel] = {}
+        self._effects: dict[tuple[Action, bool], Effect] = {}
+
+    # Training passes, driven by the model's course.
+
+    def begin_forward(self) -> None:
+        self.stage, self._queue, self._next, self._updating = Stage.FORWARD, self.schedule.forward, 0, False
+
+    def enter_forward(self, visit: int) -> None:
+        self._advance_to(Action("F", visit))
+
+    def end_forward(self) -> None:
+        self._finish_segment("forward")
+        self.stage = Stage.WAITING
+
+    def parcel(self, visit: int) -> Parcel:
+        """A fresh parcel for the activations of a visit."""
+        self._parcels[visit] = Parcel()
+        return self._parcels[visit]
+
+    def begin_backward(self, *, pending: bool, update: bool) -> None:
+        self.stage, self._queue, self._next, self._updating = Stage.BACKWARD, self.schedule.backward[backward_key(pending=pending, update=update)], 0, update
+
+    def enter_backward(self, visit: int) -> None:
+        self._advance_to(Action("B", visit))
+
+    def end_backward(self) -> None:
+        self._finish_segment("backward")
+        self._parcels.clear()
+        self.stage = Stage.IDLE
+
+    def update(self) -> None:
+        self._updating = False
+        for action in self.schedule.update:
+            self._issue(action)
+
+    def roll_back(self) -> None:
+        """Forget an abandoned pass. Slots keep what they hold; every load is issued anew by the next forward."""
+        self._close_open()
+        self._parcels.clear()
+        self.stage, self.current_visit = Stage.IDLE, None
+
+    # Forwards outside the schedule.
+
+    def ensure(self, chunks: tuple[int, ...]) -> None:
+        """Have these chunks on the device for what computes next."""
+        for chunk in chunks:
+            if self.place.streams(chunk) and self.store.owner[self.place.slots.slot_of[chunk]] != chunk:
+                self._issue(Action("L", chunk))
+
+    def enter_unscheduled(self, chunks: tuple[int, ...]) -> None:
+        self._close_open()
+        self.ensure(chunks)
+        self._begin(Effect("compute", tuple(self.place.weights_buffer(c) for c in chunks), ()), 0.0)
+
+    def leave_unscheduled(self) -> None:
+        self._close_open()
+
+    # Walking.
+
+    def _advance_to(self, action: Action) -> None:
+        self._close_open()
+        while self._next < len(self._queue) and self._queue[self._next].kind != action.kind:
+            self._issue(self._queue[self._next])
+            self._next += 1
+        expected = self._queue[self._next] if self._next < len(self._queue) else None
+        if expected != action:
+            raise self._mismatch(expected, action)
+        self._next += 1
+        if action.kind == "B":
+            # A forward without grad may have passed through the slots since.
+            self.ensure(self.place.layout.used_by(action.index))
+        self.current_visit = action.index
+        self.issued.append(str(action))
+        self._begin(self._effect(action), action_seconds(self.place, action, self.device.spec, "compute"))
+
+    def _mismatch(self, expected: Action | None, found: Action) -> OrderMismatch:
+        what = "forward" if found.kind == "F" else "backward"
+        wanted = f"{expected} ({self.place.graph.visit_name(expected.index)})" if expected else f"the end of {what}"
+        name = self.place.graph.visit_name(found.index) if found.index < len(self.place.graph.visits) else "one block more than planned"
+        do = "The model takes another path than in prepare's trial run; prepare it with a batch that takes this one"
+        return OrderMismatch(tell(f"the plan's next action in {what} is {wanted}", f"the model ran {found} ({name})", do))
+
+    def _finish_segment(self, what: str) -> None:
+        self._close_open()
+        while self._next < len(self._queue):
+            action = self._queue[self._next]
+            if action.kind in "FB":
+                name = self.place.graph.visit_name(action.index)
+                do = "The model takes another path than in prepare's trial run; prepare it with a batch that takes this one"
+                raise OrderMismatch(tell(f"{action} ({name}) comes next in {what}", f"the {what} ended without it", do))
+            self._issue(action)
+            self._next += 1
+        self.current_visit = None
+        settled = self.hazards.settled()
+        self._events = {token: event for token, event in self._events.items() if token[1] > settled[token[0]]}
+
+    # Issuing.
+
+    def _effect(self, action: Action) -> Effect:
+        key = (action, self._updating)
+        if key not in self._effects:
+            self._effects[key] = effect(self.place, action, update_in_backward=self._updating)
+        return self._effects[key]
+
+    def _begin(self, touches: Effect, seconds: float) -> None:
+        waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
+        self.device.begin(touches.lane, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes))
+        self._open = (touches, seconds)
+
+    def _close_open(self) -> None:
+        if self._open is not None:
+            touches, seconds = self._open
+            self._open = None
+            event = self.device.end(touches.lane, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds)
+            self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
+
+    def _issue(self, action: Action) -> None:
+        touches = self._effect(action)
+        waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
+        work = self._work(action)
+        seconds = action_seconds(self.place, action, self.device.spec, touches.lane)
+        event = self.device.submit(
+            touches.lane, work, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds
+        )
+        self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
+        self.issued.append(str(action))
+
+    def _work(self, action: Action) -> Callable[[], None]:
+        kind, i = action.kind, action.index
+        store = self.store
+        match kind:
+            case "L":
+                store.owner[self.place.slots.slot_of[i]] = i
+                return _copy(store.weights(i), store.home(i))
+            case "S":
+                return lambda: self._sent(i).copy_to(store.host["arena", i])
+            case "R":
+                return self._sent(i).let_go
+            case "P":
+                parcel, arena = self._parcels[i], store.host["arena", i]
+                buffer = store.gpu["return", self.place.return_slot[i]][: parcel.num_bytes]
+                parcel.returned(buffer)
+                return _copy(buffer, arena[: parcel.num_bytes])
+            case "Q":
+                return _copy(store.gradient(i), store.host_gradient(i))
+            case "G":
+                return _copy(store.host_gradient(i), store.gradient(i))
+            case "U":
+                return self._update_chunk(i, self._updating)
+            case "W":
+                return _copy(store.weights(i), store.home(i)) if self.place.updates_on_host(i) else _copy(store.home(i), store.weights(i))
+        raise AssertionError(f"{action} is opened by the model's course, not issued")
+
+    def _sent(self, visit: int) -> Parcel:
+        """The parcel of a visit whose activations leave; a strategy that quietly does nothing, or too much, is an error."""
+        parcel, planned = self._parcels.get(visit), self.place.work[visit].sent_bytes
+        size = parcel.num_bytes if parcel is not None else 0
+        if parcel is None or not 0 < size <= planned:
+            name = self.place.graph.visit_name(visit)
+            found = f"there are {show_bytes(size)}"
+            do = "Prepare the model with the batch shape that it trains on (max_shape=...)"
+            raise EngineMisuse(tell(f"{name} sends up to {show_bytes(planned)} of activations to the host", found, do))
+        return parcel
+
+    def _tensors(self, buffers: tuple[Buffer, ...]) -> list[Tensor]:
+        """The memory behind the names, for the device's race detection."""
+        tensors: list[Tensor] = []
+        for buffer in buffers:
+            if buffer[0] == "live":
+                parcel = self._parcels.get(buffer[1])
+                tensors += parcel.items if parcel is not None else []
+            else:
+                tensors.append(self.store.gpu[buffer] if buffer in self.store.gpu else self.store.host[buffer])
+        return tensors
+
+
+def _copy(to: Tensor, source: Tensor) -> Callable[[], Any]:
+    return lambda: to.copy_(source, non_blocking=True)

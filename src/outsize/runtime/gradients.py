@@ -1,0 +1,101 @@
+"""Takes gradients from autograd as they arrive, adds them up on the device, and keeps their norms.
+
+After a backward `.grad` of every managed parameter is None. The norm of each parameter's sum so far is taken at once, on the device, by
+one fixed reduction over a 256-byte aligned range, and kept in one vector in the order of the optimizer's parameters: chunks,
+homes and the order of arrival do not enter its bits.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from outsize.base.errors import NonFiniteGradient, OrderMismatch, tell
+from outsize.runtime.store import Store
+
+
+class Gradients:
+    def __init__(self, store: Store, trainable: Sequence[str], current_visit: Callable[[], int | None]):
+        """`trainable`: names in the optimizer's order. `current_visit`: whose backward runs."""
+        self._store, self._names = store, list(trainable)
+        self._current_visit = current_visit
+        buffer = store.gpu.get(("norms", 0))
+        self.total = buffer[:8].view(torch.float64)[0] if buffer is not None else torch.zeros((), dtype=torch.float64)
+        self._norms = buffer[8:].view(torch.float32) if buffer is not None else torch.zeros(0)
+        self._norm_of = {name: self._norms[i] for i, name in enumerate(self._names)}
+        self.landed: set[str] = set()
+        """Parameters whose gradient waits for a step."""
+        self.broken: str | None = None
+        """The visit in which a backward broke off: what has landed is not the gradient of anything."""
+        self._handles = [store.params[name].register_post_accumulate_grad_hook(self._taker(name)) for name in self._names]
+
+    def _taker(self, name: str) -> Callable[[Tensor], None]:
+        index, _ = self._store.place.layout.place[name]
+        expected = self._store.place.landing.get(index)
+
+        def take(param: Tensor) -> None:
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            if self._current_visit() != expected:
+                graph = self._store.place.graph
+                where = f"in the backward of {graph.visit_name(expected)}" if expected is not None else "never, as in the trial run of prepare"
+                visit = self._current_visit()
+                found = f"it came in that of {graph.visit_name(visit)}" if visit is not None else "it came outside of any backward of the model"
+                raise OrderMismatch(tell(f"the gradient of {name} is complete {where}", found, "Prepare the model again with a batch that takes this path"))
+            with torch.no_grad():
+                total = self._store.gradient_view(name)
+                if name in self.landed:
+                    total.add_(grad)
+                else:
+                    total.copy_(grad)
+                    self.landed.add(name)
+                torch.linalg.vector_norm(total, dtype=torch.float32, out=self._norm_of[name])
+
+        return take
+
+    def norm(self) -> Tensor:
+        """The global norm of what has landed: a float64 scalar on the device, overwritten by the next call."""
+        with torch.no_grad():
+            for name in self._names:
+                if name not in self.landed:
+                    self._norm_of[name].zero_()
+            torch.linalg.vector_norm(self._norms, dtype=torch.float64, out=self.total)
+        return self.total
+
+    def check_finite(self, index: int) -> None:
+        """Raise if a gradient of this chunk is not finite (updates in backward look at one chunk at a time)."""
+        for piece in self._store.place.chunk(index).pieces:
+            if piece.name in self.landed and not bool(torch.isfinite(self._norm_of[piece.name])):
+                raise self.error([piece.name])
+
+    def not_finite(self) -> list[str]:
+        return [name for name in self._names if name in self.landed and not bool(torch.isfinite(self._norm_of[name]))]
+
+    def error(self, names: list[str]) -> NonFiniteGradient:
+        place = self._store.place
+        blocks = {place.graph.visit_name(place.chunk(place.layout.place[name][0]).visits[0]) for name in names}
+        found = f"that of {names[0]} (block {', '.join(sorted(blocks))}{f', and {len(names) - 1} more parameters' if len(names) > 1 else ''}) is not"
+        do = "Lower the learning rate or look at the batch; AdamW(nonfinite='skip') skips such steps. Weights and optimizer are untouched"
+        return NonFiniteGradient(tell("every gradient is finite", found, do))
+
+    def pending(self, name: str) -> Tensor:
+        """A landed gradient, where it waits. The lanes are idle."""
+        return self._store.waiting_gradient_view(name)
+
+    def restore(self, pending: dict[str, Tensor]) -> None:
+        """Take over gradients that landed under another plan."""
+        with torch.no_grad():
+            for name, value in pending.items():
+                view = self.pending(name)
+                view.copy_(value)
+                norm = torch.linalg.vector_norm(value, dtype=torch.float32)
+                self._norm_of[name].copy_(norm)
+                self.landed.add(name)
+
+    def discard(self) -> None:
+        self.landed.clear()
+        self.broken = None
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,45 @@
+"""The guard: no operator reads a parameter while its slot holds another chunk.
+
+Such a read gives finite, wrong numbers and no error, so a dispatch mode looks at every operator's Parameter arguments. Always on for `cpu` and
+`sim`; elsewhere for the first step after prepare or a re-plan, and with OUTSIZE_GUARD=1.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outsize.base.errors import StaleParameter, tell
+from outsize.runtime.store import Store
+
+
+class Guard(TorchDispatchMode):
+    def __init__(self, store: Store):
+        super().__init__()
+        place = store.place
+        self._store = store
+        self._where = {
+            id(store.params[piece.name]): (piece.name, chunk.index, place.slots.slot_of[chunk.index])
+            for chunk in place.layout.chunks
+            if place.streams(chunk.index)
+            for piece in chunk.pieces
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # `detach` reads nothing, and state_dict calls it on every parameter before our hook puts the values from home there.
+        if func is not torch.ops.aten.detach.default:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.nn.Parameter) and id(leaf) in self._where:
+                    self._check(func, leaf)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, func: Any, param: torch.nn.Parameter) -> None:
+        name, chunk, slot = self._where[id(param)]
+        owner = self._store.owner[slot]
+        if owner != chunk:
+            place = self._store.place
+            block = place.graph.visit_name(place.chunk(chunk).visits[0])
+            holds = "nothing yet" if owner is None else f"weights of {place.graph.visit_name(place.chunk(owner).visits[0])}"
+            do = "Read it inside the model's forward, or `with engine.gathered(name)`"
+            raise StaleParameter(tell(f"{func} reads {name} of {block}", f"its slot holds {holds}", do))

@@ -1,0 +1,139 @@
+"""The two faces of the optimizer: `AdamW`, what a user asks for, and `EngineOptimizer`, the torch optimizer they get.
+
+The second is a real `torch.optim.Optimizer`: live param_groups (schedulers work), torch's state-dict layout with integer keys and `param_names`,
+tensors that are views of where the state lives. It holds no state of its own; the engine does.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ConfigError, tell
+from outsize.plan.plan import UpdateMode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamW:
+    """AdamW with exact fp32 masters, wherever they live."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = None
+    """Clip the global gradient norm at each step."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What a step does when a gradient is not finite. Either way nothing is changed by it."""
+    fp32_grads: bool = False
+    """Accumulate gradients of bf16 parameters in fp32."""
+    update: UpdateMode = "after_step"
+    """`in_backward` plans for loops that declare the last backward of each step (`engine.last_backward()`): no gradient is kept."""
+    groups: Sequence[dict[str, Any]] = field(default=())
+    """Parameters with other settings: `{"params": names or parameters, "weight_decay": 0.0}`. The rest has the settings above."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} {rule} ({value!r} was given)"
+            for name, value, ok, rule in (
+                ("lr", self.lr, self.lr >= 0, "is at least 0"),
+                ("eps", self.eps, self.eps > 0, "is above 0"),
+                ("betas", self.betas, len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "are two numbers in [0, 1)"),
+                ("weight_decay", self.weight_decay, self.weight_decay >= 0, "is at least 0"),
+                ("max_grad_norm", self.max_grad_norm, self.max_grad_norm is None or self.max_grad_norm > 0, "is above 0, or None for no clipping"),
+                ("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "is raise or skip"),
+                ("update", self.update, self.update in ("after_step", "in_backward"), "is after_step or in_backward"),
+            )
+            if not ok
+        ]
+        if self.update == "in_backward" and (self.max_grad_norm is not None or self.nonfinite == "skip"):
+            problems.append("update='in_backward' goes without max_grad_norm and with nonfinite='raise': both need all gradients before the first update")
+        if problems:
+            raise ConfigError("AdamW: " + "; ".join(problems) + ".")
+
+    def param_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        """Torch's groups of (name, parameter) pairs, over all trainable parameters; each exactly once."""
+        left = {name: p for name, p in named if p.requires_grad}
+        name_of = {id(p): name for name, p in left.items()}
+        groups = []
+        for group in self.groups:
+            members = {}
+            for item in group["params"]:
+                name = item if isinstance(item, str) else name_of.get(id(item))
+                if name not in left:
+                    found = f"{name or 'a parameter'} is not, or is in two groups"
+                    raise ConfigError(tell("groups name trainable parameters of the model, each once", found, "Compare with model.named_parameters()"))
+                members[name] = left.pop(name)
+            groups.append({**group, "params": list(members.items())})
+        if left or not groups:
+            groups.append({"params": list(left.items())})
+        return groups
+
+
+class OwnsState(Protocol):
+    """What the optimizer needs of the engine."""
+
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+    def optimizer_state(self, name: str) -> dict[str, Tensor]: ...
+    def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None: ...
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    def __init__(self, engine: OwnsState, groups: list[dict[str, Any]], spec: AdamW):
+        self._engine = engine
+        super().__init__(groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay})
+
+    @property
+    def names(self) -> list[str]:
+        return [name for group in self.param_groups for name in group["param_names"]]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._engine.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_closed"):
+            do = "Give all groups to prepare: AdamW(groups=[...])"
+            raise ConfigError(tell("the engine's optimizer has the groups it was prepared with", "one more was added", do))
+        super().add_param_group(param_group)
+
+    def close_groups(self) -> None:
+        self._closed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        groups, number = [], 0
+        state: dict[int, dict[str, Tensor]] = {}
+        for group in self.param_groups:
+            names = group["param_names"]
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(number, number + len(names)))})
+            for name in names:
+                views = self._engine.optimizer_state(name)
+                if float(views["step"]):
+                    state[number] = views
+                number += 1
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies in place, by `param_names` where they are given, else by position; nothing changes its device."""
+        theirs = [name for group in state_dict["param_groups"] for name in group.get("param_names", ())]
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != [len(group["params"]) for group in self.param_groups] or (theirs and sorted(theirs) != sorted(self.names)):
+            mine = f"{len(self.names)} parameters in {len(self.param_groups)} groups"
+            found = f"the state dict has {sum(sizes)} in {len(sizes)}, or others"
+            raise ConfigError(tell(f"a state of {mine}, the same ones", found, "Prepare with the model and groups it was saved from"))
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+        order = theirs or self.names
+        empty = {"step": torch.tensor(0.0)}
+        for number, name in enumerate(order):
+            self._engine.load_optimizer_state(name, state_dict["state"].get(number, empty))

@@ -1,0 +1,99 @@
+"""What users do to a prepared model from outside: saving, loading, copying, moving. Each goes through the engine or is refused.
+
+Slots hold bytes of other layers, so the model's own methods would read and write wrong weights without an error. All changes are instance attributes and
+hooks, and `undo` takes them back; names and the module tree are never touched.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import EngineMisuse, tell
+from outsize.runtime.store import Store
+
+
+class Patches:
+    def __init__(self, model: nn.Module, store: Store, *, drain: Callable[[], None], zero_grad: Callable[[], None]):
+        self._model, self._store, self._drain = model, store, drain
+        self._handles: list[Any] = []
+        self._attributes: list[tuple[nn.Module, str]] = []
+        self._config: list[tuple[Any, bool]] = []
+        names = {id(p): name for name, p in store.params.items()}
+        for path, module in model.named_modules():
+            self._set(module, "__deepcopy__", _refuse("deepcopy", path))
+            self._set(module, "__reduce_ex__", _refuse("pickle", path))
+            self._set(module, "_apply", _keeps_place(module, path))
+            owned = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
+            if owned:
+                self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
+                self._handles.append(module.register_load_state_dict_pre_hook(self._writes(owned)))
+        self._set(model, "zero_grad", lambda set_to_none=True: zero_grad())
+        self._turn_cache_off()
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        module.__dict__[name] = value
+        self._attributes.append((module, name))
+
+    def _turn_cache_off(self) -> None:
+        """A key-value cache filled in training keeps activations alive and breaks recompute. Generation asks for its own."""
+        top = getattr(self._model, "config", None)
+        for config in [top, *(getattr(top, name, None) for name in ("text_config", "decoder", "encoder"))]:
+            if getattr(config, "use_cache", False) is True:
+                config.use_cache = False
+                self._config.append((config, True))
+
+    def undo(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._attributes:
+            module.__dict__.pop(name, None)
+        for config, value in self._config:
+            config.use_cache = value
+
+    def _reads(self, owned: dict[str, str]) -> Callable[..., None]:
+        def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self._drain()
+            for key, name in owned.items():
+                state[prefix + key] = self._store.read(name)
+
+        return hook
+
+    def _writes(self, owned: dict[str, str]) -> Callable[..., None]:
+        def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+            if metadata.get("assign_to_params_buffers"):
+                raise EngineMisuse(tell("load_state_dict copies values into a prepared model", "assign=True was given", "Leave it out"))
+            self._drain()
+            for key, name in owned.items():
+                value = state.get(prefix + key)
+                param = self._store.params[name]
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    self._store.write(name, value)
+                    # What torch copies after this hook is the slot onto itself.
+                    state[prefix + key] = param.data
+
+        return hook
+
+
+def _refuse(what: str, path: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        do = "Call engine.detach() first, or save with save_pretrained or state_dict, which read from home"
+        raise EngineMisuse(tell(f"{path or 'the model'} is prepared and its weights are not in its tensors", f"{what} would copy whatever passes by", do))
+
+    return refuse
+
+
+def _keeps_place(module: nn.Module, path: str) -> Callable[..., nn.Module]:
+    """`.to`, `.cuda`, `.half`, …: allowed where they change nothing."""
+
+    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            result = fn(probe)
+            if result.dtype != probe.dtype or result.device != probe.device:
+                found = f"a move to {result.device}, {result.dtype} was asked for {path or 'the model'} ({name} is {tensor.device}, {tensor.dtype})"
+                raise EngineMisuse(tell("a prepared model stays where its plan put it", found, "Prepare it with the device and dtype you want, or engine.detach() first"))
+        return module
+
+    return apply

@@ -1,0 +1,188 @@
+"""Store: the bytes of a prepared model. Allocates what the placement names, moves parameters in, and reads and writes them by name.
+
+[Note: The lives of a chunk]
+home      its weights on the host, if it streams or is updated there; the truth between uses
+weights   its weights on the device for good, if it is resident; the truth if no home exists
+slot      device memory it passes through, if it streams; owned by one chunk at a time
+state     moments and the lower half of split masters, where the optimizer lives
+gradient  where backward leaves gradients: a buffer of its own, or a staging slot from which they leave for the host
+A parameter's `.data` is set once, to a view into `weights` or `slot`, and never again. Only the flat buffers are written.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ModelUnsupported, tell
+from outsize.device.device import Device
+from outsize.layout.chunks import Piece
+from outsize.plan.placement import Buffer, Placement
+
+
+class Store:
+    def __init__(self, model: nn.Module, place: Placement, device: Device):
+        self.place, self.device = place, device
+        self.params = dict(model.named_parameters())
+        self.gpu: dict[Buffer, Tensor] = {}
+        self.host: dict[Buffer, Tensor] = {}
+        self.owner: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
+        """Per slot: the chunk whose weights it holds, or is about to hold on the lanes."""
+        self._addresses: dict[str, int] = {}
+        self._strides = {name: _dense_stride(name, p) for name, p in self.params.items()}
+        for buffer, num_bytes in place.gpu.items():
+            if buffer[0] != "weights":
+                self.gpu[buffer] = device.empty(num_bytes)
+        for buffer, tensor in self.gpu.items():
+            if buffer[0] == "slot":
+                tensor.fill_(0xFF)  # NaN in every float type: a slot that nobody owns does not pass for weights
+            elif buffer[0] == "state":
+                tensor.zero_()
+        for chunk in place.layout.chunks:
+            self._move_in(chunk.index)
+        for buffer, num_bytes in place.host.items():
+            if buffer[0] != "home":
+                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena"))
+
+    def _move_in(self, index: int) -> None:
+        """Copy a chunk's parameters to where they live; each one's old storage is freed as it moves."""
+        buffers = []
+        if ("home", index) in self.place.host:
+            buffers.append(self.host.setdefault(("home", index), self.device.host_empty(self.place.host["home", index], pinned=True)))
+        if ("weights", index) in self.place.gpu:
+            self.gpu["weights", index] = self.device.empty(self.place.gpu["weights", index])
+            self.gpu["weights", index].zero_()
+            buffers.append(self.gpu["weights", index])
+        in_use = self.gpu[self.place.weights_buffer(index)]
+        for piece in self.place.chunk(index).pieces:
+            param = self.params[piece.name]
+            with torch.no_grad():
+                for buffer in buffers:
+                    self._view(buffer, index, piece).copy_(param.data)
+                param.data = self._view(in_use, index, piece)
+            self._addresses[piece.name] = param.data_ptr()
+
+    def _view(self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter-shaped view into a chunk-shaped buffer."""
+        flat = self.flat(buffer, index, dtype=dtype)[piece.offset : piece.offset + piece.numel]
+        shape = self.place.graph.param[piece.name].shape
+        stride = self._strides[piece.name]
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+
+    def flat(self, buffer: Tensor, index: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A chunk-shaped buffer as its elements."""
+        dtype = dtype or getattr(torch, self.place.chunk(index).dtype)
+        return buffer[: self.place.chunk(index).numel * dtype.itemsize].view(dtype)
+
+    # Buffers of a chunk.
+
+    def weights(self, index: int) -> Tensor:
+        """What the device computes with, as bytes."""
+        return self.gpu[self.place.weights_buffer(index)][: self.place.chunk(index).nbytes]
+
+    def home(self, index: int) -> Tensor:
+        return self.host["home", index]
+
+    def gradient(self, index: int) -> Tensor:
+        """On the device, as bytes."""
+        return self.gpu[self.place.gradient_buffer(index)][: self._gradient_bytes(index)]
+
+    def host_gradient(self, index: int) -> Tensor:
+        return self.host[self.place.host_gradient_buffer(index)][: self._gradient_bytes(index)]
+
+    def _gradient_bytes(self, index: int) -> int:
+        return self.place.chunk(index).grad_bytes(self.place.terms.fp32_grads)
+
+    def gradient_dtype(self, index: int) -> torch.dtype:
+        return torch.float32 if self.place.terms.fp32_grads else getattr(torch, self.place.chunk(index).dtype)
+
+    def gradient_view(self, name: str) -> Tensor:
+        index, piece = self.place.layout.place[name]
+        return self._view(self.gradient(index), index, piece, dtype=self.gradient_dtype(index))
+
+    def waiting_gradient_view(self, name: str) -> Tensor:
+        """Where a gradient waits between backward and step: on the host if it is updated there."""
+        index, piece = self.place.layout.place[name]
+        buffer = self.host_gradient(index) if self.place.updates_on_host(index) else self.gradient(index)
+        return self._view(buffer, index, piece, dtype=self.gradient_dtype(index))
+
+    def state(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """First and second moments, and the lower half of the master (None: the weight is the master), flat."""
+        on_host = self.place.updates_on_host(index)
+        buffer = self.host["host_state", index] if on_host else self.gpu["state", index]
+        n = self.place.chunk(index).numel
+        m, v = buffer[: 4 * n].view(torch.float32), buffer[4 * n : 8 * n].view(torch.float32)
+        return m, v, buffer[8 * n :].view(torch.int16) if self.place.chunk(index).is_split else None
+
+    def truth(self, index: int) -> Tensor:
+        """The bytes that hold a chunk's weights between uses. Drain the lanes before reading."""
+        return self.home(index) if self.place.has_host_weights(index) else self.gpu["weights", index]
+
+    # Parameters by name. The lanes are idle when these are called.
+
+    def read(self, name: str) -> Tensor:
+        """A view of the parameter's value at home."""
+        index, piece = self.place.layout.place[name]
+        return self._view(self.truth(index), index, piece)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """A new value from outside: the master is the value itself."""
+        index, piece = self.place.layout.place[name]
+        with torch.no_grad():
+            self.read(name).copy_(value)
+            if self.place.has_host_weights(index) and not self.place.streams(index):
+                self._view(self.gpu["weights", index], index, piece).copy_(value)
+            if self.place.chunk(index).is_split:
+                lo = self.state(index)[2]
+                assert lo is not None
+                lo[piece.offset : piece.offset + piece.numel].zero_()
+        self.invalidate(index)
+
+    def invalidate(self, index: int) -> None:
+        """A chunk's home has changed: what a slot holds of it is old."""
+        for slot, owner in self.owner.items():
+            if owner == index:
+                self.owner[slot] = None
+
+    def state_views(self, name: str) -> dict[str, Tensor]:
+        """A parameter's optimizer state, as parameter-shaped views of where it lives."""
+        index, piece = self.place.layout.place[name]
+        m, v, lo = self.state(index)
+        shape, stride = self.place.graph.param[name].shape, self._strides[name]
+
+        def view(flat: Tensor) -> Tensor:
+            part = flat[piece.offset : piece.offset + piece.numel]
+            return part.view(shape) if stride is None else part.as_strided(shape, stride)
+
+        views = {"exp_avg": view(m), "exp_avg_sq": view(v)}
+        return views if lo is None else {**views, "lo": view(lo)}
+
+    def rebound(self) -> Iterator[str]:
+        """Parameters whose `.data` somebody has replaced."""
+        return (name for name, param in self.params.items() if param.data_ptr() != self._addresses[name])
+
+    def move_out(self) -> None:
+        """Give every parameter an ordinary CPU tensor of its own and free its chunk, one chunk after the other."""
+        for chunk in self.place.layout.chunks:
+            for piece in chunk.pieces:
+                param = self.params[piece.name]
+                with torch.no_grad():
+                    value = self.read(piece.name)
+                    # A parameter without elements has no address to check, and needs none.
+                    param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+            self.host.pop(("home", chunk.index), None)
+            self.gpu.pop(("weights", chunk.index), None)
+        self.gpu.clear()
+        self.host.clear()
+
+
+def _dense_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
+    """None for a contiguous parameter, its strides for one that is merely permuted."""
+    if param.is_contiguous():
+        return None
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    if extent != math.prod(param.shape):
+        found = f"{name} has shape {tuple(param.shape)} and strides {param.stride()}"
+        raise ModelUnsupported(tell("every parameter owns its elements, without gaps or overlap", found, "Make it contiguous before prepare"))
+    return tuple(param.stride())

@@ -1,0 +1,95 @@
+"""Updates: the engine's side of the optimizer. Turns a step into AdamW over flat ranges of chunks.
+
+Neighbouring parameters of a chunk with the same group and step count are one range; the zeros between them stay zero. A parameter without a
+gradient is not touched: no decay, no step, as in torch. Hyperparameters are read once, when the step is made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.optim.adamw import Hyper, Scratch, update
+from outsize.runtime.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step does, fixed at the moment of `step()` (or of a declared last backward)."""
+
+    hypers: dict[str, Hyper]
+    """Per parameter that has a gradient."""
+    clip: float
+
+
+class Updates:
+    def __init__(self, store: Store, groups: Callable[[], list[dict]], group_of: dict[str, int]):
+        """`groups` gives the live param_groups; `group_of` says which one a parameter is in."""
+        self._store, self._groups, self._group_of = store, groups, group_of
+        self.steps: dict[str, int] = dict.fromkeys(group_of, 0)
+        """Updates made so far, per parameter."""
+        self._scratch = {
+            side: Scratch(buffer)
+            for side, buffer in (("gpu", store.gpu.get(("scratch", 0))), ("host", store.host.get(("host_scratch", 0))))
+            if buffer is not None
+        }
+
+    def plan_step(self, names: set[str], clip: float) -> Step:
+        """Fix the hyperparameters for the next update of these parameters."""
+        groups = self._groups()
+        made: dict[tuple[int, int], Hyper] = {}
+        hypers = {}
+        for name in names:
+            key = (self._group_of[name], self.steps[name] + 1)
+            if key not in made:
+                group = groups[key[0]]
+                made[key] = Hyper.at(
+                    lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], weight_decay=float(group["weight_decay"]), step=key[1]
+                )  # fmt: skip
+            hypers[name] = made[key]
+        return Step(hypers, clip)
+
+    def count(self, step: Step) -> None:
+        """The step is made: later ones are later."""
+        for name in step.hypers:
+            self.steps[name] += 1
+
+    @torch.no_grad()
+    def update_chunk(self, index: int, step: Step) -> None:
+        """Update a chunk where its optimizer lives. Its gradient is there, on the host or on the device."""
+        place, store = self._store.place, self._store
+        on_host = place.updates_on_host(index)
+        weights = store.flat(store.home(index) if on_host else store.weights(index), index)
+        grads = store.flat(store.host_gradient(index) if on_host else store.gradient(index), index, dtype=store.gradient_dtype(index))
+        m, v, lo = store.state(index)
+        scratch = self._scratch["host" if on_host else "gpu"]
+        for start, end, hyper in self._ranges(index, step):
+            part = slice(start, end)
+            update(weights[part], None if lo is None else lo[part], m[part], v[part], grads[part], hyper=hyper, clip=step.clip, scratch=scratch)
+
+    def _ranges(self, index: int, step: Step) -> list[tuple[int, int, Hyper]]:
+        ranges: list[tuple[int, int, Hyper]] = []
+        touching = False
+        for piece in self._store.place.chunk(index).pieces:
+            hyper = step.hypers.get(piece.name)
+            end = piece.offset + piece.numel
+            if hyper is None:
+                touching = False
+            elif touching and ranges[-1][2] is hyper:
+                ranges[-1] = (ranges[-1][0], end, hyper)
+            else:
+                ranges.append((piece.offset, end, hyper))
+                touching = True
+        return ranges
+
+    # The state of one parameter, for state dicts.
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        return {"step": torch.tensor(float(self.steps[name])), **self._store.state_views(name)}
+
+    def load_state(self, name: str, state: dict[str, Tensor]) -> None:
+        self.steps[name] = int(state["step"])
+        for key, view in self._store.state_views(name).items():
+            with torch.no_grad():
+                view.copy_(state[key])

@@ -1,0 +1,145 @@
+"""Wires the rooms in the order of the design: model, profile, layout, plan, engine. `prepare` and `plan` of the public interface."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from outsize.base.errors import ConfigError, ModelUnsupported, tell
+from outsize.base.log import log
+from outsize.base.units import exact_bytes, parse_bytes, show_bytes
+from outsize.device.choose import choose_device
+from outsize.device.device import Device
+from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
+from outsize.model.discover import Layer, find_layers
+from outsize.plan.check import check, load
+from outsize.plan.pins import Pins
+from outsize.plan.plan import Plan, Terms
+from outsize.planner.search import search
+from outsize.profile.cache import traced
+from outsize.runtime.engine import Engine, Planned
+from outsize.runtime.optimizer import AdamW
+
+
+def prepare(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: AdamW | None = None,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    device: str | Device | None = None,
+    blocks: Sequence[str] | None = None,
+    accumulate: int = 1,
+    max_shape: tuple[int, int] | None = None,
+    pins: Pins | None = None,
+    plan: "Plan | str | Path | None" = None,
+    chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
+) -> Engine:
+    """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change.
+
+    Args:
+        model: an nn.Module on the CPU.
+        batch: one real batch, as a dict for `model(**batch)` (or positional arguments).
+        optimizer: settings of the optimizer; `engine.optimizer` is the torch optimizer made of them.
+        gpu_memory: most device memory to use, such as "24GiB", CUDA context included. Default: what is free.
+        host_memory: most host memory to use. Default: what is free, less a tenth.
+        device: "cuda", "cpu", "sim:<catalog name or size>". Default: the GPU if there is one.
+        blocks: paths of the lists of layers, where discovery should not choose.
+        accumulate: backward passes per step the plan is made for. A hint: any loop stays correct.
+        max_shape: (batch, tokens) of the largest batch; the plan is made for it. A larger one re-plans.
+        pins: parts of the plan to fix.
+        plan: a whole plan (or its file) to use as it is.
+        chunk_bytes: upper bound of a chunk.
+    """
+    spec = optimizer or AdamW()
+    where = choose_device(device)
+    _adopt_dtypes(model)
+    _one_owner_of_recompute(model)
+    layers = find_layers(model, blocks)
+    terms = Terms(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
+    gpu_budget = _gpu_budget(gpu_memory, where)
+    host_budget = parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(psutil.virtual_memory().available * 0.9)
+    size = parse_bytes(chunk_bytes, name="chunk_bytes")
+    given = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
+
+    def planner(model: nn.Module, batch: Any, terms: Terms) -> Planned:
+        graph, trace = traced(model, _grown(batch, max_shape), layers, where)
+        layout = pack(graph, given.chunk_bytes if given is not None else size)
+        if given is not None:
+            check(given, graph, layout)
+            return Planned(graph, layout, given)
+        made = search(
+            graph, layout, trace, where.spec, terms, gpu_budget_bytes=gpu_budget - where.overhead_bytes, host_budget_bytes=host_budget, pins=pins or Pins()
+        )
+        check(made, graph, layout)
+        return Planned(graph, layout, made)
+
+    where.limit(gpu_budget)
+    planned = planner(model, batch, terms)
+    return Engine(model, layers, planned, device=where, optimizer=spec, planner=planner)
+
+
+def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
+    """Engines on one device share it: what one has planned for, another does not get."""
+    free = device.free_bytes
+    if gpu_memory is None:
+        return free
+    asked = parse_bytes(gpu_memory, name="gpu_memory")
+    if asked > free:
+        taken = sum(device.promised.values())
+        found = f"{exact_bytes(asked)} was asked for" + (f" while another engine has {show_bytes(taken)}" if taken else "")
+        raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(free)} that {device.spec.name} has free", found, "Ask for less, or detach the other engine"))
+    return asked
+
+
+def _adopt_dtypes(model: nn.Module) -> None:
+    """fp16 weights become bf16, since only that splits into an exact master; what cannot be trained is refused by name."""
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            do = "Load its weights first; streaming from files comes with `outsize train`"
+            raise ModelUnsupported(tell("the model is on the CPU", f"{name} is on meta", do))
+        if param.dtype == torch.float16:
+            log.warning("fp16 weights are converted to bf16: fp32 masters are kept beside them, exactly")
+            for half in model.parameters():
+                if half.dtype == torch.float16:
+                    half.data = half.data.to(torch.bfloat16)
+        if param.requires_grad and param.dtype not in (torch.bfloat16, torch.float32):
+            found = f"{name} is {param.dtype}"
+            raise ModelUnsupported(tell("trainable parameters are bfloat16 or float32", found, f"Convert it, or freeze it with {name}.requires_grad_(False)"))
+
+
+def _one_owner_of_recompute(model: nn.Module) -> None:
+    if getattr(model, "is_gradient_checkpointing", False):
+        log.warning("gradient checkpointing is turned off: the plan decides per block what is recomputed")
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
+def _grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
+    """The batch at its largest: rows and tokens repeated up to `max_shape`."""
+    if max_shape is None or not isinstance(batch, dict):
+        return batch
+    lead = next((t for t in batch.values() if isinstance(t, torch.Tensor) and t.dim() >= 2), None)
+    if lead is None:
+        return batch
+    old = lead.shape[:2]
+
+    def grow(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        sizes = [max_shape[0] if value.shape[0] == old[0] else value.shape[0]]
+        if value.dim() >= 2:
+            sizes.append(max_shape[1] if value.shape[1] == old[1] else value.shape[1])
+        for dim, wanted in enumerate(sizes):
+            repeats = -(-wanted // value.shape[dim])
+            value = torch.cat([value] * repeats, dim).narrow(dim, 0, wanted)
+        return value.contiguous()
+
+    return {name: grow(value) for name, value in batch.items()}
+
+
+def layers_of(model: nn.Module, blocks: Sequence[str] | None = None) -> tuple[Layer, ...]:
+    return find_layers(model, blocks)

@@ -1,0 +1,48 @@
+"""What all tests share: one thread, one seed, and no GPU tests where there is no GPU."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# Reductions split their work by the number of threads, so their bits depend on it.
+torch.set_num_threads(1)
+
+try:
+    from hypothesis import settings
+except ImportError:
+    # A GPU box where nothing can be installed. `pytest -m gpu` imports every file it collects, so those that need hypothesis are left out, and it says so.
+    HAS_HYPOTHESIS = False
+else:
+    HAS_HYPOTHESIS = True
+    # Derandomised: a run that fails here fails everywhere. No deadline: two test processes share two cores.
+    settings.register_profile("outsize", deadline=None, derandomize=True, max_examples=60)
+    settings.load_profile("outsize")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if not HAS_HYPOTHESIS and collection_path.suffix == ".py" and "from hypothesis" in collection_path.read_text() and collection_path != Path(__file__):
+        return True
+    return None  # leaves the decision to pytest
+
+
+def pytest_report_header() -> list[str]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, tests marked gpu are skipped"
+    return [f"torch {torch.__version__}, GPU: {gpu}"] + ([] if HAS_HYPOTHESIS else ["hypothesis is not installed: files with property tests are left out"])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(autouse=True)
+def _same_seed_for_every_test() -> None:
+    """No test depends on which tests ran before it in the same process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,154 @@
+"""Models that exist as numbers alone: graphs, traces and machines for tests of the planner. No torch.
+
+`make_graph` and `make_trace` give a decoder of plausible proportions; `random_case` an odd small one (uneven blocks, tied and frozen
+parameters, strategies missing here and there), the same for the same seed.
+"""
+
+import dataclasses
+import random
+from dataclasses import dataclass
+
+from outsize.base.records import fingerprint
+from outsize.hardware.catalog import lookup
+from outsize.hardware.spec import HardwareSpec
+from outsize.layout.chunks import ChunkLayout, pack
+from outsize.model.graph import Block, BlockGraph, Param
+from outsize.model.work import NOTHING, Work
+from outsize.plan.placement import Placement
+from outsize.plan.plan import Decision, Homes, Terms
+from outsize.profile.trace import ModelTrace
+
+MACHINE = lookup("64MiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    graph: BlockGraph
+    layout: ChunkLayout
+    trace: ModelTrace
+    terms: Terms = Terms()
+    spec: HardwareSpec = MACHINE
+
+    def place(self, decision: Decision) -> Placement:
+        work = tuple(self.trace.work(v, s) for v, s in enumerate(decision.strategies))
+        return Placement(self.graph, self.layout, decision, self.terms, work)
+
+    def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0) -> Decision:
+        """`homes` per chunk or for all (`host/gpu`: weights/optimizer); `strategies` per visit or for all layers."""
+        per_chunk = [homes] * len(self.layout.chunks) if isinstance(homes, str) else homes
+        if isinstance(strategies, str):
+            strategies = [strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.visits))]
+        split = [text.split("/") for text in per_chunk]
+        pairs = [(w, o if chunk.trainable else w) for (w, o), chunk in zip(split, self.layout.chunks, strict=True)]
+        return Decision(homes=tuple(Homes(weights=w, optimizer=o) for w, o in pairs), strategies=tuple(strategies), depth=depth)  # type: ignore[arg-type]
+
+
+def make_graph(num_layers: int, num_chunks: int = 1, *, numel: int = 4096, tied: bool = False, frozen: int = 0, dtype: str = "bfloat16") -> BlockGraph:
+    """Stem, layers, head. A layer has `num_chunks` parameters of `numel` elements; the first `frozen` blocks do not train."""
+    layers = [f"model.layers.{i}" for i in range(num_layers)]
+    shape = (numel,)
+    params = [Param(name="embed.weight", shape=(2 * numel,), dtype=dtype, trainable=frozen == 0)]
+    blocks = [Block(name="stem", kind="stem", structure="stem", params=("embed.weight",))]
+    for i, layer in enumerate(layers):
+        names = tuple(f"{layer}.p{j}.weight" for j in range(num_chunks))
+        params += [Param(name=name, shape=shape, dtype=dtype, trainable=i + 1 >= frozen) for name in names]
+        blocks.append(Block(name=layer, kind="layer", structure="layer", params=names))
+    if not tied:
+        params.append(Param(name="lm_head.weight", shape=(2 * numel,), dtype=dtype, trainable=True))
+    blocks.append(Block(name="head", kind="head", structure="head", params=("embed.weight" if tied else "lm_head.weight",)))
+    has_backward = tuple(i >= frozen for i in range(len(blocks)))
+    return BlockGraph(blocks=tuple(blocks), visits=tuple(range(len(blocks))), has_backward=has_backward, params=tuple(params), buffer_bytes=512)
+
+
+def layer_work(*, input_bytes: int, saved_bytes: int, seconds: float) -> dict[str, Work]:
+    """One layer under each strategy: `saved_bytes` are kept for backward beside the output, which is as large as the input."""
+    inner = saved_bytes // 2  # what is alive at once beside the saved tensors
+    keep = Work(
+        forward_seconds=seconds, backward_seconds=2 * seconds, forward_peak_bytes=saved_bytes + inner, forward_delta_bytes=saved_bytes + input_bytes,
+        backward_peak_bytes=inner, backward_delta_bytes=-saved_bytes - input_bytes, sent_bytes=0, released_bytes=0, late_bytes=0, late_visit=-1,
+    )  # fmt: skip
+    again = dataclasses.replace(
+        keep, backward_seconds=3 * seconds, forward_peak_bytes=saved_bytes // 2 + inner, forward_delta_bytes=input_bytes,
+        backward_peak_bytes=saved_bytes + inner, backward_delta_bytes=-input_bytes,
+    )  # fmt: skip
+    offload = dataclasses.replace(again, sent_bytes=input_bytes, released_bytes=input_bytes, backward_delta_bytes=0)
+    swap = dataclasses.replace(keep, sent_bytes=saved_bytes, released_bytes=saved_bytes, backward_delta_bytes=-input_bytes)
+    return {"keep": keep, "recompute": again, "offload": offload, "swap": swap}
+
+
+def make_trace(graph: BlockGraph, *, input_bytes: int = 2048, saved_bytes: int = 24576, seconds: float = 2e-6, held_bytes: int = 4096) -> ModelTrace:
+    region = dataclasses.replace(layer_work(input_bytes=input_bytes, saved_bytes=input_bytes, seconds=seconds)["keep"])
+    visits = []
+    for visit, backward in enumerate(graph.has_backward):
+        if not backward:
+            forward = dataclasses.replace(NOTHING, forward_seconds=seconds, forward_peak_bytes=saved_bytes, forward_delta_bytes=0)
+            visits.append({"keep": forward})
+        elif graph.blocks[graph.visits[visit]].kind == "layer":
+            visits.append(layer_work(input_bytes=input_bytes, saved_bytes=saved_bytes, seconds=seconds))
+        else:
+            visits.append({"keep": region})
+    return ModelTrace(graph=fingerprint(graph), inputs={"input_ids": (1, 128)}, visits=tuple(visits), held_bytes=held_bytes, provenance="invented for tests")
+
+
+def make_case(num_layers: int = 4, num_chunks: int = 1, *, terms: Terms | None = None, spec: HardwareSpec = MACHINE, **graph_options: object) -> Case:
+    graph = make_graph(num_layers, num_chunks, **graph_options)  # type: ignore[arg-type]
+    largest = max(param.nbytes for param in graph.params)
+    layout = pack(graph, chunk_bytes=min(p.nbytes for p in graph.params) if num_chunks > 1 else largest)
+    return Case(graph=graph, layout=layout, trace=make_trace(graph), terms=terms or Terms(), spec=spec)
+
+
+def random_case(seed: int, *, max_layers: int = 3) -> Case:
+    """A small model with all the oddities the planner must cope with."""
+    rng = random.Random(seed)
+    num_layers = rng.randint(1, max_layers)
+    params: dict[str, Param] = {}
+
+    def some_params(prefix: str) -> list[str]:
+        names = []
+        for i in range(rng.randint(0, 2)):
+            param = Param(
+                name=f"{prefix}.{i}", shape=(rng.choice([128, 256, 300, 1024, 4000]),), dtype=rng.choice(["bfloat16", "bfloat16", "float32"]), trainable=rng.random() < 0.8
+            )
+            params[param.name] = param
+            names.append(param.name)
+        return names
+
+    names = ["stem", *(f"layers.{i}" for i in range(num_layers)), "head"]
+    kinds = ["stem", *["layer"] * num_layers, "head"]
+    owned = [some_params(name) for name in names]
+    if rng.random() < 0.4:  # tied weights
+        first, second = sorted(rng.sample(range(len(names)), 2))
+        owned[second] += owned[first][:1]
+    if not params:
+        params["head.0"] = Param(name="head.0", shape=(256,), dtype="float32", trainable=True)
+        owned[-1].append("head.0")
+    frozen = rng.randint(0, num_layers) if rng.random() < 0.3 else 0
+    blocks = tuple(Block(name=n, kind=k, structure=n, params=tuple(dict.fromkeys(o))) for n, k, o in zip(names, kinds, owned, strict=True))  # type: ignore[arg-type]
+    graph = BlockGraph(
+        blocks=blocks, visits=tuple(range(len(blocks))), has_backward=tuple(i >= frozen for i in range(len(blocks))), params=tuple(params.values()),
+        buffer_bytes=rng.choice([0, 100]),
+    )  # fmt: skip
+    visits = []
+    for visit in range(len(names)):
+        size = rng.choice([256, 512, 2048])
+        table = layer_work(input_bytes=size, saved_bytes=size * rng.randint(1, 12), seconds=rng.uniform(0.2e-6, 5e-6))
+        if kinds[visit] != "layer" or visit < frozen:
+            table = {"keep": table["keep"]}
+        else:
+            if visit + 1 < len(names) and rng.random() < 0.5:  # a caller's frame holds the sent input until the next visit
+                sent = table["offload"].released_bytes
+                table["offload"] = dataclasses.replace(table["offload"], released_bytes=0, late_bytes=sent, late_visit=visit + 1)
+            for name in rng.sample(["recompute", "offload", "swap"], rng.choice([0, 0, 1])):
+                del table[name]
+        visits.append(table)
+    trace = ModelTrace(graph=fingerprint(graph), inputs={"x": (2, 8)}, visits=tuple(visits), held_bytes=rng.choice([0, 64, 4096]), provenance="random")
+    terms = Terms(update=rng.choice(["after_step", "in_backward"]), accumulate=rng.choice([1, 1, 2]), fp32_grads=rng.random() < 0.3)
+    return Case(graph=graph, layout=pack(graph, chunk_bytes=rng.choice([512, 2048, 8192])), trace=trace, terms=terms)
+
+
+def random_decision(case: Case, seed: int) -> Decision:
+    """Any legal decision, not only those the search would look at."""
+    rng = random.Random(seed)
+    homes = [rng.choice(["gpu/gpu", "gpu/host", "host/gpu", "host/host"]) for _ in case.layout.chunks]
+    strategies = [rng.choice(case.trace.strategies(v)) for v in range(len(case.graph.visits))]
+    return case.decide(homes, strategies, rng.randint(0, 3))

@@ -1,0 +1,134 @@
+"""ChunkLayout: every parameter has exactly one aligned place, and no chunk mixes what must not be mixed."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outsize.base.records import dumps, fingerprint, loads
+from outsize.layout.chunks import ALIGN_BYTES, ChunkLayout, pack
+from outsize.model.graph import DTYPE_BYTES, Block, BlockGraph, Param
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter of a graph to be made: the blocks that use it may be none (unused) or several (tied)."""
+
+    numel: int
+    dtype: str = "bfloat16"
+    trainable: bool = True
+    blocks: tuple[int, ...] = (0,)
+
+
+def graph_of(specs: list[Spec], num_blocks: int = 3, visits: tuple[int, ...] | None = None) -> BlockGraph:
+    params = tuple(Param(name=f"p{i}", shape=(s.numel,), dtype=s.dtype, trainable=s.trainable) for i, s in enumerate(specs))
+    blocks = tuple(
+        Block(name=f"b{b}", kind="layer", structure="x", params=tuple(f"p{i}" for i, s in enumerate(specs) if b in s.blocks)) for b in range(num_blocks)
+    )
+    visits = visits or tuple(range(num_blocks))
+    return BlockGraph(blocks=blocks, visits=visits, has_backward=(True,) * len(visits), params=params, buffer_bytes=0)
+
+
+specs = st.lists(
+    st.builds(
+        Spec, numel=st.integers(1, 700), dtype=st.sampled_from(["bfloat16", "float32", "uint8"]), trainable=st.booleans(),
+        blocks=st.sets(st.integers(0, 2), max_size=3).map(lambda s: tuple(sorted(s))),
+    ), min_size=1, max_size=12,
+)  # fmt: skip
+visits = st.lists(st.integers(0, 2), min_size=0, max_size=3).map(lambda more: (0, 1, 2, *more))
+
+
+@given(specs, visits, st.sampled_from([1, 256, 1000, 4096, 2**20]))
+def test_any_graph_is_packed_without_gap_overlap_or_mixture(wanted: list[Spec], order: tuple[int, ...], chunk_bytes: int) -> None:
+    """C1, C2, C5, C13 and C19 at once: alignment, one kind per chunk, oversized, tied and unused parameters."""
+    graph = graph_of(wanted, visits=order)
+    layout = pack(graph, chunk_bytes)
+    assert [chunk.index for chunk in layout.chunks] == list(range(len(layout.chunks)))
+    placed = [piece.name for chunk in layout.chunks for piece in chunk.pieces]
+    assert sorted(placed) == sorted(p.name for p in graph.params), "every parameter exactly once"
+    for chunk in layout.chunks:
+        size, end = DTYPE_BYTES[chunk.dtype], 0
+        for piece in chunk.pieces:
+            param = graph.param[piece.name]
+            assert piece.offset * size % ALIGN_BYTES == 0
+            assert 0 <= piece.offset - end < ALIGN_BYTES // size, "no overlap, and no more padding than alignment asks"
+            assert (piece.numel, chunk.dtype, chunk.trainable) == (param.numel, param.dtype, param.trainable)
+            assert chunk.visits == (graph.users[piece.name] or (len(order) - 1,))
+            end = piece.offset + piece.numel
+        assert 0 <= chunk.numel - end < ALIGN_BYTES // size
+        assert chunk.nbytes % ALIGN_BYTES == 0
+        assert chunk.nbytes <= chunk_bytes or len(chunk.pieces) == 1
+
+
+@given(specs, visits)
+def test_the_tables_agree_with_the_chunks(wanted: list[Spec], order: tuple[int, ...]) -> None:
+    graph = graph_of(wanted, visits=order)
+    layout = pack(graph, 1000)
+    for name, (index, piece) in layout.place.items():
+        assert piece in layout.chunks[index].pieces and piece.name == name
+    for visit in range(len(order)):
+        assert layout.used_by(visit) == tuple(chunk.index for chunk in layout.chunks if visit in chunk.visits)
+        names = {piece.name for index in layout.used_by(visit) for piece in layout.chunks[index].pieces}
+        assert set(graph.blocks[order[visit]].params) <= names, "a visit finds all its parameters in its chunks"
+    firsts = [chunk.visits[0] for chunk in layout.chunks]
+    assert firsts == sorted(firsts), "chunks are in the order of first use"
+
+
+@given(specs, visits)
+def test_a_layout_survives_json(wanted: list[Spec], order: tuple[int, ...]) -> None:
+    layout = pack(graph_of(wanted, visits=order), 1000)
+    again = loads(ChunkLayout, dumps(layout))
+    assert again == layout and fingerprint(again) == fingerprint(layout)
+
+
+def test_c1_parameters_begin_at_multiples_of_256_bytes_whatever_their_dtype() -> None:
+    wanted = [Spec(3), Spec(5), Spec(3, "float32"), Spec(5, "float32"), Spec(7, "uint8", trainable=False), Spec(9, "uint8", trainable=False)]
+    layout = pack(graph_of(wanted))
+    assert [(chunk.dtype, [piece.offset for piece in chunk.pieces], chunk.nbytes) for chunk in layout.chunks] == [
+        ("bfloat16", [0, 128], 512),
+        ("float32", [0, 64], 512),
+        ("uint8", [0, 256], 512),
+    ]
+
+
+def test_c2_frozen_and_trainable_parameters_never_share_a_chunk_and_frozen_ones_have_no_state() -> None:
+    layout = pack(graph_of([Spec(100), Spec(100, trainable=False), Spec(100), Spec(100, trainable=False)]))
+    frozen, trained = (next(chunk for chunk in layout.chunks if chunk.trainable is value) for value in (False, True))
+    assert [piece.name for piece in frozen.pieces] == ["p1", "p3"] and [piece.name for piece in trained.pieces] == ["p0", "p2"]
+    assert frozen.state_bytes == 0 and frozen.grad_bytes(True) == frozen.grad_bytes(False) == 0 and not frozen.is_split
+
+
+def test_c5_a_parameter_larger_than_a_chunk_has_a_chunk_of_its_own() -> None:
+    layout = pack(graph_of([Spec(100), Spec(10_000), Spec(100), Spec(100)]), chunk_bytes=1024)
+    assert [[piece.name for piece in chunk.pieces] for chunk in layout.chunks] == [["p0"], ["p1"], ["p2", "p3"]]
+    assert layout.chunks[1].nbytes == 20_224  # 20000 rounded up to 256
+
+
+def test_c13_a_tied_parameter_is_placed_once_with_all_its_visits() -> None:
+    layout = pack(graph_of([Spec(100, blocks=(0, 2)), Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))]))
+    index, _ = layout.place["p0"]
+    assert layout.chunks[index].visits == (0, 2)
+    assert [piece.name for piece in layout.chunks[index].pieces] == ["p0"], "what only the stem uses does not wait for the head"
+    assert index in layout.used_by(0) and index in layout.used_by(2) and index not in layout.used_by(1)
+
+
+def test_c13_a_block_that_runs_three_times_has_one_chunk_with_three_visits() -> None:
+    layout = pack(graph_of([Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))], visits=(0, 1, 1, 1, 2)))
+    assert [chunk.visits for chunk in layout.chunks] == [(0,), (1, 2, 3), (4,)]
+
+
+def test_c19_a_parameter_that_nobody_reads_is_packed_with_the_last_visit() -> None:
+    layout = pack(graph_of([Spec(100, blocks=()), Spec(100, blocks=(0,)), Spec(100, blocks=(2,))]))
+    assert set(layout.place) == {"p0", "p1", "p2"}
+    assert layout.chunks[layout.place["p0"][0]].visits == (2,)
+
+
+@pytest.mark.parametrize(("dtype", "state", "grad", "grad_fp32", "split"), [("bfloat16", 10, 2, 4, True), ("float32", 8, 4, 4, False)])
+def test_bytes_beside_the_weights(dtype: str, state: int, grad: int, grad_fp32: int, split: bool) -> None:
+    """12 bytes a parameter: 2 + 2 + 4 + 4 for a split bf16 master, 4 + 4 + 4 for fp32."""
+    (chunk,) = pack(graph_of([Spec(256, dtype)])).chunks
+    assert chunk.state_bytes == 256 * state
+    assert (chunk.grad_bytes(False), chunk.grad_bytes(True)) == (256 * grad, 256 * grad_fp32)
+    assert chunk.is_split is split
+    assert chunk.nbytes + chunk.state_bytes == 256 * 12
