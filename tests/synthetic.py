@@ -13,7 +13,7 @@ from outsize.hardware.catalog import lookup
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import Block, BlockGraph, Param
-from outsize.model.work import NOTHING, Work
+from outsize.model.work import NOTHING, Shared, Work
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Decision, Homes, Terms
 from outsize.profile.trace import ModelTrace
@@ -31,7 +31,7 @@ class Case:
 
     def place(self, decision: Decision) -> Placement:
         work = tuple(self.trace.work(v, s) for v, s in enumerate(decision.strategies))
-        return Placement(self.graph, self.layout, decision, self.terms, work)
+        return Placement(self.graph, self.layout, decision, self.terms, work, self.trace.shared)
 
     def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0) -> Decision:
         """`homes` per chunk or for all (`host/gpu`: weights/optimizer); `strategies` per visit or for all layers."""
@@ -77,7 +77,7 @@ def layer_work(*, input_bytes: int, saved_bytes: int, seconds: float) -> dict[st
 
 
 def make_trace(graph: BlockGraph, *, input_bytes: int = 2048, saved_bytes: int = 24576, seconds: float = 2e-6, held_bytes: int = 4096) -> ModelTrace:
-    region = dataclasses.replace(layer_work(input_bytes=input_bytes, saved_bytes=input_bytes, seconds=seconds)["keep"])
+    region = layer_work(input_bytes=input_bytes, saved_bytes=input_bytes, seconds=seconds)["keep"]
     visits = []
     for visit, backward in enumerate(graph.has_backward):
         if not backward:
@@ -87,7 +87,9 @@ def make_trace(graph: BlockGraph, *, input_bytes: int = 2048, saved_bytes: int =
             visits.append(layer_work(input_bytes=input_bytes, saved_bytes=saved_bytes, seconds=seconds))
         else:
             visits.append({"keep": region})
-    return ModelTrace(graph=fingerprint(graph), inputs={"input_ids": (1, 128)}, visits=tuple(visits), held_bytes=held_bytes, provenance="invented for tests")
+    return ModelTrace(
+        graph=fingerprint(graph), inputs={"input_ids": (1, 128)}, visits=tuple(visits), shared=(), held_bytes=held_bytes, provenance="invented for tests"
+    )
 
 
 def make_case(num_layers: int = 4, num_chunks: int = 1, *, terms: Terms | None = None, spec: HardwareSpec = MACHINE, **graph_options: object) -> Case:
@@ -106,9 +108,8 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
     def some_params(prefix: str) -> list[str]:
         names = []
         for i in range(rng.randint(0, 2)):
-            param = Param(
-                name=f"{prefix}.{i}", shape=(rng.choice([128, 256, 300, 1024, 4000]),), dtype=rng.choice(["bfloat16", "bfloat16", "float32"]), trainable=rng.random() < 0.8
-            )
+            numel, dtype = rng.choice([128, 256, 300, 1024, 4000]), rng.choice(["bfloat16", "bfloat16", "float32"])
+            param = Param(name=f"{prefix}.{i}", shape=(numel,), dtype=dtype, trainable=rng.random() < 0.8)
             params[param.name] = param
             names.append(param.name)
         return names
@@ -141,7 +142,12 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
             for name in rng.sample(["recompute", "offload", "swap"], rng.choice([0, 0, 1])):
                 del table[name]
         visits.append(table)
-    trace = ModelTrace(graph=fingerprint(graph), inputs={"x": (2, 8)}, visits=tuple(visits), held_bytes=rng.choice([0, 64, 4096]), provenance="random")
+    takers = tuple(v for v in range(len(names)) if kinds[v] == "layer")
+    mask = Shared(num_bytes=300, visits=takers, kept_by=rng.choice([(), ("keep",), ("keep", "swap"), ("recompute", "offload")]), dies_at=len(names) - 1)
+    trace = ModelTrace(
+        graph=fingerprint(graph), inputs={"x": (2, 8)}, visits=tuple(visits), shared=(mask,) if rng.random() < 0.4 else (),
+        held_bytes=rng.choice([0, 64, 4096]), provenance="random",
+    )  # fmt: skip
     terms = Terms(update=rng.choice(["after_step", "in_backward"]), accumulate=rng.choice([1, 1, 2]), fp32_grads=rng.random() < 0.3)
     return Case(graph=graph, layout=pack(graph, chunk_bytes=rng.choice([512, 2048, 8192])), trace=trace, terms=terms)
 

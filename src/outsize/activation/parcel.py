@@ -37,7 +37,7 @@ class Parcel:
         item = self._index.get(storage._cdata)
         if item is None:
             item = self._index[storage._cdata] = len(self.offsets)
-            self.items.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))  # type: ignore[call-overload]
+            self.items.append(tensor.new_empty(0, dtype=torch.uint8).set_(storage))  # type: ignore[call-overload]
             self.offsets.append(self.num_bytes)
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
         return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())

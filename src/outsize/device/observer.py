@@ -16,6 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
+_WHERE = torch.ops.prim.device.default
+"""How a fake tensor is asked for its device: not an operation."""
+
+
 def push_mode(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called it."""
     _push_mode(mode)
@@ -56,7 +60,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.active:
+        if self.active and func is not _WHERE:
             if self.on_parameter is not None:
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, torch.nn.Parameter):

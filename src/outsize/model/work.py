@@ -28,12 +28,28 @@ class Work:
     released_bytes: int
     """Device bytes that die when those copies are done."""
     late_bytes: int
-    """Device bytes among the sent that outlive their copy, because a caller's frame holds them …"""
+    """Of its input, not needed for backward but held by a caller's frame …"""
     late_visit: int
-    """… until this visit (-1: none); they are dead before that visit reaches its own peak."""
+    """… until this later visit's forward (-1: none); it is dead before that visit reaches its own peak."""
 
 
 NOTHING = Work(
     forward_seconds=0.0, backward_seconds=0.0, forward_peak_bytes=0, forward_delta_bytes=0, backward_peak_bytes=0, backward_delta_bytes=0,
     sent_bytes=0, released_bytes=0, late_bytes=0, late_visit=-1,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """A tensor that several layers take beside their input (a mask, rotary tables, encoder output). It lives once, however many keep it.
+
+    Its death is in nobody's Work: it dies in forward unless a layer keeps it, else in the backward of the first layer that does.
+    """
+
+    num_bytes: int
+    visits: tuple[int, ...]
+    """Who takes it."""
+    kept_by: tuple[str, ...]
+    """Strategies under which a layer keeps it for backward."""
+    dies_at: int
+    """The visit in whose forward it dies if nobody keeps it (-1: every strategy keeps it)."""

@@ -25,7 +25,7 @@ def check(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     _check_model(plan, graph, layout)
     _check_decision(plan, graph, layout)
     _check_work(plan, graph)
-    _check_estimate(plan, Placement(graph, layout, plan.decision, plan.terms, plan.work))
+    _check_estimate(plan, Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared))
 
 
 def _check_model(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
@@ -34,7 +34,7 @@ def _check_model(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     theirs = f"{len(plan.decision.strategies)} visits, {len(plan.decision.homes)} chunks"
     _expect(plan.graph == made_for, f"a plan for this model ({made_for}: {counts})", f"it was made for another model ({plan.graph}: {theirs})", _AGAIN)
     _expect(
-        plan.chunk_bytes == layout.chunk_bytes, f"chunks of {plan.chunk_bytes} bytes, as in the plan", f"the model is laid out in chunks of {layout.chunk_bytes}",
+        plan.chunk_bytes == layout.chunk_bytes, f"chunks of {plan.chunk_bytes} bytes, as in the plan", f"the model has chunks of {layout.chunk_bytes}",
         "Lay it out with the plan's chunk_bytes",
     )  # fmt: skip
 
@@ -64,12 +64,15 @@ def _check_decision(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
 def _check_work(plan: Plan, graph: BlockGraph) -> None:
     for visit, (strategy, work) in enumerate(zip(plan.decision.strategies, plan.work, strict=True)):
         name, sends = graph.visit_name(visit), strategy in ("offload", "swap")
-        _expect(sends == (work.sent_bytes > 0), f"{'some' if sends else 'no'} sent_bytes for {name}, which is to {strategy}", f"there are {work.sent_bytes}", _AGAIN)
-        _expect(
-            work.late_visit == -1 or visit < work.late_visit < len(plan.work), f"a late_visit of {name} after it", f"it is {work.late_visit}", _AGAIN
-        )  # fmt: skip
+        wanted = f"{'some' if sends else 'no'} sent_bytes for {name}, which is to {strategy}"
+        _expect(sends == (work.sent_bytes > 0), wanted, f"there are {work.sent_bytes}", _AGAIN)
+        late = work.late_visit
+        _expect(late == -1 or visit < late < len(plan.work), f"a late_visit of {name} after it, or -1", f"it is {late}", _AGAIN)
         seconds = (work.forward_seconds, work.backward_seconds)
         _expect(all(0 <= s < float("inf") for s in seconds), f"seconds of 0 or more for {name}", f"they are {seconds}", "Profile the model again")
+    for tensor in plan.shared:
+        known = [*tensor.visits, *([] if tensor.dies_at == -1 else [tensor.dies_at])]
+        _expect(all(0 <= v < len(plan.work) for v in known), f"shared tensors of visits 0 to {len(plan.work) - 1}", f"one has {known}", _AGAIN)
 
 
 def _check_estimate(plan: Plan, place: Placement) -> None:

@@ -11,7 +11,7 @@ from outsize.layout.chunks import Chunk, ChunkLayout
 from outsize.layout.scratch import scratch_bytes
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Work
+from outsize.model.work import Shared, Work
 from outsize.plan.plan import Decision, Terms
 
 Buffer = tuple[str, int]
@@ -28,6 +28,7 @@ class Placement:
     decision: Decision
     terms: Terms
     work: tuple[Work, ...]
+    shared: tuple[Shared, ...] = ()
 
     def chunk(self, index: int) -> Chunk:
         return self.layout.chunks[index]

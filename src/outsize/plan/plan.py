@@ -7,7 +7,7 @@ what walking the schedule gave. A plan file holds all four, so a run can be repe
 from dataclasses import dataclass
 from typing import Literal
 
-from outsize.model.work import Strategy, Work
+from outsize.model.work import Shared, Strategy, Work
 
 Home = Literal["gpu", "host"]
 UpdateMode = Literal["after_step", "in_backward"]
@@ -87,3 +87,5 @@ class Plan:
     """Where the numbers come from."""
     search: str
     """How it was found, in words."""
+    shared: tuple[Shared, ...] = ()
+    """What layers share among their inputs, as measured."""

@@ -4,12 +4,13 @@ Plain characters only, about a hundred columns: the same text goes to a terminal
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.base.units import show_bytes, show_seconds
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.plan.plan import Homes, Plan
+from outsize.plan.plan import Home, Plan
 
 BAR_WIDTH = 40
 BINDS = 0.9
@@ -80,24 +81,19 @@ def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
 
 def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, visit: int, seen: set[int]) -> _Row:
     chunks = layout.used_by(visit)
-    kinds: dict[str, int] = {}
-    for index in chunks:
-        words = _homes_words(plan.decision.homes[index], layout.chunks[index].trainable)
-        kinds[words] = kinds.get(words, 0) + 1
-    if len(kinds) > 1:
-        homes = "; ".join(f"{number} of {len(chunks)} {words}" for words, number in kinds.items())
-        homes = homes if len(homes) <= 56 else f"{len(kinds)} kinds: " + ", ".join(f"{number} {_short(words)}" for words, number in kinds.items())
-    else:
-        homes = next(iter(kinds), "")
+    trainable = [c for c in chunks if layout.chunks[c].trainable]
+    homes = ""
+    if chunks:
+        homes = f"weights {_places([plan.decision.homes[c].weights for c in chunks])}"
+        homes += f", optimizer {_places([plan.decision.homes[c].optimizer for c in trainable])}" if trainable else ", frozen"
+        if 0 < len(trainable) < len(chunks):
+            homes += f", {len(chunks) - len(trainable)} of {len(chunks)} frozen"
     return _Row(graph.visit_name(visit), plan.decision.strategies[visit], homes, sum(layout.chunks[c].nbytes for c in chunks if c not in seen))
 
 
-def _homes_words(homes: Homes, trainable: bool) -> str:
-    return f"weights {homes.weights}, optimizer {homes.optimizer}" if trainable else f"weights {homes.weights}, frozen"
-
-
-def _short(words: str) -> str:
-    return words.replace("weights ", "").replace(", optimizer ", "/").replace(", frozen", "/frozen")
+def _places(homes: Sequence[Home]) -> str:
+    """`gpu`, or `3 gpu + 1 host` chunks where they differ."""
+    return " + ".join(f"{homes.count(home)} {home}" for home in dict.fromkeys(homes)) if len(set(homes)) > 1 else homes[0]
 
 
 def _alike(a: _Row, b: _Row) -> bool:
@@ -120,9 +116,12 @@ def _memory(plan: Plan) -> list[str]:
     estimate = plan.estimate
     gpu = _by_words(estimate.gpu_parts, _GPU_WORDS)
     gpu["activations"] = gpu.get("activations", 0) + estimate.gpu_bytes - sum(estimate.gpu_parts.values())
-    lines = [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, _by_words(estimate.host_parts, _HOST_WORDS))]
-    return [*lines, f"      fullest at {estimate.peak_at}; weights are loaded {plan.decision.depth} streamed blocks ahead" if "slot" in estimate.gpu_parts else
-            f"      fullest at {estimate.peak_at}"]  # fmt: skip
+    host = _by_words(estimate.host_parts, _HOST_WORDS)
+    note = f"      the GPU is fullest at {estimate.peak_at}"
+    if "slot" in estimate.gpu_parts:
+        depth = plan.decision.depth
+        note += "; weights are loaded " + (f"{depth} block{'s' * (depth > 1)} ahead" if depth else "when their block comes")
+    return [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, host), note]
 
 
 def _by_words(parts: dict[str, int], words: dict[str, str]) -> dict[str, int]:

@@ -31,7 +31,7 @@ _ACTION = re.compile(r"([LFSRPQBGUW])(\d+)")
 
 class Action(NamedTuple):
     kind: Kind
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of an action
     """A visit (F, B, S, R, P) or a chunk (L, Q, G, U, W)."""
 
     def __str__(self) -> str:

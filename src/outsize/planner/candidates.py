@@ -61,7 +61,7 @@ class Space:
         self._mixes: dict[Mix, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[int, tuple[int, int]] = {}
-        self._homes: dict[tuple[int, int], int] = {}
+        self._homes: dict[int, list[int]] = {}
         self._activations: dict[Mix, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
 
@@ -83,7 +83,7 @@ class Space:
             rest = self.layers
             order: tuple[Strategy, ...] = ("swap", "offload", "recompute")
             for strategy, count in zip(order, mix, strict=True):
-                takers = set(list(filter(lambda v: self.knows(v, strategy), rest))[:count])  # noqa: B023 - used at once
+                takers = set([v for v in rest if self.knows(v, strategy)][:count])
                 for visit in takers:
                     chosen[visit] = strategy
                 rest = [v for v in rest if v not in takers]
@@ -104,7 +104,7 @@ class Space:
         return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth)
 
     def place(self, decision: Decision) -> Placement:
-        return Placement(self.graph, self.layout, decision, self.terms, self._work(decision.strategies))
+        return Placement(self.graph, self.layout, decision, self.terms, self._work(decision.strategies), self.trace.shared)
 
     def _work(self, strategies: tuple[Strategy, ...]) -> tuple[Work, ...]:
         return tuple(self.trace.work(visit, strategy) for visit, strategy in enumerate(strategies))
@@ -144,12 +144,13 @@ class Space:
 
     def home_bytes(self, resident: int, optimizer: int) -> int:
         """Host bytes of weights: streamed, or updated there."""
-        key = (resident, optimizer)
-        if key not in self._homes:
+        if optimizer not in self._homes:
             chunks = self.layout.chunks
-            elsewhere = set(self.weight_order[:resident]) - set(self.state_order[optimizer:])
-            self._homes[key] = sum(chunk.nbytes for chunk in chunks) - sum(chunks[c].nbytes for c in elsewhere)
-        return self._homes[key]
+            updated_there = set(self.state_order[optimizer:])
+            leaves = itertools.accumulate((0 if c in updated_there else chunks[c].nbytes for c in self.weight_order), initial=0)
+            total = sum(chunk.nbytes for chunk in chunks)
+            self._homes[optimizer] = [total - gone for gone in leaves]
+        return self._homes[optimizer][resident]
 
     def activations(self, mix: Mix) -> tuple[int, int]:
         """GPU and host bytes of everything that is no chunk's: activations at their fullest, return slots, norms, buffers."""
@@ -157,11 +158,10 @@ class Space:
             strategies = self.strategies(mix)
             assert strategies is not None
             # A layout without chunks: the schedule then holds forward, backward and activation traffic alone.
-            bare = Placement(
-                self.graph, replace(self.layout, chunks=()), Decision(homes=(), strategies=strategies, depth=0), self.terms, self._work(strategies)
-            )
+            decision = Decision(homes=(), strategies=strategies, depth=0)
+            bare = Placement(self.graph, replace(self.layout, chunks=()), decision, self.terms, self._work(strategies), self.trace.shared)
             schedule = compile_schedule(bare, only_steps=True)
-            peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), bare.work, self.trace.held_bytes)
+            peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), bare, self.trace.held_bytes)
             self._activations[mix] = bare.gpu_bytes + peak, bare.host_bytes
         return self._activations[mix]
 

@@ -4,13 +4,16 @@ A search fails exactly when the least GPU memory found here (under the host budg
 on the GPU budget, so the number in the error is the one at which the same search succeeds.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
+from typing import TypeVar
 
-from outsize.base.errors import PlanInfeasible, tell
+from outsize.base.errors import ConfigError, PlanInfeasible, tell
 from outsize.base.units import exact_bytes, show_bytes
 from outsize.plan.pins import Pins
 from outsize.planner.candidates import Counts, Mix, Space
+
+W = TypeVar("W")
 
 
 class Budgets:
@@ -58,20 +61,26 @@ class Budgets:
 
     # The exact minima, over all counts at the least depth.
 
-    def _pairs(self) -> Iterator[tuple[int, int, int, int]]:
-        """(resident, optimizer, gpu bytes, host bytes) of the chunks."""
+    @cached_property
+    def _mixes(self) -> "list[tuple[int, int, Mix]]":
+        return _frontier([(*self.space.activations(mix), mix) for mix in self.space.mixes(self.pins)])
+
+    @cached_property
+    def _pairs(self) -> "list[tuple[int, int, tuple[int, int]]]":
+        """GPU bytes and host bytes of the chunks under (resident, optimizer)."""
+        space = self.space
+        rows = []
         for optimizer in range(self.optimizer[0], self.optimizer[1] + 1):
-            gpu, host = self.space.states(optimizer)
+            gpu, host = space.states(optimizer)
             for resident in range(self.resident[0], self.resident[1] + 1):
-                yield resident, optimizer, gpu + self.space.weights(resident, self.depth)[0], host + self.space.home_bytes(resident, optimizer)
+                rows.append((gpu + space.weights(resident, self.depth)[0], host + space.home_bytes(resident, optimizer), (resident, optimizer)))
+        return _frontier(rows)
 
     def _minimum(self, host_limit: int | None, gpu_limit: int | None) -> tuple[int, Counts] | None:
         """Least GPU bytes under `host_limit`, or least host bytes under `gpu_limit`."""
-        mixes = _frontier([(*self.space.activations(mix), mix) for mix in self.space.mixes(self.pins)])
-        pairs = _frontier([(gpu, host, (resident, optimizer)) for resident, optimizer, gpu, host in self._pairs()])
         best: tuple[int, int, Counts] | None = None
-        for mix_gpu, mix_host, mix in mixes:
-            for pair_gpu, pair_host, (resident, optimizer) in pairs:
+        for mix_gpu, mix_host, mix in self._mixes:
+            for pair_gpu, pair_host, (resident, optimizer) in self._pairs:
                 gpu, host = mix_gpu + pair_gpu, mix_host + pair_host
                 if (host_limit is not None and host > host_limit) or (gpu_limit is not None and gpu > gpu_limit):
                     continue
@@ -92,6 +101,10 @@ class Budgets:
         for mix in dict.fromkeys([self._one_strategy(i) for i in (2, 1, 0)]):
             if mix is not None and (counts := self.floor(mix, self.depth)):
                 return counts
+        if not self._mixes:
+            raise ConfigError(
+                tell(f"layers that can follow the pins {self.pins}", "too few of them know these strategies", "Lower n_swap, n_checkpoint or n_offload")
+            )
         least = self.least_gpu()
         if least and least[0] <= self.gpu_bytes:
             return least[1]
@@ -116,16 +129,11 @@ class Budgets:
 
     def _infeasible(self, least: tuple[int, Counts] | None) -> PlanInfeasible:
         anyhow = self.least_gpu(any_host=True)
-        if anyhow is None:
-            return PlanInfeasible(
-                tell(f"layers that can follow the pins {self.pins}", "too few of them know the strategies", "Lower n_swap, n_checkpoint or n_offload"),
-                resource="gpu", allowed_bytes=self.gpu_bytes, needed_bytes=self.gpu_bytes,
-            )  # fmt: skip
+        assert anyhow is not None, "there are mixes, and no budget is given"
         if anyhow[0] > self.gpu_bytes:
             # The GPU is short whatever the host has. Where the host budget leaves no plan at any size of GPU, it will be told next.
             needed, counts = least or anyhow
-            relax = self._relax_gpu(needed, counts, anyhow[0])
-            return self._too_small("gpu", "gpu_memory", self.gpu_bytes, needed, relax)
+            return self._too_small("gpu", "gpu_memory", self.gpu_bytes, needed, self._relax_gpu(needed, counts, anyhow[0]))
         host = self.least_host()
         assert host is not None, "the least GPU memory fits, so some host memory does"
         relax = f"or allow {_written(least[0])} of GPU memory (gpu_memory), and the rest stays there" if least else ""
@@ -137,7 +145,7 @@ class Budgets:
         if activations * 2 > needed:
             relax.append(f"{show_bytes(activations)} of it are activations, so a smaller batch or a shorter sequence helps most")
         else:
-            relax.append(f"{show_bytes(needed - activations)} of it are the weights, gradients and state of the largest blocks; a smaller batch helps with the rest")
+            relax.append(f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller batch helps with the rest")
         if anyhow < needed:
             relax.append(f"with more host memory (host_memory) {show_bytes(anyhow)} would do")
         return relax
@@ -160,14 +168,16 @@ class Budgets:
 
 
 def _written(num_bytes: int) -> str:
-    return f"{exact_bytes(num_bytes)} ({show_bytes(num_bytes)})" if num_bytes >= 1024 else exact_bytes(num_bytes)
+    """Exact where it is round, else for reading with the exact number beside it."""
+    exact = exact_bytes(num_bytes)
+    return f"{show_bytes(num_bytes)} ({exact})" if num_bytes >= 1024 and exact.endswith(f"{num_bytes}B") else exact
 
 
-def _frontier(rows: list) -> list:
+def _frontier(rows: list[tuple[int, int, W]]) -> list[tuple[int, int, W]]:
     """Rows (gpu, host, what) that no other row beats in both."""
-    kept = []
-    least_host = None
-    for row in sorted(rows):
+    kept: list[tuple[int, int, W]] = []
+    least_host: int | None = None
+    for row in sorted(rows, key=lambda r: r[:2]):
         if least_host is None or row[1] < least_host:
             kept.append(row)
             least_host = row[1]

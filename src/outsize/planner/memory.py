@@ -8,7 +8,6 @@ storages sees, to the byte. Host memory has no ledger: it is what the placement 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outsize.model.work import Work
 from outsize.plan.placement import Placement
 from outsize.plan.schedule import Action, Schedule
 
@@ -23,23 +22,21 @@ class HighWater:
 def high_water(place: Placement, schedule: Schedule, held_bytes: int) -> HighWater:
     """The fullest moment of a run. `held_bytes`: outputs of the previous step, which a loop holds until its next forward returns."""
     # Updates and copies allocate nothing, so one forward and any one backward tell all.
-    peak, at = activation_peak(schedule.forward, next(iter(schedule.backward.values())), place.work, held_bytes)
+    peak, at = activation_peak(schedule.forward, next(iter(schedule.backward.values())), place, held_bytes)
     return HighWater(gpu_bytes=place.gpu_bytes + peak, peak_at=at)
 
 
-def activation_peak(forward: Sequence[Action], backward: Sequence[Action], work: Sequence[Work], held_bytes: int) -> tuple[int, str]:
+def activation_peak(forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int) -> tuple[int, str]:
     """Highest level above what is allocated for the whole run, and the action that reaches it."""
+    work = place.work
+    dies_forward, dies_backward = _deaths(place)
     peak, at, level = 0, "rest", 0
-    late: dict[int, int] = {}
-    for visit, cost in enumerate(work):
-        if cost.late_visit > visit:
-            late[cost.late_visit] = late.get(cost.late_visit, 0) + cost.late_bytes
     for action in forward:
         kind, visit = action
         if kind == "F":
             cost = work[visit]
             # What a caller's frame held until here is dead before this visit reaches its own peak.
-            level -= late.get(visit, 0)
+            level -= dies_forward.get(visit, 0)
             here = held_bytes + level + cost.forward_peak_bytes
             if here > peak:
                 peak, at = here, str(action)
@@ -53,5 +50,21 @@ def activation_peak(forward: Sequence[Action], backward: Sequence[Action], work:
             here = level + cost.backward_peak_bytes
             if here > peak:
                 peak, at = here, str(action)
-            level += cost.backward_delta_bytes
+            level += cost.backward_delta_bytes - dies_backward.get(visit, 0)
     return peak, at
+
+
+def _deaths(place: Placement) -> tuple[dict[int, int], dict[int, int]]:
+    """Bytes that die in a visit's forward and in its backward without being in its Work, since that depends on other visits."""
+    forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
+    for visit, cost in enumerate(place.work):
+        if cost.late_visit > visit:
+            forward[cost.late_visit] = forward.get(cost.late_visit, 0) + cost.late_bytes
+    for tensor in place.shared:
+        keepers = [v for v in tensor.visits if place.graph.has_backward[v] and place.decision.strategies[v] in tensor.kept_by]
+        if keepers:
+            backward[min(keepers)] = backward.get(min(keepers), 0) + tensor.num_bytes
+        elif tensor.dies_at >= 0:
+            forward[tensor.dies_at] = forward.get(tensor.dies_at, 0) + tensor.num_bytes
+    return forward, backward

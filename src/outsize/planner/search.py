@@ -32,7 +32,7 @@ REFINED = 5
 """So many of the best are refined before the search rests."""
 TIE = 0.01
 """Times this close are equal: measurements are no better."""
-PLAIN_TIE = 0.05
+PLAIN_TIE = 0.1
 """The plain resident run has no moving parts whose overlap could disappoint; another plan must promise more than this to replace it."""
 
 
@@ -60,8 +60,9 @@ def search(
         words += f"; pinned {pins}: {_cost_of_pins(space, best, gpu_budget_bytes, host_budget_bytes)}"
     return Plan(
         format=FORMAT, graph=made_for, hardware=spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, terms=terms, decision=best.decision,
-        work=tuple(trace.work(v, s) for v, s in enumerate(best.decision.strategies)), held_bytes=trace.held_bytes, gpu_budget_bytes=gpu_budget_bytes,
-        host_budget_bytes=host_budget_bytes, estimate=best.estimate, provenance=f"model: {trace.provenance}; machine: {spec.provenance}", search=words,
+        work=tuple(trace.work(v, s) for v, s in enumerate(best.decision.strategies)), shared=trace.shared, held_bytes=trace.held_bytes,
+        gpu_budget_bytes=gpu_budget_bytes, host_budget_bytes=host_budget_bytes, estimate=best.estimate,
+        provenance=f"model: {trace.provenance}; machine: {spec.provenance}", search=words,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +28,22 @@ class ForwardPhase(Phase):
 
 @dataclass(slots=True)
 class _Late:
-    """A sent storage that something else still holds."""
+    """A layer's input that is not needed any more, if and while a caller's frame holds it."""
 
-    sent_by: int
+    visit: int
     num_bytes: int
     storage: "weakref.ref[torch.UntypedStorage]"
+
+
+@dataclass(slots=True)
+class SharedTensor:
+    """A tensor that layers take beside their input."""
+
+    num_bytes: int
+    storage: "weakref.ref[torch.UntypedStorage]"
+    visits: list[int]
+    died_forward: int = -1
+    died_backward: int = -1
 
 
 class Phases:
@@ -42,12 +53,15 @@ class Phases:
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
+        self.shared: list[SharedTensor] = []
+        """In the order in which layers first took them."""
         self._late: list[_Late] = []
         self._open: Phase | None = None
         self._level = 0
         self._since = 0.0
         self._cost = (0.0, 0)
         self._start = 0
+        self._end = 0
 
     def begin(self) -> None:
         self._start = self._read()
@@ -65,6 +79,10 @@ class Phases:
         self._bury(len(self.forward) - 1)
         return phase
 
+    def returned(self) -> None:
+        """The root's caller has its outputs: what the call itself held (its arguments) is gone."""
+        self.forward[-1].delta_bytes += self._read() - self._end
+
     def open_backward(self, visit: int) -> None:
         self.backward[visit] = Phase()
         self._mark(self.backward[visit])
@@ -72,26 +90,54 @@ class Phases:
     def close_backward(self) -> None:
         if self._open is not None:
             self._take(self._open)
+            self._bury_backward(next(reversed(self.backward)))
 
-    def release(self, visit: int, storages: list[torch.UntypedStorage], let_go: Callable[[], None]) -> None:
-        """Drop what a visit sent; what lives on is watched until it dies."""
-        watched = [_Late(visit, s.nbytes(), weakref.ref(s)) for s in storages]
+    def takes(self, visit: int, hidden: torch.UntypedStorage, others: Iterable[torch.UntypedStorage]) -> None:
+        """A layer was called with these."""
+        known = {id(t.storage()): t for t in self.shared if t.storage() is not None}
+        for storage in others:
+            if storage._cdata == hidden._cdata:
+                continue
+            tensor = known.get(id(storage))
+            if tensor is None:
+                tensor = known[id(storage)] = SharedTensor(storage.nbytes(), weakref.ref(storage), [])
+                self.shared.append(tensor)
+            if visit not in tensor.visits:
+                tensor.visits.append(visit)
+
+    def watch(self, visit: int, storage: "weakref.ref[torch.UntypedStorage]") -> None:
+        """The forward phase of a layer is over: if its input dies from here on, and still in forward, a frame held it."""
+        alive = storage()
+        if alive is not None:
+            self._late.append(_Late(visit, alive.nbytes(), storage))
+
+    def release(self, visit: int, let_go: Callable[[], None]) -> None:
+        """Drop what a visit sent."""
         before = self._read()
-        storages.clear()
         let_go()
         self.forward[visit].released_bytes = before - self._read()
-        self._late += [late for late in watched if late.storage() is not None]
 
     def _bury(self, visit: int) -> None:
-        """Late deaths belong to who sent the storage: the plan counts them apart from the phase in which they happen."""
+        """Deaths that depend on more than the phase they happen in are taken out of its numbers and kept apart."""
+        phase = self.forward[visit]
         dead = [late for late in self._late if late.storage() is None]
         self._late = [late for late in self._late if late.storage() is not None]
         for late in dead:
-            sender = self.forward[late.sent_by]
-            sender.late_bytes += late.num_bytes
-            sender.late_visit = visit
-            self.forward[visit].delta_bytes += late.num_bytes
-            self.forward[visit].peak_bytes += late.num_bytes
+            self.forward[late.visit].late_bytes += late.num_bytes
+            self.forward[late.visit].late_visit = visit
+            phase.delta_bytes += late.num_bytes
+            phase.peak_bytes += late.num_bytes
+        for tensor in self.shared:
+            if tensor.storage() is None and tensor.died_forward < 0:
+                tensor.died_forward = visit
+                phase.delta_bytes += tensor.num_bytes
+                phase.peak_bytes += tensor.num_bytes
+
+    def _bury_backward(self, visit: int) -> None:
+        for tensor in self.shared:
+            if tensor.storage() is None and tensor.died_forward < 0 and tensor.died_backward < 0:
+                tensor.died_backward = visit
+                self.backward[visit].delta_bytes += tensor.num_bytes
 
     def _read(self) -> int:
         return self._meter.level() if self._meter is not None else 0
@@ -117,5 +163,6 @@ class Phases:
         phase.seconds = self._device.seconds(wall, flops, moved)
         if self._meter is not None:
             phase.peak_bytes = self._meter.peak() - self._level
-            phase.delta_bytes = self._read() - self._level
+            self._end = self._read()
+            phase.delta_bytes = self._end - self._level
         self._open = None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from outsize.model.work import Strategy, Work
+from outsize.model.work import Shared, Strategy, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,7 @@ class ModelTrace:
     held_bytes: int
     """Outputs of the model: a loop holds them until its next forward returns."""
     provenance: str
+    shared: tuple[Shared, ...] = ()
 
     def work(self, visit: int, strategy: Strategy) -> Work:
         return self.visits[visit][strategy]

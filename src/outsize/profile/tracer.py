@@ -6,6 +6,7 @@ are put on the device. Each activation strategy is measured in a pass of its own
 Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.tensors import map_tensors, tensors_in, with_grad
-from outsize.model.work import STRATEGIES, Strategy, Work
+from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.phases import Phases
 from outsize.profile.trace import ModelTrace
 
@@ -67,6 +68,7 @@ class _Pass:
         self._pass_through: dict[Any, Callable[[Tensor], Any] | None] = {}
         self._parcels: dict[int, Parcel] = {}
         self._arenas: dict[int, Tensor] = {}
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._returned: Tensor | None = None
 
     # Forward.
@@ -89,6 +91,11 @@ class _Pass:
     def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self.tracer.layers[layer]
         inputs = list(tensors_in((args, kwargs)))
+        if inputs:
+            # Inputs that are weights or buffers are there for good.
+            others = [t.untyped_storage() for t in inputs[1:] if not self.tracer.is_static(t)]
+            self.phases.takes(visit, inputs[0].untyped_storage(), others)
+            self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
         key = self.keys[visit] = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
         if self._ran.get(key, 0) >= 2 and not facts.ends_run and (skip := self._pass_through.get(key)) is not None:
             self.skipped.add(visit)
@@ -107,12 +114,15 @@ class _Pass:
                 arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8)
                 parcel.copy_to(arena)
             phase.sent_bytes = parcel.num_bytes
+        elif visit in self._inputs and visit not in self.skipped:
+            self.phases.watch(visit, self._inputs[visit])
         self._release(visit - 1)
 
     def _release(self, visit: int) -> None:
         parcel = self._parcels.get(visit)
         if parcel is not None and parcel.items:
-            self.phases.release(visit, [item.untyped_storage() for item in parcel.items], parcel.let_go)
+            self.phases.release(visit, parcel.let_go)
+            self.phases.watch(visit, self._inputs[visit])
 
     def forward_ends(self, outputs: Any, *, failed: bool) -> None:
         self.is_forward = False
@@ -166,7 +176,7 @@ class Tracer:
         self._readers: dict[int, set[int]] = {}
 
     def is_static(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._static
+        return tensor.untyped_storage()._cdata in self._static
 
     def bring(self, module: nn.Module) -> None:
         """Put a module's weights on the device until the trace ends."""
@@ -174,7 +184,7 @@ class Tracer:
             if param.device != self.device.torch_device:
                 self._brought[param] = param.data
                 param.data = param.data.to(self.device.torch_device)
-            self._static.add(param.untyped_storage().data_ptr())
+            self._static.add(param.untyped_storage()._cdata)
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         with self._model_untouched():
@@ -185,7 +195,7 @@ class Tracer:
         visits = tuple(self._works(scout, passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, held_bytes=passes["keep"].phases.held_bytes,
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
             provenance=f"seconds {provenance}, bytes measured",
         )  # fmt: skip
 
@@ -220,6 +230,7 @@ class Tracer:
         try:
             run.phases.begin()
             outputs = call(self.model, self.batch)
+            run.phases.returned()
             loss = loss_of(outputs)
             loss.backward()
             run.phases.finish()
@@ -240,7 +251,7 @@ class Tracer:
             param.grad = None
         outside = nn.ParameterList([p for p in self.model.parameters() if id(p) not in inside])
         self.bring(outside)
-        self._static |= {b.untyped_storage().data_ptr() for b in self.model.buffers()}
+        self._static |= {b.untyped_storage()._cdata for b in self.model.buffers()}
         try:
             with torch.enable_grad():
                 yield
@@ -281,7 +292,7 @@ class Tracer:
             visits=tuple(order.index(label) for label in labels),
             has_backward=tuple(self._twin(scout, v) in scout.backward for v in range(len(labels))),
             params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
-            buffer_bytes=sum({b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
+            buffer_bytes=sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
         )
 
     def _label(self, layer_of: list[int | None], visit: int) -> str:
@@ -332,6 +343,17 @@ class Tracer:
             late_bytes=forward.late_bytes if twin == visit else 0,
             late_visit=forward.late_visit if twin == visit else -1,
         )
+
+
+def _shared(passes: dict[Strategy, _Pass]) -> tuple[Shared, ...]:
+    """What the passes say together: which strategies keep a tensor, and where it dies if none does."""
+    table = []
+    for same in zip(*(run.phases.shared for run in passes.values()), strict=True):
+        kept_by = tuple(s for s, tensor in zip(passes, same, strict=True) if tensor.died_backward >= 0)
+        dies_at = max(tensor.died_forward for tensor in same)
+        if kept_by or dies_at >= 0:
+            table.append(Shared(num_bytes=same[0].num_bytes, visits=tuple(same[0].visits), kept_by=kept_by, dies_at=dies_at))
+    return tuple(table)
 
 
 def _drop_grad(param: Tensor) -> None:

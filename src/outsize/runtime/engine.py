@@ -60,7 +60,7 @@ class _Attached:
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         device = engine.device
         self.planned = planned
-        self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work)
+        self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
         device.open(plan.gpu_budget_bytes)
         self.buffers = [(b, b.data) for b in engine.model.buffers()]
         for buffer, data in self.buffers:
@@ -68,8 +68,9 @@ class _Attached:
         self.store = Store(engine.model, self.place, device)
         group_of = {name: i for i, group in enumerate(engine.optimizer.param_groups) for name in group["param_names"]}
         self.updates = Updates(self.store, lambda: engine.optimizer.param_groups, group_of)
-        self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=engine._update_work)
-        self.gradients = Gradients(self.store, engine.optimizer.names, lambda: self.executor.current_visit)
+        executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=engine._update_work)
+        # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.
+        self.gradients = Gradients(self.store, engine.optimizer.names, lambda: executor.current_visit)
         self.patches = Patches(engine.model, self.store, drain=engine.drain, zero_grad=engine.zero_grad)
         self.guard: Guard | None = Guard(self.store)
         push_mode(self.guard)

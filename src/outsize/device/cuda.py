@@ -1,0 +1,188 @@
+"""Device `cuda`: one NVIDIA GPU. Lanes are streams (compute: whatever stream the model runs on; copies: two of our own) and one worker thread for
+updates on the host. An event is a CUDA event, or the future of a host update; a stream that must wait for the latter makes the issuing thread wait.
+
+Memory: homes, slots and arenas are allocated once; after that only the model's own operators use the allocator, on the compute stream. A tensor
+that a copy stream reads stays referenced until the compute stream has waited for that copy, so its memory cannot be reused too early.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import Tensor
+
+from outsize.device.device import Device, Event, Meter
+from outsize.device.pinned import pinned_empty
+from outsize.hardware.catalog import CATALOG
+from outsize.hardware.lanes import Lane
+from outsize.hardware.spec import HardwareSpec
+
+_SLACK_BYTES = 64 * 2**20
+_SLACK_SHARE = 0.03
+"""Kept free for what the caching allocator loses to rounding and fragments. A constant until it is measured."""
+
+
+class CudaDevice(Device):
+    kind = "cuda"
+
+    def __init__(self, index: int):
+        super().__init__()
+        # Segments that grow lose less to fragments near the limit; must be said before the first allocation.
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.init()
+        self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="outsize-update")
+        self._tasks: list[Future[None]] = []
+        self.spec = self._describe()
+        self._limit = self._total
+
+    @property
+    def _total(self) -> int:
+        return torch.cuda.get_device_properties(self.torch_device).total_memory
+
+    def _describe(self) -> HardwareSpec:
+        """The catalog's rates where the card is known, else a middling card's; always this card's memory."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        words = properties.name.lower().replace("geforce ", "").replace("nvidia ", "").split()
+        known = next((spec for name, spec in CATALOG.items() if name.split("-")[0] in "".join(words).replace(" ", "")), None)
+        base = known or CATALOG["rtx3090"]
+        origin = base.provenance if known else f"assumed as of {base.name}: this card is not in the catalog"
+        return HardwareSpec(
+            name=properties.name, gpu_bytes=properties.total_memory, host_bytes=psutil.virtual_memory().total, flops=base.flops,
+            gpu_bytes_per_second=base.gpu_bytes_per_second, h2d_bytes_per_second=base.h2d_bytes_per_second,
+            d2h_bytes_per_second=base.d2h_bytes_per_second, host_bytes_per_second=base.host_bytes_per_second,
+            host_adam_params_per_second=base.host_adam_params_per_second, gpu_adam_params_per_second=base.gpu_adam_params_per_second,
+            launch_seconds=base.launch_seconds, provenance=origin,
+        )  # fmt: skip
+
+    # Memory.
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_empty(self, num_bytes: int, *, pinned: bool) -> Tensor:
+        return pinned_empty(num_bytes) if pinned else torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.torch_device, non_blocking=True)
+
+    @property
+    def _outside(self) -> int:
+        """Used on the card by others and by this process's context."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free - torch.cuda.memory_reserved(self.torch_device)
+
+    @property
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        context = self._total - free - torch.cuda.memory_reserved(self.torch_device)
+        return free + context - sum(self.promised.values())
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Context, library workspaces that the trial run has brought to life, and the allocator's loss."""
+        torch.cuda.empty_cache()
+        workspaces = torch.cuda.memory_allocated(self.torch_device)
+        return self._outside + workspaces + _SLACK_BYTES + int(self._limit * _SLACK_SHARE)
+
+    def limit(self, num_bytes: int) -> None:
+        """`num_bytes` is the total with the context; the allocator gets the rest."""
+        self._limit = min(num_bytes, self._total)
+        torch.cuda.set_per_process_memory_fraction(max(0.0, (self._limit - self._outside) / self._total), self.torch_device)
+
+    def open(self, budget_bytes: int) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def close(self) -> None:
+        self.synchronize()
+        torch.cuda.empty_cache()
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    # Lanes.
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._streams.get(lane) or torch.cuda.current_stream(self.torch_device)
+
+    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        stream = self._stream(lane)
+        for event in waits:
+            if isinstance(event, Future):
+                event.result()
+            else:
+                stream.wait_event(event)
+
+    def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
+        with torch.cuda.device(self.torch_device):
+            event = torch.cuda.Event()
+            event.record(self._stream(lane))
+        return event
+
+    def submit(
+        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float
+    ) -> Event:
+        if lane == "host":
+            self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
+            task = self._worker.submit(_after, tuple(waits), work)
+            self._tasks.append(task)
+            return task
+        self.begin(lane, waits=waits, reads=reads, writes=writes)
+        with torch.cuda.stream(self._stream(lane)):
+            work()
+        return self.end(lane, reads=reads, writes=writes, seconds=seconds)
+
+    def synchronize(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.exception()  # all of them end before the first failure is raised
+        for task in tasks:
+            task.result()
+        torch.cuda.synchronize(self.torch_device)
+
+    # Measuring.
+
+    @contextmanager
+    def meter(self) -> Iterator[Meter]:
+        torch.cuda.synchronize(self.torch_device)
+        yield _AllocatorMeter(self.torch_device)
+
+    def seconds(self, wall_seconds: float, flops: float, num_bytes: int) -> float:
+        return wall_seconds
+
+    # Random numbers.
+
+    def rng_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def set_rng_state(self, state: Tensor | None) -> None:
+        if state is not None:
+            torch.cuda.set_rng_state(state, self.torch_device)
+
+
+def _after(waits: tuple[Event, ...], work: Callable[[], None]) -> None:
+    for event in waits:
+        event.result() if isinstance(event, Future) else event.synchronize()
+    work()
+
+
+class _AllocatorMeter:
+    """Reads the caching allocator: rounding and kernel workspaces are included."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._base = torch.cuda.memory_allocated(device)
+
+    def level(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._base
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._base
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)

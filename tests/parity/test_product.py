@@ -1,0 +1,23 @@
+"""The full product of strategies, homes, clipping, accumulation and dtypes on tied Llama and T5. Run by `make test-all`."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+import cells
+from cells import Cell
+
+FULL = [
+    Cell(kind=kind, strategy=strategy, weights=weights, optimizer=optimizer, clip=clip, accumulate=accumulate, dtype=dtype, tied=True)
+    for kind, strategy, weights, optimizer, clip, accumulate, dtype in itertools.product(
+        ("llama", "t5"), ("keep", "recompute", "offload", "swap"), ("gpu", "host"), ("gpu", "host"), (True, False), (1, 3), ("bf16", "fp32")
+    )
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", FULL, ids=str)
+def test_five_steps_equal_the_plain_loop(cell: Cell, parity_cell: Callable[[object], None]) -> None:
+    cells.assert_same(cells.run(cell), cells.expected(cell))
+    parity_cell(cell)

@@ -1,0 +1,141 @@
+"""Plan files come back as they were; what does not belong or does not add up is refused with the reason."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Case, make_case, random_case
+
+from outsize.base.errors import PlanInvalid
+from outsize.base.records import fingerprint
+from outsize.layout.chunks import pack
+from outsize.plan.check import check, load, save
+from outsize.plan.plan import Homes, Plan
+from outsize.planner.search import search
+
+HUGE = 10**15
+
+
+def plan_of(case: Case, gpu: int = HUGE) -> Plan:
+    return search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu_budget_bytes=gpu, host_budget_bytes=HUGE)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return make_case(4, frozen=2)
+
+
+@pytest.fixture(scope="module")
+def plan(case: Case) -> Plan:
+    return plan_of(case)
+
+
+def with_decision(plan: Plan, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, decision=dataclasses.replace(plan.decision, **changes))
+
+
+def test_found_plans_pass() -> None:
+    for seed in range(30):
+        case = random_case(seed)
+        check(plan_of(case), case.graph, case.layout)
+
+
+def test_a_plan_for_another_model_is_refused_with_the_counts_of_both(case: Case, plan: Plan) -> None:
+    other = make_case(5)
+    with pytest.raises(PlanInvalid, match=r"7 visits, 7 chunks.*another model.*6 visits, 6 chunks"):
+        check(plan, other.graph, other.layout)
+
+
+def test_a_plan_for_another_layout_is_refused() -> None:
+    case = make_case(3, 2)
+    plan = plan_of(case)
+    with pytest.raises(PlanInvalid, match="chunk_bytes"):
+        check(plan, case.graph, pack(case.graph, chunk_bytes=2 * case.layout.chunk_bytes))
+
+
+def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
+    decision, estimate, terms = plan.decision, plan.estimate, plan.terms
+    mixed = Homes(weights="gpu", optimizer="host")
+    strategies = list(decision.strategies)
+
+    def strategy(visit: int, name: str) -> Plan:
+        return with_decision(plan, strategies=tuple([*strategies[:visit], name, *strategies[visit + 1 :]]))
+
+    def work(visit: int, **changes: Any) -> Plan:
+        return dataclasses.replace(plan, work=tuple(dataclasses.replace(w, **changes) if v == visit else w for v, w in enumerate(plan.work)))
+
+    return {
+        "another format": (dataclasses.replace(plan, format=99), "format 99"),
+        "too few homes": (with_decision(plan, homes=decision.homes[1:]), "6 homes"),
+        "too many strategies": (with_decision(plan, strategies=(*strategies, "keep")), "6 strategies"),
+        "too little work": (dataclasses.replace(plan, work=plan.work[1:]), "6 work"),
+        "a negative depth": (with_decision(plan, depth=-1), "depth of 0 or more"),
+        "no micro-batch": (dataclasses.replace(plan, terms=dataclasses.replace(terms, accumulate=0)), "accumulate of 1 or more"),
+        "a frozen chunk with an optimizer": (with_decision(plan, homes=(mixed, *decision.homes[1:])), "frozen chunk 0 .*embed.weight"),
+        "a region that recomputes": (strategy(5, "recompute"), "keep for head, which is no layer"),
+        "a strategy without a backward": (strategy(1, "recompute"), r"model\.layers\.0, which has no backward"),
+        "an offload that sends nothing": (strategy(3, "offload"), r"some sent_bytes for model\.layers\.2"),
+        "a keep that sends": (work(3, sent_bytes=5), r"no sent_bytes for model\.layers\.2"),
+        "a late visit before the visit": (work(3, late_visit=2), "late_visit"),
+        "seconds that are none": (work(3, forward_seconds=float("nan")), "seconds of 0 or more"),
+        "more GPU memory than the budget": (dataclasses.replace(plan, gpu_budget_bytes=estimate.gpu_bytes - 1), "GPU budget"),
+        "more host memory than the budget": (dataclasses.replace(plan, host_budget_bytes=-1), "host budget"),
+        "homes that were edited": (with_decision(plan, homes=(*decision.homes[:-1], Homes(weights="host", optimizer="host"))), "memory in the estimate"),
+    }  # fmt: skip
+
+
+EDITS = list(edits(plan_of(make_case(4, frozen=2))))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_it_refuses(edit: str, case: Case, plan: Plan) -> None:
+    check(plan, case.graph, case.layout)
+    changed, reason = edits(plan)[edit]
+    with pytest.raises(PlanInvalid, match=reason):
+        check(changed, case.graph, case.layout)
+
+
+def test_a_saved_plan_comes_back_as_it_was(tmp_path: Path) -> None:
+    for seed in range(10):
+        plan = plan_of(random_case(seed))
+        save(plan, tmp_path / "plan.json")
+        again = load(tmp_path / "plan.json")
+        assert again == plan and fingerprint(again) == fingerprint(plan)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"], "nothing is left beside it"
+
+
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, plan: Plan) -> None:
+    path = tmp_path / "plan.json"
+    save(plan, path)
+    text = path.read_text()
+    for end in (0, 1, len(text) // 2, len(text) - 3):
+        path.write_text(text[:end])
+        with pytest.raises(PlanInvalid, match=r"plan\.json.*truncated"):
+            load(path)
+
+
+def test_a_foreign_file_is_refused_by_name(tmp_path: Path, plan: Plan) -> None:
+    path = tmp_path / "other.json"
+    for content, reason in ((b'{"model": 1}', "missing"), (b"[1, 2]", "mapping"), (b"\xff\xfe\x00\x81", "no text")):
+        path.write_bytes(content)
+        with pytest.raises(PlanInvalid, match=rf"other\.json.*{reason}"):
+            load(path)
+    save(plan, path)
+    data = json.loads(path.read_text())
+    data["decision"]["strategies"][0] = "teleport"
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanInvalid, match=r"strategies\[0\].*teleport"):
+        load(path)
+    with pytest.raises(PlanInvalid, match="there is none"):
+        load(tmp_path / "nothing.json")
+
+
+def test_a_failed_save_leaves_the_file_that_was_there(tmp_path: Path, plan: Plan) -> None:
+    path = tmp_path / "plan.json"
+    save(plan, path)
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        save(dataclasses.replace(plan, inputs={"x": object()}), path)  # type: ignore[dict-item]
+    assert path.read_text() == before and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,142 @@
+"""Schedules: they parse back, every use finds its chunk in its slot, and an example is checked by hand."""
+
+import pytest
+from synthetic import Case, make_case, random_case, random_decision
+
+from outsize.base.errors import PlanInvalid
+from outsize.plan.placement import Placement
+from outsize.plan.plan import Terms
+from outsize.plan.schedule import Action, Schedule, compile_schedule, effect, held_after_forward, parse_action
+
+
+def random_places(number: int) -> list[tuple[Case, Placement]]:
+    cases = [random_case(seed, max_layers=6) for seed in range(number)]
+    return [(case, case.place(random_decision(case, seed))) for seed, case in enumerate(cases)]
+
+
+def test_the_text_of_a_schedule_parses_back() -> None:
+    for _, place in random_places(60):
+        schedule = compile_schedule(place)
+        assert Schedule.parse(str(schedule)) == schedule
+
+
+def test_an_action_parses_back_and_nonsense_is_refused() -> None:
+    assert parse_action(str(Action("L", 12))) == Action("L", 12)
+    for word in ("X1", "F", "F-1", "F1x"):
+        with pytest.raises(PlanInvalid, match="an action such as"):
+            parse_action(word)
+
+
+def test_two_slots_and_four_blocks_by_hand() -> None:
+    """Depth 1 over blocks 0..5 (stem, four layers, head), one chunk each: chunk i lives in slot i mod 2."""
+    case = make_case(4)
+    place = case.place(case.decide("host/host", depth=1))
+    assert [place.slots.slot_of[i] for i in range(6)] == [0, 1, 0, 1, 0, 1]
+    schedule = compile_schedule(place)
+    # Both slots are filled at once; each is refilled as soon as its block has run.
+    assert " ".join(map(str, schedule.forward)) == "L0 L1 F0 L2 F1 L3 F2 L4 F3 L5 F4 F5"
+    # Forward left 4 and 5 in the slots. Every gradient leaves when its block is done, before the slot's next load.
+    assert " ".join(map(str, schedule.backward["first"])) == "B5 G5 L3 B4 G4 L2 B3 G3 L1 B2 G2 L0 B1 G1 B0 G0"
+    # Partial sums come through two staging slots; updates need the weights nowhere but at home.
+    assert " ".join(map(str, schedule.backward["again"])) == "Q5 Q4 B5 G5 Q3 L3 B4 G4 Q2 L2 B3 G3 Q1 L1 B2 G2 Q0 L0 B1 G1 B0 G0"
+    assert " ".join(map(str, schedule.backward["first+update"])) == "B5 G5 U5 L3 B4 G4 U4 L2 B3 G3 U3 L1 B2 G2 U2 L0 B1 G1 U1 B0 G0 U0"
+    assert " ".join(map(str, schedule.update)) == "U0 U1 U2 U3 U4 U5"
+
+
+def test_homes_decide_what_an_update_moves() -> None:
+    case = make_case(1)
+    texts = {}
+    for homes in ("gpu/gpu", "gpu/host", "host/gpu", "host/host"):
+        texts[homes] = " ".join(map(str, compile_schedule(case.place(case.decide(homes))).update))
+    assert texts == {"gpu/gpu": "U0 U1 U2", "gpu/host": "U0 W0 U1 W1 U2 W2", "host/gpu": "L0 U0 W0 L1 U1 W1 L2 U2 W2", "host/host": "U0 U1 U2"}
+
+
+def test_activations_leave_after_forward_and_return_before_backward() -> None:
+    case = make_case(3)
+    schedule = compile_schedule(case.place(case.decide("gpu/gpu", "offload")))
+    assert " ".join(map(str, schedule.forward)) == "F0 F1 S1 F2 S2 R1 F3 S3 R2 F4 R3"
+    # Two return slots: visits 3 and 2 come at once, 1 when 3 is done.
+    assert " ".join(map(str, schedule.backward["first"])) == "P3 P2 B4 B3 P1 B2 B1 B0"
+
+
+def walk_slots(place: Placement, actions: tuple[Action, ...], holding: dict[int, int]) -> None:
+    """Every use of a streamed chunk finds it in its slot; no load evicts a chunk that is used again before its next load."""
+    wanted: dict[int, list[int]] = {}  # slot -> chunks in the order of their uses
+    for action in actions:
+        if action.kind in "FB":
+            for chunk in place.layout.used_by(action.index):
+                if place.streams(chunk):
+                    wanted.setdefault(place.slots.slot_of[chunk], []).append(chunk)
+    for action in actions:
+        if action.kind == "L":
+            slot = place.slots.slot_of[action.index]
+            assert wanted[slot][0] == action.index, f"{action} overwrites chunk {wanted[slot][0]}, which is used first"
+            assert holding.get(slot) != action.index, f"{action} loads what is there"
+            holding[slot] = action.index
+        if action.kind in "FB":
+            for chunk in place.layout.used_by(action.index):
+                if place.streams(chunk):
+                    slot = place.slots.slot_of[chunk]
+                    assert holding.get(slot) == chunk, f"{action} needs chunk {chunk}, slot {slot} holds {holding.get(slot)}"
+                    assert wanted[slot].pop(0) == chunk
+
+
+def test_every_use_of_a_streamed_chunk_finds_it_in_its_slot() -> None:
+    for _, place in random_places(150):
+        schedule = compile_schedule(place)
+        holding: dict[int, int] = {}
+        walk_slots(place, schedule.forward, holding)
+        assert holding == held_after_forward(place)
+        for actions in schedule.backward.values():
+            walk_slots(place, actions, dict(holding))
+
+
+def test_every_landed_gradient_is_updated_once_a_step() -> None:
+    for case, place in random_places(60):
+        schedule = compile_schedule(place)
+        for accumulate in (1, 3):
+            for in_backward in (False, True):
+                step = [action for _, actions in schedule.step(accumulate, in_backward) for action in actions]
+                assert sorted(a.index for a in step if a.kind == "U") == sorted(place.landing)
+                forwards = [a.index for a in step if a.kind == "F"]
+                assert forwards == list(range(len(case.graph.visits))) * accumulate
+
+
+def test_an_update_in_backward_comes_after_the_gradient_and_before_the_slot_is_reloaded() -> None:
+    for _, place in random_places(60):
+        actions = compile_schedule(place).backward["first+update"]
+        at = {action: i for i, action in reversed(list(enumerate(actions)))}
+        for chunk, visit in place.landing.items():
+            update = at[Action("U", chunk)]
+            assert at[Action("B", visit)] < update
+            if place.streams(chunk):
+                slot = place.slots.slot_of[chunk]
+                between = actions[at[Action("B", visit)] : update]
+                assert not [a for a in between if a.kind == "L" and place.slots.slot_of[a.index] == slot]
+
+
+def test_without_the_kinds_no_step_uses_the_rest_is_the_same() -> None:
+    for _, place in random_places(30):
+        full, part = compile_schedule(place), compile_schedule(place, only_steps=True)
+        assert (full.forward, full.update) == (part.forward, part.update)
+        assert part.backward.items() <= full.backward.items()
+        in_backward = place.terms.update == "in_backward"
+        assert list(full.step(place.terms.accumulate, in_backward)) == list(part.step(place.terms.accumulate, in_backward))
+
+
+def test_actions_touch_only_buffers_that_the_placement_allocates() -> None:
+    for _, place in random_places(60):
+        allocated = set(place.gpu) | set(place.host)
+        schedule = compile_schedule(place)
+        for name, actions in schedule.step(place.terms.accumulate, place.terms.update == "in_backward"):
+            for action in actions:
+                touched = effect(place, action, update_in_backward=name == "backward")
+                unknown = {buffer for buffer in (*touched.reads, *touched.writes) if buffer[0] != "live"} - allocated
+                assert not unknown, f"{action} touches {unknown}"
+
+
+def test_a_step_of_three_micro_batches_adds_up_what_is_pending() -> None:
+    case = make_case(2, terms=Terms(accumulate=3))
+    schedule = compile_schedule(case.place(case.decide("gpu/host")))
+    kinds = [[a.kind for a in actions].count("Q") for name, actions in schedule.step(3, False) if name == "backward"]
+    assert kinds == [0, 4, 4]

@@ -1,0 +1,98 @@
+"""The ledger of activations against sums made by hand, one rule at a time."""
+
+import dataclasses
+
+import pytest
+from synthetic import Case, make_case, random_case, random_decision
+
+from outsize.model.work import NOTHING, Shared, Work
+from outsize.plan.schedule import compile_schedule
+from outsize.planner.memory import HighWater, high_water
+
+
+def work(**bytes_of: int) -> Work:
+    return dataclasses.replace(NOTHING, **bytes_of)  # type: ignore[arg-type]
+
+
+def measure(case: Case, works: list[Work], held: int = 0, shared: tuple[Shared, ...] = (), strategies: str = "keep") -> HighWater:
+    """The high-water above what is always allocated."""
+    place = dataclasses.replace(case.place(case.decide(strategies=strategies)), work=tuple(works), shared=shared)
+    found = high_water(place, compile_schedule(place), held)
+    return HighWater(gpu_bytes=found.gpu_bytes - place.gpu_bytes, peak_at=found.peak_at)
+
+
+@pytest.fixture
+def case() -> Case:
+    return make_case(2)  # visits: stem, two layers, head
+
+
+def test_what_is_always_there_is_a_peak_of_its_own(case: Case) -> None:
+    assert measure(case, [NOTHING] * 4) == HighWater(gpu_bytes=0, peak_at="rest")
+
+
+def test_a_visit_peaks_above_what_earlier_visits_left(case: Case) -> None:
+    left = work(forward_delta_bytes=100, forward_peak_bytes=150)
+    assert measure(case, [left, left, left, left]) == HighWater(gpu_bytes=450, peak_at="F3")
+
+
+def test_backward_starts_from_what_forward_left_and_gives_it_back(case: Case) -> None:
+    left = work(forward_delta_bytes=100, forward_peak_bytes=100, backward_peak_bytes=30, backward_delta_bytes=-100)
+    assert measure(case, [left] * 4) == HighWater(gpu_bytes=430, peak_at="B3")
+    # A later backward with a high peak of its own, after three visits' bytes are gone.
+    assert measure(case, [dataclasses.replace(left, backward_peak_bytes=900), left, left, left]) == HighWater(gpu_bytes=1000, peak_at="B0")
+
+
+def test_the_outputs_of_the_last_step_are_held_in_forward_and_gone_in_backward(case: Case) -> None:
+    costs = [work(forward_peak_bytes=100, backward_peak_bytes=120)] * 4
+    assert measure(case, costs, held=50) == HighWater(gpu_bytes=150, peak_at="F0")
+    assert measure(case, costs, held=10) == HighWater(gpu_bytes=120, peak_at="B3")
+
+
+def test_sent_activations_count_until_the_visit_after_the_next_opens(case: Case) -> None:
+    """`R v` stands behind `F v+1`: the copy has that long."""
+    sent = work(forward_delta_bytes=100, forward_peak_bytes=100, sent_bytes=100, released_bytes=100)
+    plain = work(forward_peak_bytes=10)
+    place = dataclasses.replace(case.place(case.decide()), work=(plain, sent, plain, plain))
+    assert "F1 S1 F2 R1 F3" in str(compile_schedule(place))
+    assert measure(case, [plain, sent, plain, plain]) == HighWater(gpu_bytes=110, peak_at="F2")
+    assert measure(case, [plain, sent, plain, dataclasses.replace(plain, forward_peak_bytes=109)]) == HighWater(gpu_bytes=110, peak_at="F2")
+
+
+def test_late_bytes_die_before_the_peak_of_the_visit_they_wait_for(case: Case) -> None:
+    late = work(forward_delta_bytes=100, forward_peak_bytes=100, sent_bytes=100, late_bytes=100, late_visit=3)
+    plain = work(forward_peak_bytes=10)
+    assert measure(case, [plain, late, plain, plain]) == HighWater(gpu_bytes=110, peak_at="F2")
+    assert measure(case, [plain, late, plain, dataclasses.replace(plain, forward_peak_bytes=110)]) == HighWater(gpu_bytes=110, peak_at="F2")
+    assert measure(case, [plain, late, plain, dataclasses.replace(plain, forward_peak_bytes=111)]) == HighWater(gpu_bytes=111, peak_at="F3")
+
+
+def test_a_shared_tensor_dies_once_with_the_first_layer_that_keeps_it(case: Case) -> None:
+    """Born in the stem's work, taken by both layers; who keeps it depends on the strategies, so its death is in nobody's work."""
+    stem, layer = work(forward_delta_bytes=100, forward_peak_bytes=100), work(forward_peak_bytes=10, backward_peak_bytes=30)
+    works = [dataclasses.replace(stem, backward_peak_bytes=125), layer, layer, dataclasses.replace(layer, forward_peak_bytes=20)]
+    mask = Shared(num_bytes=100, visits=(1, 2), kept_by=("keep",), dies_at=3)
+    # Kept: alive in the backward of both layers, gone when the stem's begins.
+    assert measure(case, works, shared=(mask,)) == HighWater(gpu_bytes=130, peak_at="B3")
+    # Not kept: gone before the head reaches its forward peak.
+    assert measure(case, works, shared=(mask,), strategies="recompute") == HighWater(gpu_bytes=125, peak_at="B0")
+    assert measure(case, works, shared=(dataclasses.replace(mask, dies_at=-1),), strategies="recompute").gpu_bytes == 225, "never dies: counted to the end"
+
+
+def test_all_kinds_of_backward_have_the_same_peak() -> None:
+    """Updates and copies allocate nothing, so which backward is walked does not matter."""
+    for seed in range(30):
+        case = random_case(seed)
+        place = case.place(random_decision(case, seed))
+        schedule = compile_schedule(place)
+        peaks = {high_water(place, dataclasses.replace(schedule, backward={key: actions}), 64) for key, actions in schedule.backward.items()}
+        assert len(peaks) == 1
+
+
+def test_homes_change_what_is_allocated_and_nothing_else() -> None:
+    """Trap G8: each byte has one owner."""
+    case = make_case(3, 2)
+    rests = set()
+    for homes in ("gpu/gpu", "gpu/host", "host/gpu", "host/host"):
+        place = case.place(case.decide(homes, "recompute", depth=1))
+        rests.add(high_water(place, compile_schedule(place), case.trace.held_bytes).gpu_bytes - place.gpu_bytes)
+    assert len(rests) == 1

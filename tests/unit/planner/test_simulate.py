@@ -1,0 +1,125 @@
+"""Time: lanes, waits and steady state, on schedules small enough to add up by hand."""
+
+import dataclasses
+
+import pytest
+from synthetic import Case, make_case, random_case, random_decision
+
+from outsize.hardware.lanes import copy_seconds, update_seconds
+from outsize.plan.plan import Estimate, Terms
+from outsize.plan.schedule import compile_schedule
+from outsize.planner.memory import high_water
+from outsize.planner.simulate import Walk, simulate, step_seconds
+
+
+def estimate(case: Case, homes: str, strategy: str = "keep", depth: int = 0) -> Estimate:
+    place = case.place(case.decide(homes, strategy, depth))
+    return simulate(place, compile_schedule(place), case.spec, held_bytes=case.trace.held_bytes)
+
+
+def test_the_plain_run_takes_its_compute_and_its_updates() -> None:
+    case = make_case(3)
+    works = [case.trace.work(v, "keep") for v in range(5)]
+    compute = sum(w.forward_seconds + w.backward_seconds for w in works)
+    updates = sum(update_seconds(case.spec, "compute", chunk.numel) for chunk in case.layout.chunks)
+    found = estimate(case, "gpu/gpu")
+    assert found.step_seconds == pytest.approx(compute + updates)
+    assert found.busy_seconds == pytest.approx({"compute": compute + updates, "h2d": 0, "d2h": 0, "host": 0})
+
+
+def test_streaming_without_depth_waits_for_every_load() -> None:
+    """One slot: load, compute, load, compute. In forward nothing overlaps."""
+    case = make_case(3, frozen=4)  # only the head trains: backward is the head's alone
+    place = case.place(case.decide("host/host", depth=0))
+    walk = Walk(place, case.spec)
+    end = 0.0
+    for action in compile_schedule(place).forward:
+        end = walk.run(action)
+    loads = sum(copy_seconds(case.spec, "h2d", chunk.nbytes) for chunk in case.layout.chunks)
+    assert end == pytest.approx(loads + sum(case.trace.work(v, "keep").forward_seconds for v in range(5)))
+
+
+def test_depth_hides_loads_behind_compute() -> None:
+    case = make_case(8)
+    shallow, deep = estimate(case, "host/gpu", depth=0), estimate(case, "host/gpu", depth=2)
+    assert deep.step_seconds < shallow.step_seconds
+    assert deep.gpu_bytes > shallow.gpu_bytes
+
+
+def test_no_step_is_faster_than_its_busiest_lane() -> None:
+    for seed in range(60):
+        case = random_case(seed)
+        place = case.place(random_decision(case, seed))
+        seconds, busy = step_seconds(place, compile_schedule(place), case.spec)
+        assert seconds >= max(busy.values()) * (1 - 1e-9)
+
+
+def test_the_quick_walk_gives_the_floats_of_the_walk_through_hazards() -> None:
+    """Trap G6: one account of time. Waits that follow from others cannot move a start."""
+    for seed in range(150):
+        case = random_case(seed, max_layers=5)
+        place = case.place(random_decision(case, seed + 1))
+        schedule = compile_schedule(place)
+        walk = Walk(place, case.spec)
+        ends = [walk.run_step(schedule) for _ in range(3)]
+        assert step_seconds(place, schedule, case.spec)[0] == ends[2] - ends[1]
+
+
+def test_three_steps_reach_the_steady_state() -> None:
+    for seed in range(60):
+        case = random_case(seed)
+        place = case.place(random_decision(case, seed))
+        schedule = compile_schedule(place)
+        walk = Walk(place, case.spec)
+        ends = [walk.run_step(schedule) for _ in range(8)]
+        assert ends[7] - ends[6] == pytest.approx(step_seconds(place, schedule, case.spec)[0], rel=0.02)
+
+
+def test_updates_after_the_step_overlap_the_next_forward() -> None:
+    """The optimizer is never a barrier: with the host's updates as long as the compute, the step is shorter than their sum."""
+    case = make_case(8)
+    compute = sum(case.trace.work(v, "keep").forward_seconds + case.trace.work(v, "keep").backward_seconds for v in range(10))
+    params = sum(chunk.numel for chunk in case.layout.chunks)
+    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=params / compute, launch_seconds=0.0))
+    found = estimate(case, "gpu/host")
+    assert found.step_seconds < 0.95 * (compute + found.busy_seconds["host"])
+
+
+def test_updates_in_backward_are_faster_than_after_the_step() -> None:
+    after = make_case(8)
+    during = dataclasses.replace(after, terms=Terms(update="in_backward"))
+    assert estimate(during, "host/host", depth=1).step_seconds < estimate(after, "host/host", depth=1).step_seconds
+
+
+def test_micro_batches_add_compute_but_no_updates() -> None:
+    once, thrice = make_case(4), make_case(4, terms=Terms(accumulate=3))
+    one, three = estimate(once, "host/host", depth=1).busy_seconds, estimate(thrice, "host/host", depth=1).busy_seconds
+    assert three["host"] == one["host"]
+    assert three["compute"] == pytest.approx(3 * one["compute"])
+    assert three["h2d"] > 3 * one["h2d"], "partial sums come back as well"
+
+
+def test_a_frozen_chunk_sends_nothing() -> None:
+    """Trap G15: D2H charged for frozen chunks."""
+    assert estimate(make_case(3, frozen=5), "host/host").busy_seconds["d2h"] == 0
+    assert estimate(make_case(3), "host/host").busy_seconds["d2h"] > 0
+
+
+def test_time_and_space_of_swap_count_the_same_bytes() -> None:
+    """Trap G15: swap priced too cheap."""
+    case = make_case(3)
+    place = case.place(case.decide("gpu/gpu", "swap"))
+    sent = sum(place.work[v].sent_bytes for v in place.sending)
+    found = estimate(case, "gpu/gpu", "swap")
+    assert found.host_parts["arena"] == sent
+    assert found.busy_seconds["d2h"] == pytest.approx(sent / case.spec.d2h_bytes_per_second + 3 * case.spec.launch_seconds)
+
+
+def test_the_estimate_says_where_its_bytes_are() -> None:
+    case = make_case(3, 2)
+    place = case.place(case.decide("host/host", "offload", depth=1))
+    found = estimate(case, "host/host", "offload", depth=1)
+    peak = high_water(place, compile_schedule(place), case.trace.held_bytes)
+    assert (found.gpu_bytes, found.peak_at, found.host_bytes) == (peak.gpu_bytes, peak.peak_at, place.host_bytes)
+    assert sum(found.gpu_parts.values()) == place.gpu_bytes
+    assert sum(found.host_parts.values()) == place.host_bytes
