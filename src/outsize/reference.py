@@ -95,8 +95,7 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32)
             if p.dtype == torch.bfloat16:
                 state["lo"] = torch.zeros_like(p, dtype=torch.int16)
-        state["step"] += 1
-        t = state["step"]
+        t = state["step"] = int(state["step"]) + 1  # a loaded state may hold it as a tensor, whose powers would be fp32
         g = grad.float() * clip
         m = (state["exp_avg"] * f(beta1)) + (g * f(1 - beta1))
         v = (state["exp_avg_sq"] * f(beta2)) + ((g * g) * f(1 - beta2))

@@ -1,6 +1,7 @@
 """The engine on a real GPU. Run there with `make test-gpu PYTHON=python3`."""
 
 import gc
+import os
 from typing import Any
 
 import psutil
@@ -63,7 +64,10 @@ def train(engine: Engine, shape: str, steps: int, **how: Any) -> list[float]:
 @pytest.fixture(autouse=True)
 def _fresh() -> Any:
     torch.cuda.set_per_process_memory_fraction(1.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)  # updates on the host are what these tests wait for
     yield
+    torch.set_num_threads(threads)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)

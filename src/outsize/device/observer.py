@@ -15,9 +15,32 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-
 _WHERE = torch.ops.prim.device.default
 """How a fake tensor is asked for its device: not an operation."""
+_aten = torch.ops.aten
+_NO_TRAFFIC = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.set_}
+"""Give memory or exchange it, but read and write none."""
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False, **_: Any) -> float:
+    pairs = query.shape[:-1].numel() * key.shape[-2] / (2 if is_causal else 1)  # kernels skip what a causal mask hides
+    return 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dropout: float, is_causal: bool, **_: Any) -> float:
+    return 2.5 * _attention(query, key, value, dropout, is_causal)  # five products for two
+
+
+def _grouped(rows: Tensor, columns: Tensor, *_: Any, **__: Any) -> float:
+    return 2.0 * rows.numel() * columns.shape[-1]
+
+
+_FLOPS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._grouped_mm: _grouped,
+}
+"""Where torch's own counter has no formula."""
 
 
 def push_mode(mode: TorchDispatchMode) -> None:
@@ -92,10 +115,10 @@ class Observer(TorchDispatchMode):
         self.live_bytes -= self._alive.pop(key)
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, leaves: list[Tensor]) -> None:
-        formula = flop_registry.get(func._overloadpacket)
+        formula: Any = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
-        if not func.is_view:
+        if not func.is_view and func._overloadpacket not in _NO_TRAFFIC:
             self.moved_bytes += sum(t.nbytes for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)) + sum(t.nbytes for t in leaves)
 
     @contextmanager

@@ -13,6 +13,7 @@ end of autograd's graph task. It does not come after an exception: the next forw
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -54,6 +55,7 @@ class Course:
         self._visit = -1  # no forward is open
         self._in_region = False
         self._in_backward = False
+        self._returned: list[weakref.ref[Tensor]] = []
         self.number = 0
         """Counts forward passes."""
 
@@ -89,6 +91,7 @@ class Course:
     def _root_opens(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.number += 1
         self._in_backward = False
+        self._returned = []
         args, kwargs = self._listener.forward_begins(args, kwargs)
         self._visit, self._in_region = 0, True
         self._listener.forward_enters(0, None)
@@ -96,7 +99,9 @@ class Course:
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0 and self._in_region:
-            self._opens_backward(self._visit, with_grad((args, kwargs)))
+            # What the layer before returned opens that layer's backward; a region that only hands it on has none.
+            passed = {id(t) for ref in self._returned if (t := ref()) is not None}
+            self._opens_backward(self._visit, [t for t in with_grad((args, kwargs)) if id(t) not in passed])
         if self._visit >= 0:
             self._visit += 1
         self._in_region = False
@@ -108,7 +113,9 @@ class Course:
     def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._visit < 0:
             return
-        self._opens_backward(self._visit, with_grad(output))
+        outputs = with_grad(output)
+        self._opens_backward(self._visit, outputs)
+        self._returned = [weakref.ref(t) for t in outputs]
         if self._layers[index].is_last:
             self._visit, self._in_region = self._visit + 1, True
             self._listener.forward_enters(self._visit, None)

@@ -118,6 +118,8 @@ class Engine:
         self._step: Step | None = None
         self._clip_at = optimizer.max_grad_norm
         self._training = False
+        self._forward_number = 0
+        """Of the training forward that the next backward belongs to."""
         self._last_layer: str | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._autocast_cache = True
@@ -204,6 +206,7 @@ class Engine:
         self.device.watching(True)
         args, kwargs = map_tensors(self.device.put, args), map_tensors(self.device.put, kwargs)
         if self._training:
+            self._forward_number = self._course.number
             now.executor.begin_forward()
         return args, kwargs
 
@@ -216,7 +219,7 @@ class Engine:
                 raise EngineMisuse(tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do))
             executor.ensure(self.now.chunks_of.get(self.layers[layer].name, ()))
         elif self._training:
-            executor.enter_forward(visit)
+            executor.enter_forward(visit, self.layers[layer].name if layer is not None else None)
         elif layer is not None:
             self._last_layer = self.layers[layer].name
             executor.enter_unscheduled(self.now.chunks_of.get(self._last_layer, ()))
@@ -255,7 +258,7 @@ class Engine:
 
     def backward_enters(self, visit: int, course: int) -> None:
         executor = self.now.executor
-        if executor.stage is Stage.WAITING and course == self._course.number:
+        if executor.stage is Stage.WAITING and course == self._forward_number:
             self.device.watching(True)
             executor.begin_backward(pending=bool(self.now.gradients.landed), update=self._begin_declared())
         elif executor.stage is not Stage.BACKWARD:
@@ -399,7 +402,7 @@ class Engine:
         if self._stepping:
             raise EngineMisuse(tell("a backward inside last_backward() is followed by step()", "another forward began", "Call engine.optimizer.step() after it"))
         if now.executor.stage is Stage.WAITING and any(ref() is not None for ref in self._outputs):
-            found = f"forward {self._course.number} begins before the backward of forward {self._course.number - 1}, whose outputs are still held"
+            found = f"forward {self._course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held"
             do = "Run backward first, or drop the outputs (`del out`); for evaluation use torch.no_grad()"
             raise EngineMisuse(tell("each training forward of a prepared model is followed by its backward", found, do))
         if now.executor.stage is not Stage.IDLE:

@@ -55,7 +55,11 @@ class Executor:
     def begin_forward(self) -> None:
         self.stage, self._queue, self._next, self._updating = Stage.FORWARD, self.schedule.forward, 0, False
 
-    def enter_forward(self, visit: int) -> None:
+    def enter_forward(self, visit: int, layer: str | None) -> None:
+        """`layer`: the name of the layer that opens, None for a region."""
+        planned = self.place.graph.blocks[self.place.graph.visits[visit]] if visit < len(self.place.graph.visits) else None
+        if planned is not None and (planned.name != layer if planned.kind == "layer" else layer is not None):
+            raise self._mismatch(Action("F", visit), f"ran {layer or 'past its last layer'}")
         self._advance_to(Action("F", visit))
 
     def end_forward(self) -> None:
@@ -114,7 +118,9 @@ class Executor:
             self._next += 1
         expected = self._queue[self._next] if self._next < len(self._queue) else None
         if expected != action:
-            raise self._mismatch(expected, action)
+            graph = self.place.graph
+            name = graph.visit_name(action.index) if action.index < len(graph.visits) else "one block more than planned"
+            raise self._mismatch(expected, f"ran {action} ({name})")
         self._next += 1
         if action.kind == "B":
             # A forward without grad may have passed through the slots since.
@@ -123,21 +129,18 @@ class Executor:
         self.issued.append(str(action))
         self._begin(self._effect(action), action_seconds(self.place, action, self.device.spec, "compute"))
 
-    def _mismatch(self, expected: Action | None, found: Action) -> OrderMismatch:
-        what = "forward" if found.kind == "F" else "backward"
+    def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
+        what = "forward" if self.stage is Stage.FORWARD else "backward"
         wanted = f"{expected} ({self.place.graph.visit_name(expected.index)})" if expected else f"the end of {what}"
-        name = self.place.graph.visit_name(found.index) if found.index < len(self.place.graph.visits) else "one block more than planned"
         do = "The model takes another path than in prepare's trial run; prepare it with a batch that takes this one"
-        return OrderMismatch(tell(f"the plan's next action in {what} is {wanted}", f"the model ran {found} ({name})", do))
+        return OrderMismatch(tell(f"the plan's next action in {what} is {wanted}", f"the model {found}", do))
 
     def _finish_segment(self, what: str) -> None:
         self._close_open()
         while self._next < len(self._queue):
             action = self._queue[self._next]
             if action.kind in "FB":
-                name = self.place.graph.visit_name(action.index)
-                do = "The model takes another path than in prepare's trial run; prepare it with a batch that takes this one"
-                raise OrderMismatch(tell(f"{action} ({name}) comes next in {what}", f"the {what} ended without it", do))
+                raise self._mismatch(action, f"ended its {what} without it")
             self._issue(action)
             self._next += 1
         self.current_visit = None
@@ -196,6 +199,8 @@ class Executor:
             case "G":
                 return _copy(store.host_gradient(i), store.gradient(i))
             case "U":
+                if self.place.updates_on_host(i):
+                    store.invalidate(i)
                 return self._update_chunk(i, self._updating)
             case "W":
                 return _copy(store.weights(i), store.home(i)) if self.place.updates_on_host(i) else _copy(store.home(i), store.weights(i))

@@ -27,8 +27,7 @@ class Guard(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `detach` reads nothing, and state_dict calls it on every parameter before our hook puts the values from home there.
-        if func is not torch.ops.aten.detach.default:
+        if not _harmless(func, args):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.nn.Parameter) and id(leaf) in self._where:
                     self._check(func, leaf)
@@ -43,3 +42,10 @@ class Guard(TorchDispatchMode):
             holds = "nothing yet" if owner is None else f"weights of {place.graph.visit_name(place.chunk(owner).visits[0])}"
             do = "Read it inside the model's forward, or `with engine.gathered(name)`"
             raise StaleParameter(tell(f"{func} reads {name} of {block}", f"its slot holds {holds}", do))
+
+
+def _harmless(func: Any, args: Any) -> bool:
+    """What state_dict and load_state_dict do to parameters, whose values our hooks take from and bring to their homes."""
+    if func is torch.ops.aten.detach.default:
+        return True
+    return func is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr()

@@ -1,0 +1,238 @@
+"""`outsize.plan`: what a run would need and how fast it would be, from a model's config alone. No weights, no GPU, next to no memory.
+
+The same tracer and planner as in `prepare` run here, on fake tensors: shapes and lifetimes without contents. So bytes are counted and not
+guessed (of CPU operators, which save the same tensors as CUDA's to within small change), and seconds are a roofline of the machine asked about.
+What depends on a model's weights has no value here: a model that branches on them (some routers do) is refused, and `prepare` measures it.
+"""
+
+import copy
+import inspect
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch.utils._pytree import tree_leaves
+
+from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tell
+from outsize.base.log import log
+from outsize.base.units import exact_bytes, parse_bytes, show_bytes
+from outsize.device.sim import SimDevice
+from outsize.hardware.catalog import CATALOG, lookup
+from outsize.hardware.spec import HardwareSpec
+from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
+from outsize.model.discover import find_layers
+from outsize.model.graph import BlockGraph
+from outsize.plan.check import check
+from outsize.plan.pins import Pins
+from outsize.plan.plan import Plan, Terms
+from outsize.plan.render import render, summary
+from outsize.planner.search import search
+from outsize.profile.trace import ModelTrace
+from outsize.profile.tracer import Tracer
+from outsize.runtime.optimizer import AdamW
+
+CONTEXT_BYTES = 600 * 2**20
+"""What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` measures it."""
+SLACK_SHARE = 0.03
+"""What the caching allocator loses to rounding and fragments, as device/cuda.py reckons."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_UNKNOWABLE = (
+    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)  # fmt: skip
+_INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with real weights, and engine.plan is the plan"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """A plan for a machine one may not have. Printed, it is the plan's table."""
+
+    plan: Plan
+    graph: BlockGraph
+    layout: ChunkLayout
+
+    @property
+    def tokens_per_second(self) -> float:
+        rows, tokens = self.plan.inputs["input_ids"]
+        return rows * tokens * self.plan.terms.accumulate / self.plan.estimate.step_seconds
+
+    def summary(self) -> str:
+        """One line."""
+        return f"{self.plan.hardware}: {self.tokens_per_second:,.0f} tokens/s, {summary(self.plan)}"
+
+    def __str__(self) -> str:
+        return render(self.plan, self.graph, self.layout)
+
+
+def plan(
+    model: Any,
+    *,
+    sequence_len: int = 2048,
+    micro_batch_size: int = 1,
+    hardware: str = "rtx4090",
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    accumulate: int = 1,
+    optimizer: AdamW | None = None,
+    pins: Pins | None = None,
+    dtype: str = "bfloat16",
+    chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
+) -> Forecast:
+    """Plan the training of a model on a machine, neither of which needs to be at hand.
+
+    Args:
+        model: a folder with a config.json, that file, a hub id whose config can be loaded, or a transformers config object.
+        sequence_len: tokens of a row; batches are taken to be full, without padding.
+        micro_batch_size: rows of a batch.
+        hardware: a machine of the catalog, or a size such as "64MiB" for a small imaginary one.
+        gpu_memory: most GPU memory to use, CUDA context included. Default: all of the machine's.
+        host_memory: most host memory to use. Default: the machine's, less a tenth.
+        accumulate: backward passes per step.
+        optimizer: what of its settings matters to memory: `update`, `fp32_grads`.
+        pins: parts of the plan to fix.
+        dtype: of the weights, "bfloat16" or "float32".
+        chunk_bytes: upper bound of a chunk.
+
+    Raises:
+        PlanInfeasible: with the smallest memory that would do.
+        ModelUnsupported: the model branches on values that only real weights give.
+    """
+    wrong = [f"{name} is {value!r}" for name, value in (("sequence_len", sequence_len), ("micro_batch_size", micro_batch_size), ("accumulate", accumulate))
+             if isinstance(value, bool) or not isinstance(value, int) or value < 1]  # fmt: skip
+    if wrong or dtype not in DTYPES:
+        found = "; ".join([*wrong, *([] if dtype in DTYPES else [f"dtype is {dtype!r}"])])
+        raise ConfigError(tell("sequence_len, micro_batch_size and accumulate are whole numbers from 1, and dtype is bfloat16 or float32", found, "Correct it"))
+    spec = lookup(hardware)
+    gpu_budget, host_budget = _gpu_budget(spec, gpu_memory), _host_budget(spec, host_memory)
+    settings = optimizer or AdamW()
+    graph, trace = fake_trace(_config(model), spec, rows=micro_batch_size, tokens=sequence_len, dtype=DTYPES[dtype])
+    layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
+    terms = Terms(update=settings.update, accumulate=accumulate, fp32_grads=settings.fp32_grads)
+    made = search(graph, layout, trace, spec, terms, gpu_budget_bytes=gpu_budget, host_budget_bytes=host_budget, pins=pins or Pins())
+    check(made, graph, layout)
+    return Forecast(plan=made, graph=graph, layout=layout)
+
+
+# The machine.
+
+
+def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> int:
+    """What a plan may use: on a real card the context and the allocator's loss come off."""
+    asked = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
+    if asked > spec.gpu_bytes:
+        found = f"{exact_bytes(asked)} was asked for"
+        raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(spec.gpu_bytes)} of {spec.name}", found, "Ask for less, or name other hardware"))
+    budget = asked - (CONTEXT_BYTES + int(asked * SLACK_SHARE) if spec.name in CATALOG else 0)
+    if budget <= 0:
+        least = f"gpu_memory is more than the {show_bytes(CONTEXT_BYTES)} that a CUDA process takes by itself"
+        raise ConfigError(tell(least, f"{exact_bytes(asked)} was given", "Give more"))
+    return budget
+
+
+def _host_budget(spec: HardwareSpec, host_memory: str | int | None) -> int:
+    """The machine's own size is no limit to what is asked for: boxes with one GPU have any amount of RAM."""
+    return int(spec.host_bytes * 0.9) if host_memory is None else parse_bytes(host_memory, name="host_memory")
+
+
+# The model.
+
+
+def _config(model: Any) -> Any:
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(model, PretrainedConfig):
+        return copy.deepcopy(model)
+    if not isinstance(model, (str, Path)):
+        found = f"{type(model).__name__} was given"
+        raise ConfigError(tell("model is a path, a hub id or a transformers config", found, "For a model object use outsize.prepare, or give its config"))
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to"))
+    try:
+        return AutoConfig.from_pretrained(path.parent if path.is_file() and path.name == "config.json" else model)
+    except (OSError, ValueError, KeyError) as error:
+        found = f"transformers says: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        raise ConfigError(tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")) from None
+
+
+def _class(config: Any) -> Any:
+    """The class that the config was saved from, if it can be trained; else the language model of that kind."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    names = config.architectures or []
+    tables = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING) if config.is_encoder_decoder else (MODEL_FOR_CAUSAL_LM_MAPPING,)
+    candidates = [getattr(transformers, name, None) for name in names] + [table.get(type(config), None) for table in tables]
+    for candidate in candidates:
+        if candidate is not None and {"input_ids", "labels"} <= inspect.signature(candidate.forward).parameters.keys():
+            return candidate
+    found = f"the config names {', '.join(names) or 'no architecture'} ({type(config).__name__})"
+    raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, _INSTEAD))
+
+
+def fake_trace(config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype) -> tuple[BlockGraph, ModelTrace]:
+    """Trace a model that exists as shapes alone. The config is changed: it is ours."""
+    kind = _class(config)
+    config.use_cache = False  # nobody generates while training
+    limit = getattr(config, "max_position_embeddings", None)
+    too_long = isinstance(limit, int) and tokens > limit
+    batch = batch_for(kind, rows, tokens)
+    complaints = logging.getLogger(fake_tensor.__name__)
+    complaints.disabled, was = True, complaints.disabled  # torch logs a traceback of what is raised anyway
+    try:
+        with torch.random.fork_rng(devices=[]), FakeWeights():
+            model: nn.Module = kind._from_config(config, dtype=dtype).train()
+            graph, trace = Tracer(model, batch, find_layers(model), SimDevice(spec)).trace()
+    except OutsizeError:
+        raise
+    except _UNKNOWABLE as error:
+        found = f"{kind.__name__} needs the result of {getattr(error, 'func', None) or error}"
+        raise ModelUnsupported(tell("what a model runs does not depend on the values in its weights", found, _INSTEAD)) from error
+    except (RuntimeError, IndexError) as error:
+        if too_long:
+            found = f"sequence_len is {tokens} and the model breaks off: {error}"
+            raise ConfigError(tell(f"sequence_len is at most the model's max_position_embeddings of {limit}", found, "Shorten it")) from error
+        raise ModelUnsupported(tell(f"{kind.__name__} runs on shapes alone", f"torch says: {error}", _INSTEAD)) from error
+    finally:
+        complaints.disabled = was
+    if too_long:
+        log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
+    return graph, replace(trace, provenance="bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs and bytes")
+
+
+def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
+    """A batch without padding, as the class takes it."""
+    ids = torch.ones(rows, tokens, dtype=torch.int64)
+    return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if kind.__name__.endswith("ForSequenceClassification") else ids.clone()}
+
+
+class FakeWeights(fake_tensor.FakeTensorMode):
+    """Fake tensors, but for what follows from the batch alone.
+
+    Token ids, positions and masks are whole numbers that do not depend on weights, and models look into them (is anything masked? is
+    this batch packed?) to choose between ways that save different tensors. These are computed, all else is shapes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if (given or func._overloadpacket in _FILLED) and not any(isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given):
+            out = func(*args, **(kwargs or {}))
+            if not any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
+                return out
+        # The cache of results would hold on to a storage among the arguments, which then never dies.
+        self.cache_enabled, was = self.cache_enabled and func is not torch.ops.aten.set_.source_Storage, self.cache_enabled
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = was
+
+
+_FILLED = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.scalar_tensor}
+"""Make tensors of known contents out of nothing. `empty` is not among them: it makes room, and room shall cost nothing here."""

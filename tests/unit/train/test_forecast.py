@@ -1,0 +1,151 @@
+"""A forecast counts on shapes what `prepare` counts on tensors: same graph, same bytes, same plan. And it says no in words."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+import zoo
+
+import outsize
+from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
+from outsize.base.units import exact_bytes
+from outsize.device.sim import SimDevice
+from outsize.hardware.catalog import lookup
+from outsize.model.discover import find_layers
+from outsize.profile.tracer import Tracer
+from outsize.train.forecast import CONTEXT_BYTES, SLACK_SHARE, batch_for, fake_trace, plan
+
+ROWS, TOKENS = 2, 24
+
+
+def config_of(name: str) -> Any:
+    model: Any = zoo.make(name)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    return config
+
+
+def real_model(config: Any, dtype: torch.dtype) -> Any:
+    return getattr(transformers, config.architectures[0])._from_config(copy.deepcopy(config), dtype=dtype).train()
+
+
+CASES = [(name, torch.bfloat16) for name in ("llama", "gpt2", "bert", "gemma2", "mixtral", "t5")] + [(name, torch.float32) for name in ("llama", "gpt2", "bert")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_fake_trace_equals_a_real_one_to_the_byte(name: str, dtype: torch.dtype) -> None:
+    config, spec = config_of(name), lookup("rtx4090")
+    model = real_model(config, dtype)
+    batch = batch_for(type(model), ROWS, TOKENS)
+    graph, trace = Tracer(model, batch, find_layers(model), SimDevice(spec)).trace()
+    fake_graph, fake = fake_trace(config, spec, rows=ROWS, tokens=TOKENS, dtype=dtype)
+    assert fake_graph == graph
+    assert dataclasses.replace(fake, provenance="") == dataclasses.replace(trace, provenance="")  # seconds included: the same operators were seen
+    assert "fake" in fake.provenance
+
+
+def test_the_forecast_is_the_plan_that_prepare_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
+    config = config_of("llama")
+    small = 256 * 1024
+    ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=exact_bytes(small), host_memory="1GiB", chunk_bytes="8KiB")
+    model = real_model(config, torch.bfloat16)
+    engine = outsize.prepare(model, batch_for(type(model), ROWS, TOKENS), device=f"sim:{exact_bytes(small)}", host_memory="1GiB", chunk_bytes="8KiB")
+    try:
+        assert dataclasses.replace(engine.plan, provenance="") == dataclasses.replace(ahead.plan, provenance="")
+        assert any(homes.weights == "host" for homes in ahead.plan.decision.homes), "this budget is meant to be too small for the plain run"
+    finally:
+        engine.detach()
+
+
+def test_eight_billion_parameters_take_no_memory_and_leave_the_random_numbers_alone() -> None:
+    shape = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    state, before = torch.get_rng_state(), psutil.Process().memory_info().rss
+    made = plan(transformers.LlamaConfig(**shape, max_position_embeddings=8192), sequence_len=4096)
+    assert made.graph.num_params == 8_030_261_248
+    assert psutil.Process().memory_info().rss - before < 2**30
+    assert torch.equal(torch.get_rng_state(), state)
+    text = str(made)
+    assert "rtx4090" in text and "model.layers" in text and "tokens/s" in text
+    assert made.plan.estimate.gpu_bytes <= 24 * 2**30 - CONTEXT_BYTES - int(24 * 2**30 * SLACK_SHARE) == made.plan.gpu_budget_bytes
+    assert "rtx4090: " in made.summary() and "\n" not in made.summary()
+
+
+def test_a_folder_its_config_file_and_the_object_give_one_plan(tmp_path: Path) -> None:
+    config = config_of("llama")
+    config.save_pretrained(tmp_path)
+    how: Any = dict(sequence_len=TOKENS, hardware="64MiB")
+    plans = [plan(model, **how).plan for model in (config, tmp_path, str(tmp_path), tmp_path / "config.json")]
+    assert plans[0] == plans[1] == plans[2] == plans[3]
+
+
+def test_more_memory_is_never_slower() -> None:
+    seconds = [plan(config_of("llama"), sequence_len=TOKENS, hardware=size).plan.estimate.step_seconds for size in ("192KiB", "400KiB", "64MiB")]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_a_base_model_is_planned_as_the_language_model_of_its_kind() -> None:
+    config = config_of("gpt2")
+    config.architectures = ["GPT2Model"]
+    made = plan(config, sequence_len=TOKENS, hardware="64MiB")
+    assert set(made.plan.inputs) == {"input_ids", "labels"}
+
+
+def test_a_model_that_branches_on_its_weights_is_refused_by_the_operator() -> None:
+    config = config_of("mixtral")
+    config._experts_implementation = "eager"  # asks which experts were hit, and loops over those
+    with pytest.raises(ModelUnsupported, match=r"MixtralForCausalLM needs the result of aten\.nonzero.*outsize\.prepare"):
+        plan(config, sequence_len=TOKENS, hardware="64MiB")
+    with pytest.raises(ModelUnsupported, match=r"MixtralForCausalLM runs on shapes alone.*float32"):  # torch knows the shapes of grouped products in bf16 alone
+        plan(config_of("mixtral"), sequence_len=TOKENS, hardware="64MiB", dtype="float32")
+    assert plan(config_of("llama"), sequence_len=TOKENS, hardware="64MiB"), "nothing of the failed trace is left behind"
+
+
+def test_too_little_memory_is_an_answer_that_holds() -> None:
+    config = config_of("llama")
+    with pytest.raises(PlanInfeasible) as caught:
+        plan(config, sequence_len=TOKENS, hardware="64MiB", gpu_memory="16KiB")
+    assert caught.value.resource == "gpu"
+    assert plan(config, sequence_len=TOKENS, hardware="64MiB", gpu_memory=caught.value.needed_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(hardware="rtx9999"), "rtx4090"),
+        (dict(gpu_memory="25GiB"), "at most the 24.0 GiB of rtx4090"),
+        (dict(gpu_memory="512MiB"), "a CUDA process takes"),
+        (dict(gpu_memory="24GB"), "GiB"),
+        (dict(sequence_len=0), "sequence_len is 0"),
+        (dict(micro_batch_size=1.5, dtype="float16"), "micro_batch_size is 1.5; dtype is 'float16'"),
+    ],
+)
+def test_wrong_settings_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(config_of("llama"), **{"sequence_len": TOKENS, **changes})
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has a config\.json"):
+        plan(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "something-new"}')
+    with pytest.raises(ConfigError, match="something-new"):
+        plan(tmp_path)
+    with pytest.raises(ConfigError, match=r"Linear.*outsize\.prepare"):
+        plan(torch.nn.Linear(2, 2))
+    vision = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(ModelUnsupported, match="ViTConfig"):
+        plan(vision)
+
+
+def test_more_tokens_than_positions_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"sequence_len is at most the model's max_position_embeddings of 128"):
+        plan(config_of("bert"), sequence_len=300, hardware="64MiB")
+    assert not caplog.records
+    assert plan(config_of("llama"), sequence_len=300, hardware="64MiB")  # rotary positions go on
+    assert "128 positions" in caplog.text
