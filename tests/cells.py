@@ -92,6 +92,7 @@ def closing(engine: Engine) -> Iterator[Engine]:
         engine.detach()
     finally:
         if engine._attached is not None:
+            engine._roll_back()
             engine._release()
 
 

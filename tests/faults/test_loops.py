@@ -2,13 +2,13 @@
 
 from typing import Any
 
+import cells
 import pytest
 import torch
+import zoo
 from torch import nn
 
-import cells
 import outsize
-import zoo
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch, PlanInfeasible
 from outsize.runtime.engine import Engine
 
@@ -332,7 +332,7 @@ def test_zero_grad_discards_pending_gradients() -> None:
 
 def test_step_honours_a_closure_and_clip_grad_norm_clips_the_coming_step() -> None:
     """Traps D10, D11, D23."""
-    plain, reference, model, engine = both(spec=SPEC)
+    plain, _, model, engine = both(spec=SPEC)
     clipped = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=0.25)
     plain(**zoo.batch("llama")).loss.backward()
     clipped.step()

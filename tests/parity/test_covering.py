@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 import cells
+import pytest
 import zoo
 from cells import Cell
 from parity.covering import Row, covering

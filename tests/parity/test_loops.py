@@ -1,16 +1,15 @@
-"""What loops do beyond the covering arrays: autocast, parameter groups with a schedule of the learning rate, parameters without a gradient, slots full of NaN."""
+"""What loops do beyond the covering arrays: autocast, parameter groups with a scheduled rate, parameters without a gradient, slots full of NaN."""
 
 import dataclasses
 import math
 from collections.abc import Callable
 
+import cells
 import pytest
 import torch
-from torch import nn
-
-import cells
 import zoo
 from cells import Cell
+from torch import nn
 
 HOMES = [("gpu", "gpu"), ("host", "gpu"), ("gpu", "host"), ("host", "host")]
 STRATEGIES = ("keep", "recompute", "offload", "swap")

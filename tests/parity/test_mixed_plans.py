@@ -9,11 +9,11 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
-import pytest
-
 import cells
+import pytest
 import zoo
 from cells import Cell
+
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import BlockGraph
 from outsize.plan.placement import Placement

@@ -3,9 +3,8 @@
 import itertools
 from collections.abc import Callable
 
-import pytest
-
 import cells
+import pytest
 from cells import Cell
 
 FULL = [

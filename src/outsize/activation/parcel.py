@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.layout.chunks import ALIGN_BYTES
+from outsize.base.units import ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Parcel:
         item = self._index.get(storage._cdata)
         if item is None:
             item = self._index[storage._cdata] = len(self.offsets)
-            self.items.append(tensor.new_empty(0, dtype=torch.uint8).set_(storage))  # type: ignore[call-overload]
+            self.items.append(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
             self.offsets.append(self.num_bytes)
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
-        return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def copy_to(self, arena: Tensor) -> None:
         for item, offset in zip(self.items, self.offsets, strict=True):

@@ -19,8 +19,11 @@ R = TypeVar("R")
 
 def to_json(record: Any) -> Any:
     """Plain JSON data (dicts, lists, numbers, strings) of a record."""
-    if dataclasses.is_dataclass(record):
-        return {field.name: to_json(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        hints = typing.get_type_hints(type(record))
+        values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        # An int in a float field would come back as a float: equal, but with another fingerprint.
+        return {name: float(value) if hints[name] is float else to_json(value) for name, value in values.items()}
     if isinstance(record, (tuple, list)):
         return [to_json(item) for item in record]
     if isinstance(record, dict):
@@ -53,7 +56,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
             return None
         return _value(next(a for a in args if a is not type(None)), data, where)
     if origin is typing.Literal:
-        ok = data in args
+        ok = any(data == arg and type(data) is type(arg) for arg in args)
     elif origin is tuple:
         ok = isinstance(data, list)
         if ok and len(args) == 2 and args[1] is Ellipsis:
@@ -79,14 +82,15 @@ def _value(hint: Any, data: Any, where: str) -> Any:
 
 
 def dumps(record: Any) -> str:
-    return json.dumps(to_json(record), indent=1, ensure_ascii=False)
+    return json.dumps(to_json(record), indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def loads(cls: type[R], text: str, *, where: str = "") -> R:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(tell(f"{where or cls.__name__} is JSON", f"it breaks off at line {error.lineno}", "Write it again; it may be truncated")) from None
+        found = f"it is not at line {error.lineno} ({error.msg})"
+        raise ConfigError(tell(f"{where or cls.__name__} is JSON", found, "Write it again; it may be truncated")) from None
     return from_json(cls, data, where=where)
 
 

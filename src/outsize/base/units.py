@@ -4,6 +4,8 @@ import re
 
 from outsize.base.errors import ConfigError, tell
 
+ALIGN_BYTES = 256
+"""Where anything may begin in a flat buffer: kernels then see the same alignment under every plan."""
 _FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
@@ -36,15 +38,19 @@ def exact_bytes(num_bytes: int) -> str:
 
 def show_bytes(num_bytes: float) -> str:
     """For reading: three significant digits."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if abs(num_bytes) >= _FACTORS[unit]:
-            value = num_bytes / _FACTORS[unit]
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
-    return f"{int(num_bytes)} B"
+    fitting = [(unit, num_bytes / factor) for unit, factor in _FACTORS.items() if abs(num_bytes / factor) < (1024 if unit == "B" else 999.5)]
+    unit, value = fitting[0] if fitting else ("TiB", num_bytes / _FACTORS["TiB"])
+    return f"{int(value)} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
 
 def show_seconds(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+    if abs(seconds) >= 600:
+        return f"{seconds / 60:.0f} min"
+    fitting = [(unit, seconds / factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)) if abs(seconds / factor) >= 0.9995]
+    unit, value = fitting[0] if fitting else ("s", 0.0)
+    return f"{value:.3g} {unit}" if value else "0 s"
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

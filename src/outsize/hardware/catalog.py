@@ -35,9 +35,12 @@ CATALOG: dict[str, HardwareSpec] = {
         _card("a100-80gb", 80, 312, 2039, 25, 256),
         _card("h100", 80, 990, 3350, 50, 256),
         dataclasses.replace(
-            _card("h200", 139, 990, 4800, 55, 125), flops=650e12, host_bytes_per_second=100e9, host_adam_params_per_second=2.8e9,
+            _card("h200", 139, 990, 4800, 55, 125),
+            flops=650e12,
+            host_bytes_per_second=100e9,
+            host_adam_params_per_second=2.8e9,
             provenance="PCIe, GEMM and CPU AdamW measured on one H200 machine, 2026-11; the rest estimated",
-        ),  # fmt: skip
+        ),
     )
 }
 

@@ -8,9 +8,9 @@ master, one gradient and one optimizer state, and frozen bytes never see weight 
 from dataclasses import dataclass
 from functools import cached_property
 
+from outsize.base.units import ALIGN_BYTES
 from outsize.model.graph import DTYPE_BYTES, BlockGraph
 
-ALIGN_BYTES = 256
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 """Large enough for full PCIe speed, small enough that the first load of a block arrives early."""
 
@@ -82,8 +82,8 @@ class ChunkLayout:
 def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayout:
     """Lay out every parameter once. A chunk closes when it would pass `chunk_bytes`; a parameter larger than that has a chunk of its own."""
     ordered: dict[str, None] = {}
-    for visit in graph.visits:
-        ordered.update(dict.fromkeys(graph.blocks[visit].params))
+    for block in graph.visits:
+        ordered.update(dict.fromkeys(graph.blocks[block].params))
     # A parameter that no visit reads (an unused tower) still has a home: it belongs to the last region.
     last = (len(graph.visits) - 1,)
     ordered.update(dict.fromkeys(p.name for p in graph.params))

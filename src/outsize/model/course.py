@@ -138,7 +138,7 @@ class Course:
     def _backward_enters(self, visit: int, number: int) -> None:
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._backward_ends)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._backward_ends)
         self._listener.backward_enters(visit, number)
 
     def _backward_ends(self) -> None:

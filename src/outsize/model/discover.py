@@ -8,6 +8,7 @@ is no stack of layers, and its parameters belong to the region that reads them.
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -81,8 +82,8 @@ def _structures(modules: list[nn.Module]) -> list[str]:
     return [hashlib.sha256(repr(sorted((k, repr(v)) for k, v in f.items() if k not in counting)).encode()).hexdigest()[:12] for f in facts]
 
 
-def _facts(layer: nn.Module) -> dict[str, object]:
-    facts: dict[str, object] = {}
+def _facts(layer: nn.Module) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
     for path, module in layer.named_modules():
         facts[f"{path}:class"] = f"{type(module).__module__}.{type(module).__qualname__}"
         for key, value in vars(module).items():

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from outsize.base.errors import ModelUnsupported, tell
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
                "float8_e4m3fn": 1, "float8_e5m2": 1}  # fmt: skip
 
@@ -28,6 +30,11 @@ class Param:
         for size in self.shape:
             n *= size
         return n
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            do = "Convert it before prepare, or make it a buffer"
+            raise ModelUnsupported(tell(f"parameters have one of the types {', '.join(DTYPE_BYTES)}", f"{self.name} is {self.dtype}", do))
 
     @property
     def nbytes(self) -> int:

@@ -47,7 +47,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "format": TRACE_FORMAT,
             "torch": torch.__version__,
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
-            "config": repr(sorted((k, repr(v)) for k, v in config.to_dict().items())) if hasattr(config, "to_dict") else "",
+            "config": repr(sorted((k, repr(v)) for k, v in config.to_dict().items())) if config is not None and hasattr(config, "to_dict") else "",
             "attention": str(getattr(config, "_attn_implementation", "")),
             "training": str([m.training for m in model.modules()]),
             "params": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters(remove_duplicate=False)],

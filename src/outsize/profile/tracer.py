@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.parcel import Parcel
+from outsize.activation.strategies import RUN, SENDS
 from outsize.base.errors import ModelUnsupported, tell
 from outsize.base.records import fingerprint
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer, push_mode, remove_mode
-from outsize.activation.parcel import Parcel
-from outsize.activation.strategies import RUN, SENDS
 from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
@@ -210,13 +210,17 @@ class Tracer:
                 self._once(run)
                 return run
             reader = Observer()
-            reader.on_parameter = lambda p: run.is_forward and self._readers.setdefault(id(p), set()).add(len(run.layer_of) - 1)
+            reader.on_parameter = lambda p: self._reads(p, run)
             push_mode(reader)
             try:
                 self._once(run)
             finally:
                 remove_mode(reader)
         return run
+
+    def _reads(self, param: Tensor, run: _Pass) -> None:
+        if run.is_forward:
+            self._readers.setdefault(id(param), set()).add(len(run.layer_of) - 1)
 
     def _time(self, strategy: Strategy) -> _Pass:
         run = _Pass(self, strategy, None)

@@ -90,6 +90,8 @@ class Executor:
     def roll_back(self) -> None:
         """Forget an abandoned pass. Slots keep what they hold; every load is issued anew by the next forward."""
         self._close_open()
+        # Activations may still be on their way to the host: their memory must not be reused under the copy.
+        self.device.synchronize()
         self._parcels.clear()
         self.stage, self.current_visit = Stage.IDLE, None
 

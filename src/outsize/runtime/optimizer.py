@@ -90,7 +90,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def names(self) -> list[str]:
         return [name for group in self.param_groups for name in group["param_names"]]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

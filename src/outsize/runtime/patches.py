@@ -40,7 +40,7 @@ class Patches:
         """A key-value cache filled in training keeps activations alive and breaks recompute. Generation asks for its own."""
         top = getattr(self._model, "config", None)
         for config in [top, *(getattr(top, name, None) for name in ("text_config", "decoder", "encoder"))]:
-            if getattr(config, "use_cache", False) is True:
+            if config is not None and getattr(config, "use_cache", False) is True:
                 config.use_cache = False
                 self._config.append((config, True))
 

@@ -10,7 +10,7 @@ A parameter's `.data` is set once, to a view into `weights` or `slot`, and never
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,10 @@ class Store:
     def truth(self, index: int) -> Tensor:
         """The bytes that hold a chunk's weights between uses. Drain the lanes before reading."""
         return self.home(index) if self.place.has_host_weights(index) else self.gpu["weights", index]
+
+    def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
+        ids = {id(p) for p in params}
+        return tuple({self.place.layout.place[name][0] for name, p in self.params.items() if id(p) in ids})
 
     # Parameters by name. The lanes are idle when these are called.
 

@@ -34,7 +34,10 @@ def real_model(config: Any, dtype: torch.dtype) -> Any:
     return getattr(transformers, config.architectures[0])._from_config(copy.deepcopy(config), dtype=dtype).train()
 
 
-CASES = [(name, torch.bfloat16) for name in ("llama", "gpt2", "bert", "gemma2", "mixtral", "t5")] + [(name, torch.float32) for name in ("llama", "gpt2", "bert")]
+CASES = [
+    *((name, torch.bfloat16) for name in ("llama", "gpt2", "bert", "gemma2", "mixtral", "t5")),
+    *((name, torch.float32) for name in ("llama", "gpt2", "bert")),
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

@@ -1,0 +1,101 @@
+"""Attached: everything that exists under one plan, so that nothing of an old plan can live on in a new one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from outsize.base.errors import EngineMisuse, tell
+from outsize.device.device import Device
+from outsize.device.observer import push_mode, remove_mode
+from outsize.layout.chunks import ChunkLayout
+from outsize.model.graph import BlockGraph
+from outsize.plan.placement import Placement
+from outsize.plan.plan import Plan
+from outsize.plan.schedule import compile_schedule
+from outsize.runtime.executor import Executor
+from outsize.runtime.gradients import Gradients
+from outsize.runtime.guard import Guard
+from outsize.runtime.optimizer import EngineOptimizer
+from outsize.runtime.patches import Patches
+from outsize.runtime.store import Store
+from outsize.runtime.updates import Updates
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and what it speaks of."""
+
+    graph: BlockGraph
+    layout: ChunkLayout
+    plan: Plan
+
+
+class Attached:
+    def __init__(
+        self, planned: Planned, model: nn.Module, device: Device, optimizer: EngineOptimizer, *,
+        update_chunk: Callable[[int, bool], Callable[[], None]], drain: Callable[[], None], zero_grad: Callable[[], None],
+    ):  # fmt: skip
+        graph, layout, plan = planned.graph, planned.layout, planned.plan
+        self.planned, self.device = planned, device
+        self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
+        device.open(plan.gpu_budget_bytes)
+        self._buffers = [(b, b.data) for b in model.buffers()]
+        for buffer, data in self._buffers:
+            buffer.data = device.keep(data)
+        self.store = Store(model, self.place, device)
+        group_of = {name: i for i, group in enumerate(optimizer.param_groups) for name in group["param_names"]}
+        self.updates = Updates(self.store, lambda: optimizer.param_groups, group_of)
+        # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.
+        executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
+        self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
+        self._patches = Patches(model, self.store, drain=drain, zero_grad=zero_grad)
+        self._guard: Guard | None = Guard(self.store)
+        push_mode(self._guard)
+        static = {t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))}
+        self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
+        self._chunks_of = {graph.visit_name(v): layout.used_by(v) for v in range(len(graph.visits))}
+        self._region_after: dict[str | None, int] = {None: 0}
+        for visit in range(1, len(graph.visits)):
+            if graph.blocks[graph.visits[visit]].kind != "layer":
+                self._region_after.setdefault(graph.visit_name(visit - 1), visit)
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    def layer_chunks(self, name: str) -> tuple[int, ...]:
+        return self._chunks_of.get(name, ())
+
+    def region_chunks(self, after: str | None) -> tuple[int, ...]:
+        """Of the region that follows a layer (None: the start), for forwards that the schedule does not know."""
+        visit = self._region_after.get(after)
+        return self.planned.layout.used_by(visit) if visit is not None else ()
+
+    def drop_guard(self) -> None:
+        if self._guard is not None:
+            remove_mode(self._guard)
+            self._guard = None
+
+    def release(self) -> None:
+        """A plain model on the CPU again."""
+        self.drop_guard()
+        self._patches.undo()
+        self.gradients.detach()
+        self.store.move_out()
+        for buffer, data in self._buffers:
+            buffer.data = data.copy_(buffer.data)
+        self.device.close()
+
+
+class Holder:
+    """Where the parts of an engine find what is attached now; a re-plan puts another one here."""
+
+    def __init__(self) -> None:
+        self.attached: Attached | None = None
+
+    @property
+    def now(self) -> Attached:
+        if self.attached is None:
+            raise EngineMisuse(tell("the engine holds its model", "it was detached", "Call outsize.prepare again"))
+        return self.attached

@@ -1,0 +1,171 @@
+"""Passes: what the engine does as the model runs. Listens to the model's course and drives the executor.
+
+A forward with grad is a training pass and follows the schedule; it waits for its backward. Any other forward (evaluation, generation, a reference
+pass) loads what it needs as it goes and may come between any two of these. What breaks off is rolled back by whoever comes next.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.activation.parcel import Parcel
+from outsize.activation.strategies import RUN, SENDS
+from outsize.base.errors import EngineMisuse, tell
+from outsize.device.device import Device
+from outsize.model.course import Course
+from outsize.model.discover import Layer
+from outsize.model.tensors import map_tensors, with_grad
+from outsize.runtime.attached import Holder
+from outsize.runtime.executor import Stage
+from outsize.runtime.steps import Steps
+
+
+class Passes:
+    def __init__(
+        self, model: nn.Module, layers: tuple[Layer, ...], device: Device, holder: Holder, steps: Steps, *,
+        fit: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    ):  # fmt: skip
+        """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch."""
+        self._model, self._layers, self._device, self._holder, self._steps, self._fit = model, layers, device, holder, steps, fit
+        self._course = Course(model, layers, self)
+        self._loose: list[Any] = []
+        self._training = False
+        self._forward_number = 0
+        """Of the training forward that the next backward belongs to."""
+        self._last_layer: str | None = None
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._autocast_cache = True
+
+    def attach(self) -> None:
+        # Modules outside layers that own weights open themselves when they are called outside the model's forward (an encoder by itself).
+        inside = {id(m) for layer in self._layers for m in layer.module.modules()}
+        loose = (m for m in self._model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values()))
+        self._loose = [module.register_forward_pre_hook(self._loose_opens) for module in loose]
+        self._course.attach()
+
+    def detach(self) -> None:
+        self._course.detach()
+        for handle in self._loose:
+            handle.remove()
+
+    # Forward. See model/course.py for who calls these when.
+
+    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        now = self._holder.now
+        for name in now.store.rebound():
+            do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
+            raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
+        self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
+        self._last_layer = None
+        if self._training:
+            self._begin_training()
+            self._fit(args, kwargs)
+        elif now.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
+            self.roll_back()
+        # The cache keeps a cast of every block's weights alive, and would serve those of a slot's earlier owner.
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        self._device.watching(True)
+        args, kwargs = map_tensors(self._device.put, args), map_tensors(self._device.put, kwargs)
+        if self._training:
+            self._forward_number = self._course.number
+            self._holder.now.executor.begin_forward()
+        return args, kwargs
+
+    def _begin_training(self) -> None:
+        executor = self._holder.now.executor
+        self._steps.require_confirmed("another forward began")
+        if executor.stage is Stage.WAITING and self._outputs_are_held():
+            found = f"forward {self._course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held"
+            do = "Run backward first, or drop the outputs (`del out`); for evaluation use torch.no_grad()"
+            raise EngineMisuse(tell("each training forward of a prepared model is followed by its backward", found, do))
+        if executor.stage is not Stage.IDLE:
+            self.roll_back()
+
+    def forward_enters(self, visit: int, layer: int | None) -> None:
+        now = self._holder.now
+        name = self._layers[layer].name if layer is not None else None
+        if name is not None and visit < 0:
+            if torch.is_grad_enabled():
+                do = "Call the prepared model itself; for inference use torch.no_grad()"
+                raise EngineMisuse(tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do))
+            now.executor.ensure(now.layer_chunks(name))
+        elif self._training:
+            now.executor.enter_forward(visit, name)
+        elif name is not None:
+            self._last_layer = name
+            now.executor.enter_unscheduled(now.layer_chunks(name))
+        else:
+            now.executor.enter_unscheduled(now.region_chunks(self._last_layer))
+
+    def _loose_opens(self, module: nn.Module, args: Any) -> None:
+        if not self._course.is_open and not torch.is_grad_enabled():
+            now = self._holder.now
+            now.executor.ensure(now.store.chunks_with(module._parameters.values()))
+
+    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._training or visit < 0:
+            return forward(*args, **kwargs)
+        now = self._holder.now
+        strategy = now.plan.decision.strategies[visit]
+        parcel = now.executor.parcel(visit) if strategy in SENDS else Parcel()
+        return RUN[strategy](forward, args, kwargs, parcel, now.is_static)
+
+    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+        executor = self._holder.now.executor
+        try:
+            if not self._training:
+                executor.leave_unscheduled()
+            elif failed:
+                executor.roll_back()
+            else:
+                executor.end_forward()
+                self._outputs = [weakref.ref(t) for t in with_grad(outputs)]
+                if not self._outputs:
+                    executor.roll_back()
+        finally:
+            self._device.watching(False)
+
+    # Backward.
+
+    def backward_enters(self, visit: int, course: int) -> None:
+        now = self._holder.now
+        executor = now.executor
+        if executor.stage is Stage.WAITING and course == self._forward_number:
+            self._device.watching(True)
+            executor.begin_backward(pending=bool(now.gradients.landed), update=self._steps.begin_backward())
+        elif executor.stage is not Stage.BACKWARD:
+            found = f"another one reaches {now.planned.graph.visit_name(visit)}; its activations are gone"
+            raise EngineMisuse(tell("one backward follows each forward of a prepared model", found, "Run the forward again; retain_graph is not supported"))
+        if visit != executor.current_visit:
+            executor.enter_backward(visit)
+
+    def backward_ends(self) -> None:
+        self._holder.now.executor.end_backward()
+        self._device.watching(False)
+
+    # Between passes.
+
+    def roll_back(self) -> None:
+        """Forget a pass that broke off or was abandoned."""
+        now = self._holder.now
+        if now.executor.stage is Stage.BACKWARD:
+            visit = now.executor.current_visit
+            now.gradients.broken = now.planned.graph.visit_name(visit) if visit is not None else "its first block"
+            self._steps.backward_broke()
+        now.executor.roll_back()
+        self._device.watching(False)
+
+    def settle(self) -> Stage:
+        """Where training is, once what broke off or was abandoned is rolled back."""
+        executor = self._holder.now.executor
+        if executor.stage is Stage.BACKWARD or (executor.stage is Stage.WAITING and not self._outputs_are_held()):
+            self.roll_back()
+        return executor.stage
+
+    def _outputs_are_held(self) -> bool:
+        return any(ref() is not None for ref in self._outputs)

@@ -1,0 +1,117 @@
+"""Steps: when and with what a step updates the weights.
+
+*After step* (the default): gradients wait for `step()`, which fixes the hyperparameters and the clipping factor, issues the updates and returns. *In
+backward*: inside `last_backward()` a chunk is updated as soon as its gradient has landed, and `step()` only confirms it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from outsize.base.errors import EngineMisuse, UpdateFailed, tell
+from outsize.base.log import log
+from outsize.optim.clip import clip_factor
+from outsize.runtime.attached import Holder
+from outsize.runtime.optimizer import AdamW
+from outsize.runtime.updates import Step
+
+
+class Steps:
+    def __init__(self, spec: AdamW, holder: Holder):
+        self._spec, self._holder = spec, holder
+        self._declared = False
+        self._made: dict[int, Step] = {}
+        """Chunks that a declared backward has updated, until `step()` confirms it."""
+        self._step: Step | None = None
+        self._clip_at = spec.max_grad_norm
+        self._half_updated = False
+        self.num_made = 0
+        self.num_skipped = 0
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        # Clipping and skipping need all gradients before the first update: then `step()` does the work, to the same bits.
+        self._declared = self._clip_at is None and self._spec.nonfinite == "raise"
+        try:
+            yield
+        finally:
+            self._declared = False
+
+    def begin_backward(self) -> bool:
+        """Whether the backward that begins updates as it goes."""
+        if not self._declared and not self._holder.now.plan.terms.hold_gradients:
+            do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or AdamW(update='after_step')"
+            raise EngineMisuse(tell("this plan keeps no gradients, so every backward is declared to be the last before step()", "this one is not", do))
+        return self._declared
+
+    def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
+        """The update of one chunk, with everything it needs fixed now: it may run later, on another thread."""
+        now = self._holder.now
+        if in_backward:
+            now.gradients.check_finite(chunk)
+            landed = {piece.name for piece in now.place.chunk(chunk).pieces} & now.gradients.landed
+            self._made[chunk] = now.updates.plan_step(landed, 1.0)
+        step = self._made[chunk] if in_backward else self._step
+        assert step is not None
+        updates, pieces = now.updates, now.place.chunk(chunk).pieces
+
+        def work() -> None:
+            try:
+                updates.update_chunk(chunk, step)
+            except Exception as error:
+                found = f"chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with {type(error).__name__}: {error}"
+                raise UpdateFailed(tell("every update completes", found, "Resume from the last checkpoint")) from None
+
+        return work
+
+    def step(self) -> bool:
+        """Update with what has landed; False if the step was skipped. Returns once the updates are issued."""
+        now = self._holder.now
+        total = now.gradients.norm()
+        clip_at, self._clip_at = self._clip_at, self._spec.max_grad_norm
+        if self._made:
+            for made in self._made.values():
+                now.updates.count(made)
+            self._made = {}
+        elif now.gradients.landed:
+            norm = float(total)
+            if norm - norm != 0.0:  # infinite or NaN
+                error = now.gradients.error(now.gradients.not_finite() or sorted(now.gradients.landed))
+                now.gradients.discard()
+                if self._spec.nonfinite == "raise":
+                    raise error
+                self.num_skipped += 1
+                log.warning("step %d skipped: %s", self.num_made, error)
+                return False
+            self._step = now.updates.plan_step(now.gradients.landed, clip_factor(norm, clip_at))
+            now.updates.count(self._step)
+            now.executor.update()
+        now.gradients.discard()
+        self.num_made += 1
+        return True
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the coming step; returns the norm of what has landed."""
+        self._clip_at = max_norm
+        return self._holder.now.gradients.norm().clone()
+
+    def backward_broke(self) -> None:
+        """Weights that a declared backward updated before it broke off cannot be taken back."""
+        self._half_updated |= bool(self._made)
+        self._made = {}
+
+    def require_confirmed(self, found: str) -> None:
+        if self._made:
+            do = "Call engine.optimizer.step() first: the weights are already updated"
+            raise EngineMisuse(tell("a backward inside last_backward() is followed by step()", found, do))
+
+    def require_whole(self, verb: str) -> None:
+        """No half-made gradients, no half-made update."""
+        broken = self._holder.now.gradients.broken
+        if self._half_updated:
+            found = f"the last one broke off in {broken} after some weights were updated"
+            raise EngineMisuse(tell(f"{verb}() follows a complete backward", found, "Resume from the last checkpoint"))
+        if broken is not None:
+            do = "Call zero_grad(); weights and optimizer are as before it"
+            raise EngineMisuse(tell(f"{verb}() follows a complete backward", f"the last one broke off in {broken}", do))

@@ -1,0 +1,78 @@
+"""Host memory: a model handed over on the CPU is never held twice. Measured in a process of its own, by its peak resident size."""
+
+import json
+import subprocess
+import sys
+
+SCRIPT = r"""
+import json, resource, sys
+sys.path.insert(0, "src")
+import torch
+from torch import nn
+import outsize
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(36))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.float().square().mean()}
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+class Warm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.sum()}
+
+batch = {"x": torch.ones(1, 4096, dtype=torch.bfloat16)}
+outsize.prepare(Warm(), {"x": torch.ones(1, 8)}, device="cpu").detach()  # imports and caches are not the model's
+before = peak()
+model = Net()
+weights = sum(p.nbytes for p in model.parameters())
+engine = outsize.prepare(model, batch, device="cpu", gpu_memory="400MiB", chunk_bytes="32MiB")
+place = engine.now.place
+chunk = max(c.nbytes for c in engine.layout.chunks)
+homes = sum(place.host.values()) + sum(place.gpu.values())
+print(json.dumps({"growth": peak() - before, "weights": weights, "homes": homes, "chunk": chunk, "streamed": len(place.slots.slot_of)}))
+"""
+
+
+def test_preparing_a_model_of_a_gibibyte_never_holds_it_twice() -> None:
+    """Design 3.7, trap F6: each parameter's old storage is freed as it moves."""
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    facts = json.loads(run.stdout.splitlines()[-1])
+    assert facts["weights"] >= 2**30 and facts["streamed"] >= 30
+    bound = facts["weights"] + (facts["homes"] - facts["weights"]) + facts["chunk"]
+    assert facts["growth"] <= bound, facts
+    assert facts["growth"] + facts["weights"] > bound, "a second copy would pass unseen"
+
+
+def test_the_engine_trains_under_python_O() -> None:
+    """Trap A7: no invariant hangs on an assert statement that -O removes."""
+    script = (
+        "import sys; sys.path[:0] = ['src', 'tests']\nimport torch; torch.set_num_threads(1)\nimport zoo, cells, outsize\n"
+        "spec = outsize.AdamW(lr=1e-2, max_grad_norm=0.5)\ndata = cells.batches('llama', 3)\n"
+        "plain = cells.plain(zoo.make('llama'), data, spec=spec, steps=3)\nmodel = zoo.make('llama')\n"
+        "engine = cells.prepare_by_hand(model, data[0], spec=spec, weights='host', optimizer='host', strategy='swap', device='sim:64MiB')\n"
+        "found = cells.train(model, engine.optimizer, data, steps=3, accumulate=1, engine=engine)\n"
+        "print(found.losses == plain.losses and found.norms == plain.norms)\n"
+        "try:\n    model.model.layers[1].mlp.up_proj.weight.sum()\nexcept outsize.base.errors.StaleParameter:\n    print('guarded')\n"
+    )
+    run = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.split()[-2:] == ["True", "guarded"], run.stderr[-2000:]

@@ -1,0 +1,132 @@
+"""The commands as a user meets them: output, exit codes, files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from outsize.cli import doctor as doctor_module
+from outsize.cli.doctor import Finding, container_limit
+from outsize.cli.main import app
+from outsize.plan.check import load
+
+runner = CliRunner()
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, outsize.cli.main; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    source = str(Path(doctor_module.__file__).parents[2])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source})
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"), [(["--help"], ["plan", "doctor"]), (["plan", "--help"], ["Examples", "--hardware"]), (["doctor", "--help"], ["exit code"])]
+)
+def test_help_shows_what_to_type(args: list[str], words: list[str]) -> None:
+    result = runner.invoke(app, args)
+    assert result.exit_code == 0
+    assert all(word in result.output for word in words)
+
+
+def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    args = ["--hardware", "1MiB", "--sequence-len", "32", "--micro-batch-size", "3", "--gpu-memory", "512KiB", "--accumulate", "2", "--host-memory", "1GiB"]
+    result = runner.invoke(app, ["plan", model, *args, "--save", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "model.layers.0" in result.output and "input_ids 3×32" in result.output and "2 micro-batches a step" in result.output
+    made = load(path)
+    assert (made.gpu_budget_bytes, made.host_budget_bytes, made.terms.accumulate) == (512 * 2**10, 2**30, 2)
+    assert made.inputs["input_ids"] == (3, 32)
+
+
+def test_plan_compares_machines_in_one_line_each(model: str) -> None:
+    result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "rtx4090, 1MiB,4KiB"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.strip().splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rtx4090", "1MiB", "4KiB"]
+    assert "tokens/s" in lines[0] and "does not fit" in lines[2]
+    assert runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "4KiB,2KiB"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--hardware", "rtx9999"], "ConfigError: a machine of the catalog"),
+        (["--hardware", "rtx4090,h100", "--save", "plan.json"], "ConfigError: one machine"),
+        (["--hardware", "8KiB", "--sequence-len", "32"], "PlanInfeasible: "),
+        (["--save", "no/such/folder/plan.json"], "a folder that exists"),
+        (["--gpu-memory", "24GB"], "use GiB"),
+    ],
+)
+def test_our_errors_are_sentences_with_exit_code_2(args: list[str], words: str, model: str) -> None:
+    result = runner.invoke(app, ["plan", model, *args])
+    assert result.exit_code == 2
+    assert words in result.stderr and "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_doctor_is_well_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "same bits as plain PyTorch" in result.output and "Ready." in result.output
+    assert str(tmp_path) in result.output and not list(tmp_path.iterdir()), "the self-test leaves nothing behind"
+
+
+def test_doctor_shows_everything_and_fails_when_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> None:
+        raise RuntimeError("libsomething.so [is] not there")
+
+    checks = {"first": lambda: iter([Finding("ok", "fine")]), "second": breaks, "third": lambda: iter([Finding("note", "[still] looked at")])}
+    monkeypatch.setattr(doctor_module, "CHECKS", checks)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "RuntimeError: libsomething.so [is] not there" in result.output and "[still] looked at" in result.output and "Ready" not in result.output
+
+
+def test_doctor_finds_a_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test is a test: a reference that decays a little differently is told apart."""
+    from outsize import reference
+
+    honest = reference.AdamW.__init__
+    monkeypatch.setattr(reference.AdamW, "__init__", lambda self, params, **how: honest(self, params, **{**how, "weight_decay": 0.02}))
+    monkeypatch.setattr(doctor_module, "CHECKS", {"self-test": doctor_module._self_test})
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "differ" in result.output
+
+
+def test_an_unwritable_cache_is_broken_and_none_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path / "deeper" / "still"))
+    assert [f.state for f in doctor_module._cache()] == ["broken"]
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
+    assert [f.state for f in doctor_module._cache()] == ["note"]
+
+
+def test_the_tightest_limit_of_a_container_counts(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (tmp_path / "v2" / "pod" / "box").mkdir(parents=True)
+    own.write_text("0::/pod/box\n")
+    assert container_limit(tmp_path / "v2", own) is None
+    (tmp_path / "v2" / "pod" / "box" / "memory.max").write_text("max\n")
+    (tmp_path / "v2" / "pod" / "memory.max").write_text(f"{8 * 2**30}\n")
+    assert container_limit(tmp_path / "v2", own) == 8 * 2**30
+    (tmp_path / "v1" / "memory").mkdir(parents=True)
+    (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text(f"{4 * 2**30}\n")
+    own.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/0123\n")  # the host's path, which is not visible here
+    assert container_limit(tmp_path / "v1", own) == 4 * 2**30
+    (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # version 1 says "no limit" so
+    assert container_limit(tmp_path / "v1", own) is None
