@@ -89,11 +89,8 @@ def closing(engine: Engine) -> Iterator[Engine]:
     """Detach at the end, also of an engine that stopped in the middle of a pass: its dispatch modes must not outlive the test."""
     try:
         yield engine
-        engine.detach()
     finally:
-        if engine._attached is not None:
-            engine._roll_back()
-            engine._release()
+        engine.detach()
 
 
 # --- training

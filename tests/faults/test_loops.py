@@ -117,7 +117,10 @@ class Detour(nn.Module):
         return {"loss": x.square().sum()}
 
 
-@pytest.mark.parametrize(("order", "expected", "found"), [([0, 2, 1, 3], "layers.1", "layers.2"), ([0, 1, 1, 2, 3], "layers.2", "layers.1"), ([0, 1, 3], "layers.2", "layers.3")])
+@pytest.mark.parametrize(
+    ("order", "expected", "found"),
+    [([0, 2, 1, 3], "layers.1", "layers.2"), ([0, 1, 1, 2, 3], "layers.2", "layers.1"), ([0, 1, 3], "layers.2", "layers.3")],
+)
 def test_another_order_of_blocks_stops_with_both_named_and_the_next_step_is_clean(order: list[int], expected: str, found: str) -> None:
     x = {"x": torch.ones(2, 8)}
     plain, model = Detour(), Detour()

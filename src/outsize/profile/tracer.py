@@ -262,6 +262,7 @@ class Tracer:
         finally:
             for param, data in self._brought.items():
                 param.data = data
+            self._brought.clear()
             for param, grad in grads:
                 param.grad = grad
             with torch.no_grad():

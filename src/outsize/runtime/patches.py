@@ -93,7 +93,8 @@ def _keeps_place(module: nn.Module, path: str) -> Callable[..., nn.Module]:
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
                 found = f"a move to {result.device}, {result.dtype} was asked for {path or 'the model'} ({name} is {tensor.device}, {tensor.dtype})"
-                raise EngineMisuse(tell("a prepared model stays where its plan put it", found, "Prepare it with the device and dtype you want, or engine.detach() first"))
+                do = "Prepare it with the device and dtype you want, or engine.detach() first"
+                raise EngineMisuse(tell("a prepared model stays where its plan put it", found, do))
         return module
 
     return apply

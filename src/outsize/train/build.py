@@ -14,7 +14,7 @@ from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
-from outsize.model.discover import Layer, find_layers
+from outsize.model.discover import find_layers
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
@@ -92,7 +92,8 @@ def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
     if asked > free:
         taken = sum(device.promised.values())
         found = f"{exact_bytes(asked)} was asked for" + (f" while another engine has {show_bytes(taken)}" if taken else "")
-        raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(free)} that {device.spec.name} has free", found, "Ask for less, or detach the other engine"))
+        do = "Ask for less, or detach the other engine"
+        raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(free)} that {device.spec.name} has free", found, do))
     return asked
 
 
@@ -139,7 +140,3 @@ def _grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
         return value.contiguous()
 
     return {name: grow(value) for name, value in batch.items()}
-
-
-def layers_of(model: nn.Module, blocks: Sequence[str] | None = None) -> tuple[Layer, ...]:
-    return find_layers(model, blocks)
