@@ -42,6 +42,9 @@ class Parcel:
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
         return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._index
+
     def copy_to(self, arena: Tensor) -> None:
         for item, offset in zip(self.items, self.offsets, strict=True):
             arena[offset : offset + item.numel()].copy_(item, non_blocking=True)

@@ -114,15 +114,21 @@ class _Pass:
                 arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8)
                 parcel.copy_to(arena)
             phase.sent_bytes = parcel.num_bytes
-        elif visit in self._inputs and visit not in self.skipped:
+        if visit in self._inputs and visit not in self.skipped and not self._sends_input(visit):
             self.phases.watch(visit, self._inputs[visit])
         self._release(visit - 1)
+
+    def _sends_input(self, visit: int) -> bool:
+        storage = self._inputs[visit]()
+        return storage is not None and self._parcels[visit].holds(storage)
 
     def _release(self, visit: int) -> None:
         parcel = self._parcels.get(visit)
         if parcel is not None and parcel.items:
+            was_sent = self._sends_input(visit)
             self.phases.release(visit, parcel.let_go)
-            self.phases.watch(visit, self._inputs[visit])
+            if was_sent:
+                self.phases.watch(visit, self._inputs[visit])
 
     def forward_ends(self, outputs: Any, *, failed: bool) -> None:
         self.is_forward = False

@@ -33,7 +33,7 @@ STEPS = 220
 SHARE = 0.4
 """Of what a plain step takes: the budget."""
 PROMPT = "The words of the wise"
-SPEC = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0)
+SPEC = AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def plain_peak_bytes(model: nn.Module, batch: dict[str, Tensor], device: Device)
     """What the usual loop holds at most: everything on the device, the same optimizer, no outsize. By the meter that also watches the engine."""
     with device.meter() as meter:
         twin = copy.deepcopy(model).to(device.torch_device)
-        optimizer = Reference(twin.parameters(), lr=SPEC.lr, weight_decay=SPEC.weight_decay, max_grad_norm=SPEC.max_grad_norm)
+        optimizer = Reference(twin.parameters(), lr=SPEC.lr, betas=SPEC.betas, weight_decay=SPEC.weight_decay, max_grad_norm=SPEC.max_grad_norm)
         for _ in range(2):  # the first one makes the optimizer's state
             out = twin(**{name: tensor.to(device.torch_device) for name, tensor in batch.items()})
             out.loss.backward()
@@ -177,10 +177,9 @@ def write_on(model: nn.Module, prompt: str, num_bytes: int, temperature: float =
 
 
 def show(outcome: Outcome, console: Console, seconds: float) -> None:
-    few = max(1, len(outcome.losses) // 20)
-    before, after = (sum(part) / few for part in (outcome.losses[:few], outcome.losses[-few:]))
+    last = outcome.losses[-max(1, len(outcome.losses) // 10) :]
     console.print(Panel(outcome.sample, title="what it writes", title_align="left", expand=False), markup=False)
-    console.print(f"loss       {before:.3f} to {after:.3f} in {len(outcome.losses)} steps")
+    console.print(f"loss       {outcome.losses[0]:.3f} to {sum(last) / len(last):.3f} in {len(outcome.losses)} steps")
     console.print(f"peak       {show_bytes(outcome.peak_bytes)} ({outcome.peak_bytes} bytes; planned {outcome.planned_bytes})")
     console.print(f"budget     {show_bytes(outcome.budget_bytes)}: {'kept' if outcome.peak_bytes <= outcome.budget_bytes else '[red]exceeded[/red]'}")
     console.print(f"plain run  {show_bytes(outcome.plain_bytes)}: this one took {outcome.peak_bytes / outcome.plain_bytes:.0%} of it")
