@@ -8,6 +8,7 @@ Weights are random and so is the text, so losses mean nothing; speed and memory 
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -34,13 +35,15 @@ from outsize.runtime.engine import Engine
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024),
     "llama-1b": dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        tie_word_embeddings=True,
     ),
     "llama-3b": dict(
-        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8, vocab_size=128256,
+        tie_word_embeddings=True,
     ),
     "llama-7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000),
-}
+}  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -48,7 +51,7 @@ def options() -> argparse.Namespace:
     has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b" if has_gpu else "tiny")
-    parser.add_argument("--device", default="cuda" if has_gpu else "sim:24MiB", help="cuda, or sim:<size or catalog name>")
+    parser.add_argument("--device", default="cuda" if has_gpu else "sim:8MiB", help="cuda, or sim:<size or catalog name>")
     parser.add_argument("--gpu-memory", default=None, help="such as 24GiB; default: what is free")
     parser.add_argument("--host-memory", default=None)
     parser.add_argument("--micro-batch", type=int, default=4 if has_gpu else 2)
@@ -56,7 +59,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="that are timed")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before those")
     parser.add_argument("--update", choices=("after_step", "in_backward"), default="after_step", help="after_step clips the gradient norm at 1.0")
-    parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results/engine-<shape>-<device>.json")
+    parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results/engine-<shape>.json, on sim none")
     return parser.parse_args()
 
 
@@ -122,13 +125,14 @@ def train(engine: Engine, batches: list[dict[str, torch.Tensor]], steps: int) ->
 
 def record(args: argparse.Namespace, engine: Engine, ends: list[float], losses: list[float], **seconds: float) -> dict[str, Any]:
     plan, device = engine.plan, engine.device
-    steps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(ends)]
     median = statistics.median(steps[args.warm_up :])
     is_cuda = device.kind == "cuda"
     return {
-        "benchmark": "engine", "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "benchmark": "engine", "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "hardware": {
-            "device": device.spec.name if is_cuda else f"{args.device} (imaginary: times are the planner's own, memory is real)",
+            "device": device.spec.name if is_cuda else f"{args.device} (imaginary: its clock is the planner's)",
             "gpu_bytes": device.spec.gpu_bytes, "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
             "host_bytes": psutil.virtual_memory().total, "threads": torch.get_num_threads(),
         },
@@ -155,7 +159,8 @@ def show(found: dict[str, Any]) -> None:
     print(f"\n{found['shape']}, {found['num_params'] / 1e9:.3g} B parameters, {found['micro_batch']} × {found['seq']} tokens, on {found['hardware']['device']}")
     print(f"speed     {found['tokens_per_second']:,.0f} tokens/s; {show_seconds(found['median_step_seconds'])} a step (planned {show_seconds(planned)})")
     print(f"GPU peak  allocated {show_bytes(found['peak_allocated_bytes'])} (planned {show_bytes(plan['gpu_bytes'])}){reserved}")
-    print(f"host RSS  {show_bytes(found['host_rss_bytes'])}, at most {show_bytes(found['host_peak_rss_bytes'])} (plan's homes {show_bytes(plan['host_bytes'])})")
+    rss, most = show_bytes(found["host_rss_bytes"]), show_bytes(found["host_peak_rss_bytes"])
+    print(f"host RSS  {rss}, at most {most} (of which the plan's homes {show_bytes(plan['host_bytes'])})")
     print("start-up  " + ", ".join(f"{name.removesuffix('_seconds')} {show_seconds(value)}" for name, value in found["start_up_seconds"].items()))
 
 
@@ -166,16 +171,13 @@ def main() -> None:
     choose_device(args.device)  # an unknown name is told before a model is built
     found = run(args)
     show(found)
-    path = args.out or RESULTS / f"engine-{args.shape}-{args.device.replace(':', '-')}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    print(f"written   {path}")
-    if not found["losses_finite"] or found["peak_allocated_bytes"] > plan_limit(found):
+    path = args.out or (RESULTS / f"engine-{args.shape}.json" if args.device.startswith("cuda") else None)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        print(f"written   {path}")
+    if not found["losses_finite"] or found["peak_allocated_bytes"] > found["plan"]["gpu_budget_bytes"]:
         sys.exit("a loss is not finite, or the budget was exceeded")
-
-
-def plan_limit(found: dict[str, Any]) -> int:
-    return int(found["plan"]["gpu_budget_bytes"])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,38 @@
-"""outsize trains Hugging Face models that are too large for the GPU at hand, to the same bits."""
+"""outsize trains Hugging Face models that are too large for the GPU at hand, to the same bits.
 
+Public names are imported when first used: `import outsize` alone loads neither torch nor a device.
+"""
+
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import outsize.plan as _plan_room
 
 if TYPE_CHECKING:
     from outsize.plan.pins import Pins
     from outsize.runtime.optimizer import AdamW
     from outsize.train.build import prepare
-    from outsize.train.forecast import plan
 
 __all__ = ["AdamW", "Pins", "plan", "prepare"]
 __version__ = "0.1.0"
 
-_HOMES = {"AdamW": "outsize.runtime.optimizer", "Pins": "outsize.plan.pins", "plan": "outsize.train.forecast", "prepare": "outsize.train.build"}
+_HOMES = {"AdamW": "outsize.runtime.optimizer", "Pins": "outsize.plan.pins", "prepare": "outsize.train.build"}
+
+
+class _CallableRoom(ModuleType):
+    """`outsize.plan` is a room, and the function of that name: importing the room would hide the function otherwise."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forecast a plan: see `outsize.train.forecast.plan`."""
+        return importlib.import_module("outsize.train.forecast").plan(*args, **kwargs)
+
+
+_plan_room.__class__ = _CallableRoom
+plan = _plan_room
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used: `import outsize` alone loads neither torch nor a device."""
     if name not in _HOMES:
         raise AttributeError(f"module 'outsize' has no attribute {name!r}")
-    import importlib
-
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,8 +1,14 @@
 """Host memory: a model handed over on the CPU is never held twice. Measured in a process of its own, by its peak resident size."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
+
+import cells
+import outsize
+import zoo
 
 SCRIPT = r"""
 import json, resource, sys
@@ -76,3 +82,21 @@ def test_the_engine_trains_under_python_O() -> None:
     )
     run = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert run.stdout.split()[-2:] == ["True", "guarded"], run.stderr[-2000:]
+
+
+def test_detached_engines_leave_nothing_behind() -> None:
+    """Trap H7: neither the tracer, nor hooks, nor finalizers hold the model, the engine or its buffers."""
+    for device in ("cpu", "sim:64MiB"):
+        model = zoo.make("llama")
+        engine = cells.prepare_by_hand(model, zoo.batch("llama"), spec=outsize.AdamW(), device=device, weights="host", optimizer="host", strategy="swap")
+        out = model(**zoo.batch("llama"))
+        out.loss.backward()
+        engine.optimizer.step()
+        del out
+        store = weakref.ref(engine.now.store)
+        engine.detach()
+        assert store() is None, "buffers must go with detach, not with the garbage collector"
+        left = [weakref.ref(model), weakref.ref(engine)]
+        del model, engine
+        gc.collect()
+        assert [ref() for ref in left] == [None, None]

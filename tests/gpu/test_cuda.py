@@ -153,3 +153,34 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
     print(losses, engine.report(), f"reserved {torch.cuda.max_memory_reserved() / GiB:.2f} GiB, host {psutil.Process().memory_info().rss / GiB:.1f} GiB")
     assert torch.cuda.max_memory_reserved() <= 24 * GiB
     assert losses[-1] == losses[-1]
+
+
+def test_the_allocator_is_quiet_after_warm_up() -> None:
+    """Trap B9: no growth and no retries once the first steps are made."""
+    engine = outsize.prepare(
+        make("1b"), batch("1b"), optimizer=outsize.AdamW(lr=1e-5), device="cuda", chunk_bytes="64MiB",
+        pins=outsize.Pins(n_persist=4, n_optimizer_gpu=4, n_offload=6, n_swap=3),
+    )  # fmt: skip
+    train(engine, "1b", 2)
+    before = torch.cuda.memory_stats()
+    train(engine, "1b", 3)
+    after = torch.cuda.memory_stats()
+    for key in ("reserved_bytes.all.peak", "num_alloc_retries", "num_device_alloc", "num_ooms"):
+        assert after[key] == before[key], key
+    engine.detach()
+
+
+def test_every_update_ends_before_the_first_failure_is_raised() -> None:
+    """Trap B15."""
+    device = choose_device("cuda")
+    done: list[int] = []
+
+    def fails() -> None:
+        raise ValueError("first")
+
+    for work in (fails, lambda: done.append(1), fails, lambda: done.append(2)):
+        device.submit("host", work, waits=[], reads=[], writes=[], seconds=0.0)
+    with pytest.raises(ValueError, match="first"):
+        device.synchronize()
+    assert done == [1, 2]
+    device.synchronize()

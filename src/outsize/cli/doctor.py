@@ -13,6 +13,7 @@ from typing import Literal
 import typer
 
 from outsize.base.units import show_bytes
+from outsize.hardware.host import container_limit
 
 _DOC = """Is this machine ready to train, and if not, why?
 
@@ -101,26 +102,6 @@ def _memory() -> Iterator[Finding]:
     limit = container_limit()
     if limit is not None and limit < memory.total:
         yield Finding("note", f"this container may use {show_bytes(limit)} of it: give host_memory below that")
-
-
-def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes that this process's control group (version 2 or 1) or one above it may use; None without a limit."""
-    limits = []
-    lines = own.read_text().splitlines() if own.exists() else []
-    for line in lines or ["0::/"]:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        base, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
-        # In a container the path may be the host's, of which only the end is visible: then the root is ours.
-        here = base / path.strip("/")
-        for folder in (here, *here.parents):
-            file = folder / name
-            if file.exists() and (text := file.read_text().strip()).isdigit():
-                limits.append(int(text))
-            if folder == base:
-                break
-    return min((limit for limit in limits if limit < 2**60), default=None)
 
 
 def _cache() -> Iterator[Finding]:

@@ -65,6 +65,12 @@ def _aliases(key: int, inputs: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == key for leaf in tree_leaves(inputs))
 
 
+def _dies(observer: "weakref.ref[Observer]", key: int) -> None:
+    alive = observer()
+    if alive is not None:
+        alive.live_bytes -= alive._alive.pop(key)
+
+
 class Observer(TorchDispatchMode):
     def __init__(self, on_birth: Callable[[int, int], None] | None = None) -> None:
         """`on_birth(new_bytes, live_bytes)` may refuse by raising; `live_bytes` includes the new ones."""
@@ -109,10 +115,8 @@ class Observer(TorchDispatchMode):
         self._alive[key] = num_bytes
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._dies, key)
-
-    def _dies(self, key: int) -> None:
-        self.live_bytes -= self._alive.pop(key)
+        # The registry of finalizers is global: through it, a storage that lives long must not keep the observer, and what that refers to, alive.
+        weakref.finalize(storage, _dies, weakref.ref(self), key)
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, leaves: list[Tensor]) -> None:
         formula: Any = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)

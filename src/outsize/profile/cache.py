@@ -17,7 +17,7 @@ from outsize.model.graph import BlockGraph
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer, batch_shapes
 
-TRACE_FORMAT = 1
+TRACE_FORMAT = 2
 
 
 def traced(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device) -> tuple[BlockGraph, ModelTrace]:

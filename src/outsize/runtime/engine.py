@@ -54,10 +54,10 @@ class Engine:
         self._passes.attach()
 
     def _release(self) -> dict[str, dict[str, Tensor]]:
-        """Back to a plain model; returns the optimizer's state by parameter name."""
+        """Back to a plain model; returns the optimizer's state by parameter name. What lived on the host is handed over, not copied."""
         self.drain()
         with self.device.on_host():
-            state = {name: {k: v.detach().cpu().clone() for k, v in self.now.updates.state(name).items()} for name in self.optimizer.names}
+            state = {name: {k: v.detach().cpu() for k, v in self.now.updates.state(name).items()} for name in self.optimizer.names}
         self._passes.detach()
         self.now.release()
         self._holder.attached = None

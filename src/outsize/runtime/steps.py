@@ -82,7 +82,7 @@ class Steps:
                 if self._spec.nonfinite == "raise":
                     raise error
                 self.num_skipped += 1
-                log.warning("step %d skipped: %s", self.num_made, error)
+                log.warning("step %d skipped: %s", self.num_made, str(error))
                 return False
             self._step = now.updates.plan_step(now.gradients.landed, clip_factor(norm, clip_at))
             now.updates.count(self._step)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -13,6 +12,7 @@ from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
+from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
 from outsize.model.discover import find_layers
 from outsize.plan.check import check, load
@@ -46,7 +46,7 @@ def prepare(
         batch: one real batch, as a dict for `model(**batch)` (or positional arguments).
         optimizer: settings of the optimizer; `engine.optimizer` is the torch optimizer made of them.
         gpu_memory: most device memory to use, such as "24GiB", CUDA context included. Default: what is free.
-        host_memory: most host memory to use. Default: what is free, less a tenth.
+        host_memory: most host memory to use. Default: what is free within the container's limit, less a tenth.
         device: "cuda", "cpu", "sim:<catalog name or size>". Default: the GPU if there is one.
         blocks: paths of the lists of layers, where discovery should not choose.
         accumulate: backward passes per step the plan is made for. A hint: any loop stays correct.
@@ -62,7 +62,7 @@ def prepare(
     layers = find_layers(model, blocks)
     terms = Terms(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
     gpu_budget = _gpu_budget(gpu_memory, where)
-    host_budget = parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(psutil.virtual_memory().available * 0.9)
+    host_budget = parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(free_host_bytes() * 0.9)
     size = parse_bytes(chunk_bytes, name="chunk_bytes")
     given = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
 

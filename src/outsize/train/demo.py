@@ -29,7 +29,7 @@ from outsize.runtime.engine import Engine
 from outsize.runtime.optimizer import AdamW
 from outsize.train.build import prepare
 
-STEPS = 220
+STEPS = 200
 SHARE = 0.4
 """Of what a plain step takes: the budget."""
 PROMPT = "The words of the wise"

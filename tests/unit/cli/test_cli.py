@@ -10,8 +10,9 @@ import transformers
 from typer.testing import CliRunner
 
 from outsize.cli import doctor as doctor_module
-from outsize.cli.doctor import Finding, container_limit
+from outsize.cli.doctor import Finding
 from outsize.cli.main import app
+from outsize.hardware.host import container_limit
 from outsize.plan.check import load
 
 runner = CliRunner()

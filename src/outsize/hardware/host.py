@@ -1,0 +1,32 @@
+"""How much memory the host really gives this process: what is free, within the limits of its container."""
+
+from pathlib import Path
+
+import psutil
+
+
+def free_host_bytes() -> int:
+    """What can be allocated now without meeting the machine's end or the container's."""
+    available = int(psutil.virtual_memory().available)
+    limit = container_limit()
+    return available if limit is None else min(available, max(0, limit - psutil.Process().memory_info().rss))
+
+
+def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes that this process's control group (version 2 or 1) or one above it may use; None without a limit."""
+    limits = []
+    lines = own.read_text().splitlines() if own.exists() else []
+    for line in lines or ["0::/"]:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        base, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
+        # In a container the path may be the host's, of which only the end is visible: then the root is ours.
+        here = base / path.strip("/")
+        for folder in (here, *here.parents):
+            file = folder / name
+            if file.exists() and (text := file.read_text().strip()).isdigit():
+                limits.append(int(text))
+            if folder == base:
+                break
+    return min((limit for limit in limits if limit < 2**60), default=None)

@@ -1,0 +1,222 @@
+"""Observer: a storage is born with the first tensor that has it and dies with the last. Nothing else is counted."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from outsize.device.observer import Observer, push_mode, remove_mode
+
+
+def test_births_and_deaths_are_counted_and_the_peak_stays() -> None:
+    with Observer() as seen:
+        x = torch.zeros(10)
+        assert (seen.live_bytes, seen.peak_bytes) == (40, 40)
+        y = x + 1
+        assert seen.live_bytes == 80
+        del x
+        assert (seen.live_bytes, seen.peak_bytes) == (40, 80)
+        del y
+        assert (seen.live_bytes, seen.peak_bytes) == (0, 80)
+        seen.reset_peak()
+        assert seen.peak_bytes == 0
+
+
+def test_a_death_after_the_observer_left_is_seen() -> None:
+    with Observer() as seen:
+        x = torch.zeros(10)
+    assert seen.live_bytes == 40
+    del x
+    assert seen.live_bytes == 0
+
+
+VIEWS = {
+    "slice": lambda x: x[2:],
+    "transpose": lambda x: x.t(),
+    "reshape": lambda x: x.reshape(-1),
+    "expand": lambda x: x[:1].expand(4, 4),
+    "detach": lambda x: x.detach(),
+    "dtype": lambda x: x.view(torch.int32),
+    "split": lambda x: x.split(2)[0],
+    "data": lambda x: x.data,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_no_birth_and_keeps_its_storage_alive(view) -> None:
+    with Observer() as seen:
+        x = torch.zeros(4, 4)
+        y = view(x)
+        assert seen.live_bytes == 64
+        del x
+        assert seen.live_bytes == 64
+        del y
+        assert seen.live_bytes == 0
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_of_memory_that_was_there_before_is_no_birth(view) -> None:
+    before = torch.zeros(4, 4)
+    with Observer() as seen:
+        y = view(before)
+        assert seen.live_bytes == 0
+        del y
+    assert seen.live_bytes == seen.peak_bytes == 0
+
+
+def test_writing_in_place_is_no_birth() -> None:
+    before = torch.zeros(4, 4)
+    with Observer() as seen:
+        before.add_(1)
+        before[1:].copy_(torch.ones(()))
+        torch.add(before, 1, out=before)
+        x = torch.zeros(4)
+        x.mul_(2)
+        assert seen.live_bytes == 16
+
+
+def test_an_operator_with_several_outputs_has_several_births() -> None:
+    with Observer() as seen:
+        out = torch.max(torch.zeros(8, 8), dim=0)
+        assert seen.live_bytes == 8 * 4 + 8 * 8 and seen.peak_bytes == 256 + 96
+        del out
+
+
+def test_backward_is_seen_by_whom_the_caller_has_entered() -> None:
+    weight = torch.ones(10, requires_grad=True)
+    with Observer() as seen:
+        loss = (weight * 2).sum()
+        level = seen.live_bytes
+        loss.backward()
+        assert weight.grad is not None and seen.live_bytes == level + 40
+    weight.grad = None
+    assert seen.live_bytes == level
+
+
+def test_a_backward_outside_is_not_seen() -> None:
+    weight = torch.ones(10, requires_grad=True)
+    with Observer() as seen:
+        loss = (weight * 2).sum()
+    level = seen.live_bytes
+    loss.backward()
+    assert seen.live_bytes == level
+
+
+def test_saved_tensors_die_with_the_graph() -> None:
+    weight = torch.ones(10, requires_grad=True)
+    with Observer() as seen:
+        out = torch.exp(weight).sum()
+        assert seen.live_bytes == 40 + 4
+        out.backward()
+        weight.grad = None
+        assert seen.live_bytes == 4
+        del out
+        assert seen.live_bytes == 0
+
+
+def test_a_birth_may_be_refused_and_is_then_not_counted() -> None:
+    told: list[tuple[int, int]] = []
+
+    def refuse(new: int, live: int) -> None:
+        told.append((new, live))
+        if live > 100:
+            raise MemoryError
+
+    with Observer(refuse) as seen:
+        x = torch.zeros(20)
+        with pytest.raises(MemoryError):
+            x + 1
+        assert told == [(80, 80), (80, 160)] and seen.live_bytes == seen.peak_bytes == 80
+
+
+def test_paused_sees_no_births_but_every_death() -> None:
+    with Observer() as seen:
+        x = torch.zeros(10)
+        with seen.paused():
+            y = torch.zeros(1000)
+            del x
+        assert seen.live_bytes == 0 and y.numel() == 1000
+        z = y + 1
+        assert seen.live_bytes == 4000
+        del z
+
+
+def test_adopting_counts_a_tensor_once() -> None:
+    seen = Observer()
+    x = torch.zeros(10)
+    seen.adopt(x)
+    seen.adopt(x[2:])
+    assert seen.live_bytes == 40
+    del x
+    assert seen.live_bytes == 0
+
+
+def test_an_address_that_comes_back_is_another_storage() -> None:
+    with Observer() as seen:
+        for _ in range(50):
+            x = torch.zeros(100)
+            assert seen.live_bytes == 400
+            del x
+            assert seen.live_bytes == 0
+    gc.collect()
+
+
+def test_the_parameters_that_operators_read_are_told() -> None:
+    linear, read = torch.nn.Linear(2, 2), []
+    seen = Observer()
+    seen.on_parameter = lambda p: read.append(p)
+    with seen:
+        linear(torch.ones(2))
+    assert {id(p) for p in read} == {id(linear.weight), id(linear.bias)}
+
+
+def test_cost_counts_products_and_traffic_but_no_views() -> None:
+    seen = Observer()
+    seen.wants_cost = True
+    a, b = torch.ones(4, 8), torch.ones(8, 16)
+    with seen:
+        a.t()
+        assert (seen.flops, seen.moved_bytes) == (0.0, 0)
+        a @ b
+    assert seen.flops == 2 * 4 * 8 * 16 and seen.moved_bytes == 4 * (32 + 128 + 64)
+
+
+# --- the stack of modes
+
+
+class Named(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_leaves_from_the_middle_of_the_stack_and_the_others_stay_in_order() -> None:
+    before = list(_get_current_dispatch_mode_stack())
+    below, middle, above, top = Named(), Observer(), Named(), Observer()
+    for mode in (below, middle, above, top):
+        push_mode(mode)
+    remove_mode(middle)
+    assert _get_current_dispatch_mode_stack() == [*before, below, above, top]
+    x = torch.zeros(10)
+    assert middle.live_bytes == 0 and top.live_bytes == 40
+    for mode in (below, top, above):
+        remove_mode(mode)
+    assert _get_current_dispatch_mode_stack() == before
+    del x
+
+
+def test_removing_a_mode_that_is_not_there_changes_nothing() -> None:
+    mode = Named()
+    push_mode(mode)
+    remove_mode(Observer())
+    assert _get_current_dispatch_mode_stack()[-1] is mode
+    remove_mode(mode)
+
+
+def test_two_observers_see_the_same_births() -> None:
+    with Observer() as outer, Observer() as inner:
+        x = torch.zeros(10)
+        y = x + 1
+        assert outer.live_bytes == inner.live_bytes == 80
+        del x, y
+        assert outer.live_bytes == inner.live_bytes == 0
