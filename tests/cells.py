@@ -110,7 +110,7 @@ def batches(name: str, count: int) -> list[dict[str, torch.Tensor]]:
 
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], *, steps: int, accumulate: int, engine: Engine | None = None, declare: bool = False,
-    autocast: bool = False, schedule: Callable[[int], float] | None = None, after: Callable[[str], None] = lambda what: None,
+    autocast: bool = False, autocast_cache: bool = True, schedule: Callable[[int], float] | None = None, after: Callable[[str], None] = lambda what: None,
 ) -> Outcome:  # fmt: skip
     """The loop of every test. `out` lives until the next forward returns, which is what plans count with.
 
@@ -122,7 +122,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if schedule is not None else None
     for _ in range(steps):
         for micro in range(accumulate):
-            with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=autocast_cache) if autocast else contextlib.nullcontext():
                 out = model(**next(feed))
             after("forward")
             loss = out.loss / accumulate if accumulate > 1 else out.loss

@@ -26,6 +26,17 @@ def test_autocast_over_fp32_weights(kind: str, strategy: str, parity_cell: Calla
     parity_cell(cell)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_autocast_of_a_block_that_runs_several_times_a16(strategy: str, parity_cell: Callable[[object], None]) -> None:
+    """Equal to a plain loop without autocast's cache of cast weights, which the engine must turn off: with it, the gradients of a weight's several uses
+    are summed in bf16 before they reach the weight, without it in fp32 after. Every weight used once has the same bits either way."""
+    cell = Cell(kind="looped", autocast=True, strategy=strategy, weights="host", optimizer="host", accumulate=2)
+    expected = cells.plain(cell.model(), cells.batches(cell.kind, 3), spec=cell.spec, accumulate=2, autocast=True, autocast_cache=False)
+    assert expected.losses != cells.expected(cell).losses, "then this test needs no case of its own"
+    cells.assert_same(cells.run(cell), expected)
+    parity_cell(cell)
+
+
 def _cosine(step: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(step, 8) / 8))
 
@@ -88,6 +99,52 @@ def test_unused_parameters_keep_no_gradient_and_no_state_d20(weights: str, optim
     cells.assert_same(found, cells.plain(_with_tower(torch.bfloat16), data, spec=spec, accumulate=2))
     assert not any(name.startswith("tower") for name in found.state)
     parity_cell(("tower", weights, optimizer, declare))
+
+
+class _Headless(nn.Module):
+    """What its last layer returns is what the model returns: there is no head, and the loss is computed outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCAB, zoo.HIDDEN)
+        self.layers = nn.ModuleList(zoo.PlainBlock() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _headless() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _Headless()
+
+
+def _train_headless(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for seed in range(5):
+        loss = model(input_ids=zoo.batch("plain", seed=seed)["input_ids"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_model_without_a_head_whose_loss_is_computed_outside(strategy: str, parity_cell: Callable[[object], None]) -> None:
+    """One tensor is the last layer's output and the model's: the layer's backward opens with it, and there is no other before."""
+    spec = cells.AdamW(lr=1e-2)
+    plain, model = _headless(), _headless()
+    expected = _train_headless(plain, cells.Reference(spec.param_groups(plain.named_parameters()), lr=1e-2))
+    batch = {"input_ids": zoo.batch("plain")["input_ids"]}
+    with cells.closing(cells.prepare_by_hand(model, batch, spec=spec, strategy=strategy, weights="host", optimizer="host")) as engine:
+        assert _train_headless(model, engine.optimizer) == expected
+    for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+    parity_cell(("headless", strategy))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -30,7 +30,7 @@ class CudaDevice(Device):
     def __init__(self, index: int):
         super().__init__()
         # Segments that grow lose less to fragments near the limit; must be said before the first allocation.
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()
         self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}

@@ -4,6 +4,7 @@ A search fails exactly when the least GPU memory found here (under the host budg
 on the GPU budget, so the number in the error is the one at which the same search succeeds.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
@@ -91,7 +92,25 @@ class Budgets:
         return None if best is None else (best[0], best[2])
 
     def least_gpu(self, *, any_host: bool = False) -> tuple[int, Counts] | None:
-        return self._minimum(None if any_host else self.host_bytes, None)
+        if not self._mixes:
+            return None
+        # Weights, states and activations each at their least: the minimum, unless the host is too small for just that.
+        space = self.space
+        counts = Counts(resident=self._least_resident, optimizer=self._least_optimizer, swap=0, offload=0, recompute=0, depth=self.depth)
+        counts = counts.with_mix(min(self._mixes)[2])
+        if any_host or space.host_bytes(counts) <= self.host_bytes:
+            return space.gpu_bytes(counts), counts
+        return self._minimum(self.host_bytes, None)
+
+    @property
+    def _least_resident(self) -> int:
+        sizes = [self.space.layout.chunks[c].nbytes for c in self.space.weight_order]
+        return _least(self.resident, sizes, lambda n: self.space.weights(n, self.depth)[0])
+
+    @property
+    def _least_optimizer(self) -> int:
+        sizes = [self.space.layout.chunks[c].state_bytes for c in self.space.state_order]
+        return _least(self.optimizer, sizes, lambda n: self.space.states(n)[0])
 
     def least_host(self) -> tuple[int, Counts] | None:
         return self._minimum(None, self.gpu_bytes)
@@ -171,6 +190,17 @@ def _written(num_bytes: int) -> str:
     """Exact where it is round, else for reading with the exact number beside it."""
     exact = exact_bytes(num_bytes)
     return f"{show_bytes(num_bytes)} ({exact})" if num_bytes >= 1024 and exact.endswith(f"{num_bytes}B") else exact
+
+
+def _least(bounds: tuple[int, int], sizes: list[int], total: Callable[[int], int]) -> int:
+    """The count with the least `total`, which is never below the sum of the first `count` sizes: no need to look beyond."""
+    best, found = bounds[0], total(bounds[0])
+    for count in range(bounds[0] + 1, bounds[1] + 1):
+        if sum(sizes[:count]) >= found:
+            break
+        if total(count) < found:
+            best, found = count, total(count)
+    return best
 
 
 def _frontier(rows: list[tuple[int, int, W]]) -> list[tuple[int, int, W]]:

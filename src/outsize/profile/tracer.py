@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, SENDS
-from outsize.base.errors import ModelUnsupported, tell
+from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
 from outsize.base.records import fingerprint
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer, push_mode, remove_mode
@@ -245,6 +245,10 @@ class Tracer:
             loss.backward()
             run.phases.finish()
             del outputs, loss
+        except torch.OutOfMemoryError as error:
+            where = self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"
+            do = "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the largest part"
+            raise DeviceOutOfMemory(tell("one layer of each kind and the head fit the device at this batch", f"memory ran out around {where}", do)) from error
         finally:
             course.detach()
             for handle in drop:

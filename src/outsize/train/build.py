@@ -67,7 +67,10 @@ def prepare(
     given = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
 
     def planner(model: nn.Module, batch: Any, terms: Terms) -> Planned:
+        # The trial run may need more than the plan will: it keeps what a plan would send away.
+        where.limit(where.spec.gpu_bytes)
         graph, trace = traced(model, _grown(batch, max_shape), layers, where)
+        where.limit(gpu_budget)
         layout = pack(graph, given.chunk_bytes if given is not None else size)
         if given is not None:
             check(given, graph, layout)
@@ -78,7 +81,6 @@ def prepare(
         check(made, graph, layout)
         return Planned(graph, layout, made)
 
-    where.limit(gpu_budget)
     planned = planner(model, batch, terms)
     return Engine(model, layers, planned, device=where, optimizer=spec, planner=planner)
 

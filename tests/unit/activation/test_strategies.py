@@ -1,5 +1,6 @@
 """Strategies: whatever a block does with its activations, its gradients and the random stream are those of the plain block, and what leaves is what should."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -210,8 +211,6 @@ def test_offload_brings_back_inputs_of_any_strides(view: Callable[[Tensor], Tens
 
 def test_the_input_is_freed_when_the_parcel_lets_go() -> None:
     """Neither the checkpoint nor a closure keeps an offloaded input alive."""
-    import weakref
-
     block, parcel = WithMask(), Parcel()
     leaf = torch.randn(4, 64, requires_grad=True)
     x = leaf * 2
