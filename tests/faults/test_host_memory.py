@@ -7,8 +7,9 @@ import sys
 import weakref
 
 import cells
-import outsize
 import zoo
+
+import outsize
 
 SCRIPT = r"""
 import json, resource, sys

@@ -4,12 +4,12 @@ import gc
 import weakref
 from typing import Any
 
+import cells
 import pytest
 import torch
-
-import cells
-import outsize
 import zoo
+
+import outsize
 from outsize.base.errors import EngineMisuse, UpdateFailed
 from outsize.runtime.updates import Updates
 

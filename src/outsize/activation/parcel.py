@@ -21,6 +21,9 @@ class Handle:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
+    """Lazily conjugated or negated: what the bytes alone do not say."""
 
 
 class Parcel:
@@ -40,7 +43,7 @@ class Parcel:
             self.items.append(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
             self.offsets.append(self.num_bytes)
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
-        return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg())
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._index
@@ -63,4 +66,6 @@ class Parcel:
             raise AssertionError("activations are used before they were brought back")
         typed = self._returned[self.offsets[handle.item] :]
         typed = typed[: typed.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
-        return typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)
+        view = typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)
+        view = torch._neg_view(view) if handle.is_neg else view
+        return view.conj() if handle.is_conj else view

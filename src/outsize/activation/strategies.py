@@ -34,14 +34,15 @@ def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     hidden = next(tensors_in((args, kwargs)))
     handle, requires_grad = parcel.pack(hidden), hidden.requires_grad
     present = [hidden]  # during the forward alone: the checkpoint must not hold it
-    args, kwargs = map_tensors(lambda t: _INPUT if t is hidden else t, args), map_tensors(lambda t: _INPUT if t is hidden else t, kwargs)
+    empty = hidden.new_empty(0)  # stands for the input among the arguments, and tells the checkpoint which device's random state to keep
+    args, kwargs = map_tensors(lambda t: empty if t is hidden else t, (args, kwargs))
 
-    def run(_: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(_: Tensor) -> Any:
         x = present.pop() if present else parcel.unpack(handle).requires_grad_(requires_grad)
-        return forward(*_put_input(x, args), **_put_input(x, kwargs))
+        positional, named = map_tensors(lambda t: x if t is empty else t, (args, kwargs))
+        return forward(*positional, **named)
 
-    # The empty tensor tells the checkpoint which device's random state to keep.
-    return checkpoint(run, hidden.new_empty(0), *args, use_reentrant=False, **kwargs)
+    return checkpoint(run, empty, use_reentrant=False)
 
 
 def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
@@ -50,9 +51,9 @@ def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     shared = {t.untyped_storage()._cdata for t in inputs[1:]} - {t.untyped_storage()._cdata for t in inputs[:1]}
 
     def pack(tensor: Tensor) -> Tensor | Handle:
-        if is_static(tensor) or tensor.layout != torch.strided or tensor.untyped_storage()._cdata in shared or not tensor.untyped_storage().nbytes():
-            return tensor
-        return parcel.pack(tensor)
+        storage = tensor.untyped_storage()
+        travels = tensor.layout == torch.strided and storage.nbytes() and storage._cdata not in shared and not is_static(tensor)
+        return parcel.pack(tensor) if travels else tensor
 
     with saved_tensors_hooks(pack, _unpack_from(parcel)):
         return forward(*args, **kwargs)
@@ -64,20 +65,3 @@ SENDS: tuple[Strategy, ...] = ("offload", "swap")
 
 def _unpack_from(parcel: Parcel) -> Callable[[Tensor | Handle], Tensor]:
     return lambda saved: parcel.unpack(saved) if isinstance(saved, Handle) else saved
-
-
-class _Input:
-    """Stands where the block's input was among its arguments."""
-
-
-_INPUT: Any = _Input()
-
-
-def _put_input(x: Tensor, value: Any) -> Any:
-    if value is _INPUT:
-        return x
-    if isinstance(value, (tuple, list)):
-        return type(value)(_put_input(x, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _put_input(x, item) for key, item in value.items()}
-    return value

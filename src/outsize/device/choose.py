@@ -34,6 +34,9 @@ def _make(name: str) -> Device:
         if not torch.cuda.is_available():
             found = "torch sees no CUDA device"
             raise ConfigError(tell("device 'cuda' needs an NVIDIA GPU", found, "Use device='cpu', or 'sim:24GiB' to try a budget; `outsize doctor` tells why"))
+        if rest and not (rest.isdigit() and int(rest) < torch.cuda.device_count()):
+            found = f"{name!r} was given"
+            raise ConfigError(tell(f"cuda:<number> with a number below {torch.cuda.device_count()}", found, "Use device='cuda' for the current one"))
         from outsize.device.cuda import CudaDevice
 
         return CudaDevice(int(rest or 0))

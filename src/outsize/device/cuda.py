@@ -38,6 +38,7 @@ class CudaDevice(Device):
         self._tasks: list[Future[None]] = []
         self.spec = self._describe()
         self._limit = self._total
+        self._workspaces = 0
 
     @property
     def _total(self) -> int:
@@ -93,17 +94,22 @@ class CudaDevice(Device):
         self._limit = min(num_bytes, self._total)
         torch.cuda.set_per_process_memory_fraction(max(0.0, (self._limit - self._outside) / self._total), self.torch_device)
 
-    def open(self, budget_bytes: int) -> None:
+    def open(self, owner: int, budget_bytes: int) -> None:
+        super().open(owner, budget_bytes)
         torch.cuda.empty_cache()
+        if len(self.promised) == 1:
+            self._workspaces = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    def close(self) -> None:
+    def close(self, owner: int) -> None:
+        super().close(owner)
         self.synchronize()
         torch.cuda.empty_cache()
 
     @property
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        """Without what libraries had allocated before: that is part of `overhead_bytes`, not of any plan."""
+        return torch.cuda.max_memory_allocated(self.torch_device) - self._workspaces
 
     # Lanes.
 

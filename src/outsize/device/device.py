@@ -114,11 +114,13 @@ class Device(ABC):
 
     # Life.
 
-    def open(self, budget_bytes: int) -> None:  # noqa: B027
+    def open(self, owner: int, budget_bytes: int) -> None:
         """An engine with this budget starts."""
+        self.promised[owner] = budget_bytes
 
-    def close(self) -> None:  # noqa: B027
-        """An engine ends."""
+    def close(self, owner: int) -> None:
+        """It ends."""
+        self.promised.pop(owner, None)
 
     def watching(self, on: bool) -> None:  # noqa: B027
         """Model code runs from now on (or no more): the observer of `sim` counts what it allocates."""

@@ -48,7 +48,6 @@ class SimDevice(CpuDevice):
         self.clock = LaneClock()
         self.observer = Observer(self._birth)
         self.observer.active = False
-        self._open = 0
         self._known: dict[Lane, _Known] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
         self._accesses: dict[int, _Accesses] = {}
 
@@ -98,20 +97,24 @@ class SimDevice(CpuDevice):
     def on_host(self) -> AbstractContextManager[None]:
         return self.observer.paused()
 
-    def open(self, budget_bytes: int) -> None:
-        self._open += 1
-        if self._open == 1:
+    def open(self, owner: int, budget_bytes: int) -> None:
+        super().open(owner, budget_bytes)
+        if len(self.promised) == 1:
             push_mode(self.observer)
             # Nothing of an earlier engine is under way, and its buffers' addresses may come back as others'.
             self.synchronize()
             self._accesses.clear()
             self.observer.reset_peak()
-        self.budget_bytes = min(self.spec.gpu_bytes, budget_bytes + self.observer.live_bytes)
+        self._share()
 
-    def close(self) -> None:
-        self._open -= 1
-        self.budget_bytes = self.spec.gpu_bytes
-        if self._open == 0:
+    def _share(self) -> None:
+        """Engines on one device may use what they have planned for, together."""
+        self.budget_bytes = min(self.spec.gpu_bytes, sum(self.promised.values())) if self.promised else self.spec.gpu_bytes
+
+    def close(self, owner: int) -> None:
+        super().close(owner)
+        self._share()
+        if not self.promised:
             remove_mode(self.observer)
 
     def watching(self, on: bool) -> None:

@@ -52,6 +52,8 @@ class Course:
     def __init__(self, model: nn.Module, layers: Sequence[Layer], listener: Listener):
         self._model, self._layers, self._listener = model, layers, listener
         self._handles: list[Any] = []
+        self._forwards: list[tuple[nn.Module, Any]] = []
+        """Modules with the `forward` that somebody had set on the instance, or None."""
         self._visit = -1  # no forward is open
         self._in_region = False
         self._in_backward = False
@@ -77,14 +79,18 @@ class Course:
                 module.register_forward_hook(functools.partial(self._layer_closes, index), with_kwargs=True),
             ]
             original = module.forward
+            self._forwards.append((module, module.__dict__.get("forward")))
             module.forward = functools.wraps(original)(functools.partial(self._layer_runs, index, original))
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for layer in self._layers:
-            layer.module.__dict__.pop("forward", None)
-        self._handles = []
+        for module, own in self._forwards:
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = own
+        self._handles, self._forwards = [], []
 
     # Forward.
 
@@ -99,9 +105,7 @@ class Course:
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0 and self._in_region:
-            # What the layer before returned opens that layer's backward; a region that only hands it on has none.
-            passed = {id(t) for ref in self._returned if (t := ref()) is not None}
-            self._opens_backward(self._visit, [t for t in with_grad((args, kwargs)) if id(t) not in passed])
+            self._opens_backward(self._visit, self._made_here((args, kwargs)))
         if self._visit >= 0:
             self._visit += 1
         self._in_region = False
@@ -123,9 +127,14 @@ class Course:
     def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         failed = sys.exc_info()[0] is not None and output is None
         if not failed:
-            self._opens_backward(self._visit, with_grad(output))
+            self._opens_backward(self._visit, self._made_here(output))
         self._visit = -1
         self._listener.forward_ends(output, failed=failed)
+
+    def _made_here(self, value: Any) -> list[Tensor]:
+        """What a region hands on, without what the layer before returned: that opens the layer's backward, and a region that has nothing else has none."""
+        passed = {id(t) for ref in self._returned if (t := ref()) is not None}
+        return [t for t in with_grad(value) if id(t) not in passed]
 
     # Backward.
 

@@ -32,7 +32,7 @@ def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[L
     lists = list(_named_lists(model, paths)) if paths else list(_outermost_lists(model))
     layers: list[Layer] = []
     for path, modules in lists:
-        structures = _structures(modules)
+        structures = _structures(modules) if modules else []
         for i, module in enumerate(modules):
             ends_run = i + 1 == len(modules) or structures[i + 1] != structures[i]
             name = f"{path}.{i}" if path else str(i)
@@ -59,6 +59,8 @@ def _outermost_lists(model: nn.Module, path: str = "") -> Iterable[tuple[str, li
 
 def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[tuple[str, list[nn.Module]]]:
     for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(tell("blocks names each list of layers once", f"{path!r} is named {paths.count(path)} times", "Name it once"))
         try:
             module = model.get_submodule(path)
         except AttributeError:

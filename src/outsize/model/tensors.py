@@ -1,7 +1,8 @@
 """Finding the tensors inside what modules take and return: tensors, sequences, mappings and dataclasses, nested."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -26,8 +27,8 @@ def with_grad(value: Any) -> list[Tensor]:
     return list({id(t): t for t in tensors_in(value) if t.requires_grad}.values())
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nesting with every tensor replaced. Mappings other than dict, and dataclasses, are changed through a shallow copy."""
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nesting with every tensor replaced. Mappings other than dict, and dataclasses, are changed in a shallow copy."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -36,8 +37,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return type(value)(map_tensors(function, item) for item in value)
     if type(value) is dict:
         return {key: map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, Mapping):
-        return type(value)({key: map_tensors(function, item) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, MutableMapping):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(function, item)
+        return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value)})
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, map_tensors(function, getattr(value, field.name)))
+        return copied
     return value

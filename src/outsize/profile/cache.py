@@ -14,6 +14,7 @@ from outsize.base.records import fingerprint, from_json, to_json
 from outsize.device.device import Device
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
+from outsize.model.tensors import map_tensors
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer, batch_shapes
 
@@ -28,14 +29,17 @@ def traced(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Devi
         try:
             data = json.loads(path.read_text())
             return from_json(BlockGraph, data["graph"]), from_json(ModelTrace, data["trace"])
-        except (ConfigError, ValueError, KeyError):
+        except (ConfigError, ValueError, KeyError, TypeError):
             log.warning("the cached trace %s is not readable and is taken again", path)
     graph, trace = Tracer(model, batch, layers, device).trace()
     if folder:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
-        temporary.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
+            temporary.replace(path)
+        except OSError as error:
+            log.warning("the trace is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written, or to nothing", error)
     return graph, trace
 
 
@@ -52,10 +56,10 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "training": str([m.training for m in model.modules()]),
             "params": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters(remove_duplicate=False)],
             "tied": [len({id(p) for p in model.parameters()})],
-            "modules": fingerprint([[n, type(m).__qualname__, m.extra_repr()] for n, m in model.named_modules()]),
+            "modules": fingerprint([[n, type(m).__qualname__, m.extra_repr(), _settings(m)] for n, m in model.named_modules()]),
             "layers": [[layer.name, layer.structure] for layer in layers],
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
-            "dtypes": {name: str(t.dtype) for name, t in batch.items() if isinstance(t, torch.Tensor)} if isinstance(batch, dict) else {},
+            "contents": repr(map_tensors(_Described, batch)),
             "device": [device.kind, device.spec.name, device.spec.provenance],
             "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -63,3 +67,18 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
     )
 
 
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Plain attributes: a model may compute something else by them."""
+    return sorted(f"{k}={v!r}" for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, (bool, int, float, str, tuple, type(None))))
+
+
+class _Described:
+    """A tensor by everything but its values."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._text = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+
+    def __repr__(self) -> str:
+        return self._text

@@ -6,11 +6,13 @@ are put on the device. Each activation strategy is measured in a pass of its own
 Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
 """
 
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +40,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 def loss_of(outputs: Any) -> Tensor:
     """The model's own loss, or the sum of what can be differentiated where the loss is computed outside."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
-    if isinstance(loss, Tensor):
+    if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
     terms = with_grad(outputs)
     if not terms:
@@ -259,7 +261,9 @@ class Tracer:
         inside = {id(p) for layer in self.layers for p in layer.module.parameters()}
         rng = torch.get_rng_state()
         device_rng = self.device.rng_state()
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        python_rng, numpy_rng = random.getstate(), np.random.get_state()
+        owned = [(module, name, b) for module in self.model.modules() for name, b in module._buffers.items() if b is not None]
+        buffers = [(module, name, b, b.clone()) for module, name, b in owned]
         grads = [(p, p.grad) for p in self.model.parameters()]
         for param, _ in grads:
             param.grad = None
@@ -276,9 +280,14 @@ class Tracer:
             for param, grad in grads:
                 param.grad = grad
             with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
+                for module, name, buffer, saved in buffers:
+                    module._buffers[name] = buffer
+                    # An expanded buffer cannot have been written to, nor can it be.
+                    if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+                        buffer.copy_(saved)
             torch.set_rng_state(rng)
+            random.setstate(python_rng)
+            np.random.set_state(numpy_rng)
             self.device.set_rng_state(device_rng)
 
     # Reading off.

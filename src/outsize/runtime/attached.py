@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, tell
@@ -39,7 +40,6 @@ class Attached:
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         self.planned, self.device = planned, device
         self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
-        device.open(plan.gpu_budget_bytes)
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
@@ -84,8 +84,7 @@ class Attached:
         self.gradients.detach()
         self.store.move_out()
         for buffer, data in self._buffers:
-            buffer.data = data.copy_(buffer.data)
-        self.device.close()
+            buffer.data = data if torch.equal(data, buffer.data.to(data.device)) else data.copy_(buffer.data)
 
 
 class Holder:

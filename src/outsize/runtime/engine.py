@@ -47,21 +47,25 @@ class Engine:
     # Life.
 
     def _attach(self, planned: Planned) -> None:
-        self.device.promised[id(self)] = planned.plan.gpu_budget_bytes
-        self._holder.attached = Attached(
-            planned, self.model, self.device, self.optimizer, update_chunk=self._steps.update_work, drain=self.drain, zero_grad=self.zero_grad
-        )
+        self.device.open(id(self), planned.plan.gpu_budget_bytes)
+        try:
+            self._holder.attached = Attached(
+                planned, self.model, self.device, self.optimizer, update_chunk=self._steps.update_work, drain=self.drain, zero_grad=self.zero_grad
+            )
+        except BaseException:
+            self.device.close(id(self))
+            raise
         self._passes.attach()
 
     def _release(self) -> dict[str, dict[str, Tensor]]:
         """Back to a plain model; returns the optimizer's state by parameter name. What lived on the host is handed over, not copied."""
         self.drain()
         with self.device.on_host():
-            state = {name: {k: v.detach().cpu() for k, v in self.now.updates.state(name).items()} for name in self.optimizer.names}
+            state = {name: self.now.updates.state_to_keep(name) for name in self.optimizer.names}
         self._passes.detach()
         self.now.release()
         self._holder.attached = None
-        self.device.promised.pop(id(self), None)
+        self.device.close(id(self))
         return state
 
     def detach(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The second is a real `torch.optim.Optimizer`: live param_groups (schedulers work
 tensors that are views of where the state lives. It holds no state of its own; the engine does.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -13,6 +14,26 @@ from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError, tell
 from outsize.plan.plan import UpdateMode
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda v: _is_number(v) and v >= 0, "is a number from 0"),
+    "eps": (lambda v: _is_number(v) and v > 0, "is a number above 0"),
+    "betas": (lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(_is_number(b) and 0 <= b < 1 for b in v), "are two numbers in [0, 1)"),
+    "weight_decay": (lambda v: _is_number(v) and v >= 0, "is a number from 0"),
+    "max_grad_norm": (lambda v: v is None or (_is_number(v) and v > 0), "is a number above 0, or None for no clipping"),
+    "nonfinite": (lambda v: v in ("raise", "skip"), "is raise or skip"),
+    "update": (lambda v: v in ("after_step", "in_backward"), "is after_step or in_backward"),
+}
+_GROUP_KEYS = {"params", "lr", "betas", "eps", "weight_decay"}
+
+
+def _problems(settings: dict[str, Any]) -> list[str]:
+    return [f"{name} {_RULES[name][1]} ({value!r} was given)" for name, value in settings.items() if not _RULES[name][0](value)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +56,12 @@ class AdamW:
     """Parameters with other settings: `{"params": names or parameters, "weight_decay": 0.0}`. The rest has the settings above."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} {rule} ({value!r} was given)"
-            for name, value, ok, rule in (
-                ("lr", self.lr, self.lr >= 0, "is at least 0"),
-                ("eps", self.eps, self.eps > 0, "is above 0"),
-                ("betas", self.betas, len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "are two numbers in [0, 1)"),
-                ("weight_decay", self.weight_decay, self.weight_decay >= 0, "is at least 0"),
-                ("max_grad_norm", self.max_grad_norm, self.max_grad_norm is None or self.max_grad_norm > 0, "is above 0, or None for no clipping"),
-                ("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "is raise or skip"),
-                ("update", self.update, self.update in ("after_step", "in_backward"), "is after_step or in_backward"),
-            )
-            if not ok
-        ]
+        problems = _problems({name: getattr(self, name) for name in _RULES})
+        for i, group in enumerate(self.groups):
+            unknown = sorted(set(group) - _GROUP_KEYS)
+            problems += [f"groups[{i}] has {', '.join(sorted(_GROUP_KEYS))} ({', '.join(unknown)} was given)"] if unknown else []
+            problems += [f"groups[{i}]: {problem}" for problem in _problems({k: v for k, v in group.items() if k in _GROUP_KEYS - {"params"}})]
+            problems += [] if "params" in group else [f"groups[{i}] names its params (there are none)"]
         if self.update == "in_backward" and (self.max_grad_norm is not None or self.nonfinite == "skip"):
             problems.append("update='in_backward' goes without max_grad_norm and with nonfinite='raise': both need all gradients before the first update")
         if problems:
@@ -131,6 +145,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             mine = f"{len(self.names)} parameters in {len(self.param_groups)} groups"
             found = f"the state dict has {sum(sizes)} in {len(sizes)}, or others"
             raise ConfigError(tell(f"a state of {mine}, the same ones", found, "Prepare with the model and groups it was saved from"))
+        shapes = {name: p.shape for group in self.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        for number, name in enumerate(theirs or self.names):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if key != "step" and value.shape != shapes[name]:
+                    found = f"it is {tuple(value.shape)}"
+                    raise ConfigError(tell(f"{key} of {name} has the shape {tuple(shapes[name])}", found, "Prepare with the model it was saved from"))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
         order = theirs or self.names

@@ -31,28 +31,32 @@ class Store:
         """Per slot: the chunk whose weights it holds, or is about to hold on the lanes."""
         self._addresses: dict[str, int] = {}
         self._strides = {name: _dense_stride(name, p) for name, p in self.params.items()}
-        for buffer, num_bytes in place.gpu.items():
-            if buffer[0] != "weights":
-                self.gpu[buffer] = device.empty(num_bytes)
+        # All device memory first: if it does not fit, no parameter has moved yet.
+        self.gpu = {buffer: device.empty(num_bytes) for buffer, num_bytes in place.gpu.items()}
         for buffer, tensor in self.gpu.items():
             if buffer[0] == "slot":
                 tensor.fill_(0xFF)  # NaN in every float type: a slot that nobody owns does not pass for weights
-            elif buffer[0] == "state":
+            elif buffer[0] in ("state", "weights"):
                 tensor.zero_()
-        for chunk in place.layout.chunks:
-            self._move_in(chunk.index)
-        for buffer, num_bytes in place.host.items():
-            if buffer[0] != "home":
-                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena"))
+        moved: list[int] = []
+        try:
+            for chunk in place.layout.chunks:
+                self._move_in(chunk.index)
+                moved.append(chunk.index)
+            for buffer, num_bytes in place.host.items():
+                if buffer[0] != "home":
+                    self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena"))
+        except BaseException:
+            self.move_out(moved)
+            raise
 
     def _move_in(self, index: int) -> None:
         """Copy a chunk's parameters to where they live; each one's old storage is freed as it moves."""
         buffers = []
         if ("home", index) in self.place.host:
-            buffers.append(self.host.setdefault(("home", index), self.device.host_empty(self.place.host["home", index], pinned=True)))
-        if ("weights", index) in self.place.gpu:
-            self.gpu["weights", index] = self.device.empty(self.place.gpu["weights", index])
-            self.gpu["weights", index].zero_()
+            self.host["home", index] = self.device.host_empty(self.place.host["home", index], pinned=True)
+            buffers.append(self.host["home", index])
+        if ("weights", index) in self.gpu:
             buffers.append(self.gpu["weights", index])
         in_use = self.gpu[self.place.weights_buffer(index)]
         for piece in self.place.chunk(index).pieces:
@@ -166,17 +170,16 @@ class Store:
         """Parameters whose `.data` somebody has replaced."""
         return (name for name, param in self.params.items() if param.data_ptr() != self._addresses[name])
 
-    def move_out(self) -> None:
-        """Give every parameter an ordinary CPU tensor of its own and free its chunk, one chunk after the other."""
-        for chunk in self.place.layout.chunks:
-            for piece in chunk.pieces:
+    def move_out(self, chunks: Iterable[int] | None = None) -> None:
+        """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one chunk after the other."""
+        for index in range(len(self.place.layout.chunks)) if chunks is None else chunks:
+            for piece in self.place.chunk(index).pieces:
                 param = self.params[piece.name]
-                with torch.no_grad():
+                with torch.no_grad(), self.device.on_host():
                     value = self.read(piece.name)
-                    # A parameter without elements has no address to check, and needs none.
                     param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
-            self.host.pop(("home", chunk.index), None)
-            self.gpu.pop(("weights", chunk.index), None)
+            self.host.pop(("home", index), None)
+            self.gpu.pop(("weights", index), None)
         self.gpu.clear()
         self.host.clear()
 

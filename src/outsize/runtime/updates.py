@@ -1,6 +1,6 @@
 """Updates: the engine's side of the optimizer. Turns a step into AdamW over flat ranges of chunks.
 
-Neighbouring parameters of a chunk with the same group and step count are one range; the zeros between them stay zero. A parameter without a
+Neighbouring parameters of a chunk with the same group and step count, and no padding between them, are one range. A parameter without a
 gradient is not touched: no decay, no step, as in torch. Hyperparameters are read once, when the step is made.
 """
 
@@ -76,7 +76,7 @@ class Updates:
             end = piece.offset + piece.numel
             if hyper is None:
                 touching = False
-            elif touching and ranges[-1][2] is hyper:
+            elif touching and ranges[-1][2] is hyper and ranges[-1][1] == piece.offset:
                 ranges[-1] = (ranges[-1][0], end, hyper)
             else:
                 ranges.append((piece.offset, end, hyper))
@@ -87,6 +87,12 @@ class Updates:
 
     def state(self, name: str) -> dict[str, Tensor]:
         return {"step": torch.tensor(float(self.steps[name])), **self._store.state_views(name)}
+
+    def state_to_keep(self, name: str) -> dict[str, Tensor]:
+        """The same for after the engine: what lives on the host is handed over as it is, what lives on the device is copied from it."""
+        index, _ = self._store.place.layout.place[name]
+        state = self.state(name)
+        return state if self._store.place.updates_on_host(index) else {key: value.detach().cpu().clone() for key, value in state.items()}
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.steps[name] = int(state["step"])

@@ -274,17 +274,10 @@ WRAPPED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
     "dataclass": (Record, lambda w: (w.hidden, w.mask)),
     "ModelOutput": (lambda x, m: BaseModelOutput(last_hidden_state=x, attentions=(m,)), lambda w: (w.last_hidden_state, w.attentions[0])),
 }
-NOT_YET = {("offload", "namedtuple"), ("offload", "dataclass"), ("offload", "ModelOutput")}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "wrapping"),
-    [
-        pytest.param(s, w, marks=[pytest.mark.xfail(strict=True, reason="_put_input knows tuples, lists and dicts alone")] if (s, w) in NOT_YET else [])
-        for s in RUN
-        for w in WRAPPED
-    ],
-)
+@pytest.mark.parametrize("strategy", RUN)
+@pytest.mark.parametrize("wrapping", WRAPPED)
 def test_block_inputs_may_be_nested(strategy: str, wrapping: str) -> None:
     torch.manual_seed(0)
     wrap, take = WRAPPED[wrapping]

@@ -66,7 +66,6 @@ def test_a_name_that_failed_is_not_remembered(no_gpu: None) -> None:
             choose_device("cuda")
 
 
-@pytest.mark.xfail(strict=True, reason="int() of what follows the colon raises a bare ValueError")
 def test_a_gpu_without_a_number_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError):

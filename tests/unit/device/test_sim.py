@@ -20,10 +20,10 @@ from outsize.hardware.lanes import LANES, LaneClock, compute_seconds
 def device() -> Iterator[SimDevice]:
     """A thousand bytes, opened by an engine that may use all of them."""
     sim = SimDevice(lookup("1000B"))
-    sim.open(1000)
+    sim.open(1, 1000)
     yield sim
     sim.watching(False)
-    sim.close()
+    sim.close(1)
 
 
 def cells_of(numel: int) -> torch.Tensor:
@@ -68,26 +68,26 @@ def test_host_memory_is_not_the_devices(device: SimDevice) -> None:
 
 def test_the_smaller_of_engine_and_machine_is_the_budget() -> None:
     sim = SimDevice(lookup("1000B"))
-    sim.open(300)
+    sim.open(1, 300)
     try:
         with pytest.raises(DeviceOutOfMemory, match="300B"):
             sim.empty(301)
     finally:
-        sim.close()
+        sim.close(1)
     assert sim.budget_bytes == 1000
-    sim.open(10**6)
+    sim.open(1, 10**6)
     try:
         with pytest.raises(DeviceOutOfMemory, match="1000B"):
             sim.empty(1001)
     finally:
-        sim.close()
+        sim.close(1)
 
 
 def test_the_peak_is_that_of_the_engine_that_is_open(device: SimDevice) -> None:
     device.empty(700)
     assert device.peak_bytes == 700 and device.observer.live_bytes == 0
-    device.close()
-    device.open(1000)
+    device.close(1)
+    device.open(1, 1000)
     assert device.peak_bytes == 0
 
 
@@ -126,9 +126,6 @@ def test_an_engine_promises_its_budget_and_takes_it_back() -> None:
     assert sim.promised == {} and sim.observer.live_bytes == 0
 
 
-@pytest.mark.xfail(
-    strict=True, raises=DeviceOutOfMemory, reason="open() sets the budget to the new engine's plus what is live now, without the older one's activations"
-)
 def test_two_engines_may_each_use_what_they_were_promised() -> None:
     """Both plans are exact to the byte and fit the machine side by side, so neither may run out of memory."""
     sim = SimDevice(lookup("64MiB"))
@@ -257,8 +254,8 @@ def test_a_new_engine_starts_with_a_clean_sheet(device: SimDevice) -> None:
     """Addresses come back as other buffers: an access of an earlier engine is nobody's race."""
     slot = cells_of(16)
     device.submit("h2d", lambda: None, waits=[], reads=[], writes=[slot], seconds=1.0)
-    device.close()
-    device.open(1000)
+    device.close(1)
+    device.open(1, 1000)
     device.submit("compute", lambda: None, waits=[], reads=[slot], writes=[], seconds=1.0)
 
 

@@ -166,7 +166,6 @@ def test_an_input_of_the_root_that_requires_grad_is_a_leaf_and_opens_nothing() -
     assert recorder.opened == [4, 3, 2, 1] and x.grad is not None
 
 
-@pytest.mark.xfail(strict=True, reason="_root_closes does not leave out what the last layer returned, so the head opens after that layer, if at all")
 @pytest.mark.parametrize("wrapping", WRAP)
 def test_a_head_that_only_passes_its_input_on_has_no_backward(wrapping: str) -> None:
     """A model that returns its last layer's output, as BertModel does: the loss is computed outside."""
@@ -308,7 +307,6 @@ def test_detaching_leaves_no_hook_and_no_forward_behind() -> None:
     assert hooks() == before
 
 
-@pytest.mark.xfail(strict=True, reason="detach pops `forward` from the instance, whoever had put one there before")
 def test_detaching_gives_a_layer_its_own_forward_back() -> None:
     """Patched kernels (Liger, accelerate's hooks) set `forward` on the instance: tracing a model must not undo them."""
     model = Model()

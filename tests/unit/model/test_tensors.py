@@ -92,7 +92,6 @@ def test_a_class_is_not_a_record() -> None:
     assert list(tensors_in(Record)) == [] and map_tensors(lambda t: t, Record) is Record
 
 
-@pytest.mark.xfail(strict=True, reason="map_tensors rebuilds with type(value)(dict), which defaultdict does not take, and replace refuses init=False fields")
 @pytest.mark.parametrize("name", ["defaultdict", "init=False"])
 def test_mappings_and_records_with_another_constructor_are_copied(name: str) -> None:
     @dataclasses.dataclass

@@ -79,7 +79,6 @@ def padding(engine: Engine) -> dict[tuple[int, str], Tensor]:
     return {key: value for key, value in found.items() if value.numel()}
 
 
-@pytest.mark.xfail(strict=True, reason="gradient buffers and staging slots are not zero between parameters, and updates walk over the gaps")
 @HOMES
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_padding_stays_zero_after_steps(weights: str, optimizer: str, dtype: Any) -> None:
@@ -235,7 +234,6 @@ def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as
     assert [p.data_ptr() for p in model.parameters()] == before and len(_get_current_dispatch_mode_stack()) == modes
 
 
-@pytest.mark.xfail(strict=True, reason="the device is opened before the store looks at the parameters, and nobody closes it or takes the promise back")
 def test_a_refused_model_leaves_the_device_as_it_was() -> None:
     """Trap H7."""
 
@@ -257,7 +255,6 @@ def test_a_refused_model_leaves_the_device_as_it_was() -> None:
         remove_mode(device.observer)
 
 
-@pytest.mark.xfail(strict=True, reason="an allocation that fails while chunks move in drops the homes of those that have moved: their weights are NaN")
 def test_a_device_that_is_too_full_leaves_the_model_its_weights() -> None:
     """Traps A6, H7: the first half of the chunks streams and has moved when the second half, which is resident, does not fit."""
 
@@ -376,7 +373,7 @@ def test_preparing_and_detaching_five_times_leaves_nothing_on_the_device() -> No
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["host", pytest.param("gpu", marks=pytest.mark.xfail(strict=True, reason="on `sim`, .cpu() of what lived on the device is no copy"))]
+    "optimizer", ["host", "gpu"]
 )
 def test_the_state_that_detach_returns_is_not_on_the_device(optimizer: Any) -> None:
     """Trap H7."""
@@ -387,7 +384,6 @@ def test_the_state_that_detach_returns_is_not_on_the_device(optimizer: Any) -> N
     assert state["state"] and device.observer.live_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, raises=DeviceOutOfMemory, reason="the old optimizer state is still on the device of `sim` while the new plan is attached")
 def test_planning_again_fits_a_device_that_either_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap G12: a re-plan is a part of the lifetime."""
     monkeypatch.setenv("OUTSIZE_CACHE", "")
