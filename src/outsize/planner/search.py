@@ -24,7 +24,7 @@ from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
 
-MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 40, 400, 16_000
+MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 24, 400, 16_000
 """A simulation takes time with the chunks and visits of the model; so many of these are walked in about half a second."""
 FIRST_SHARE = 0.6
 """Of the simulations, for the families; the others refine."""
@@ -80,7 +80,8 @@ class _Search:
     def __init__(self, budgets: Budgets):
         self.budgets, self.space = budgets, budgets.space
         self.tried: dict[Counts, _Tried] = {}
-        size = len(self.space.weight_order) + len(self.space.graph.visits)
+        # Accumulation walks a second kind of backward.
+        size = (len(self.space.weight_order) + len(self.space.graph.visits)) * (1 + (self.space.terms.accumulate > 1))
         self.limit = min(MAX_SIMULATIONS, max(MIN_SIMULATIONS, SIMULATED_ITEMS // size))
 
     def run(self) -> _Tried:
