@@ -1,11 +1,15 @@
 """What all tests share: one thread, one seed, and no GPU tests where there is no GPU."""
 
+import os
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+# Every test takes its own trace: one in the user's cache may be older than the tracer.
+os.environ["OUTSIZE_CACHE"] = ""
 
 # Reductions split their work by the number of threads, so their bits depend on it.
 torch.set_num_threads(1)
