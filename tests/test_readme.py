@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 import zoo
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import zoo
 from torch import nn
 
 import outsize
-from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch, PlanInfeasible
+from outsize.base.errors import ConfigError, EngineMisuse, NonFiniteGradient, OrderMismatch, PlanInfeasible, UpdateFailed
 from outsize.runtime.engine import Engine
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
@@ -85,8 +85,10 @@ def test_a_second_forward_before_backward_is_an_error_that_names_both(strategy: 
     first = model(**zoo.batch("llama"))
     with pytest.raises(EngineMisuse, match="forward 2 begins before the backward of forward 1"):
         model(**zoo.batch("llama"))
-    del first
-    model(**zoo.batch("llama")).loss.backward()  # the first is gone: abandoned, not in the way
+    first.loss.backward()  # the first is as it was
+    second = model(**zoo.batch("llama"))
+    del second
+    model(**zoo.batch("llama")).loss.backward()  # the second is gone: abandoned, not in the way
     engine.optimizer.step()
     engine.detach()
 
@@ -427,3 +429,143 @@ def test_optimizer_state_moves_between_plans_and_the_reference() -> None:
         assert step(plain, reference, seed=seed) == step(again, other.optimizer, seed=seed)
     assert same_weights(plain, again)
     other.detach()
+
+
+def test_a_loss_made_outside_keeps_its_forward_alive_over_zero_grad() -> None:
+    """The outputs' tensors are gone into the loss; their graph is what counts."""
+    plain, reference, model, engine = both("llama", dtype=torch.float32)
+    batch = {"input_ids": zoo.batch("llama")["input_ids"]}
+    for m, o in ((plain, reference), (model, engine.optimizer)):
+        loss = m(**batch).logits.square().mean()
+        o.zero_grad()
+        loss.backward()
+        o.step()
+        o.zero_grad()
+    assert same_weights(plain, model)
+    loss = model(**batch).logits.square().mean()
+    with pytest.raises(EngineMisuse, match="begins before the backward of forward"):
+        model(**batch)
+    loss.backward()
+    engine.detach()
+
+
+def test_broken_gradients_stay_broken_over_a_new_plan() -> None:
+    model = zoo.make("llama")
+    engine = outsize.prepare(model, zoo.batch("llama"), optimizer=SPEC, device="sim:8MiB", chunk_bytes="8KiB")
+    out = model(**zoo.batch("llama"))
+    out.logits.register_hook(_break)
+    with pytest.raises(RuntimeError, match="broken backward"):
+        out.loss.backward()
+    del out
+    model(**zoo.batch("llama", size=3)).loss.backward()
+    with pytest.raises(EngineMisuse, match="broke off"):
+        engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    step(model, engine.optimizer)
+    engine.detach()
+
+
+def test_a_new_plan_takes_positional_and_keyword_inputs() -> None:
+    model = zoo.make("llama")
+    batch, larger = zoo.batch("llama"), zoo.batch("llama", size=4)
+    engine = outsize.prepare(model, batch, optimizer=SPEC, device="sim:8MiB", chunk_bytes="8KiB")
+    out = model(larger["input_ids"], labels=larger["labels"])
+    out.loss.backward()
+    engine.optimizer.step()
+    assert engine.plan.inputs == {"input_ids": (4, 16), "labels": (4, 16)}
+    assert engine.report().gpu_peak_bytes <= engine.plan.estimate.gpu_bytes
+    engine.detach()
+
+
+def test_events_do_not_pile_up() -> None:
+    for how in ({"weights": "host", "optimizer": "gpu"}, {"weights": "gpu", "optimizer": "gpu"}):
+        _, _, model, engine = both(device="sim:64MiB", **how)
+        counts = []
+        for seed in range(6):
+            step(model, engine.optimizer, seed=seed)
+            with torch.no_grad():
+                model(**zoo.batch("llama"))
+            counts.append(len(engine.now.executor._events))
+        assert counts[1] == counts[-1]
+        engine.detach()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_config_with_the_cache_on_is_traced_and_trained_without_it(name: str) -> None:
+    """Trap A17: `use_cache` is on by default in transformers; eager attention would fill it twice under recompute."""
+    model = zoo.make(name)
+    model.config.use_cache = True
+    engine = outsize.prepare(model, zoo.batch(name), optimizer=SPEC, device="sim:4MiB", chunk_bytes="8KiB", pins=outsize.Pins(n_checkpoint=4))
+    for seed in range(2):
+        out = model(**zoo.batch(name, seed=seed))
+        out.loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert engine.report().gpu_peak_bytes == engine.plan.estimate.gpu_bytes
+    engine.detach()
+    assert model.config.use_cache is True
+
+
+def test_a_given_plan_and_other_arguments_must_agree() -> None:
+    model = zoo.make("llama")
+    engine = outsize.prepare(model, zoo.batch("llama"), device="cpu")
+    plan = engine.plan
+    engine.detach()
+    for other in ({"accumulate": 3}, {"optimizer": outsize.AdamW(fp32_grads=True)}, {"gpu_memory": "1KiB"}, {"pins": outsize.Pins(n_swap=1)}):
+        with pytest.raises(ConfigError, match="agree"):
+            outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device="cpu", plan=plan, **other)
+    engine = outsize.prepare(model, zoo.batch("llama"), device="cpu", plan=plan)
+    assert engine.plan is plan
+    engine.detach()
+
+
+def test_a_failed_update_is_remembered_until_state_is_loaded() -> None:
+    _, _, model, engine = both()
+    step(model, engine.optimizer)
+    weights = {n: v.clone() for n, v in model.state_dict().items()}
+    saved = engine.optimizer.state_dict()
+    saved["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()}
+    expected = step(model, engine.optimizer, seed=1)
+    updates = engine.now.updates
+    updates.update_chunk = _fail  # type: ignore[method-assign]
+    with pytest.raises(UpdateFailed):
+        step(model, engine.optimizer, seed=2)
+    del updates.update_chunk
+    for act in (engine.optimizer.step, lambda: model(**zoo.batch("llama"))):
+        with pytest.raises(UpdateFailed):
+            act()
+    model.load_state_dict(weights)
+    engine.optimizer.load_state_dict(saved)
+    assert step(model, engine.optimizer, seed=1) == expected
+    engine.detach()
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("disk on fire")
+
+
+def test_weights_loaded_after_their_optimizer_keep_their_masters() -> None:
+    """A weight that is loaded unchanged keeps the lower half of its master."""
+    plain, reference, model, engine = both()
+    for seed in range(2):
+        step(plain, reference, seed=seed), step(model, engine.optimizer, seed=seed)
+    model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
+    assert step(plain, reference, seed=2) == step(model, engine.optimizer, seed=2)
+    assert same_weights(plain, model) and all(
+        torch.equal(a["lo"], b["lo"]) for a, b in zip(reference.state_dict()["state"].values(), engine.optimizer.state_dict()["state"].values(), strict=True)
+    )
+    engine.detach()
+
+
+def test_modes_of_the_caller_survive_prepare_and_detach() -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils.flop_counter import FlopCounterMode
+
+    before = list(_get_current_dispatch_mode_stack())
+    with FlopCounterMode(display=False) as counter:
+        _, _, model, engine = both()
+        step(model, engine.optimizer)
+    assert counter not in _get_current_dispatch_mode_stack() and counter.get_total_flops() > 0
+    step(model, engine.optimizer)
+    engine.detach()
+    assert _get_current_dispatch_mode_stack() == before

@@ -149,6 +149,9 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
     streamed = sum(engine.layout.chunks[c].nbytes for c in engine.now.place.slots.slot_of)
     assert streamed == sum(c.nbytes for c in engine.layout.chunks) >= weights
     assert engine.now.place.slots.total_bytes < weights / 4
+    trial = engine.device.trial_peak_bytes  # type: ignore[attr-defined]
+    print(f"trial run at most {trial / GiB:.2f} GiB, weights {weights / GiB:.2f} GiB")
+    assert trial < weights / 2, "prepare itself must not hold the model on the GPU"
     losses = train(engine, "7b", 2, size=2, tokens=1024)
     print(losses, engine.report(), f"reserved {torch.cuda.max_memory_reserved() / GiB:.2f} GiB, host {psutil.Process().memory_info().rss / GiB:.1f} GiB")
     assert torch.cuda.max_memory_reserved() <= 24 * GiB
@@ -184,3 +187,42 @@ def test_every_update_ends_before_the_first_failure_is_raised() -> None:
         device.synchronize()
     assert done == [1, 2]
     device.synchronize()
+
+
+class _Named(torch.nn.Module):
+    """Layers with dropout whose input comes by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(_Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x=x)
+        return {"loss": x.square().sum()}
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)
+
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+def test_dropout_is_reproduced_on_the_gpu_also_for_keyword_inputs() -> None:
+    norms = set()
+    for pins in (outsize.Pins(), outsize.Pins(n_checkpoint=3), outsize.Pins(n_offload=3), outsize.Pins(n_swap=3)):
+        model = _Named()
+        x = torch.ones(32, 64)
+        engine = outsize.prepare(model, {"x": x}, device="cuda", pins=pins, optimizer=outsize.AdamW(max_grad_norm=1.0))
+        torch.manual_seed(7)
+        for _ in range(2):
+            model(x=x)["loss"].backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        norms.add(float(engine.grad_norm))
+        engine.detach()
+    assert len(norms) == 1, norms

@@ -26,7 +26,11 @@ def keep(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
     """Only the input stays; backward runs the forward again, with the same random numbers and autocast."""
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    first = next(tensors_in((args, kwargs)), None)
+    if first is None:
+        return forward(*args, **kwargs)
+    # The checkpoint takes the device's random state from positional tensors alone, and a block may be called by keyword.
+    return checkpoint(lambda _: forward(*args, **kwargs), first.new_empty(0), use_reentrant=False)
 
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:

@@ -39,6 +39,8 @@ class CudaDevice(Device):
         self.spec = self._describe()
         self._limit = self._total
         self._workspaces = 0
+        self.trial_peak_bytes = 0
+        """Most that was allocated before the engine opened: in the trial run."""
 
     @property
     def _total(self) -> int:
@@ -78,25 +80,25 @@ class CudaDevice(Device):
 
     @property
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        context = self._total - free - torch.cuda.memory_reserved(self.torch_device)
-        return free + context - sum(self.promised.values())
+        return self._total - sum(self.promised.values())
 
     @property
     def overhead_bytes(self) -> int:
         """Context, library workspaces that the trial run has brought to life, and the allocator's loss."""
         torch.cuda.empty_cache()
-        workspaces = torch.cuda.memory_allocated(self.torch_device)
+        # With another engine at work, what is allocated is its own; the libraries' part was measured before it opened.
+        workspaces = self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
         return self._outside + workspaces + _SLACK_BYTES + int(self._limit * _SLACK_SHARE)
 
     def limit(self, num_bytes: int) -> None:
-        """`num_bytes` is the total with the context; the allocator gets the rest."""
-        self._limit = min(num_bytes, self._total)
+        """`num_bytes` is the total with the context; the allocator gets the rest, beside what other engines were promised."""
+        self._limit = min(num_bytes + sum(self.promised.values()), self._total)
         torch.cuda.set_per_process_memory_fraction(max(0.0, (self._limit - self._outside) / self._total), self.torch_device)
 
     def open(self, owner: int, budget_bytes: int) -> None:
         super().open(owner, budget_bytes)
         torch.cuda.empty_cache()
+        self.trial_peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
         if len(self.promised) == 1:
             self._workspaces = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -44,8 +44,14 @@ _FLOPS = {
 
 
 def push_mode(mode: TorchDispatchMode) -> None:
-    """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called it."""
+    """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called it.
+
+    At the bottom of the stack, so that the `with` blocks of callers still find their own modes on top.
+    """
+    above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
     _push_mode(mode)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:

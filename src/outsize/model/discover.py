@@ -23,8 +23,6 @@ class Layer:
     """Equal for layers that do the same work on other weights."""
     is_last: bool
     """Of its list: a region begins when it returns."""
-    ends_run: bool
-    """The next layer of the list has another structure, or there is none."""
 
 
 def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[Layer, ...]:
@@ -34,9 +32,8 @@ def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[L
     for path, modules in lists:
         structures = _structures(modules) if modules else []
         for i, module in enumerate(modules):
-            ends_run = i + 1 == len(modules) or structures[i + 1] != structures[i]
             name = f"{path}.{i}" if path else str(i)
-            layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i + 1 == len(modules), ends_run=ends_run))
+            layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i + 1 == len(modules)))
     seen: dict[int, str] = {}
     for layer in layers:
         for module in layer.module.modules():

@@ -63,6 +63,7 @@ class Hazards:
             self._readers.pop(buffer, None)
         return entry[0]
 
-    def settled(self) -> dict[Lane, int]:
-        """Per lane: how many of its actions every lane knows to be over, so that none of them is waited for again."""
-        return {lane: min(known[lane] for known in self._known.values()) for lane in LANES}
+    def wanted(self) -> set[Token]:
+        """The actions that a later one may still have to wait for."""
+        latest = [token for token, _ in self._writer.values()]
+        return {*latest, *(token for readers in self._readers.values() for token, _ in readers.values())}

@@ -73,6 +73,10 @@ class Phases:
         self.forward.append(ForwardPhase())
         self._mark(self.forward[-1])
 
+    def reopen_forward(self) -> None:
+        """Weights were brought: the phase begins now."""
+        self._mark(self.forward[-1])
+
     def close_forward(self) -> ForwardPhase:
         phase = self.forward[-1]
         self._take(phase)

@@ -1,7 +1,7 @@
 """Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
 
-Of each run of equal layers the first, the second and the last really run (what is alive around a layer differs at the ends of a run);
-those between pass their input through and get the second one's numbers. Only the weights of layers that run, and those outside layers,
+Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the ends); the others
+pass their input through and get the second one's numbers. Only the weights of layers that run, and those outside layers,
 are put on the device. Each activation strategy is measured in a pass of its own, through the code that the engine runs.
 Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
 """
@@ -22,6 +22,7 @@ from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
 from outsize.base.records import fingerprint
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
@@ -85,8 +86,6 @@ class _Pass:
         if visit > 0:
             self._close_forward(visit - 1)
         self.layer_of.append(layer)
-        if layer is not None:
-            self.tracer.bring(self.tracer.layers[layer].module)
         if visit > 0:
             self.phases.open_forward()
 
@@ -99,10 +98,12 @@ class _Pass:
             self.phases.takes(visit, inputs[0].untyped_storage(), others)
             self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
         key = self.keys[visit] = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
-        if self._ran.get(key, 0) >= 2 and not facts.ends_run and (skip := self._pass_through.get(key)) is not None:
+        if self._ran.get(key, 0) >= 2 and not facts.is_last and (skip := self._pass_through.get(key)) is not None:
             self.skipped.add(visit)
             return skip(inputs[0])
         self._ran[key] = self._ran.get(key, 0) + 1
+        self.tracer.bring(facts.module)
+        self.phases.reopen_forward()
         parcel = self._parcels[visit] = Parcel()
         outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
         self._pass_through[key] = _pass_through(inputs[0], outputs) if inputs else None
@@ -267,6 +268,7 @@ class Tracer:
         grads = [(p, p.grad) for p in self.model.parameters()]
         for param, _ in grads:
             param.grad = None
+        cached = turn_caches_off(self.model)
         outside = nn.ParameterList([p for p in self.model.parameters() if id(p) not in inside])
         self.bring(outside)
         self._static |= {b.untyped_storage()._cdata for b in self.model.buffers()}
@@ -286,6 +288,7 @@ class Tracer:
                     if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
                         buffer.copy_(saved)
             torch.set_rng_state(rng)
+            turn_caches_on(cached)
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
             self.device.set_rng_state(device_rng)

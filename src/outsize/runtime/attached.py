@@ -40,10 +40,10 @@ class Attached:
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         self.planned, self.device = planned, device
         self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
+        self.store = Store(model, self.place, device)
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
-        self.store = Store(model, self.place, device)
         group_of = {name: i for i, group in enumerate(optimizer.param_groups) for name in group["param_names"]}
         self.updates = Updates(self.store, lambda: optimizer.param_groups, group_of)
         # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.

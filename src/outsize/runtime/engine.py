@@ -4,6 +4,7 @@
 and pending gradients carried over by parameter name.
 """
 
+import inspect
 import math
 import os
 import time
@@ -101,6 +102,7 @@ class Engine:
 
     def step(self) -> None:
         self._passes.settle()
+        self._steps.require_usable()
         self._steps.require_whole("step")
         self._require_idle("step")
         self._steps.step()
@@ -109,8 +111,9 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Discard pending gradients. Never waits."""
+        if self.now.executor.stage is Stage.BACKWARD:
+            self._passes.roll_back()
         self._steps.require_confirmed("zero_grad() was called before it")
-        self._passes.settle()
         self.now.gradients.discard()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -166,6 +169,11 @@ class Engine:
             raise EngineMisuse(tell(f"the state of {name} has {', '.join(sorted(missing))}", "it is missing", "Load a state that outsize saved"))
         self.now.updates.load_state(name, {**{key: torch.zeros(()) for key in missing}, **state})
 
+    def state_was_loaded(self) -> None:
+        """The optimizer's state was loaded: a run that broke off in an update may go on from it. Load the weights first."""
+        self.now.gradients.discard()
+        self._steps.state_was_loaded()
+
     def _require_idle(self, verb: str) -> None:
         stage = self._passes.settle()
         if stage is not Stage.IDLE:
@@ -180,7 +188,8 @@ class Engine:
         largest = max((math.prod(shape) for shape in planned.values()), default=0)
         if any(math.prod(shape) > math.prod(planned[name]) if name in planned else math.prod(shape) > largest for name, shape in given.items()):
             log.info("a batch of %s is larger than the plan's %s: planning again", given, planned)
-            self.replan(args if args else kwargs, self.plan.terms)
+            bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
+            self.replan({**bound.arguments, **bound.arguments.pop("kwargs", {})}, self.plan.terms)
 
     def replan(self, batch: Any, terms: Terms) -> None:
         """Plan again for a batch and go on from the same state. If nothing fits, the old plan stays and PlanInfeasible says so."""
@@ -190,7 +199,7 @@ class Engine:
         gradients = self.now.gradients
         with self.device.on_host():
             pending = {name: gradients.pending(name).detach().cpu().clone() for name in gradients.landed}
-            total = gradients.total.detach().cpu().clone()
+            total, broken = gradients.total.detach().cpu().clone(), gradients.broken
         state = self._release()
         planned = old
         try:
@@ -201,3 +210,4 @@ class Engine:
                 self.now.updates.load_state(name, values)
             self.now.gradients.restore(pending)
             self.now.gradients.total.copy_(total)
+            self.now.gradients.broken = broken

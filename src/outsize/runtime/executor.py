@@ -40,7 +40,7 @@ class Executor:
         self.current_visit: int | None = None
         """The visit whose forward or backward is open."""
         self.issued: list[str] = []
-        """What was issued since the last step began, as text."""
+        """What was issued since the last forward began, as text."""
         self._update_chunk = update_chunk
         self._events: dict[Token, Event] = {}
         self._queue: tuple[Action, ...] = ()
@@ -54,6 +54,7 @@ class Executor:
 
     def begin_forward(self) -> None:
         self.stage, self._queue, self._next, self._updating = Stage.FORWARD, self.schedule.forward, 0, False
+        self.issued = []
 
     def enter_forward(self, visit: int, layer: str | None) -> None:
         """`layer`: the name of the layer that opens, None for a region."""
@@ -110,6 +111,7 @@ class Executor:
 
     def leave_unscheduled(self) -> None:
         self._close_open()
+        self._forget()
 
     # Walking.
 
@@ -146,8 +148,12 @@ class Executor:
             self._issue(action)
             self._next += 1
         self.current_visit = None
-        settled = self.hazards.settled()
-        self._events = {token: event for token, event in self._events.items() if token[1] > settled[token[0]]}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop events that nobody can wait for any more."""
+        wanted = self.hazards.wanted()
+        self._events = {token: event for token, event in self._events.items() if token in wanted}
 
     # Issuing.
 

@@ -66,16 +66,16 @@ class Gradients:
         """Raise if a gradient of this chunk is not finite (updates in backward look at one chunk at a time)."""
         for piece in self._store.place.chunk(index).pieces:
             if piece.name in self.landed and not bool(torch.isfinite(self._norm_of[piece.name])):
-                raise self.error([piece.name])
+                raise self.error([piece.name], "The blocks after it are already updated: load weights and optimizer state from the last checkpoint")
 
     def not_finite(self) -> list[str]:
         return [name for name in self._names if name in self.landed and not bool(torch.isfinite(self._norm_of[name]))]
 
-    def error(self, names: list[str]) -> NonFiniteGradient:
+    def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
         blocks = {place.graph.visit_name(place.chunk(place.layout.place[name][0]).visits[0]) for name in names}
         found = f"that of {names[0]} (block {', '.join(sorted(blocks))}{f', and {len(names) - 1} more parameters' if len(names) > 1 else ''}) is not"
-        do = "Lower the learning rate or look at the batch; AdamW(nonfinite='skip') skips such steps. Weights and optimizer are untouched"
+        do = f"Lower the learning rate or look at the batch; AdamW(nonfinite='skip') skips such steps. {state}"
         return NonFiniteGradient(tell("every gradient is finite", found, do))
 
     def pending(self, name: str) -> Tensor:

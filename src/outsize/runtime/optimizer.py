@@ -47,7 +47,7 @@ class AdamW:
     max_grad_norm: float | None = None
     """Clip the global gradient norm at each step."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """What a step does when a gradient is not finite. Either way nothing is changed by it."""
+    """What a step does when a gradient is not finite. Either way nothing is changed by it (unless it updates in backward)."""
     fp32_grads: bool = False
     """Accumulate gradients of bf16 parameters in fp32."""
     update: UpdateMode = "after_step"
@@ -93,6 +93,7 @@ class OwnsState(Protocol):
     def zero_grad(self) -> None: ...
     def optimizer_state(self, name: str) -> dict[str, Tensor]: ...
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None: ...
+    def state_was_loaded(self) -> None: ...
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -157,3 +158,4 @@ class EngineOptimizer(torch.optim.Optimizer):
         empty = {"step": torch.tensor(0.0)}
         for number, name in enumerate(order):
             self._engine.load_optimizer_state(name, state_dict["state"].get(number, empty))
+        self._engine.state_was_loaded()

@@ -36,8 +36,8 @@ class Passes:
         self._forward_number = 0
         """Of the training forward that the next backward belongs to."""
         self._last_layer: str | None = None
-        self._outputs: list[weakref.ref[Tensor]] = []
-        self._autocast_cache = True
+        self._alive: Callable[[], _Alive | None] = lambda: None
+        self._autocast_cache: bool | None = None
 
     def attach(self) -> None:
         # Modules outside layers that own weights open themselves when they are called outside the model's forward (an encoder by itself).
@@ -77,6 +77,7 @@ class Passes:
 
     def _begin_training(self) -> None:
         executor = self._holder.now.executor
+        self._steps.require_usable()
         self._steps.require_confirmed("another forward began")
         if executor.stage is Stage.WAITING and self._outputs_are_held():
             found = f"forward {self._course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held"
@@ -115,17 +116,20 @@ class Passes:
         return RUN[strategy](forward, args, kwargs, parcel, now.is_static)
 
     def forward_ends(self, outputs: Any, *, failed: bool) -> None:
-        torch.set_autocast_cache_enabled(self._autocast_cache)
+        if self._autocast_cache is not None:
+            torch.set_autocast_cache_enabled(self._autocast_cache)
+            self._autocast_cache = None
         executor = self._holder.now.executor
         try:
             if not self._training:
                 executor.leave_unscheduled()
             elif failed:
-                executor.roll_back()
+                if executor.stage is Stage.FORWARD:  # else it was refused before it began, and an earlier one still waits
+                    executor.roll_back()
             else:
                 executor.end_forward()
-                self._outputs = [weakref.ref(t) for t in with_grad(outputs)]
-                if not self._outputs:
+                self._alive = _mark_graph(with_grad(outputs))
+                if self._alive() is None:
                     executor.roll_back()
         finally:
             self._device.watching(False)
@@ -168,4 +172,17 @@ class Passes:
         return executor.stage
 
     def _outputs_are_held(self) -> bool:
-        return any(ref() is not None for ref in self._outputs)
+        return self._alive() is not None
+
+
+class _Alive:
+    """Lives as long as the graph it was put on."""
+
+
+def _mark_graph(tensors: list[Tensor]) -> "Callable[[], _Alive | None]":
+    """Tells whether any of these tensors' graphs is still there: the tensors themselves may be gone into a loss."""
+    mark = _Alive()
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.metadata["outsize"] = mark  # type: ignore[index]
+    return weakref.ref(mark)

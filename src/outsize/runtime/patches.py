@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, tell
+from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.runtime.store import Store
 
 
@@ -19,7 +20,6 @@ class Patches:
         self._model, self._store, self._drain = model, store, drain
         self._handles: list[Any] = []
         self._attributes: list[tuple[nn.Module, str]] = []
-        self._config: list[tuple[Any, bool]] = []
         names = {id(p): name for name, p in store.params.items()}
         for path, module in model.named_modules():
             self._set(module, "__deepcopy__", _refuse("deepcopy", path))
@@ -30,27 +30,18 @@ class Patches:
                 self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
                 self._handles.append(module.register_load_state_dict_pre_hook(self._writes(owned)))
         self._set(model, "zero_grad", lambda set_to_none=True: zero_grad())
-        self._turn_cache_off()
+        self._cached = turn_caches_off(model)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         module.__dict__[name] = value
         self._attributes.append((module, name))
-
-    def _turn_cache_off(self) -> None:
-        """A key-value cache filled in training keeps activations alive and breaks recompute. Generation asks for its own."""
-        top = getattr(self._model, "config", None)
-        for config in [top, *(getattr(top, name, None) for name in ("text_config", "decoder", "encoder"))]:
-            if config is not None and getattr(config, "use_cache", False) is True:
-                config.use_cache = False
-                self._config.append((config, True))
 
     def undo(self) -> None:
         for handle in self._handles:
             handle.remove()
         for module, name in self._attributes:
             module.__dict__.pop(name, None)
-        for config, value in self._config:
-            config.use_cache = value
+        turn_caches_on(self._cached)
 
     def _reads(self, owned: dict[str, str]) -> Callable[..., None]:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -26,6 +26,8 @@ class Steps:
         self._step: Step | None = None
         self._clip_at = spec.max_grad_norm
         self._half_updated = False
+        self._failed: str | None = None
+        """What went wrong in an update: some weights are new, some old."""
         self.num_made = 0
         self.num_skipped = 0
 
@@ -61,7 +63,8 @@ class Steps:
                 updates.update_chunk(chunk, step)
             except Exception as error:
                 found = f"chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with {type(error).__name__}: {error}"
-                raise UpdateFailed(tell("every update completes", found, "Resume from the last checkpoint")) from None
+                self._failed = tell("every update completes", found, "Load weights and optimizer state from the last checkpoint")
+                raise UpdateFailed(self._failed) from None
 
         return work
 
@@ -101,6 +104,14 @@ class Steps:
         self._half_updated |= bool(self._made)
         self._made = {}
 
+    def require_usable(self) -> None:
+        if self._failed is not None:
+            raise UpdateFailed(self._failed)
+
+    def state_was_loaded(self) -> None:
+        """Weights and optimizer are whole again."""
+        self._failed, self._half_updated = None, False
+
     def require_confirmed(self, found: str) -> None:
         if self._made:
             do = "Call engine.optimizer.step() first: the weights are already updated"
@@ -111,7 +122,7 @@ class Steps:
         broken = self._holder.now.gradients.broken
         if self._half_updated:
             found = f"the last one broke off in {broken} after some weights were updated"
-            raise EngineMisuse(tell(f"{verb}() follows a complete backward", found, "Resume from the last checkpoint"))
+            raise EngineMisuse(tell(f"{verb}() follows a complete backward", found, "Load weights and optimizer state from the last checkpoint"))
         if broken is not None:
             do = "Call zero_grad(); weights and optimizer are as before it"
             raise EngineMisuse(tell(f"{verb}() follows a complete backward", f"the last one broke off in {broken}", do))

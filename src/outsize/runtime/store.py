@@ -135,16 +135,16 @@ class Store:
         return self._view(self.truth(index), index, piece)
 
     def write(self, name: str, value: Tensor) -> None:
-        """A new value from outside: the master is the value itself."""
+        """A new value from outside: where it differs from the weight, it is the master too."""
         index, piece = self.place.layout.place[name]
-        with torch.no_grad():
-            self.read(name).copy_(value)
+        with torch.no_grad(), self.device.on_host():
+            weight = self.read(name)
+            if self.place.chunk(index).is_split:
+                lo = self.state_views(name)["lo"]
+                lo.masked_fill_((weight != value.to(weight.device, weight.dtype)).to(lo.device), 0)
+            weight.copy_(value)
             if self.place.has_host_weights(index) and not self.place.streams(index):
                 self._view(self.gpu["weights", index], index, piece).copy_(value)
-            if self.place.chunk(index).is_split:
-                lo = self.state(index)[2]
-                assert lo is not None
-                lo[piece.offset : piece.offset + piece.numel].zero_()
         self.invalidate(index)
 
     def invalidate(self, index: int) -> None:

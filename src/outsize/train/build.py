@@ -65,14 +65,18 @@ def prepare(
     host_budget = parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(free_host_bytes() * 0.9)
     size = parse_bytes(chunk_bytes, name="chunk_bytes")
     given = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
+    if given is not None:
+        _agree(given, terms, gpu_budget, host_budget, pins)
 
     def planner(model: nn.Module, batch: Any, terms: Terms) -> Planned:
         # The trial run may need more than the plan will: it keeps what a plan would send away.
         where.limit(where.spec.gpu_bytes)
-        graph, trace = traced(model, _grown(batch, max_shape), layers, where)
-        where.limit(gpu_budget)
+        try:
+            graph, trace = traced(model, _grown(batch, max_shape), layers, where)
+        finally:
+            where.limit(gpu_budget)
         layout = pack(graph, given.chunk_bytes if given is not None else size)
-        if given is not None:
+        if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
             return Planned(graph, layout, given)
         made = search(
@@ -83,6 +87,20 @@ def prepare(
 
     planned = planner(model, batch, terms)
     return Engine(model, layers, planned, device=where, optimizer=spec, planner=planner)
+
+
+def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None) -> None:
+    """A whole plan leaves nothing to choose: what is asked for beside it must be what it says."""
+    conflicts = [f"{name} is {theirs!r} in the plan and {mine!r} here" for name, theirs, mine in (
+        ("update", given.terms.update, terms.update), ("accumulate", given.terms.accumulate, terms.accumulate),
+        ("fp32_grads", given.terms.fp32_grads, terms.fp32_grads)) if theirs != mine]  # fmt: skip
+    for resource, needed, allowed in (("gpu_memory", given.estimate.gpu_bytes, gpu_budget), ("host_memory", given.estimate.host_bytes, host_budget)):
+        if needed > allowed:
+            conflicts.append(f"it needs {show_bytes(needed)} of {resource} and {show_bytes(allowed)} is allowed")
+    if pins is not None:
+        conflicts.append(f"pins are given too ({pins})")
+    if conflicts:
+        raise ConfigError(tell("a plan and the other arguments of prepare agree", "; ".join(conflicts), "Change one of them, or let the plan be made"))
 
 
 def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:

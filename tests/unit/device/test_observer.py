@@ -196,7 +196,7 @@ def test_a_mode_leaves_from_the_middle_of_the_stack_and_the_others_stay_in_order
     for mode in (below, middle, above, top):
         push_mode(mode)
     remove_mode(middle)
-    assert _get_current_dispatch_mode_stack() == [*before, below, above, top]
+    assert _get_current_dispatch_mode_stack() == [top, above, below, *before]  # each is pushed below those of the caller
     x = torch.zeros(10)
     assert middle.live_bytes == 0 and top.live_bytes == 40
     for mode in (below, top, above):
@@ -209,7 +209,7 @@ def test_removing_a_mode_that_is_not_there_changes_nothing() -> None:
     mode = Named()
     push_mode(mode)
     remove_mode(Observer())
-    assert _get_current_dispatch_mode_stack()[-1] is mode
+    assert _get_current_dispatch_mode_stack()[0] is mode
     remove_mode(mode)
 
 

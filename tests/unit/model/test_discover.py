@@ -126,14 +126,13 @@ def test_layers_that_differ_in_their_number_alone_do_the_same_work(kind: str) ->
     """`layer_idx` counts the layers and is not part of what they do."""
     layers = find_layers(zoo.make(kind))
     assert len({layer.structure for layer in layers}) == 1
-    assert [layer.ends_run for layer in layers] == [False] * (len(layers) - 1) + [True]
 
 
 def test_gemma_alternates() -> None:
     layers = find_layers(zoo.make("gemma2"))
     sliding, full = layers[0].structure, layers[1].structure
     assert sliding != full and [layer.structure for layer in layers] == [sliding, full, sliding, full]
-    assert all(layer.ends_run for layer in layers) and [layer.is_last for layer in layers] == [False, False, False, True]
+    assert [layer.is_last for layer in layers] == [False, False, False, True]
 
 
 def test_the_first_layer_of_t5_has_a_position_table_and_is_of_another_kind() -> None:

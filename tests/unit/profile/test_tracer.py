@@ -257,9 +257,9 @@ def test_three_layers_and_twelve_give_the_same_work() -> None:
     assert many.held_bytes == few.held_bytes
 
 
-@pytest.mark.parametrize(("kind", "ran"), [("llama", {0, 1, 7}), ("gemma2", set(range(8)))])
+@pytest.mark.parametrize(("kind", "ran"), [("llama", {0, 1, 7}), ("gemma2", {0, 1, 2, 3, 7})])
 def test_of_many_equal_layers_the_first_two_and_the_last_run(kind: str, ran: set[int]) -> None:
-    """Trap F6: the cost of profiling is bounded. Layers that alternate end a run each."""
+    """Trap F6: the cost of profiling is bounded, also where kinds of layers alternate."""
     from transformers import Gemma2ForCausalLM, LlamaForCausalLM
 
     config = zoo.make(kind).config
