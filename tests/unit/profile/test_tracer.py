@@ -498,3 +498,26 @@ def test_layers_know_every_strategy_and_regions_only_to_keep(kind: str) -> None:
         expected = STRATEGIES if graph.blocks[block].kind == "layer" else ("keep",)
         assert found.strategies(visit) == expected
     assert found.inputs == {name: tuple(t.shape) for name, t in zoo.batch(kind).items()}
+
+
+class _Recording(Tracer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.modules: list[nn.Module] = []
+
+    def bring(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        super().bring(module)
+
+
+def test_only_layers_that_run_are_brought_to_the_device() -> None:
+    """Trap F6, design 3.7: prepare never has the whole model on the device."""
+    from transformers import LlamaForCausalLM
+
+    config = zoo.make("llama").config
+    config.num_hidden_layers = 12
+    model = LlamaForCausalLM._from_config(config).train()
+    tracer = _Recording(model, zoo.batch("llama"), find_layers(model), CpuDevice())
+    tracer.trace()
+    brought = {i for i, layer in enumerate(model.model.layers) if any(layer is module for module in tracer.modules)}
+    assert brought == {0, 1, 11}
