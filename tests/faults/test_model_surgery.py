@@ -31,6 +31,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "llama"
     return float(out.loss.detach())
 
 
+def losses_over(data: list[dict[str, torch.Tensor]], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def test_state_dict_holds_the_weights_and_the_same_keys_as_before() -> None:
     """Traps A9, A25, H8: names untouched, values from home."""
     plain = zoo.make("llama", dtype=torch.bfloat16)
@@ -135,21 +146,11 @@ class FusedLoss(nn.Module):
 def test_a_head_read_without_a_call_is_present() -> None:
     data = cells.batches("llama", 3)
 
-    def run(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = []
-        for batch in data:
-            loss = model(**batch)["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-        return losses
-
     plain = FusedLoss()
-    expected = run(plain, cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1))
+    expected = losses_over(data, plain, cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1))
     model = FusedLoss()
     engine = cells.prepare_by_hand(model, data[0], spec=SPEC, weights="host", optimizer="host", strategy="recompute")
-    assert run(model, engine.optimizer) == expected
+    assert losses_over(data, model, engine.optimizer) == expected
     engine.detach()
 
 
@@ -204,21 +205,11 @@ class _TransposedWeight(nn.Module):
 def test_weights_on_ctx_and_permuted_weights_train_to_the_bit(block: type[nn.Module], strategy: str) -> None:
     data = [{"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(i))} for i in range(3)]
 
-    def run(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = []
-        for batch in data:
-            loss = model(**batch)["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-        return losses
-
     plain = _Stack(block)
-    expected = run(plain, cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1))
+    expected = losses_over(data, plain, cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1))
     model = _Stack(block)
     engine = cells.prepare_by_hand(model, data[0], spec=SPEC, weights="host", optimizer="host", strategy=strategy, depth=0, chunk_bytes=128)
-    assert run(model, engine.optimizer) == expected
+    assert losses_over(data, model, engine.optimizer) == expected
     assert model.layers[0].state_dict().keys() == plain.layers[0].state_dict().keys()
     engine.detach()
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(model.parameters(), plain.parameters(), strict=True))

@@ -17,11 +17,10 @@ from outsize.device.device import Device, Event, Meter
 from outsize.device.pinned import pinned_empty
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.lanes import Lane
-from outsize.hardware.spec import HardwareSpec
+from outsize.hardware.spec import ALLOCATOR_SHARE, HardwareSpec
 
 _SLACK_BYTES = 64 * 2**20
-_SLACK_SHARE = 0.03
-"""Kept free for what the caching allocator loses to rounding and fragments. A constant until it is measured."""
+"""Kept free beside the allocator's share: small plans lose more than in proportion."""
 
 
 class CudaDevice(Device):
@@ -88,7 +87,7 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
         # With another engine at work, what is allocated is its own; the libraries' part was measured before it opened.
         workspaces = self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
-        return self._outside + workspaces + _SLACK_BYTES + int(self._limit * _SLACK_SHARE)
+        return self._outside + workspaces + _SLACK_BYTES + int(self._limit * ALLOCATOR_SHARE)
 
     def limit(self, num_bytes: int) -> None:
         """`num_bytes` is the total with the context; the allocator gets the rest, beside what other engines were promised."""

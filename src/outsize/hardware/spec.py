@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+ALLOCATOR_SHARE = 0.03
+"""Of a card's memory, kept free for what the caching allocator loses to rounding and fragments. A constant until it is measured."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareSpec:

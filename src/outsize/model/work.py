@@ -33,11 +33,6 @@ class Work:
     """… until this later visit's forward (-1: none); it is dead before that visit reaches its own peak."""
 
 
-NOTHING = Work(
-    forward_seconds=0.0, backward_seconds=0.0, forward_peak_bytes=0, forward_delta_bytes=0, backward_peak_bytes=0, backward_delta_bytes=0,
-    sent_bytes=0, released_bytes=0, late_bytes=0, late_visit=-1,
-)  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:

@@ -22,7 +22,7 @@ from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import CATALOG, lookup
-from outsize.hardware.spec import HardwareSpec
+from outsize.hardware.spec import ALLOCATOR_SHARE, HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
@@ -37,8 +37,6 @@ from outsize.runtime.optimizer import AdamW
 
 CONTEXT_BYTES = 600 * 2**20
 """What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` measures it."""
-SLACK_SHARE = 0.03
-"""What the caching allocator loses to rounding and fragments, as device/cuda.py reckons."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException,
@@ -126,7 +124,7 @@ def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> int:
     if asked > spec.gpu_bytes:
         found = f"{exact_bytes(asked)} was asked for"
         raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(spec.gpu_bytes)} of {spec.name}", found, "Ask for less, or name other hardware"))
-    budget = asked - (CONTEXT_BYTES + int(asked * SLACK_SHARE) if spec.name in CATALOG else 0)
+    budget = asked - (CONTEXT_BYTES + int(asked * ALLOCATOR_SHARE) if spec.name in CATALOG else 0)
     if budget <= 0:
         least = f"gpu_memory is more than the {show_bytes(CONTEXT_BYTES)} that a CUDA process takes by itself"
         raise ConfigError(tell(least, f"{exact_bytes(asked)} was given", "Give more"))

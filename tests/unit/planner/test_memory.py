@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from synthetic import Case, make_case, random_case, random_decision
+from synthetic import NOTHING, Case, make_case, random_case, random_decision
 
-from outsize.model.work import NOTHING, Shared, Work
+from outsize.model.work import Shared, Work
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import HighWater, high_water
 

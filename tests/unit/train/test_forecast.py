@@ -16,9 +16,10 @@ from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.base.units import exact_bytes
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
+from outsize.hardware.spec import ALLOCATOR_SHARE
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
-from outsize.train.forecast import CONTEXT_BYTES, SLACK_SHARE, batch_for, fake_trace, plan
+from outsize.train.forecast import CONTEXT_BYTES, batch_for, fake_trace, plan
 
 ROWS, TOKENS = 2, 24
 
@@ -75,7 +76,7 @@ def test_eight_billion_parameters_take_no_memory_and_leave_the_random_numbers_al
     assert torch.equal(torch.get_rng_state(), state)
     text = str(made)
     assert "rtx4090" in text and "model.layers" in text and "tokens/s" in text
-    assert made.plan.estimate.gpu_bytes <= 24 * 2**30 - CONTEXT_BYTES - int(24 * 2**30 * SLACK_SHARE) == made.plan.gpu_budget_bytes
+    assert made.plan.estimate.gpu_bytes <= 24 * 2**30 - CONTEXT_BYTES - int(24 * 2**30 * ALLOCATOR_SHARE) == made.plan.gpu_budget_bytes
     assert "rtx4090: " in made.summary() and "\n" not in made.summary()
 
 
