@@ -1,0 +1,190 @@
+"""RunConfig: what a run is, as the user wrote it. `read.py` makes one out of YAML and answers for its being sound.
+
+The names are those Axolotl and transformers users know. To add a key, add a field: its type (see `kinds.py`) is how it is checked, its default how
+it is when left out, and docs/config.md lists it.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from outsize.config.kinds import (
+    Adapter,
+    Bf16,
+    Checkpoint,
+    Count,
+    CountFromZero,
+    NotNegative,
+    Optimizer,
+    PinName,
+    PlanFile,
+    Positive,
+    Rule,
+    Scheduler,
+    Seed,
+    Share,
+    ShareBelowOne,
+    ShareOrCount,
+    Size,
+    TargetModules,
+    Text,
+    Trackers,
+    When,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetConfig:
+    path: Text
+    """A local file or folder, or a hub id. A dataset written as a plain text is its path."""
+    type: Annotated[Literal["completion", "chat_template"], Rule(expected="completion or chat_template")] | None = None
+    """How a row becomes tokens. None: told from the columns."""
+    field: Text = "text"
+    """The column of a completion."""
+    field_messages: Text = "messages"
+    """The column of a conversation."""
+    split: Text = "train"
+    name: Text | None = None
+    """The configuration of a hub dataset that has several."""
+    ds_type: Literal["json", "jsonl", "text", "parquet"] | None = None
+    """The format of local files. None: told from their names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A field is a key of the same name, unless its metadata says `key`: another name, or none where it is empty."""
+
+    base_model: Text
+    """A local folder or a hub id."""
+    reinit_weights: bool = False
+    """Random weights, made from the model's config."""
+
+    datasets: Annotated[tuple[DatasetConfig, ...], Rule(expected="a list of at least one dataset", holds=bool)]
+    test_datasets: tuple[DatasetConfig, ...] = ()
+    """What to evaluate on."""
+    val_set_size: ShareOrCount = 0
+    """Held out of `datasets` to evaluate on: a share below 1, or a number of examples."""
+    sequence_len: Count = 2048
+    """Tokens in the longest row."""
+    sample_packing: bool = False
+    """Several examples in a row, each blind to the others. Packed rows are padded to `sequence_len`."""
+    pad_to_sequence_len: bool = False
+    train_on_inputs: bool = False
+    """Whether the loss counts the tokens that the model is asked with."""
+    excess_length_strategy: Literal["split", "truncate", "drop", "raise"] = "split"
+    """What becomes of an example longer than `sequence_len`."""
+    chat_template_jinja: Text | None = None
+    """A template's text or the path of one. None: the tokenizer's own."""
+
+    micro_batch_size: Count = 1
+    """Rows in a forward pass."""
+    eval_batch_size: Count | None = None
+    """None: `micro_batch_size`."""
+    gradient_accumulation_steps: Count = 1
+    """Backward passes per step."""
+    num_epochs: Positive = 1.0
+    max_steps: Count | None = None
+    """In place of `num_epochs`."""
+
+    learning_rate: Positive = 2e-5
+    lr_scheduler: Scheduler = "cosine"
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """What the scheduler takes beside the number of steps, such as `min_lr`."""
+    warmup_steps: CountFromZero | None = None
+    warmup_ratio: Share | None = None
+    """Warmup as a share of all steps."""
+    optimizer: Optimizer = "adamw"
+    adam_beta1: ShareBelowOne = 0.9
+    adam_beta2: ShareBelowOne = 0.999
+    adam_epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: NotNegative = 1.0
+    """0: no clipping."""
+
+    output_dir: Text = "out"
+    save_strategy: When = "steps"
+    save_steps: Count | None = None
+    """Steps between checkpoints under `save_strategy: steps`. None: one at the end; with `load_best_model_at_end`, one at each evaluation."""
+    save_total_limit: Count | None = None
+    """Checkpoints to keep; older ones are deleted. None: all."""
+    save_only_model: bool = False
+    """Checkpoints without optimizer state, from which no run can resume."""
+    eval_strategy: When | None = None
+    """None: see `evaluates`."""
+    eval_steps: Count | None = None
+    load_best_model_at_end: bool = False
+    metric_for_best_model: Text | None = None
+    """None: the evaluation loss."""
+    early_stopping_patience: Count | None = None
+    """Evaluations without improvement after which the run ends."""
+    logging_steps: Count = 1
+    report_to: Trackers = ()
+    """Names of trackers, as in transformers."""
+
+    seed: Seed = 42
+    data_seed: Seed | None = None
+    """Of the order of examples. None: `seed`."""
+    bf16: Bf16 = True
+    """Weights in bf16 with exact fp32 masters. False: fp32 weights."""
+    attn_implementation: Text | None = None
+    """As in transformers: sdpa, flash_attention_2, eager, … None: its choice."""
+    dataloader_num_workers: CountFromZero = 0
+
+    gpu_memory: Size | None = None
+    """The most device memory to use, CUDA context included. None: what is free."""
+    host_memory: Size | None = None
+    """The most host memory to use. None: what is free, less a tenth."""
+    device: Text | None = None
+    """`cuda`, `cpu`, `sim:24GiB`, `sim:rtx4090`. None: the GPU if there is one."""
+    plan_file: PlanFile | None = field(default=None, metadata={"key": "plan"})
+    """A whole plan to use as it is."""
+    pins: dict[PinName, CountFromZero] | None = field(default=None, metadata={"key": "plan"})
+    """Parts of the plan to fix; the search fills in the rest."""
+    activation_offloading: bool | None = None
+    """Whether activations may go to the host. None: the plan decides."""
+    chunk_bytes: Size | None = None
+    """Upper bound of a chunk. None: the library's."""
+
+    adapter: Adapter | None = None
+    """None: all weights are trained."""
+    lora_r: Count = 8
+    lora_alpha: Annotated[float | int, Rule(expected="a number above 0", holds=lambda value: value > 0)] = 16
+    lora_dropout: ShareBelowOne = 0.0
+    lora_target_modules: TargetModules = ()
+    lora_target_linear: bool = False
+    """All linear layers but the output head."""
+    lora_modules_to_save: tuple[Text, ...] = ()
+    """Modules that are trained whole beside the adapter."""
+    peft_use_rslora: bool = False
+    peft_use_dora: bool = False
+
+    resume_from_checkpoint: Checkpoint | None = None
+    """A checkpoint's folder; true: the newest in `output_dir`, which must have one."""
+    auto_resume_from_checkpoints: bool = False
+    """The newest checkpoint in `output_dir`, if there is one."""
+
+    notes: tuple[str, ...] = field(default=(), metadata={"key": ""})
+    """What was written and is ignored, in sentences to show the user."""
+
+    @property
+    def has_eval_data(self) -> bool:
+        return bool(self.test_datasets) or self.val_set_size > 0
+
+    @property
+    def evaluates(self) -> Literal["no", "steps", "epoch"]:
+        """What `eval_strategy` amounts to: where it is left out and there is data to evaluate on, every `eval_steps` if given, else every epoch."""
+        if self.eval_strategy is not None:
+            return self.eval_strategy
+        if not self.has_eval_data:
+            return "no"
+        return "epoch" if self.eval_steps is None else "steps"
+
+
+def fields_by_key(record: type) -> dict[str, list[str]]:
+    """Per key of the YAML file the fields that it fills: one, but for `plan`."""
+    keys: dict[str, list[str]] = {}
+    for item in dataclasses.fields(record):
+        key = item.metadata.get("key", item.name)
+        if key:
+            keys.setdefault(key, []).append(item.name)
+    return keys
