@@ -1,0 +1,157 @@
+"""Conversations to documents, by the tokenizer's own chat template. The loss comes from what the assistant says, its end of turn included.
+
+What the assistant says is found as spans of the rendered text. A template that marks them (`{% generation %}`) is asked. For any other, a conversation
+rendered up to the assistant's turn, with the prompt to speak, must be the beginning of the whole: then the span is what follows, and training sees what
+generation will. The whole text is tokenized once, never in parts, since tokens at a seam would differ from those at inference.
+
+The tokenizer's `return_assistant_tokens_mask` is not used: where a tokenizer trims spaces from its offsets (GPT-2's does), a span that ends in a space
+makes it mark all that follows, the user's words too.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from outsize.base.errors import ConfigError, DataError, tell
+from outsize.data.files import Record, json_type
+from outsize.data.rows import IGNORED, Document
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DEFAULT_FIELD, _SHAREGPT_FIELD = "messages", "conversations"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    text: str
+    spans: Sequence[Span]
+    """Of characters: what the assistant says."""
+
+
+def chat_documents(tokenizer: Any, records: Sequence[Record], *, field_messages: str = _DEFAULT_FIELD, train_on_inputs: bool = False) -> list[Document]:
+    """One document for each record. `train_on_inputs`: the loss comes from every token."""
+    check_tokenizer(tokenizer, needs_offsets=not train_on_inputs)
+    rendered = [_render(tokenizer, record, field_messages, find_spans=not train_on_inputs) for record in records]
+    encoded = tokenizer(
+        [chat.text for chat in rendered], add_special_tokens=False, return_offsets_mapping=not train_on_inputs,
+        return_attention_mask=False, return_token_type_ids=False, verbose=False,
+    )  # fmt: skip
+    documents = []
+    for index, (record, chat, ids) in enumerate(zip(records, rendered, encoded["input_ids"], strict=True)):
+        labels = ids if train_on_inputs else _labels(ids, encoded["offset_mapping"][index], chat.spans)
+        documents.append(Document(ids=ids, labels=labels, place=record.place))
+    return documents
+
+
+def is_chat(record: Record, field_messages: str = _DEFAULT_FIELD) -> bool:
+    return _field(record, field_messages) in record.fields
+
+
+def check_tokenizer(tokenizer: Any, *, needs_offsets: bool) -> None:
+    if not tokenizer.chat_template:
+        do = "Set chat_template_jinja to a template or its file, or use the tokenizer of an instruct model"
+        raise ConfigError(tell("the tokenizer has a chat template", f"that of {tokenizer.name_or_path or 'this model'} has none", do))
+    if needs_offsets and not tokenizer.is_fast:
+        found = f"{type(tokenizer).__name__} does not"
+        raise ConfigError(tell("the tokenizer tells which characters a token is from", found, "Use a fast tokenizer, or set train_on_inputs: true"))
+
+
+# --- messages
+
+
+def messages_of(record: Record, field_messages: str = _DEFAULT_FIELD) -> list[Message]:
+    """With `role` and `content`, whichever way they were written. Keys without a value, which columns of parquet have, are left out."""
+    messages = record.get(_field(record, field_messages), key="field_messages")
+    if not isinstance(messages, list) or not messages:
+        found = "the list is empty" if messages == [] else f"it is {json_type(messages)}"
+        raise DataError(tell(f"{record.place} has a list of messages", found, "Correct or remove the record"))
+    return [_message(message, f"message {number} of {record.place}") for number, message in enumerate(messages, start=1)]
+
+
+def _field(record: Record, field_messages: str) -> str:
+    alias = field_messages == _DEFAULT_FIELD and _DEFAULT_FIELD not in record.fields and _SHAREGPT_FIELD in record.fields
+    return _SHAREGPT_FIELD if alias else field_messages
+
+
+def _message(given: Any, place: str) -> Message:
+    if not isinstance(given, dict):
+        raise DataError(tell(f"{place} is an object with role and content", f"it is {json_type(given)}", "Correct or remove the record"))
+    message = {key: value for key, value in given.items() if value is not None}
+    if "role" not in message and "from" in message:
+        message = {"role": _SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        known = f"{', '.join(ROLES)} (or human, gpt and system in `from`)"
+        found = f"it is {role!r}" if role is not None else f"there is none among {', '.join(given) or 'no keys'}"
+        raise DataError(tell(f"the role of {place} is one of {known}", found, "Correct or remove the record"))
+    if not isinstance(content, (str, list)) and not (content is None and "tool_calls" in message):
+        found = f"it is {json_type(content)}" if content is not None else f"there is none among {', '.join(given)}"
+        raise DataError(tell(f"the content of {place} is text", found, "Correct or remove the record"))
+    return message
+
+
+# --- rendering
+
+
+def _render(tokenizer: Any, record: Record, field_messages: str, *, find_spans: bool) -> Rendered:
+    messages = messages_of(record, field_messages)
+    tools = record.fields.get("tools") or None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(tell(f"the tools of {record.place} are a list of JSON schemas", f"it is {json_type(tools)}", "Correct or remove the record"))
+    try:
+        if find_spans and _MARKS_GENERATION.search(template := tokenizer.get_chat_template(tools=tools)):
+            return _render_marked(tokenizer, template, messages, tools)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        return Rendered(text=text, spans=tuple(_spans_by_prefix(tokenizer, messages, tools, text, record.place)) if find_spans else ())
+    except (TemplateError, TypeError) as error:
+        found = f"it says: {error}".rstrip(".")
+        raise DataError(tell(f"the chat template can write {record.place}", found, "Correct the record, or set chat_template_jinja")) from error
+
+
+def _render_marked(tokenizer: Any, template: str, messages: list[Message], tools: list[Any] | None) -> Rendered:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), (spans,) = render_jinja_template(
+        [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+    )
+    return Rendered(text=text, spans=tuple(spans))
+
+
+def _spans_by_prefix(tokenizer: Any, messages: list[Message], tools: list[Any] | None, whole: str, place: str) -> Iterator[Span]:
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if index == 0:
+            raise _not_a_prefix(place, "it begins with the assistant")
+        before = tokenizer.apply_chat_template(messages[:index], tools=tools, tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages[: index + 1], tools=tools, tokenize=False)
+        if not after.startswith(before):
+            raise _not_a_prefix(place, f"the chat template writes message {index + 1} otherwise than as an answer to its prompt")
+        if not whole.startswith(after):
+            raise _not_a_prefix(place, f"the chat template writes message {index + 1} otherwise when more messages follow")
+        yield len(before), len(after)
+
+
+def _not_a_prefix(place: str, found: str) -> DataError:
+    do = "Set chat_template_jinja to a template that puts {% generation %} and {% endgeneration %} around what the assistant says, or set train_on_inputs: true"
+    return DataError(tell(f"what the assistant says in {place} can be told from the rest", found, do))
+
+
+def _labels(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> list[int]:
+    labels = [IGNORED] * len(ids)
+    token = 0
+    for start, end in spans:
+        # Trimmed offsets make a token of spaces empty, at the place where the spaces end: at `start` it is still the prompt's.
+        while token < len(ids) and (offsets[token][0] < start or offsets[token] == (start, start)):
+            token += 1
+        while token < len(ids) and offsets[token][1] <= end:
+            labels[token] = ids[token]
+            token += 1
+    return labels

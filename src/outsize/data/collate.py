@@ -1,0 +1,71 @@
+"""Rows to batches, and the batch that a memory plan is made for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outsize.base.log import log
+from outsize.data.packing import lay_out
+from outsize.data.rows import IGNORED, Ints, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Collator:
+    """Packed rows are stacked. Others are padded on the right, to the longest of the batch or to `pad_to` tokens."""
+
+    pad_id: int
+    pad_to: int | None = None
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        if "position_ids" in rows[0]:
+            return {name: _tensor([row[name] for row in rows]) for name in rows[0]}
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = max(lengths) if self.pad_to is None else self.pad_to
+        assert max(lengths) <= width, "no row is longer than pad_to"
+        return {
+            "input_ids": _tensor([_padded(row["input_ids"], width, self.pad_id) for row in rows]),
+            "attention_mask": _tensor([_padded(np.ones(length, dtype=np.int32), width, 0) for length in lengths]),
+            "labels": _tensor([_padded(row["labels"], width, IGNORED) for row in rows]),
+        }
+
+
+def _padded(tokens: Ints, width: int, filling: int) -> Ints:
+    return np.pad(tokens, (0, width - len(tokens)), constant_values=filling)
+
+
+def _tensor(rows: Sequence[Ints]) -> Tensor:
+    return torch.from_numpy(np.stack(rows).astype(np.int64))  # (rows, tokens)
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    if tokenizer.eos_token_id is None:
+        return 0  # any id will do: padding is masked and has no label
+    log.info("the tokenizer has no pad token: padding is %s, its eos token", tokenizer.eos_token)
+    return int(tokenizer.eos_token_id)
+
+
+def widest_batch(collator: Collator, *, rows: int, tokens: int, packed: bool, vocab_size: int) -> dict[str, Tensor]:
+    """A batch that takes as much memory as any of `rows` rows of at most `tokens` tokens. The same at every call.
+
+    Masks take memory, and a batch without need for one gets none: so a packed row here has two documents, and where batches may have padding, the last
+    row is one token short.
+    """
+    ids = (np.arange(rows * tokens, dtype=np.int64) % vocab_size).astype(np.int32).reshape(rows, tokens)
+    if packed:
+        halves = [np.array_split(row, min(2, tokens)) for row in ids]
+        made = [lay_out([_all_trained(half) for half in pair], sequence_len=tokens, pad_id=collator.pad_id) for pair in halves]
+    else:
+        made = [_all_trained(row) for row in ids]
+        if tokens > 1 and (rows > 1 or collator.pad_to is not None):
+            made[-1] = _all_trained(ids[-1][:-1])
+    return collator(made)
+
+
+def _all_trained(ids: Ints) -> Row:
+    return {"input_ids": ids, "labels": ids}

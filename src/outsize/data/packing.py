@@ -1,0 +1,127 @@
+"""Packing: whole documents side by side in rows of one length, so that no step is spent on padding.
+
+Positions restart at zero with each document, and there is no attention mask: from that, transformers makes masks that keep the documents of a row apart.
+It does so only while no key-value cache is filled (`use_cache: false`), and some models do not do so at all; `keeps_documents_apart` tries it.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from outsize.base.log import log
+from outsize.data.rows import IGNORED, Row, Rows
+
+_TRIAL_TOKENS = 8
+_ROUNDING = 0.01
+"""Of the change that a mixed row shows: below that, a difference is rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRows:
+    """A map dataset of torch. Rows are put together when asked for."""
+
+    documents: Rows
+    rows: tuple[NDArray[np.int64], ...]
+    """Per row, the documents in it."""
+    sequence_len: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return lay_out([self.documents[document] for document in self.rows[index]], sequence_len=self.sequence_len, pad_id=self.pad_id)
+
+
+def pack(documents: Rows, *, sequence_len: int, pad_id: int) -> PackedRows:
+    rows = best_fit(documents.lengths, sequence_len)
+    packed = PackedRows(documents=documents, rows=rows, sequence_len=sequence_len, pad_id=pad_id)
+    if rows:
+        share = documents.num_tokens / (len(rows) * sequence_len)
+        log.info("packed %d documents into %d rows of %d tokens, %.1f %% of them filled", len(documents), len(rows), sequence_len, 100 * share)
+    return packed
+
+
+def best_fit(lengths: NDArray[np.int64], sequence_len: int) -> tuple[NDArray[np.int64], ...]:
+    """Best-fit decreasing: the longest document first, each into the fullest row that still has room for it.
+
+    Of equally long documents the first comes first; of equally full rows the one that became so last is taken."""
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(sequence_len + 1)]  # rows, by how many tokens still fit
+    some = 0  # bit r: there is a row with room r; so the fullest row with enough room is found by the lowest bit
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        assert 0 < length <= sequence_len, "cut before packing"
+        if fitting := some >> length:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                some ^= 1 << room
+        else:
+            room, row = sequence_len, len(rows)
+            rows.append([])
+        rows[row].append(document)
+        with_room[room - length].append(row)
+        some |= 1 << (room - length)
+    return tuple(np.array(row, dtype=np.int64) for row in rows)
+
+
+def lay_out(documents: Sequence[Row], *, sequence_len: int, pad_id: int) -> Row:
+    """One row of exactly `sequence_len` tokens. What fills it up counts as a document of its own."""
+    ids = np.full(sequence_len, pad_id, dtype=np.int32)
+    labels = np.full(sequence_len, IGNORED, dtype=np.int32)
+    positions = np.zeros(sequence_len, dtype=np.int32)
+    start = 0
+    for document in documents:
+        end = start + len(document["input_ids"])
+        ids[start:end] = document["input_ids"]
+        labels[start + 1 : end] = document["labels"][1:]  # a first token would be predicted from the document before
+        positions[start:end] = np.arange(end - start)
+        start = end
+    positions[start:] = np.arange(sequence_len - start)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def keeps_documents_apart(model: nn.Module, vocab_size: int, *, rows: int = 2) -> bool:
+    """Whether the second of two packed documents is computed as if the first were not there. Tried with a batch of `rows`: some attention
+    kernels keep documents apart in a batch of one row only.
+
+    Usually a second document that does not see the first comes out the same to the bit. Not so with experts: the first document's tokens change how
+    many rows an expert's product has, and with it the rounding. A difference is therefore measured against that of a row which is one document.
+    """
+    takes = inspect.signature(model.forward).parameters.values()
+    if not any(parameter.name == "position_ids" or parameter.kind == parameter.VAR_KEYWORD for parameter in takes):
+        return False
+    count = _TRIAL_TOKENS
+    ids = torch.arange(rows * 2 * count).reshape(rows, 2 * count) % vocab_size  # (rows, tokens)
+    changed = ids.clone()
+    changed[:, :count] = (changed[:, :count] + 1 + vocab_size // 2) % vocab_size
+    restarting = torch.arange(count).repeat(2).expand(rows, -1)
+    running = torch.arange(2 * count).expand(rows, -1)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        apart = [_second_logits(model, tokens, restarting) for tokens in (ids, changed)]
+        if torch.equal(*apart):
+            return True
+        mixed = [_second_logits(model, tokens, running) for tokens in (ids, changed)]
+        return _distance(*apart) < _ROUNDING * _distance(*mixed)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@torch.no_grad()
+def _second_logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    device = next((parameter.device for parameter in model.parameters()), ids.device)
+    logits: Tensor = model(input_ids=ids.to(device), position_ids=positions.to(device)).logits  # (rows, tokens, vocab)
+    return logits[:, _TRIAL_TOKENS:]
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).norm())

@@ -1,0 +1,138 @@
+"""Rows: tokenized documents in a few flat arrays, and what is done to them before they are packed or batched.
+
+A row is a span of the flat arrays, so taking some rows, splitting or truncating copies no token; and a million documents are a handful of objects
+to the garbage collector and to a worker process. What a row came from is kept, for messages.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.base.errors import ConfigError, DataError, tell
+from outsize.base.log import log
+
+IGNORED = -100
+"""The label of a token that no loss comes from; the value is torch's default."""
+
+Ints = NDArray[np.int32]
+Row = dict[str, Ints]
+Excess = Literal["split", "truncate", "drop", "raise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One record, tokenized."""
+
+    ids: list[int]
+    labels: list[int]
+    """As long as `ids`; the model shifts them."""
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """A map dataset of torch: `len(rows)`, `rows[i]`. The arrays of a row are views; do not write into them."""
+
+    ids: Ints
+    labels: Ints
+    bounds: NDArray[np.int64]  # (rows, 2)
+    """First token and the one after the last, per row."""
+    documents: NDArray[np.int64]  # (rows,)
+    """Per row, the document it is from: an index into `places`."""
+    places: tuple[str, ...]
+
+    @classmethod
+    def of(cls, documents: Iterable[Document]) -> "Rows":
+        ids, labels, ends, places = array("i"), array("i"), array("q", [0]), []
+        for document in documents:
+            assert len(document.ids) == len(document.labels), document.place
+            ids.extend(document.ids)
+            labels.extend(document.labels)
+            ends.append(len(ids))
+            places.append(document.place)
+        edges = np.array(ends, dtype=np.int64)
+        bounds = np.stack([edges[:-1], edges[1:]], axis=1)
+        flat = (np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32) for tokens in (ids, labels))
+        return cls(ids=next(flat), labels=next(flat), bounds=bounds, documents=np.arange(len(places)), places=tuple(places))
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __getitem__(self, index: int) -> Row:
+        start, end = self.bounds[index]
+        return {"input_ids": self.ids[start:end], "labels": self.labels[start:end]}
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.bounds[:, 1] - self.bounds[:, 0]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def place(self, index: int) -> str:
+        return self.places[self.documents[index]]
+
+    def take(self, indices: NDArray[np.int64]) -> "Rows":
+        return replace(self, bounds=self.bounds[indices], documents=self.documents[indices])
+
+
+def trainable(rows: Rows) -> Rows:
+    """Without the rows that no loss comes from. A batch of only such rows would have the mean of nothing as its loss, which is NaN.
+
+    A first token is never predicted, so a row of one token is such a row too.
+    """
+    predicts = [bool((rows.labels[start + 1 : end] != IGNORED).any()) for start, end in rows.bounds]
+    return rows.take(np.flatnonzero(predicts))
+
+
+def split_off(rows: Rows, *, val_set_size: float, seed: int) -> tuple[Rows, Rows | None]:
+    """Training and validation rows, each in the order of `rows`. `val_set_size` is a share below one, or a count.
+
+    Done with whole documents, before any of them is cut: else the end of a document would be validated on a model that knows its beginning.
+    """
+    if val_set_size == 0:
+        return rows, None
+    is_share = 0 < val_set_size < 1
+    count = max(1, round(val_set_size * len(rows))) if is_share else int(val_set_size)
+    if not 0 < count < len(rows) or (count != val_set_size and not is_share):
+        found = f"it is {val_set_size} and there are {len(rows)} documents"
+        raise ConfigError(tell("val_set_size is a share between 0 and 1, or a number of documents that leaves some to train on", found, "Change val_set_size"))
+    order = np.random.default_rng(seed).permutation(len(rows))
+    return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
+
+
+def check_lengths(rows: Rows, *, sequence_len: int, strategy: Excess) -> None:
+    """Tells once about documents that are too long, or refuses them; `cut` then does what is told."""
+    lengths = rows.lengths
+    num_long = int((lengths > sequence_len).sum())
+    if not num_long:
+        return
+    longest = int(lengths.argmax())
+    where = f"the longest with {lengths[longest]} tokens at {rows.place(longest)}"
+    found = f"{num_long} of {len(rows)} documents are longer than sequence_len ({sequence_len}), {where}"
+    if strategy == "raise":
+        do = "Raise sequence_len, shorten them, or choose split, truncate or drop as excess_length_strategy"
+        raise DataError(tell("no document is too long (excess_length_strategy: raise)", found, do))
+    done = {"split": "each is split and no token is lost", "truncate": "what is beyond is cut off", "drop": "they are left out"}[strategy]
+    log.warning("%s: %s (excess_length_strategy: %s)", found, done, strategy)
+
+
+def cut(rows: Rows, *, sequence_len: int, strategy: Excess) -> Rows:
+    """No row longer than `sequence_len`."""
+    starts, ends = rows.bounds[:, 0], rows.bounds[:, 1]
+    if strategy == "drop":
+        return rows.take(np.flatnonzero(rows.lengths <= sequence_len))
+    if strategy == "truncate":
+        return replace(rows, bounds=np.stack([starts, np.minimum(ends, starts + sequence_len)], axis=1))
+    num_pieces = np.maximum(1, -(-rows.lengths // sequence_len))
+    owner = np.repeat(np.arange(len(rows)), num_pieces)
+    nth = np.arange(len(owner)) - np.repeat(num_pieces.cumsum() - num_pieces, num_pieces)
+    piece_starts = starts[owner] + nth * sequence_len
+    return replace(
+        rows, bounds=np.stack([piece_starts, np.minimum(ends[owner], piece_starts + sequence_len)], axis=1), documents=rows.documents[owner]
+    )
