@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-MIN_CELLS = 313
+MIN_CELLS = 313 + 63
 """Of `make test`."""
-MIN_CELLS_FULL = 313 + 256
+MIN_CELLS_FULL = MIN_CELLS + 256
 """Of `make test-all`."""
 
 _HERE = Path(__file__).parent

@@ -4,6 +4,9 @@ Layers take their strategies in forward order, [swap … offload … recompute �
 Weights are resident for a prefix (chunks that several visits use, then forward order), optimizer state is on the GPU for a prefix in
 forward order, since the next forward waits for the first chunks first. `Space` turns counts into decisions and their bytes.
 
+Where little of the model trains (adapters; a last layer), what trains stays: its chunks come first among the weights, and no count is below
+their number unless a pin says so. The counts then only say how much of the frozen rest is resident.
+
 Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer), activations (the
 strategies). Each is taken from Placement, slots and ledger as they are, once per value; the search asserts that the sum is
 what the finished plan says, so there is no second account that could drift from the first.
@@ -31,6 +34,10 @@ DEPTHS = (0, 1, 2, 3)
 MAX_MIXES = 500
 """Up to here all mixes of strategies are compared for the least memory; beyond it, those of two strategies."""
 
+STAYING_SHARE = 0.1
+"""Up to this share of the weights' bytes, what trains stays on the GPU with its gradients and state. All of it is at most eight times its weights (bf16
+with fp32 gradients: 16 bytes a parameter, not 2), less than the frozen weights; moved, it would put small copies and host updates into every block's way."""
+
 Mix = tuple[int, int, int]
 """Numbers of layers that swap, offload, recompute; the others keep."""
 
@@ -56,8 +63,12 @@ class Space:
     def __init__(self, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, terms: Terms, spec: HardwareSpec):
         self.graph, self.layout, self.trace, self.terms, self.spec = graph, layout, trace, terms, spec
         self.layers = [v for v, b in enumerate(graph.visits) if graph.blocks[b].kind == "layer" and graph.has_backward[v]]
-        self.weight_order = sorted(range(len(layout.chunks)), key=lambda c: (len(layout.chunks[c].visits) == 1, layout.chunks[c].visits[0], c))
         self.state_order = sorted((c.index for c in layout.chunks if c.trainable), key=lambda c: (layout.chunks[c].visits[0], c))
+        staying = set(self.state_order if _is_little(layout) else [])
+        self.num_staying = len(staying)
+        """So many of `weight_order` and of `state_order` are on the GPU in every plan without pins: all that trains, or none."""
+        shared = {chunk.index for chunk in layout.chunks if len(chunk.visits) > 1}
+        self.weight_order = sorted(range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].visits[0], c))
         self._mixes: dict[Mix, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[int, tuple[int, int]] = {}
@@ -244,3 +255,9 @@ class Space:
                             mix[strategy] = count
                     found.append((mix[0], mix[1], mix[2]))
         yield from (mix for mix in dict.fromkeys(found) if all(n <= m for n, m in zip(mix, most, strict=True)) and self.strategies(mix) is not None)
+
+
+def _is_little(layout: ChunkLayout) -> bool:
+    """Whether what trains is a small part of the model."""
+    trained = sum(chunk.nbytes for chunk in layout.chunks if chunk.trainable)
+    return trained <= STAYING_SHARE * sum(chunk.nbytes for chunk in layout.chunks)

@@ -23,19 +23,18 @@ class Budgets:
     def __init__(self, space: Space, pins: Pins, gpu_bytes: int, host_bytes: int):
         self.space, self.pins, self.gpu_bytes, self.host_bytes = space, pins, gpu_bytes, host_bytes
         every, trainable = len(space.weight_order), len(space.state_order)
-        self.resident = (0, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
-        self.optimizer = (0, trainable) if pins.n_optimizer_gpu is None else (pins.n_optimizer_gpu, pins.n_optimizer_gpu)
+        # What stays on the GPU is the least, unless a pin says another number: a pin may also send it away.
+        self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
+        self.optimizer = (space.num_staying, trainable) if pins.n_optimizer_gpu is None else (pins.n_optimizer_gpu, pins.n_optimizer_gpu)
         self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
         """The least that is allowed."""
 
     def obeys(self, counts: Counts) -> bool:
-        """Whether the pins allow it."""
+        """Whether the pins, and what stays on the GPU, allow it."""
         pins = self.pins
-        pairs = (
-            (pins.n_persist, counts.resident), (pins.n_optimizer_gpu, counts.optimizer), (pins.n_swap, counts.swap), (pins.n_offload, counts.offload),
-            (pins.n_checkpoint, counts.recompute), (pins.n_buffer, counts.depth + 1),
-        )  # fmt: skip
-        return all(pin is None or pin == count for pin, count in pairs)
+        pairs = ((pins.n_swap, counts.swap), (pins.n_offload, counts.offload), (pins.n_checkpoint, counts.recompute), (pins.n_buffer, counts.depth + 1))
+        bounded = ((self.resident, counts.resident), (self.optimizer, counts.optimizer))
+        return all(low <= count <= high for (low, high), count in bounded) and all(pin is None or pin == count for pin, count in pairs)
 
     def fits(self, counts: Counts) -> bool:
         return self.space.gpu_bytes(counts) <= self.gpu_bytes and self.space.host_bytes(counts) <= self.host_bytes
@@ -167,6 +166,11 @@ class Budgets:
             relax.append(f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller batch helps with the rest")
         if anyhow < needed:
             relax.append(f"with more host memory (host_memory) {show_bytes(anyhow)} would do")
+        if self.space.num_staying:
+            moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
+            least = Budgets(self.space, moving, self.gpu_bytes, self.host_bytes).least_gpu()
+            if least and least[0] < needed:
+                relax.append(f"if what trains may leave the GPU too, which is slower (pins {moving}), {show_bytes(least[0])} would do")
         return relax
 
     def _too_small(self, resource: str, option: str, allowed: int, needed: int, relax: list[str]) -> PlanInfeasible:

@@ -143,9 +143,9 @@ class _Search:
         uses = ("resident", "optimizer", "keep")
         size = {"resident": len(self.space.weight_order), "optimizer": len(self.space.state_order), "keep": len(self.space.layers)}
         moved = {use: max(1, int(size[use] * share)) for use in uses}
-        for giver in ("resident", "optimizer"):
-            if getattr(counts, giver) > 0:
-                less = replace(counts, **{giver: max(0, getattr(counts, giver) - moved[giver])})
+        for giver, (least, _) in (("resident", self.budgets.resident), ("optimizer", self.budgets.optimizer)):
+            if getattr(counts, giver) > least:
+                less = replace(counts, **{giver: max(least, getattr(counts, giver) - moved[giver])})
                 yield from (self._spend(less, (taker,)) for taker in uses if taker != giver)
         kept = len(self.space.layers) - sum(counts.mix)
         for name in ("recompute", "offload", "swap"):

@@ -5,14 +5,16 @@ import itertools
 import random
 
 import pytest
-from synthetic import MACHINE, Case, make_case, random_case
+from synthetic import MACHINE, Case, make_case, make_graph, make_trace, random_case, random_decision
 
 from outsize.base.errors import ConfigError, PlanInfeasible, PlanInvalid
+from outsize.layout.chunks import pack
+from outsize.model.graph import BlockGraph, Param
 from outsize.plan.check import check
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
 from outsize.plan.schedule import compile_schedule
-from outsize.planner.candidates import DEPTHS, Counts, Space
+from outsize.planner.candidates import DEPTHS, STAYING_SHARE, Counts, Space
 from outsize.planner.search import PLAIN_TIE, TIE, search
 from outsize.planner.simulate import simulate
 
@@ -39,8 +41,8 @@ def every_candidate(space: Space) -> list[Counts]:
     return [
         Counts(resident=resident, optimizer=optimizer, swap=swap, offload=offload, recompute=recompute, depth=depth)
         for swap, offload, recompute in space.mixes(Pins())
-        for resident in range(len(space.weight_order) + 1)
-        for optimizer in range(len(space.state_order) + 1)
+        for resident in range(space.num_staying, len(space.weight_order) + 1)
+        for optimizer in range(space.num_staying, len(space.state_order) + 1)
         for depth in DEPTHS
     ]
 
@@ -251,3 +253,78 @@ def test_eighty_blocks_of_four_chunks_take_a_bounded_number_of_simulations() -> 
     assert len(case.layout.chunks) == 322
     plan = find(case, gpu=3 * refuse(case, gpu=1).needed_bytes)
     assert int(plan.search.split()[0]) <= 40
+
+
+# --- what stays: adapters, or a few trained layers over a frozen base
+
+
+def case_of(graph: BlockGraph) -> Case:
+    return Case(graph=graph, layout=pack(graph, max(p.nbytes for p in graph.params)), trace=make_trace(graph))
+
+
+def adapted(num_layers: int = 6, *, numel: int = 128, tied: bool = False) -> Case:
+    """A frozen decoder with an fp32 adapter of `numel` elements in every layer. Nothing before the first adapter has a backward."""
+    base = make_graph(num_layers, tied=tied)
+    adapters = {block.name: Param(name=f"{block.name}.lora", shape=(numel,), dtype="float32", trainable=True) for block in base.blocks if block.kind == "layer"}
+    blocks = tuple(dataclasses.replace(b, params=(*b.params, adapters[b.name].name)) if b.name in adapters else b for b in base.blocks)
+    params = (*(dataclasses.replace(p, trainable=False) for p in base.params), *adapters.values())
+    return case_of(dataclasses.replace(base, blocks=blocks, params=params, has_backward=(False, *base.has_backward[1:])))
+
+
+def trained_homes(case: Case, plan: Plan) -> set[str]:
+    return {str(homes) for chunk, homes in zip(case.layout.chunks, plan.decision.homes, strict=True) if chunk.trainable}
+
+
+@pytest.mark.parametrize("case", [adapted(), adapted(tied=True), make_case(20, frozen=21)], ids=["adapters", "tied", "only the head"])
+def test_what_trains_stays_on_the_gpu_at_every_budget(case: Case) -> None:
+    least, most = refuse(case, gpu=1).needed_bytes, find(case).estimate.gpu_bytes
+    for i in range(8):
+        plan = find(case, gpu=least + (most - least) * i // 7)
+        assert trained_homes(case, plan) == {"gpu/gpu"}
+    assert {str(homes) for homes in find(case, gpu=least).decision.homes} == {"gpu/gpu", "host/host"}, "at the least, the frozen base streams"
+
+
+def test_the_smallest_budget_of_an_adapted_model_is_the_smallest() -> None:
+    for case in (adapted(1), adapted(3), adapted(4, tied=True)):
+        space = space_of(case)
+        needed = refuse(case, gpu=1).needed_bytes
+        assert needed == min(map(space.gpu_bytes, every_candidate(space)))
+        assert find(case, gpu=needed).estimate.gpu_bytes == needed
+        assert refuse(case, gpu=needed - 1).needed_bytes == needed
+
+
+def test_a_pin_may_send_away_what_stays_and_the_refusal_says_so() -> None:
+    case = adapted()
+    refused = refuse(case, gpu=1)
+    assert "pins n_persist=0, n_optimizer_gpu=0" in str(refused)
+    moving = Pins(n_persist=0, n_optimizer_gpu=0)
+    plan = find(case, gpu=refused.needed_bytes - 1, pins=moving)
+    assert {str(homes) for homes in plan.decision.homes} == {"host/host"}
+    assert trained_homes(case, find(case, pins=Pins(n_optimizer_gpu=0))) == {"gpu/host"}
+    assert trained_homes(case, find(case, pins=Pins(n_persist=0))) == {"host/gpu"}
+
+
+def test_much_that_trains_is_placed_as_any_other() -> None:
+    """The border: at the share it stays, above it the search may move it."""
+    few, many = adapted(numel=256), adapted(numel=448)
+    for case, stays in ((few, True), (many, False), (make_case(6), False)):
+        trained = sum(c.nbytes for c in case.layout.chunks if c.trainable)
+        assert (trained <= STAYING_SHARE * sum(c.nbytes for c in case.layout.chunks)) == stays
+        assert space_of(case).num_staying == (sum(c.trainable for c in case.layout.chunks) if stays else 0)
+    assert "host" in "".join(trained_homes(many, find(many, gpu=refuse(many, gpu=1).needed_bytes)))
+
+
+def test_frozen_chunks_are_only_loaded_and_a_frozen_prefix_not_in_backward() -> None:
+    """No gradient, no update and no way back, whatever the plan; what has no backward is not brought for one."""
+    case = adapted()
+    for seed in range(20):
+        for here in (case, random_case(seed)):
+            schedule = compile_schedule(here.place(random_decision(here, seed)))
+            backward = [action for actions in schedule.backward.values() for action in actions]
+            of_chunks = [action for action in (*schedule.forward, *backward, *schedule.update) if action.kind in "LQGUW"]
+            assert {a.kind for a in of_chunks if not here.layout.chunks[a.index].trainable} <= {"L"}
+            for action in backward:
+                if action.kind == "L":
+                    assert any(here.graph.has_backward[visit] for visit in here.layout.chunks[action.index].visits)
+                assert action.kind != "B" or here.graph.has_backward[action.index]
+            assert not any(a.kind == "L" and not here.layout.chunks[a.index].trainable for a in schedule.update)
