@@ -29,8 +29,9 @@ MAY_IMPORT: dict[str, str] = {
     "activation": "base device model",
     "profile": "base device hardware model activation layout plan",
     "planner": "base hardware model.graph model.work profile.trace layout plan",
-    "runtime": "base device hardware.spec hardware.lanes model layout plan activation dist optim",
-    "checkpoint": "base device layout dist",
+    "runtime": "base device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint",
+    "checkpoint": "base model",
+    "data": "base",
     "methods": "base model device plan",
     # Modules of the top level are rooms of one file. Importing the package itself is `outsize`.
     "reference": "base optim.clip optim.split",

@@ -18,6 +18,10 @@ class ConfigError(OutsizeError, ValueError):
     """Something the user wrote (a size, an option, a name) is not usable as it stands."""
 
 
+class DataError(OutsizeError, ValueError):
+    """A dataset cannot be used as it stands."""
+
+
 class PlanInfeasible(OutsizeError):
     """No plan fits the budgets. An answer, not a crash: it says what would do."""
 
@@ -40,6 +44,14 @@ class ModelUnsupported(OutsizeError, TypeError):
 
 class DeviceOutOfMemory(OutsizeError, MemoryError):
     """The device's budget was exceeded."""
+
+
+class BadFile(OutsizeError, ValueError):
+    """A file or folder of weights or state that is cut off, damaged, or belongs to something else."""
+
+
+class SaveFailed(OutsizeError, OSError):
+    """A save did not complete; what was saved before is as it was."""
 
 
 class RaceDetected(OutsizeError):

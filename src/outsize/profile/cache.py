@@ -15,13 +15,16 @@ from outsize.device.device import Device
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import map_tensors
+from outsize.model.weights import Weights
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer, batch_shapes
 
 TRACE_FORMAT = 2
 
 
-def traced(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device) -> tuple[BlockGraph, ModelTrace]:
+def traced(
+    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None
+) -> tuple[BlockGraph, ModelTrace]:
     """The trace of this model, batch shape and device: from the cache, or taken now."""
     folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize"))
     path = Path(folder) / "traces" / f"{_key(model, batch, layers, device)}.json"
@@ -31,7 +34,7 @@ def traced(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Devi
             return from_json(BlockGraph, data["graph"]), from_json(ModelTrace, data["trace"])
         except (ConfigError, ValueError, KeyError, TypeError):
             log.warning("the cached trace %s is not readable and is taken again", path)
-    graph, trace = Tracer(model, batch, layers, device).trace()
+    graph, trace = Tracer(model, batch, layers, device, weights).trace()
     if folder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +68,6 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     )
-
-
 
 
 def _settings(module: nn.Module) -> list[str]:

@@ -27,6 +27,7 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.tensors import map_tensors, tensors_in, with_grad
+from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.phases import Phases
 from outsize.profile.trace import ModelTrace
@@ -178,8 +179,10 @@ def _pass_through(hidden: Tensor, outputs: Any) -> "Callable[[Tensor], Any] | No
 
 
 class Tracer:
-    def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device):
-        self.model, self.batch, self.layers, self.device = model, batch, layers, device
+    def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None):
+        """`weights`: where the values of hollow parameters are read from."""
+        self.model, self.batch, self.layers, self.device, self.weights = model, batch, layers, device, weights
+        self._names = {id(p): name for name, p in model.named_parameters()}
         self._brought: dict[nn.Parameter, Tensor] = {}
         self._static: set[int] = set()
         self._readers: dict[int, set[int]] = {}
@@ -190,7 +193,14 @@ class Tracer:
     def bring(self, module: nn.Module) -> None:
         """Put a module's weights on the device until the trace ends."""
         for param in module.parameters():
-            if param.device != self.device.torch_device:
+            if is_hollow(param):
+                self._brought[param] = param.data
+                assert self.weights is not None
+                with self.device.on_host():
+                    value = torch.empty(param.shape, dtype=param.dtype)
+                    self.weights.read_into(self._names[id(param)], value)
+                param.data = value.to(self.device.torch_device)
+            elif param.device != self.device.torch_device:
                 self._brought[param] = param.data
                 param.data = param.data.to(self.device.torch_device)
             self._static.add(param.untyped_storage()._cdata)
@@ -269,6 +279,9 @@ class Tracer:
         for param, _ in grads:
             param.grad = None
         cached = turn_caches_off(self.model)
+        # As the engine does in training: casts of weights are made where they are used, and die there.
+        autocast_cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         outside = nn.ParameterList([p for p in self.model.parameters() if id(p) not in inside])
         self.bring(outside)
         self._static |= {b.untyped_storage()._cdata for b in self.model.buffers()}
@@ -288,6 +301,7 @@ class Tracer:
                     if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
                         buffer.copy_(saved)
             torch.set_rng_state(rng)
+            torch.set_autocast_cache_enabled(autocast_cache)
             turn_caches_on(cached)
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)

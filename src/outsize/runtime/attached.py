@@ -11,6 +11,7 @@ from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.model.weights import Weights
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
 from outsize.plan.schedule import compile_schedule
@@ -34,13 +35,14 @@ class Planned:
 
 class Attached:
     def __init__(
-        self, planned: Planned, model: nn.Module, device: Device, optimizer: EngineOptimizer, *,
-        update_chunk: Callable[[int, bool], Callable[[], None]], drain: Callable[[], None], zero_grad: Callable[[], None],
+        self, planned: Planned, model: nn.Module, device: Device, optimizer: EngineOptimizer, weights: Weights | None, *,
+        update_chunk: Callable[[int, bool], Callable[[], None]], drain: Callable[[], None],
+        before_write: Callable[[], None], zero_grad: Callable[[], None],
     ):  # fmt: skip
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         self.planned, self.device = planned, device
         self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
-        self.store = Store(model, self.place, device)
+        self.store = Store(model, self.place, device, weights)
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
@@ -49,7 +51,7 @@ class Attached:
         # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.
         executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
         self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
-        self._patches = Patches(model, self.store, drain=drain, zero_grad=zero_grad)
+        self.patches = Patches(model, self.store, drain=drain, before_write=before_write, zero_grad=zero_grad)
         self._guard: Guard | None = Guard(self.store)
         push_mode(self._guard)
         static = {t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))}
@@ -80,7 +82,7 @@ class Attached:
     def release(self) -> None:
         """A plain model on the CPU again."""
         self.drop_guard()
-        self._patches.undo()
+        self.patches.undo()
         self.gradients.detach()
         self.store.move_out()
         for buffer, data in self._buffers:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
+from outsize.model.weights import Weights
 from outsize.plan.plan import Plan, Terms
 from outsize.runtime.attached import Attached, Holder, Planned
+from outsize.runtime.checkpoints import Checkpoints
 from outsize.runtime.executor import Stage
 from outsize.runtime.optimizer import AdamW, EngineOptimizer
 from outsize.runtime.passes import Passes
@@ -34,7 +37,11 @@ Planner = Callable[[nn.Module, Any, Terms], Planned]
 
 
 class Engine:
-    def __init__(self, model: nn.Module, layers: tuple[Layer, ...], planned: Planned, *, device: Device, optimizer: AdamW, planner: Planner):
+    def __init__(
+        self, model: nn.Module, layers: tuple[Layer, ...], planned: Planned, *, device: Device, optimizer: AdamW, planner: Planner,
+        weights: Weights | None = None,
+    ):  # fmt: skip
+        """`weights`: where the values of hollow parameters are read from, once, into their homes."""
         self.model, self.device = model, device
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
@@ -42,16 +49,18 @@ class Engine:
         self._holder = Holder()
         self._steps = Steps(optimizer, self._holder)
         self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit)
+        self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
         self._started = time.perf_counter()
-        self._attach(planned)
+        self._attach(planned, weights)
 
     # Life.
 
-    def _attach(self, planned: Planned) -> None:
+    def _attach(self, planned: Planned, weights: Weights | None = None) -> None:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
             self._holder.attached = Attached(
-                planned, self.model, self.device, self.optimizer, update_chunk=self._steps.update_work, drain=self.drain, zero_grad=self.zero_grad
+                planned, self.model, self.device, self.optimizer, weights, update_chunk=self._steps.update_work,
+                drain=self.drain, before_write=self.finish_saving, zero_grad=self.zero_grad,
             )
         except BaseException:
             self.device.close(id(self))
@@ -60,6 +69,7 @@ class Engine:
 
     def _release(self) -> dict[str, dict[str, Tensor]]:
         """Back to a plain model; returns the optimizer's state by parameter name. What lived on the host is handed over, not copied."""
+        self.finish_saving()
         self.drain()
         with self.device.on_host():
             state = {name: self.now.updates.state_to_keep(name) for name in self.optimizer.names}
@@ -101,6 +111,7 @@ class Engine:
         return self._steps.last_backward()
 
     def step(self) -> None:
+        self._checkpoints.raise_if_failed()
         self._passes.settle()
         self._steps.require_usable()
         self._steps.require_whole("step")
@@ -148,6 +159,7 @@ class Engine:
     def gathered(self, *names: str) -> Iterator[dict[str, Tensor]]:
         """Values of parameters (all by default) as ordinary CPU tensors; what is changed in them is written back."""
         self._require_idle("gathered")
+        self.finish_saving()
         self.drain()
         store = self.now.store
         with torch.no_grad(), self.device.on_host():
@@ -163,6 +175,7 @@ class Engine:
         return self.now.updates.state(name)
 
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None:
+        self.finish_saving()
         self.drain()
         missing = self.now.store.state_views(name).keys() - state.keys()
         if missing and float(state["step"]):
@@ -178,6 +191,50 @@ class Engine:
         stage = self._passes.settle()
         if stage is not Stage.IDLE:
             raise EngineMisuse(tell(f"{verb} comes between steps", f"the engine is {stage.value}", "Finish the backward first, or drop its outputs"))
+
+    # Saving and loading.
+
+    def save(
+        self, folder: str | Path, *, background: bool = False, replace: bool = False, extra: Callable[[Path], None] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Write a checkpoint: the model's files as `save_pretrained` lays them out, and the optimizer's state. It is there whole, or not at all.
+
+        Args:
+            folder: does not exist yet, unless `replace`.
+            background: return as soon as what lives on the device is written; the rest follows while training goes on. `finish_saving` waits.
+            extra: writes more files into the folder before it is published.
+            then: called when it is published, perhaps from another thread.
+        """
+        self._require_saveable("save")
+        self._checkpoints.save(Path(folder), num_steps=self.num_steps, background=background, replace=replace, extra=extra, then=then)
+
+    def finish_saving(self) -> None:
+        """Until a save in the background is complete. Raises SaveFailed if it is not; what was saved before is then as it was."""
+        self._checkpoints.finish()
+
+    def load(self, folder: str | Path) -> None:
+        """Weights, optimizer state and settings of a checkpoint, saved under whatever plan. A checkpoint that does not fit changes nothing."""
+        self._require_idle("load")
+        self.finish_saving()
+        self.drain()
+        self._steps.num_made = self._checkpoints.load(Path(folder))
+        self.state_was_loaded()
+
+    def export(self, folder: str | Path, *, tokenizer: Any = None) -> None:
+        """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the model is made."""
+        self._require_saveable("export")
+        self._checkpoints.export(Path(folder), tokenizer=tokenizer)
+
+    def _require_saveable(self, verb: str) -> None:
+        self._require_idle(verb)
+        self._steps.require_usable()
+        self._steps.require_whole(verb)
+        self._steps.require_confirmed(f"{verb}() was called before it")
+        if self.now.gradients.landed:
+            raise EngineMisuse(tell(f"{verb}() comes between steps", "gradients wait for a step", "Call it after step(), or drop them with zero_grad()"))
+        self.finish_saving()
+        self.drain()
 
     # Another batch than planned.
 

@@ -84,6 +84,7 @@ class Executor:
         self.stage = Stage.IDLE
 
     def update(self) -> None:
+        self._close_open()
         self._updating = False
         for action in self.schedule.update:
             self._issue(action)

@@ -93,7 +93,7 @@ class Passes:
             if torch.is_grad_enabled():
                 do = "Call the prepared model itself; for inference use torch.no_grad()"
                 raise EngineMisuse(tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do))
-            now.executor.ensure(now.layer_chunks(name))
+            now.executor.enter_unscheduled(now.layer_chunks(name))
         elif self._training:
             now.executor.enter_forward(visit, name)
         elif name is not None:
@@ -103,9 +103,10 @@ class Passes:
             now.executor.enter_unscheduled(now.region_chunks(self._last_layer))
 
     def _loose_opens(self, module: nn.Module, args: Any) -> None:
-        if not self._course.is_open and not torch.is_grad_enabled():
+        # Inside a forward without grad, too: it may read what no training forward reads.
+        if not torch.is_grad_enabled() and not (self._course.is_open and self._training):
             now = self._holder.now
-            now.executor.ensure(now.store.chunks_with(module._parameters.values()))
+            now.executor.enter_unscheduled(now.store.chunks_with(module._parameters.values()))
 
     def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._training or visit < 0:

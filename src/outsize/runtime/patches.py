@@ -4,7 +4,8 @@ Slots hold bytes of other layers, so the model's own methods would read and writ
 hooks, and `undo` takes them back; names and the module tree are never touched.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from outsize.runtime.store import Store
 
 
 class Patches:
-    def __init__(self, model: nn.Module, store: Store, *, drain: Callable[[], None], zero_grad: Callable[[], None]):
-        self._model, self._store, self._drain = model, store, drain
+    def __init__(
+        self, model: nn.Module, store: Store, *, drain: Callable[[], None], before_write: Callable[[], None], zero_grad: Callable[[], None]
+    ):  # fmt: skip
+        self._model, self._store, self._drain, self._before_write = model, store, drain, before_write
         self._handles: list[Any] = []
         self._attributes: list[tuple[nn.Module, str]] = []
         names = {id(p): name for name, p in store.params.items()}
@@ -25,12 +28,24 @@ class Patches:
             self._set(module, "__deepcopy__", _refuse("deepcopy", path))
             self._set(module, "__reduce_ex__", _refuse("pickle", path))
             self._set(module, "_apply", _keeps_place(module, path))
+            if hasattr(type(module), "merge") and hasattr(type(module), "unmerge"):  # an adapter that writes into its base by `.data`
+                self._set(module, "merge", _refuse("merge", path))
+                self._set(module, "unmerge", _refuse("unmerge", path))
             owned = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
             if owned:
                 self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
                 self._handles.append(module.register_load_state_dict_pre_hook(self._writes(owned)))
         self._set(model, "zero_grad", lambda set_to_none=True: zero_grad())
         self._cached = turn_caches_off(model)
+
+    @contextmanager
+    def caches_as_given(self) -> Iterator[None]:
+        """For writing the config: `use_cache` is as the user had it."""
+        turn_caches_on(self._cached)
+        try:
+            yield
+        finally:
+            turn_caches_off(self._model)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         module.__dict__[name] = value
@@ -56,6 +71,7 @@ class Patches:
             if metadata.get("assign_to_params_buffers"):
                 raise EngineMisuse(tell("load_state_dict copies values into a prepared model", "assign=True was given", "Leave it out"))
             self._drain()
+            self._before_write()
             for key, name in owned.items():
                 value = state.get(prefix + key)
                 param = self._store.params[name]
@@ -68,7 +84,7 @@ class Patches:
 
 
 def _refuse(what: str, path: str) -> Callable[..., Any]:
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         do = "Call engine.detach() first, or save with save_pretrained or state_dict, which read from home"
         raise EngineMisuse(tell(f"{path or 'the model'} is prepared and its weights are not in its tensors", f"{what} would copy whatever passes by", do))
 

@@ -10,7 +10,8 @@ A parameter's `.data` is set once, to a view into `weights` or `slot`, and never
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from outsize.base.errors import ModelUnsupported, tell
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
+from outsize.model.weights import Weights, is_hollow
 from outsize.plan.placement import Buffer, Placement
 
 
 class Store:
-    def __init__(self, model: nn.Module, place: Placement, device: Device):
+    def __init__(self, model: nn.Module, place: Placement, device: Device, weights: Weights | None = None):
+        """`weights`: where the values of hollow parameters are read from."""
         self.place, self.device = place, device
         self.params = dict(model.named_parameters())
         self.gpu: dict[Buffer, Tensor] = {}
@@ -41,7 +44,7 @@ class Store:
         moved: list[int] = []
         try:
             for chunk in place.layout.chunks:
-                self._move_in(chunk.index)
+                self._move_in(chunk.index, weights)
                 moved.append(chunk.index)
             for buffer, num_bytes in place.host.items():
                 if buffer[0] != "home":
@@ -50,8 +53,8 @@ class Store:
             self.move_out(moved)
             raise
 
-    def _move_in(self, index: int) -> None:
-        """Copy a chunk's parameters to where they live; each one's old storage is freed as it moves."""
+    def _move_in(self, index: int, weights: Weights | None) -> None:
+        """Bring a chunk's parameters to where they live: copied, each one's old storage freed as it moves, or read from their files."""
         buffers = []
         if ("home", index) in self.place.host:
             self.host["home", index] = self.device.host_empty(self.place.host["home", index], pinned=True)
@@ -61,11 +64,27 @@ class Store:
         in_use = self.gpu[self.place.weights_buffer(index)]
         for piece in self.place.chunk(index).pieces:
             param = self.params[piece.name]
+            views = [self._view(buffer, index, piece) for buffer in buffers]
             with torch.no_grad():
-                for buffer in buffers:
-                    self._view(buffer, index, piece).copy_(param.data)
+                if is_hollow(param):
+                    assert weights is not None
+                    self.fill(views, partial(weights.read_into, piece.name))
+                else:
+                    for view in views:
+                        view.copy_(param.data)
                 param.data = self._view(in_use, index, piece)
             self._addresses[piece.name] = param.data_ptr()
+
+    def fill(self, views: list[Tensor], read_into: Callable[[Tensor], None]) -> None:
+        """Read one tensor into all its places: straight into the first if that is host memory."""
+        first = views[0]
+        if first.device.type != "cpu":
+            with self.device.on_host():
+                first = torch.empty_like(first, device="cpu")
+        read_into(first)
+        for view in views:
+            if view is not first:
+                view.copy_(first)
 
     def _view(self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter-shaped view into a chunk-shaped buffer."""
@@ -133,6 +152,12 @@ class Store:
         """A view of the parameter's value at home."""
         index, piece = self.place.layout.place[name]
         return self._view(self.truth(index), index, piece)
+
+    def places(self, name: str) -> list[Tensor]:
+        """All views of a parameter's value outside of slots: at home, and on the device where it is resident."""
+        index, piece = self.place.layout.place[name]
+        buffers = [self.host.get(("home", index)), self.gpu.get(("weights", index))]
+        return [self._view(buffer, index, piece) for buffer in buffers if buffer is not None]
 
     def write(self, name: str, value: Tensor) -> None:
         """A new value from outside: where it differs from the weight, it is the master too."""

@@ -27,6 +27,8 @@ class Updates:
     def __init__(self, store: Store, groups: Callable[[], list[dict]], group_of: dict[str, int]):
         """`groups` gives the live param_groups; `group_of` says which one a parameter is in."""
         self._store, self._groups, self._group_of = store, groups, group_of
+        self.wait_written: Callable[[int], None] = lambda index: None
+        """Returns once nobody reads a chunk's weights and state any more: a save may be on its way."""
         self.steps: dict[str, int] = dict.fromkeys(group_of, 0)
         """Updates made so far, per parameter."""
         self._scratch = {
@@ -58,6 +60,7 @@ class Updates:
     @torch.no_grad()
     def update_chunk(self, index: int, step: Step) -> None:
         """Update a chunk where its optimizer lives. Its gradient is there, on the host or on the device."""
+        self.wait_written(index)
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
         weights = store.flat(store.home(index) if on_host else store.weights(index), index)

@@ -15,6 +15,7 @@ from outsize.device.device import Device
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
 from outsize.model.discover import find_layers
+from outsize.model.weights import FileWeights, Weights, hollow, hollow_like, is_hollow
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
@@ -38,11 +39,12 @@ def prepare(
     pins: Pins | None = None,
     plan: "Plan | str | Path | None" = None,
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
+    weights: "str | Path | Weights | None" = None,
 ) -> Engine:
     """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change.
 
     Args:
-        model: an nn.Module on the CPU.
+        model: an nn.Module on the CPU; or on meta, with `weights`.
         batch: one real batch, as a dict for `model(**batch)` (or positional arguments).
         optimizer: settings of the optimizer; `engine.optimizer` is the torch optimizer made of them.
         gpu_memory: most device memory to use, such as "24GiB", CUDA context included. Default: what is free.
@@ -54,9 +56,11 @@ def prepare(
         pins: parts of the plan to fix.
         plan: a whole plan (or its file) to use as it is.
         chunk_bytes: upper bound of a chunk.
+        weights: a folder of safetensors from which the weights of a model on meta are read, straight to where they live.
     """
     spec = optimizer or AdamW()
     where = choose_device(device)
+    source = _source(model, weights)
     _adopt_dtypes(model)
     _one_owner_of_recompute(model)
     layers = find_layers(model, blocks)
@@ -72,7 +76,7 @@ def prepare(
         # The trial run may need more than the plan will: it keeps what a plan would send away.
         where.limit(where.spec.gpu_bytes)
         try:
-            graph, trace = traced(model, _grown(batch, max_shape), layers, where)
+            graph, trace = traced(model, _grown(batch, max_shape), layers, where, source)
         finally:
             where.limit(gpu_budget)
         layout = pack(graph, given.chunk_bytes if given is not None else size)
@@ -86,7 +90,7 @@ def prepare(
         return Planned(graph, layout, made)
 
     planned = planner(model, batch, terms)
-    return Engine(model, layers, planned, device=where, optimizer=spec, planner=planner)
+    return Engine(model, layers, planned, device=where, optimizer=spec, planner=planner, weights=source)
 
 
 def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None) -> None:
@@ -117,17 +121,31 @@ def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
     return asked
 
 
+def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights | None:
+    """Where hollow parameters get their values. A model on meta becomes a hollow one."""
+    on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        do = "Build it inside accelerate.init_empty_weights(include_buffers=False), or with outsize.model.build.build_model"
+        raise ModelUnsupported(tell("buffers have their values", f"{lost[0]} is on meta", do))
+    if isinstance(weights, (str, Path)):
+        weights = FileWeights(Path(weights), model)
+        weights.require_whole()
+        weights.fill_buffers(model)
+    if on_meta and weights is None:
+        raise ModelUnsupported(tell("the model is on the CPU, or weights= says where its weights are", f"{on_meta[0]} is on meta", "Give weights=folder"))
+    hollow(model)
+    return weights
+
+
 def _adopt_dtypes(model: nn.Module) -> None:
     """fp16 weights become bf16, since only that splits into an exact master; what cannot be trained is refused by name."""
     for name, param in model.named_parameters():
-        if param.is_meta:
-            do = "Load its weights first; streaming from files comes with `outsize train`"
-            raise ModelUnsupported(tell("the model is on the CPU", f"{name} is on meta", do))
         if param.dtype == torch.float16:
             log.warning("fp16 weights are converted to bf16: fp32 masters are kept beside them, exactly")
             for half in model.parameters():
                 if half.dtype == torch.float16:
-                    half.data = half.data.to(torch.bfloat16)
+                    half.data = hollow_like(half, torch.bfloat16) if is_hollow(half) else half.data.to(torch.bfloat16)
         if param.requires_grad and param.dtype not in (torch.bfloat16, torch.float32):
             found = f"{name} is {param.dtype}"
             raise ModelUnsupported(tell("trainable parameters are bfloat16 or float32", found, f"Convert it, or freeze it with {name}.requires_grad_(False)"))

@@ -6,7 +6,6 @@ What depends on a model's weights has no value here: a model that branches on th
 """
 
 import copy
-import inspect
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.spec import ALLOCATOR_SHARE, HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
+from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.plan.check import check
@@ -140,41 +140,19 @@ def _host_budget(spec: HardwareSpec, host_memory: str | int | None) -> int:
 
 
 def _config(model: Any) -> Any:
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import PretrainedConfig
 
     if isinstance(model, PretrainedConfig):
         return copy.deepcopy(model)
     if not isinstance(model, (str, Path)):
         found = f"{type(model).__name__} was given"
         raise ConfigError(tell("model is a path, a hub id or a transformers config", found, "For a model object use outsize.prepare, or give its config"))
-    path = Path(model)
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ConfigError(tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to"))
-    try:
-        return AutoConfig.from_pretrained(path.parent if path.is_file() and path.name == "config.json" else model)
-    except (OSError, ValueError, KeyError) as error:
-        found = f"transformers says: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-        raise ConfigError(tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")) from None
-
-
-def _class(config: Any) -> Any:
-    """The class that the config was saved from, if it can be trained; else the language model of that kind."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-
-    names = config.architectures or []
-    tables = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING) if config.is_encoder_decoder else (MODEL_FOR_CAUSAL_LM_MAPPING,)
-    candidates = [getattr(transformers, name, None) for name in names] + [table.get(type(config), None) for table in tables]
-    for candidate in candidates:
-        if candidate is not None and {"input_ids", "labels"} <= inspect.signature(candidate.forward).parameters.keys():
-            return candidate
-    found = f"the config names {', '.join(names) or 'no architecture'} ({type(config).__name__})"
-    raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, _INSTEAD))
+    return load_config(model)
 
 
 def fake_trace(config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype) -> tuple[BlockGraph, ModelTrace]:
     """Trace a model that exists as shapes alone. The config is changed: it is ours."""
-    kind = _class(config)
+    kind = trainable_class(config)
     config.use_cache = False  # nobody generates while training
     limit = getattr(config, "max_position_embeddings", None)
     too_long = isinstance(limit, int) and tokens > limit

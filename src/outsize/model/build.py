@@ -1,0 +1,108 @@
+"""Builds a Hugging Face model from its folder without its weights: hollow parameters, real buffers, and where the weights are to be read from."""
+
+import inspect
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, tell
+from outsize.base.log import log
+from outsize.model.weights import FileWeights, Weights, hollow
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    model: nn.Module
+    weights: Weights | None
+    """None: the model has them already."""
+
+
+def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_from: str | None = None, attn_implementation: str | None = None) -> Built:
+    """A model that can be trained.
+
+    Args:
+        path: a folder with config.json and safetensors, or a hub id.
+        dtype: of the weights, whatever the files have.
+        random: weights are drawn (from torch's generator), not read.
+        weights_from: read them from this folder instead: a checkpoint of the same model.
+    """
+    from accelerate import init_empty_weights
+
+    config = load_config(path)
+    kind = trainable_class(config)
+    settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
+    with nullcontext() if random else init_empty_weights(include_buffers=False):
+        model = kind._from_config(config, **settings).train()
+    if random:
+        return Built(model, None)
+    model.tie_weights()  # on its way to meta every tied parameter became two
+    folder = Path(weights_from) if weights_from else _local_folder(path)
+    weights = FileWeights(folder, model)
+    # What is kept in fp32 in a bf16 model is transformers' knowledge.
+    if (weights.missing and _is_converted(model)) or getattr(model, "_keep_in_fp32_modules_strict", None):
+        return Built(_loaded_whole(kind, folder, settings), None)
+    weights.require_whole()
+    weights.fill_buffers(model)
+    return Built(hollow(model), weights)
+
+
+def load_config(model: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to"))
+    try:
+        return AutoConfig.from_pretrained(path.parent if path.is_file() and path.name == "config.json" else model)
+    except (OSError, ValueError, KeyError) as error:
+        found = f"transformers says: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        raise ConfigError(tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")) from None
+
+
+def trainable_class(config: Any) -> Any:
+    """The class that the config was saved from, if it can be trained; else the language model of that kind."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    names = config.architectures or []
+    tables = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING) if config.is_encoder_decoder else (MODEL_FOR_CAUSAL_LM_MAPPING,)
+    candidates = [getattr(transformers, name, None) for name in names] + [table.get(type(config), None) for table in tables]
+    for candidate in candidates:
+        if candidate is not None and {"input_ids", "labels"} <= inspect.signature(candidate.forward).parameters.keys():
+            return candidate
+    found = f"the config names {', '.join(names) or 'no architecture'} ({type(config).__name__})"
+    raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, "Build the model yourself and give it to outsize.prepare"))
+
+
+def _local_folder(path: str) -> Path:
+    """A hub id's files come into the hub's own cache."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    except (OSError, ValueError) as error:
+        found = str(error).strip().splitlines()[0]
+        raise ConfigError(tell(f"{path} is a folder, or a hub id that can be downloaded", found, "Download it, and name the folder")) from error
+
+
+def _is_converted(model: nn.Module) -> bool:
+    """transformers stores some models in another form than it runs them (experts one by one, old names)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model))
+
+
+def _loaded_whole(kind: Any, folder: Path, settings: dict[str, Any]) -> nn.Module:
+    """Through transformers, into host memory; the engine then takes the parameters over one by one, so there is still no second copy."""
+    log.info("%s are stored in another form than they are run in: transformers converts them", folder)
+    model, found = kind.from_pretrained(folder, output_loading_info=True, **settings)
+    if found["missing_keys"] or found["mismatched_keys"]:
+        names = ", ".join(map(str, sorted([*found["missing_keys"], *found["mismatched_keys"]], key=str)[:6]))
+        raise BadFile(tell(f"{folder} has every weight of the model", f"it lacks {names}", "Use the folder that the model was saved to"))
+    return model.train()
