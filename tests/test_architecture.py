@@ -39,7 +39,10 @@ MAY_IMPORT: dict[str, str] = {
 _ALL_BELOW = " ".join(MAY_IMPORT)
 MAY_IMPORT["train"] = _ALL_BELOW
 MAY_IMPORT["outsize"] = f"{_ALL_BELOW} train"
-MAY_IMPORT["cli"] = MAY_IMPORT["integrations"] = f"{_ALL_BELOW} train outsize"
+MAY_IMPORT["integrations"] = f"{_ALL_BELOW} train outsize"
+# A run of a YAML file is the one user of the Trainer among us; the command line starts it.
+MAY_IMPORT["run"] = f"{_ALL_BELOW} train integrations"
+MAY_IMPORT["cli"] = f"{_ALL_BELOW} train run outsize"
 
 WITHOUT_TORCH = ("base", "hardware", "layout", "plan", "planner", "model.graph", "model.work", "profile.trace")
 NAMELESS = {"utils", "util", "helpers", "helper", "misc", "manager", "handler"}

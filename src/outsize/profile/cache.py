@@ -17,16 +17,17 @@ from outsize.model.graph import BlockGraph
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Tracer, batch_shapes
+from outsize.profile.tracer import Loss, Tracer, batch_shapes
 
 TRACE_FORMAT = 2
 
 
 def traced(
-    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None
+    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None
 ) -> tuple[BlockGraph, ModelTrace]:
     """The trace of this model, batch shape and device: from the cache, or taken now."""
-    folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize"))
+    # A loss that is made outside of the model is code that no fingerprint knows.
+    folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize")) if loss is None else ""
     path = Path(folder) / "traces" / f"{_key(model, batch, layers, device)}.json"
     if folder and path.exists():
         try:
@@ -34,7 +35,7 @@ def traced(
             return from_json(BlockGraph, data["graph"]), from_json(ModelTrace, data["trace"])
         except (ConfigError, ValueError, KeyError, TypeError):
             log.warning("the cached trace %s is not readable and is taken again", path)
-    graph, trace = Tracer(model, batch, layers, device, weights).trace()
+    graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
     if folder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

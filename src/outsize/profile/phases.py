@@ -84,8 +84,10 @@ class Phases:
         return phase
 
     def returned(self) -> None:
-        """The root's caller has its outputs: what the call itself held (its arguments) is gone."""
+        """The root's caller has its outputs, or its loss: what the call itself held (its arguments) is gone, what the loss holds is there."""
         self.forward[-1].delta_bytes += self._read() - self._end
+        if self._meter is not None:
+            self.forward[-1].peak_bytes = max(self.forward[-1].peak_bytes, self._meter.peak() - self._level)
 
     def open_backward(self, visit: int) -> None:
         self.backward[visit] = Phase()

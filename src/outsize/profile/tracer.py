@@ -32,6 +32,8 @@ from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.phases import Phases
 from outsize.profile.trace import ModelTrace
 
+Loss = Callable[[nn.Module, Any], Tensor]
+
 
 def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
@@ -179,9 +181,9 @@ def _pass_through(hidden: Tensor, outputs: Any) -> "Callable[[Tensor], Any] | No
 
 
 class Tracer:
-    def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None):
-        """`weights`: where the values of hollow parameters are read from."""
-        self.model, self.batch, self.layers, self.device, self.weights = model, batch, layers, device, weights
+    def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None):
+        """`weights`: where the values of hollow parameters are read from. `loss`: as the loop makes it, where that is not the model's own."""
+        self.model, self.batch, self.layers, self.device, self.weights, self.loss = model, batch, layers, device, weights, loss
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._brought: dict[nn.Parameter, Tensor] = {}
         self._static: set[int] = set()
@@ -252,12 +254,10 @@ class Tracer:
         drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.model.parameters() if p.requires_grad]
         try:
             run.phases.begin()
-            outputs = call(self.model, self.batch)
-            run.phases.returned()
-            loss = loss_of(outputs)
+            loss = self._loss(run)
             loss.backward()
             run.phases.finish()
-            del outputs, loss
+            del loss
         except torch.OutOfMemoryError as error:
             where = self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"
             do = "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the largest part"
@@ -266,6 +266,15 @@ class Tracer:
             course.detach()
             for handle in drop:
                 handle.remove()
+
+    def _loss(self, run: _Pass) -> Tensor:
+        if self.loss is not None:
+            loss = self.loss(self.model, self.batch)
+            run.phases.returned()
+            return loss
+        outputs = call(self.model, self.batch)
+        run.phases.returned()
+        return loss_of(outputs)
 
     @contextmanager
     def _model_untouched(self) -> Iterator[None]:

@@ -23,14 +23,15 @@ class Checkpoints:
         """A save in the background."""
 
     def save(
-        self, place: Path, *, num_steps: int, background: bool, replace: bool, extra: Callable[[Path], None] | None, then: Callable[[], None] | None
-    ) -> None:
+        self, place: Path, *, num_steps: int, background: bool, replace: bool, only_model: bool, extra: Callable[[Path], None] | None,
+        then: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
         if place.exists() and not replace:
             raise SaveFailed(tell(f"{place} is not there yet", "it is, and a checkpoint is never changed", "Name another folder, or remove it first"))
         now = self._holder.now
         contents, files = self._model_contents()
-        add_state(contents, now, self._optimizer.names)
-        facts = describe(now, self._optimizer.param_groups, contents, num_steps)
+        add_state(contents, now, self._optimizer.names, only_model=only_model)
+        facts = describe(now, self._optimizer.param_groups, contents, num_steps, only_model=only_model)
         saving = Saving(place, num_bytes=contents.nbytes)
         with saving.writing() as folder:
             self._write_configs(folder, files)
@@ -59,12 +60,16 @@ class Checkpoints:
         if self._saving is not None and self._saving.is_done:
             self.finish()
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, *, only_model: bool) -> int:
         """Returns how many steps it had made."""
         checkpoint = Checkpoint(folder)
         try:
             checkpoint.require_fits(self._holder.now, self._optimizer.param_groups)
-            checkpoint.fill(self._holder.now, self._optimizer.param_groups)
+            if not only_model:
+                checkpoint.require_optimizer()
+            checkpoint.fill_weights(self._holder.now)
+            if not only_model:
+                checkpoint.fill_state(self._holder.now, self._optimizer.param_groups)
         finally:
             checkpoint.close()
         return checkpoint.num_steps

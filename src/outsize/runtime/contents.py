@@ -87,11 +87,12 @@ def weights_of(model: nn.Module, now: Attached, files: ModelFiles) -> Contents:
     return contents
 
 
-def add_state(contents: Contents, now: Attached, trainable: list[str]) -> None:
+def add_state(contents: Contents, now: Attached, trainable: list[str], *, only_model: bool) -> None:
+    """The optimizer's state, and the weights that are trained but not in the model's files (a PEFT adapter under its own names)."""
     store, place = now.store, now.place.layout.place
     for name in trainable:
         chunk = place[name][0]
-        for part, view in store.state_views(name).items():
+        for part, view in () if only_model else store.state_views(name).items():
             contents.add(chunk, STATE, state_key(part, name), Spec(view.dtype, tuple(view.shape)), lambda view=view: view)  # type: ignore[misc]
         if name not in contents.weights:
             value = store.read(name)
@@ -106,8 +107,8 @@ def chunks_on_host(now: Attached) -> set[int]:
     return {c.index for c in place.layout.chunks if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))}
 
 
-def describe(now: Attached, groups: list[dict[str, Any]], contents: Contents, num_steps: int) -> dict[str, Any]:
+def describe(now: Attached, groups: list[dict[str, Any]], contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
     """The manifest's part about the model."""
     kept = [{**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "names": group["param_names"]} for group in groups]
-    return {"num_steps": num_steps, "steps": dict(now.updates.steps), "groups": kept, "weights": contents.weights}
+    return {"num_steps": num_steps, "steps": dict(now.updates.steps), "groups": kept, "weights": contents.weights, "only_model": only_model}
 

@@ -195,31 +195,40 @@ class Engine:
     # Saving and loading.
 
     def save(
-        self, folder: str | Path, *, background: bool = False, replace: bool = False, extra: Callable[[Path], None] | None = None,
-        then: Callable[[], None] | None = None,
+        self, folder: str | Path, *, background: bool = False, replace: bool = False, only_model: bool = False,
+        extra: Callable[[Path], None] | None = None, then: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """Write a checkpoint: the model's files as `save_pretrained` lays them out, and the optimizer's state. It is there whole, or not at all.
 
         Args:
             folder: does not exist yet, unless `replace`.
             background: return as soon as what lives on the device is written; the rest follows while training goes on. `finish_saving` waits.
+            only_model: leave the optimizer's state out; one cannot go on from it.
             extra: writes more files into the folder before it is published.
             then: called when it is published, perhaps from another thread.
         """
         self._require_saveable("save")
-        self._checkpoints.save(Path(folder), num_steps=self.num_steps, background=background, replace=replace, extra=extra, then=then)
+        self._checkpoints.save(
+            Path(folder), num_steps=self.num_steps, background=background, replace=replace, only_model=only_model, extra=extra, then=then
+        )
 
     def finish_saving(self) -> None:
         """Until a save in the background is complete. Raises SaveFailed if it is not; what was saved before is then as it was."""
         self._checkpoints.finish()
 
-    def load(self, folder: str | Path) -> None:
-        """Weights, optimizer state and settings of a checkpoint, saved under whatever plan. A checkpoint that does not fit changes nothing."""
+    def load(self, folder: str | Path, *, only_model: bool = False) -> None:
+        """Weights, optimizer state and settings of a checkpoint, saved under whatever plan. A checkpoint that does not fit changes nothing.
+
+        Args:
+            only_model: take the weights alone; optimizer state and settings stay as they are.
+        """
         self._require_idle("load")
         self.finish_saving()
         self.drain()
-        self._steps.num_made = self._checkpoints.load(Path(folder))
-        self.state_was_loaded()
+        num_steps = self._checkpoints.load(Path(folder), only_model=only_model)
+        if not only_model:
+            self._steps.num_made = num_steps
+            self.state_was_loaded()
 
     def export(self, folder: str | Path, *, tokenizer: Any = None) -> None:
         """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the model is made."""

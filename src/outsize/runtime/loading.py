@@ -29,6 +29,7 @@ class Checkpoint:
             self.steps: dict[str, int] = {name: int(step) for name, step in facts["steps"].items()}
             self.groups: list[dict[str, Any]] = facts["groups"]
             self.num_steps = int(facts["num_steps"])
+            self.only_model = bool(facts["only_model"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             found = f"it lacks {error}"
             raise BadFile(tell(f"{folder / MANIFEST} describes weights and optimizer", found, "It is another kind of folder: name a checkpoint")) from None
@@ -60,12 +61,24 @@ class Checkpoint:
             found = "; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
             raise BadFile(tell(f"{self.folder} is a checkpoint of this model", found, "Name a checkpoint of this model, built and grouped as it was"))
 
-    def fill(self, now: Attached, groups: Sequence[dict[str, Any]]) -> None:
+    def require_optimizer(self) -> None:
+        if self.only_model:
+            do = "Go on from a checkpoint with it, or load this one with only_model=True"
+            raise BadFile(tell(f"{self.folder} has the optimizer's state", "it was saved without", do))
+
+    def fill_weights(self, now: Attached) -> None:
+        """Where weights change and the optimizer's state does not, the lower halves of split masters are cleared: the new weight is the master."""
         store = now.store
         with torch.no_grad(), now.device.on_host():
             for name, (file, key) in self.weights.items():
                 store.fill(store.places(name), self._reader(file, key))
                 store.invalidate(now.place.layout.place[name][0])
+                if name in now.updates.steps and (lo := store.state_views(name).get("lo")) is not None:
+                    lo.zero_()
+
+    def fill_state(self, now: Attached, groups: Sequence[dict[str, Any]]) -> None:
+        store = now.store
+        with torch.no_grad(), now.device.on_host():
             for name in now.updates.steps:
                 for part, view in store.state_views(name).items():
                     store.fill([view], self._reader(STATE, state_key(part, name)))

@@ -1,6 +1,7 @@
 """Wires the rooms in the order of the design: model, profile, layout, plan, engine. `prepare` and `plan` of the public interface."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
-from outsize.model.discover import find_layers
+from outsize.model.discover import Layer, find_layers
 from outsize.model.weights import FileWeights, Weights, hollow, hollow_like, is_hollow
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
 from outsize.planner.search import search
 from outsize.profile.cache import traced
-from outsize.runtime.engine import Engine, Planned
+from outsize.profile.tracer import Loss
+from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
 
 
@@ -40,6 +42,7 @@ def prepare(
     plan: "Plan | str | Path | None" = None,
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
     weights: "str | Path | Weights | None" = None,
+    loss: Loss | None = None,
 ) -> Engine:
     """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change.
 
@@ -57,14 +60,46 @@ def prepare(
         plan: a whole plan (or its file) to use as it is.
         chunk_bytes: upper bound of a chunk.
         weights: a folder of safetensors from which the weights of a model on meta are read, straight to where they live.
+        loss: `loss(model, batch)`, where the loop makes its own out of the model's outputs: what that takes is then part of the plan.
     """
-    spec = optimizer or AdamW()
+    ready = _get_ready(
+        model, optimizer=optimizer or AdamW(), gpu_memory=gpu_memory, host_memory=host_memory, device=device, blocks=blocks, accumulate=accumulate,
+        max_shape=max_shape, pins=pins, plan=plan, chunk_bytes=chunk_bytes, weights=weights, loss=loss,
+    )  # fmt: skip
+    planned = ready.planner(model, batch, ready.terms)
+    return Engine(model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights)
+
+
+def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **settings: Any) -> Planned:
+    """The plan that `prepare` would make, with the same arguments. The model is not touched, and nothing is allocated for it but by the trial run."""
+    ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
+    return ready.planner(model, batch, ready.terms)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ready:
+    """Everything that is settled before the trial run."""
+
+    layers: tuple[Layer, ...]
+    device: Device
+    optimizer: AdamW
+    terms: Terms
+    weights: Weights | None
+    planner: Planner
+
+
+def _get_ready(
+    model: nn.Module, *, optimizer: AdamW, gpu_memory: str | int | None = None, host_memory: str | int | None = None, device: str | Device | None = None,
+    blocks: Sequence[str] | None = None, accumulate: int = 1, max_shape: tuple[int, int] | None = None, pins: Pins | None = None,
+    plan: "Plan | str | Path | None" = None, chunk_bytes: str | int = DEFAULT_CHUNK_BYTES, weights: "str | Path | Weights | None" = None,
+    loss: Loss | None = None,
+) -> _Ready:  # fmt: skip
     where = choose_device(device)
     source = _source(model, weights)
     _adopt_dtypes(model)
     _one_owner_of_recompute(model)
     layers = find_layers(model, blocks)
-    terms = Terms(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
+    terms = Terms(update=optimizer.update, accumulate=accumulate, fp32_grads=optimizer.fp32_grads)
     gpu_budget = _gpu_budget(gpu_memory, where)
     host_budget = parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(free_host_bytes() * 0.9)
     size = parse_bytes(chunk_bytes, name="chunk_bytes")
@@ -76,7 +111,7 @@ def prepare(
         # The trial run may need more than the plan will: it keeps what a plan would send away.
         where.limit(where.spec.gpu_bytes)
         try:
-            graph, trace = traced(model, _grown(batch, max_shape), layers, where, source)
+            graph, trace = traced(model, _grown(batch, max_shape), layers, where, source, loss)
         finally:
             where.limit(gpu_budget)
         layout = pack(graph, given.chunk_bytes if given is not None else size)
@@ -89,8 +124,7 @@ def prepare(
         check(made, graph, layout)
         return Planned(graph, layout, made)
 
-    planned = planner(model, batch, terms)
-    return Engine(model, layers, planned, device=where, optimizer=spec, planner=planner, weights=source)
+    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, planner=planner)
 
 
 def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None) -> None:
@@ -158,7 +192,7 @@ def _one_owner_of_recompute(model: nn.Module) -> None:
 
 
 def _grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
-    """The batch at its largest: rows and tokens repeated up to `max_shape`."""
+    """The batch at its largest: rows and tokens repeated up to `max_shape`; with a mask, one that masks something, since that is dearer."""
     if max_shape is None or not isinstance(batch, dict):
         return batch
     lead = next((t for t in batch.values() if isinstance(t, torch.Tensor) and t.dim() >= 2), None)
@@ -169,12 +203,16 @@ def _grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
     def grow(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
-        sizes = [max_shape[0] if value.shape[0] == old[0] else value.shape[0]]
+        sizes = [max(max_shape[0], old[0]) if value.shape[0] == old[0] else value.shape[0]]
         if value.dim() >= 2:
-            sizes.append(max_shape[1] if value.shape[1] == old[1] else value.shape[1])
+            sizes.append(max(max_shape[1], old[1]) if value.shape[1] == old[1] else value.shape[1])
         for dim, wanted in enumerate(sizes):
             repeats = -(-wanted // value.shape[dim])
             value = torch.cat([value] * repeats, dim).narrow(dim, 0, wanted)
         return value.contiguous()
 
-    return {name: grow(value) for name, value in batch.items()}
+    grown = {name: grow(value) for name, value in batch.items()}
+    mask = grown.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] > 1 and bool(mask.all()):
+        mask[-1, -1] = 0
+    return grown

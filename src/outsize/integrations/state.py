@@ -1,0 +1,79 @@
+"""The rest of a run's state in files without pickle: random generators and scheduler, in JSON and safetensors."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outsize.base.errors import BadFile, SaveFailed, tell
+from outsize.device.device import Device
+from outsize.model.tensorfile import Spec, TensorFile
+
+_RNG, _RNG_TENSORS, _SCHEDULER = "rng.json", "rng.safetensors", "scheduler.json"
+
+
+@contextmanager
+def rng_untouched(device: Device | None) -> Iterator[None]:
+    """Whatever is drawn inside is as if it had not been."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    own = device.rng_state() if device is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if device is not None:
+            device.set_rng_state(own)
+
+
+def save_rng(folder: Path, device: Device) -> None:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    tensors = {"numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)), "torch": torch.get_rng_state()}
+    if (own := device.rng_state()) is not None:
+        tensors["device"] = own.cpu()
+    with TensorFile.create(folder / _RNG_TENSORS, {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {}) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+    version, words, normal = random.getstate()
+    facts = {"python": [version, list(words), normal], "numpy": [kind, int(position), int(has_gauss), float(gauss)]}
+    (folder / _RNG).write_text(json.dumps(facts))
+
+
+def load_rng(folder: Path, device: Device) -> None:
+    facts = read_json(folder / _RNG)
+    with TensorFile(folder / _RNG_TENSORS) as file:
+        tensors: dict[str, Tensor] = {name: file.read(name) for name in file.entries}
+    version, words, normal = facts["python"]
+    random.setstate((version, tuple(words), normal))
+    kind, position, has_gauss, gauss = facts["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(tensors["torch"])
+    if "device" in tensors and device.rng_state() is not None:  # a run may go on elsewhere; its dropout is then another
+        device.set_rng_state(tensors["device"])
+
+
+def save_scheduler(folder: Path, scheduler: Any) -> None:
+    try:
+        text = json.dumps(scheduler.state_dict())
+    except TypeError as error:
+        do = "Use one of transformers' schedulers, or save_only_model=True"
+        raise SaveFailed(tell("the scheduler's state is numbers and names", str(error), do)) from None
+    (folder / _SCHEDULER).write_text(text)
+
+
+def load_scheduler(folder: Path, scheduler: Any) -> None:
+    scheduler.load_state_dict(read_json(folder / _SCHEDULER))
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadFile(tell(f"{path} is part of the checkpoint", str(error), "Use another checkpoint")) from None
