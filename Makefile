@@ -43,7 +43,7 @@ setup: $(READY)
 	@touch $@
 
 train: $(READY)
-	PYTHONPATH=src $(PYTHON) -m outsize.train.demo
+	PYTHONPATH=src $(PYTHON) -m outsize.run.demo
 
 check: $(READY)
 	$(PYTHON) -m ruff check .

@@ -2,26 +2,28 @@
 
 import io
 import math
+from pathlib import Path
 
 from rich.console import Console
 
-from outsize.train import demo
+from outsize.run import demo
 
 
-def test_the_demo_keeps_its_budget_and_says_the_same_twice() -> None:
+def test_the_demo_keeps_its_budget_and_says_the_same_twice(tmp_path: Path) -> None:
     screen = io.StringIO()
-    outcome = demo.main(3, sample_bytes=4, console=Console(file=screen, width=104))
-    assert outcome.peak_bytes == outcome.planned_bytes <= outcome.budget_bytes <= 0.4 * outcome.plain_bytes
+    outcome = demo.main(3, folder=tmp_path / "a", sample_bytes=4, console=Console(file=screen, width=104))
+    # The plan is for rows that need padding, which the text's do not.
+    assert 0.99 * outcome.planned_bytes < outcome.peak_bytes <= outcome.planned_bytes <= outcome.budget_bytes <= 0.4 * outcome.plain_bytes
     assert outcome.kept
     assert math.isclose(outcome.losses[0], math.log(256), rel_tol=0.05) and outcome.losses[2] < outcome.losses[0]
     shown = screen.getvalue()
     assert all(word in shown for word in ("the plan", "model.layers", "tokens/s", "what it writes", demo.PROMPT, "budget", "plain run"))
 
-    again = demo.main(3, sample_bytes=4, console=Console(file=io.StringIO()))
+    again = demo.main(3, folder=tmp_path / "b", sample_bytes=4, console=Console(file=io.StringIO()))
     assert (again.losses, again.sample) == (outcome.losses, outcome.sample)
 
 
 def test_the_text_is_plain_and_large_enough() -> None:
     text = demo.read_text()
-    assert 60_000 < len(text) < 150_000 and int(text.max()) < 128
-    assert bytes(text[:6].tolist()) == b"RUTH 1", "the heading that names the source is not learned"
+    assert 60_000 < len(text) < 150_000 and text.isascii()
+    assert text.startswith("RUTH 1"), "the heading that names the source is not learned"

@@ -6,16 +6,20 @@ folder is never changed again.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import os
+import platform
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors import SafetensorError
 
 from outsize.base.errors import BadFile, SaveFailed, tell
 from outsize.base.log import log
@@ -26,56 +30,71 @@ FORMAT = 1
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _DRAFT = ".partial-"
 _OLD = "-old"
-_NAME = re.compile(re.escape(_DRAFT) + r"(.+)-(\d+)-(\d+)-\d+(-old)?")
+# Who writes it: the machine and the process. Process ids come again, so the time of birth belongs to it.
+_NAME = re.compile(re.escape(_DRAFT) + r"(?P<place>.+)@(?P<host>[^@]*)-(?P<pid>\d+)-(?P<born>\d+)-\d+(?P<old>-old)?", re.DOTALL)
 _NUMBERS = itertools.count()
+_FOREIGN_SECONDS = 24 * 3600
+"""A draft of another machine is taken for dead when nobody has written into it for so long."""
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Draft:
     def __init__(self, place: Path):
-        self.place = place
-        # Who writes it: process ids come again, so the time of birth belongs to it.
-        self.path = place.parent / f"{_DRAFT}{place.name}-{os.getpid()}-{_born(os.getpid())}-{next(_NUMBERS)}"
+        # Links are followed once: whatever happens to the working folder meanwhile, draft and place stay side by side on one disk.
+        self.place = Path(os.path.realpath(place))
+        self.path = _draft_path(self.place)
         with telling(place):
-            place.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
 
     def require_space(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
-            self.discard()
             do = "Free some, or lower save_total_limit; nothing was changed"
             raise SaveFailed(tell(f"{self.place} needs {show_bytes(num_bytes)} on the disk", f"{show_bytes(free)} is free", do))
 
     def publish(self, facts: dict[str, Any], *, replace: bool = False) -> None:
         """Make it the checkpoint: from now on it is there, whole, also after a power cut."""
         with telling(self.place):
-            files = {str(path.relative_to(self.path)): path.stat().st_size for path in sorted(self.path.rglob("*")) if path.is_file()}
-            for name in files:
-                _sync(self.path / name)
-            manifest = self.path / MANIFEST
-            manifest.write_text(json.dumps({"format": FORMAT, "files": files, **facts}, indent=1))
-            _sync(manifest)
-            _sync(self.path)
-            old = None
-            if self.place.exists():
-                if not replace:
-                    raise FileExistsError(17, "it is there already, and a checkpoint is never changed")
-                old = self.path.with_name(self.path.name + _OLD)
-                self.place.rename(old)
-            self.path.rename(self.place)
+            inside = sorted(self.path.rglob("*"))
+            files = {str(path.relative_to(self.path)): path.stat().st_size for path in inside if path.is_file()}
+            with (self.path / MANIFEST).open("x") as manifest:
+                manifest.write(json.dumps({"format": FORMAT, "files": files, **facts}, indent=1))
+            for path in (*inside, self.path / MANIFEST, self.path):
+                _sync(path)
+            require_free(self.place, replace=replace)
+            old = _draft_path(self.place, _OLD)
+            try:
+                if self.place.exists():
+                    self.place.rename(old)
+                self.path.rename(self.place)
+            except BaseException:
+                if old.exists() and not self.place.exists():
+                    old.rename(self.place)
+                raise
             _sync(self.place.parent)
-            if old is not None:
-                shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
-    def publish_into(self) -> None:
-        """For a folder that may hold other things: the files go into it one by one, each whole, those that name others last."""
+    def publish_into(self, is_stale: Callable[[str], bool]) -> None:
+        """For a folder that may hold other things: the files go into it one by one, each whole.
+
+        What `is_stale` says of names in the folder goes first, and files that name others (.json) come last: a folder in between is without
+        weights, not with old ones.
+        """
         with telling(self.place):
             self.place.mkdir(exist_ok=True)
-            names = sorted((p.name for p in self.path.iterdir()), key=lambda name: (name.endswith(".json"), name))
-            for name in names:
-                _sync(self.path / name)
-                (self.path / name).replace(self.place / name)
-            self.path.rmdir()
+            inside = sorted(self.path.rglob("*"), key=lambda path: (path.suffix == ".json", path))
+            for path in inside:
+                _sync(path)
+            for path in self.place.iterdir():
+                if path.is_file() and is_stale(path.name):
+                    path.unlink()
+            for path in inside:
+                if path.is_file():
+                    to = self.place / path.relative_to(self.path)
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(to)
+            self.discard()
             _sync(self.place)
 
     def discard(self) -> None:
@@ -87,12 +106,25 @@ def telling(place: Path) -> Iterator[None]:
     """Errors of the file system as sentences."""
     try:
         yield
+    except SaveFailed:
+        raise
     except OSError as error:
-        if isinstance(error, SaveFailed):
-            raise
-        do = "Free some space, or save elsewhere" if error.errno == 28 else "Give a place that can be written"
+        do = "Free some space, or save elsewhere" if error.errno in _NO_SPACE else "Give a place that can be written"
         found = f"{error.strerror or error} ({error.filename or place})"
         raise SaveFailed(tell(f"{place} can be written", found, f"{do}; what was saved before is as it was")) from error
+    except SafetensorError as error:  # the library's own words for a file that it could not write
+        raise SaveFailed(tell(f"{place} can be written", str(error), "Free some space, or save elsewhere; what was saved before is as it was")) from error
+
+
+def require_free(place: Path, *, replace: bool) -> None:
+    """That a checkpoint may be put there. Only a checkpoint is replaced: not whatever else a path happens to name."""
+    if not os.path.lexists(place):
+        return
+    if not replace:
+        raise SaveFailed(tell(f"{place} is not there yet", "it is, and a checkpoint is never changed", "Name another folder, or remove it first"))
+    is_ours = place.is_dir() and (_CHECKPOINT.fullmatch(place.name) or (place / MANIFEST).exists() or not any(place.iterdir()))
+    if not is_ours:
+        raise SaveFailed(tell(f"{place} is a checkpoint that may be replaced", f"it has no {MANIFEST}", "Name another folder, or remove it first"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -135,31 +167,51 @@ def newest(parent: Path) -> Path | None:
 
 
 def settle(parent: Path) -> None:
-    """Clear up after runs that were killed: a draft that was complete but for its rename is renamed, other drafts go."""
-    drafts = [(path, match) for path in sorted(parent.glob(f"{_DRAFT}*"), key=lambda p: p.name.endswith(_OLD)) if (match := _NAME.fullmatch(path.name))]
-    for path, match in drafts:
-        if _born(int(match[2])) == int(match[3]):
-            continue  # its writer is at work
-        place = parent / match[1]
-        if match[4] is None and not place.exists() and _is_complete(path):
-            path.rename(place)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+    """Clear up after runs that were killed: what was complete but for its rename is renamed, the new before the old; other drafts go."""
+    for path in sorted(parent.glob(f"{_DRAFT}*"), key=lambda path: (path.name.endswith(_OLD), path)):
+        match = _NAME.fullmatch(path.name)
+        if match is None or _is_at_work(path, match):
+            continue
+        place = parent / match["place"]
+        try:
+            if not place.exists() and _is_complete(path):
+                path.rename(place)
+                continue
+        except OSError as error:
+            log.warning("%s is complete but cannot be renamed to %s: %s", path, place, error.strerror)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def rotate(parent: Path, limit: int | None, *, keep: Path | None = None) -> None:
-    """Remove all but the newest `limit` complete ones; `keep` stays and counts."""
+    """Remove all but the newest `limit` complete ones; the newest of all stays, and `keep`, which counts."""
     settle(parent)
     if not limit:
         return
-    kept = None if keep is None else keep.resolve()
-    old = [path for _, path in checkpoints(parent) if path.resolve() != kept]
-    most = max(limit - (kept is not None and kept.exists()), 1)
-    for path in old[:-most]:
-        log.info("removing %s (save_total_limit)", path)
-        # The manifest first: what is left of a removal that is broken off is no checkpoint.
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+    found = [path for _, path in checkpoints(parent)]
+    stay = {path for path in found if path == found[-1] or (keep is not None and path.resolve() == keep.resolve())}
+    for path in reversed(found):
+        if len(stay) < limit:
+            stay.add(path)
+    for path in found:
+        if path not in stay:
+            log.info("removing %s (save_total_limit)", path)
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Renamed first: a removal that is broken off leaves no half of a checkpoint."""
+    gone = _draft_path(folder, _OLD)
+    try:
+        folder.rename(gone)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", folder, error.strerror)
+    else:
+        gone.unlink() if gone.is_symlink() else shutil.rmtree(gone, ignore_errors=True)
+
+
+def _draft_path(place: Path, suffix: str = "") -> Path:
+    pid = os.getpid()
+    return place.parent / f"{_DRAFT}{place.name}@{platform.node()}-{pid}-{_born(pid)}-{next(_NUMBERS)}{suffix}"
 
 
 def _is_complete(folder: Path) -> bool:
@@ -170,10 +222,22 @@ def _is_complete(folder: Path) -> bool:
     return True
 
 
-def _born(pid: int) -> int:
-    """When a living process was started, in milliseconds; 0 for one that is not there."""
+def _is_at_work(draft: Path, match: "re.Match[str]") -> bool:
+    """Whether its writer may still be writing. Of another machine only the time of the last write is known."""
+    if match["host"] == platform.node():
+        return abs(_born(int(match["pid"])) - int(match["born"])) < 2000  # a clock that is set shifts times of birth
     try:
-        return int(psutil.Process(pid).create_time() * 1000)
+        last = max(path.stat().st_mtime for path in (draft, *draft.rglob("*")))
+    except OSError:
+        return True  # somebody is changing it
+    return time.time() - last < _FOREIGN_SECONDS
+
+
+def _born(pid: int) -> int:
+    """When a living process was started, in milliseconds; 0 for one that is not there, or is dead and not buried."""
+    try:
+        process = psutil.Process(pid)
+        return 0 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 1000)
     except psutil.NoSuchProcess:
         return 0
 

@@ -13,7 +13,9 @@ from typer.core import TyperGroup
 from outsize import __version__
 from outsize.base.errors import OutsizeError
 from outsize.cli.doctor import doctor
+from outsize.cli.export import export
 from outsize.cli.plan import plan
+from outsize.cli.train import train
 
 
 class _Commands(TyperGroup):
@@ -26,7 +28,9 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command()(train)
 app.command()(plan)
+app.command()(export)
 app.command()(doctor)
 
 

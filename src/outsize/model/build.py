@@ -31,6 +31,7 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
         weights_from: read them from this folder instead: a checkpoint of the same model.
     """
     from accelerate import init_empty_weights
+    from transformers import GenerationConfig
 
     config = load_config(path)
     kind = trainable_class(config)
@@ -42,11 +43,14 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
     model.tie_weights()  # on its way to meta every tied parameter became two
     folder = Path(weights_from) if weights_from else _local_folder(path)
     weights = FileWeights(folder, model)
-    # What is kept in fp32 in a bf16 model is transformers' knowledge.
-    if (weights.missing and _is_converted(model)) or getattr(model, "_keep_in_fp32_modules_strict", None):
+    # What is kept in fp32 in a bf16 model, and what is not tied though the config says so, is transformers' knowledge.
+    if (weights.missing and _is_converted(model)) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
+        weights.close()
         return Built(_loaded_whole(kind, folder, settings), None)
     weights.require_whole()
     weights.fill_buffers(model)
+    if model.can_generate() and (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return Built(hollow(model), weights)
 
 
@@ -57,10 +61,18 @@ def load_config(model: str | Path) -> Any:
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to"))
     try:
-        return AutoConfig.from_pretrained(path.parent if path.is_file() and path.name == "config.json" else model)
+        return AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
     except (OSError, ValueError, KeyError) as error:
-        found = f"transformers says: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        found = f"transformers says: {_first_line(error)}"
         raise ConfigError(tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")) from None
+
+
+def _is_config(path: Path) -> bool:
+    return path.is_file() and path.name == "config.json"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def trainable_class(config: Any) -> Any:
@@ -80,6 +92,8 @@ def trainable_class(config: Any) -> Any:
 
 def _local_folder(path: str) -> Path:
     """A hub id's files come into the hub's own cache."""
+    if _is_config(Path(path)):
+        return Path(path).parent
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -87,8 +101,8 @@ def _local_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        found = str(error).strip().splitlines()[0]
-        raise ConfigError(tell(f"{path} is a folder, or a hub id that can be downloaded", found, "Download it, and name the folder")) from error
+        do = "Download it, and name the folder"
+        raise ConfigError(tell(f"{path} is a folder, or a hub id that can be downloaded", _first_line(error), do)) from error
 
 
 def _is_converted(model: nn.Module) -> bool:

@@ -8,12 +8,16 @@ any order. The files are the library's own, to the byte.
 import json
 import math
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from operator import index
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +26,10 @@ from outsize.base.errors import BadFile, tell
 
 # In the order in which the library lays tensors out: the last first.
 _DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn, "I16": torch.int16,
-    "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "C64": torch.complex64, "F64": torch.float64,
+    "I64": torch.int64, "U64": torch.uint64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK = {dtype: i for i, dtype in enumerate(_DTYPES.values())}
@@ -57,26 +62,36 @@ class Entry:
 class TensorFile:
     def __init__(self, path: Path):
         """Open for reading. A file that is cut off, or no safetensors file, is refused by name."""
-        self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._own(path, os.open(path, os.O_RDONLY))
+            with self._closed_if_it_fails():
+                self.entries = _read_header(self._fd, path)
         except OSError as error:
             raise BadFile(tell(f"{path} can be read", str(error.strerror), "Put the file back, or name another folder")) from None
-        try:
-            self.entries = _read_header(self._fd, path)
-        except BaseException:
-            os.close(self._fd)
-            raise
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> "TensorFile":
         """A file of its final size with nothing in it yet; every tensor is to be written once."""
         file = cls.__new__(cls)
         header, file.entries = _layout(specs, metadata)
-        file.path, file._fd = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        os.ftruncate(file._fd, max((entry.end for entry in file.entries.values()), default=len(header)))
-        _pwrite(file._fd, memoryview(header), 0)
+        file._own(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
+        with file._closed_if_it_fails():
+            os.ftruncate(file._fd, max((entry.end for entry in file.entries.values()), default=len(header)))
+            _pwrite(file._fd, memoryview(header), 0)
         return file
+
+    def _own(self, path: Path, fd: int) -> None:
+        """The descriptor goes with this object, at the latest."""
+        self.path, self._fd = path, fd
+        self._close = weakref.finalize(self, os.close, fd)
+
+    @contextmanager
+    def _closed_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> "TensorFile":
         return self
@@ -112,18 +127,14 @@ class TensorFile:
     def _read(self, into: memoryview, start: int) -> None:
         parts = [(at, into[at : at + _PART_BYTES]) for at in range(0, len(into), _PART_BYTES)]
         run = map if len(parts) < 2 else _readers().map
-        for at, (ok, size) in zip((at for at, _ in parts), run(lambda part: _pread(self._fd, part[1], start + part[0]), parts), strict=True):
-            if not ok:
-                raise BadFile(tell(f"{self.path} holds all of its tensors", f"it ends at byte {start + at + size}", "It is cut off: get it again"))
+        # All of them end before the first fault is raised: nobody reads on into memory that is used otherwise by then.
+        for fault in list(run(lambda part: _pread(self._fd, part[1], start + part[0]), parts)):
+            if fault is not None:
+                raise BadFile(tell(f"{self.path} holds all of its tensors", fault, "It is cut off or damaged: get it again"))
 
-    def close(self, *, sync: bool = False) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            try:
-                if sync:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
+    def close(self) -> None:
+        self._fd = -1
+        self._close()
 
 
 def _layout(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
@@ -151,36 +162,45 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     if size < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
         raise BadFile(tell(f"{path} is a safetensors file", f"its {size} bytes do not hold the header that they announce", again))
     try:
-        table = json.loads(os.pread(fd, length, 8))
-        entries = {
-            name: Entry(Spec(_DTYPES[item["dtype"]], tuple(item["shape"])), 8 + length + item["data_offsets"][0])
-            for name, item in table.items()
-            if name != "__metadata__"
-        }
-        ends = {name: 8 + length + table[name]["data_offsets"][1] for name in entries}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rows = {name: _row(item) for name, item in json.loads(os.pread(fd, length, 8)).items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadFile(tell(f"{path} is a safetensors file", f"its header cannot be read ({type(error).__name__}: {error})", again)) from None
-    for name, entry in entries.items():
-        if entry.end != ends[name]:
-            found = f"{name} has {ends[name] - entry.start} bytes for {entry.spec.shape} of {entry.spec.dtype}"
-            raise BadFile(tell(f"{path} gives every tensor its own size", found, again))
-    if max(ends.values(), default=8 + length) != size:
-        raise BadFile(tell(f"{path} has {max(ends.values(), default=8 + length)} bytes", f"there are {size}", again))
+    entries: dict[str, Entry] = {}
+    at = 8 + length
+    for name, (dtype, shape, begin, end) in sorted(rows.items(), key=lambda item: item[1][2:]):
+        if dtype not in _DTYPES:
+            raise BadFile(tell(f"{path} has tensors of dtypes that torch has", f"{name} is {dtype}", "Convert it with what wrote it"))
+        entries[name] = Entry(Spec(_DTYPES[dtype], shape), at)
+        if begin != at - 8 - length or end - begin != entries[name].spec.nbytes or min(shape, default=0) < 0:
+            found = f"{name} has bytes {begin} to {end} for {shape} of {dtype}, after byte {at - 8 - length}"
+            raise BadFile(tell(f"{path} has its tensors end to end, each of its own size", found, again))
+        at = entries[name].end
+    if at != size:
+        raise BadFile(tell(f"{path} has {at} bytes", f"there are {size}", again))
     return entries
 
 
+def _row(item: Any) -> tuple[str, tuple[int, ...], int, int]:
+    begin, end = item["data_offsets"]
+    return str(item["dtype"]), tuple(map(index, item["shape"])), index(begin), index(end)
+
+
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
 
 
-def _pread(fd: int, into: memoryview, start: int) -> tuple[bool, int]:
+def _pread(fd: int, into: memoryview, start: int) -> str | None:
+    """What went wrong, if anything did."""
     done = 0
     while done < len(into):
-        got = os.preadv(fd, [into[done:]], start + done)
+        try:
+            got = os.preadv(fd, [into[done:]], start + done)
+        except OSError as error:
+            return f"byte {start + done} cannot be read ({error.strerror})"
         if not got:
-            return False, done
+            return f"it ends at byte {start + done}"
         done += got
-    return True, done
+    return None
 
 
 def _pwrite(fd: int, data: memoryview, start: int) -> None:

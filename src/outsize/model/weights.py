@@ -52,68 +52,97 @@ def is_hollow(param: Tensor) -> bool:
 
 
 class FileWeights:
-    """The safetensors files of a Hugging Face folder, matched to a model's parameters."""
+    """The safetensors files of a Hugging Face folder, matched to a model's parameters and buffers. They stay open until `close`."""
 
     def __init__(self, folder: Path, model: nn.Module):
         self.folder = folder
-        self._files = [TensorFile(path) for path in weight_files(folder)]
+        self._files: list[TensorFile] = []
+        try:
+            for path in weight_files(folder):
+                self._files.append(TensorFile(path))
+            self._match(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _match(self, model: nn.Module) -> None:
         where = {key: file for file in self._files for key in file.entries}
+        kept = model.state_dict().keys()
+        params = dict(model.named_parameters(remove_duplicate=False))
+        # Buffers that a model does not save are made by it, whatever old files have of them.
+        buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in (*params.items(), *buffers.items()):
+            aliases.setdefault(id(tensor), []).append(name)
         self._places: dict[str, tuple[TensorFile, str]] = {}
+        """Parameter or buffer, by its first name, to its file and key there."""
         self.missing: list[str] = []
         """Parameters that no file has, under any of their names."""
-        aliases: dict[int, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(param), []).append(name)
-        used: set[str] = set()
-        for name, param in model.named_parameters():
-            key = next((alias for alias in aliases[id(param)] if alias in where), None)
-            used.update(aliases[id(param)])
-            if key is None:
-                self.missing.append(name)
+        self._absent: list[str] = []
+        """Buffers of that kind: they have the values they were made with."""
+        self._doubled: dict[str, str] = {}
+        """Tied names that the files have both."""
+        for names in aliases.values():
+            found = [name for name in names if name in where]
+            if not found:
+                (self.missing if names[0] in params else self._absent).append(names[0])
                 continue
-            if (found := where[key].entries[key].spec.shape) != tuple(param.shape):
-                raise BadFile(tell(f"{name} has the shape {tuple(param.shape)}", f"{where[key].path} has {found}", "Use the files of this model"))
-            self._places[name] = (where[key], key)
-        self.buffers = [name for name, _ in model.named_buffers() if name in where]
+            self._doubled.update({name: found[0] for name in found[1:]})
+            file, shape = where[found[0]], tuple((params | buffers)[names[0]].shape)
+            if (there := file.entries[found[0]].spec.shape) != shape:
+                raise BadFile(tell(f"{names[0]} has the shape {shape}", f"{file.path} has {there}", "Use the files of this model"))
+            self._places[names[0]] = (file, found[0])
         self._where = where
         ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        self.unexpected = sorted(key for key in where.keys() - used - set(self.buffers) if not any(p.search(key) for p in ignored))
+        self.unexpected = sorted(key for key in where.keys() - params.keys() - buffers.keys() if not any(p.search(key) for p in ignored))
         """Tensors in the files that the model has no place for."""
+
+    def untied(self) -> list[str]:
+        """Weights that the model ties and the files have twice, with values that differ. Reads them."""
+        return [name for name, tied in self._doubled.items() if not torch.equal(*(self._where[key].read(key) for key in (name, tied)))]
 
     def require_whole(self) -> None:
         """Every parameter has its tensor. What is there beyond that is named, and left where it is."""
         if self.missing:
-            names = _some(self.missing)
-            raise BadFile(tell(f"{self.folder} has every weight of the model", f"it lacks {names}", "Use the folder that the model was saved to"))
-        if self.unexpected:
-            log.warning("%s has tensors that the model has no place for: %s", self.folder, _some(self.unexpected))
+            do = "Use the folder that the model was saved to; weights that are tied are tied before (model.tie_weights())"
+            raise BadFile(tell(f"{self.folder} has every weight of the model", f"it lacks {_some(self.missing)}", do))
+        if untied := self.untied():
+            do = "Build the model with tie_word_embeddings=False, or use the folder that it was saved to"
+            raise BadFile(tell(f"{self.folder} has one value for weights that the model ties", f"{_some(untied)} has another", do))
+        for what, names in (("has tensors that the model has no place for", self.unexpected), ("lacks buffers, which stay as they were made", self._absent)):
+            if names:
+                log.warning("%s %s: %s", self.folder, what, _some(names))
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         file, key = self._places[name]
         file.read_into(key, tensor)
 
     def fill_buffers(self, model: nn.Module) -> None:
-        buffers = dict(model.named_buffers())
-        for name in self.buffers:
-            self._where[name].read_into(name, buffers[name])
+        for name, buffer in model.named_buffers():
+            if name in self._places:
+                self.read_into(name, buffer)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
-def weight_files(folder: Path, *, index: str = INDEX, single: str = SINGLE) -> Sequence[Path]:
-    """The files of a folder, as its index names them; each must be there."""
-    if (folder / index).exists():
+def weight_files(folder: Path) -> Sequence[Path]:
+    """The files of a folder: the single one, as in transformers, or else those that its index names, which must be there."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if (folder / INDEX).exists():
         try:
-            named = json.loads((folder / index).read_text())["weight_map"]
-            names = sorted(set(named.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise BadFile(tell(f"{folder / index} names the weight files", f"it cannot be read ({error})", "Get the folder again")) from None
-        lost = [name for name in names if Path(name).name != name or not (folder / name).exists()]
+            named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({str(name) for name in named.values()})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise BadFile(tell(f"{folder / INDEX} names the weight files", f"it cannot be read ({error})", "Get the folder again")) from None
+        lost = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if lost:
-            raise BadFile(tell(f"{folder} has the files that {index} names", f"{_some(lost)} is not there", "Get the folder again"))
+            raise BadFile(tell(f"{folder} has the files that {INDEX} names", f"{_some(lost)} is no file in it", "Get the folder again"))
         return [folder / name for name in names]
-    if (folder / single).exists():
-        return [folder / single]
-    held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-    raise BadFile(tell(f"{folder} holds {single} or {index}", f"there is {held}", "Save the model with save_pretrained (safetensors)"))
+    held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing" if folder.is_dir() else "no such folder"
+    raise BadFile(tell(f"{folder} holds {SINGLE} or {INDEX}", f"there is {held}", "Save the model with save_pretrained (safetensors)"))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ def summary(plan: Plan) -> str:
 
 
 def _head(plan: Plan, graph: BlockGraph) -> list[str]:
-    batch = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.inputs.items())
+    batch = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.inputs.items() if shape)
     update = {"after_step": "updated after the step", "in_backward": "updated in backward"}[plan.terms.update]
     accumulate = f", {plan.terms.accumulate} micro-batches a step" if plan.terms.accumulate > 1 else ""
     trainable = "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"

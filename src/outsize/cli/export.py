@@ -1,0 +1,30 @@
+"""`outsize export`: a checkpoint as a plain Hugging Face folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_DOC = """Write a checkpoint's model (or adapter) as a plain Hugging Face folder, for from_pretrained.
+
+[bold]Examples[/bold]
+
+outsize export out/checkpoint-500 model
+
+outsize export out model --merge     [dim]an adapter, merged into its base[/dim]
+"""
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A checkpoint, or the output_dir of a run.", metavar="FROM")],
+    target: Annotated[Path, typer.Argument(help="The folder to write; empty or not there yet.", metavar="TO")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base.")] = False,
+    base: Annotated[str | None, typer.Option(help="The adapter's base, if it has moved.", show_default="where the adapter says")] = None,
+) -> None:
+    from outsize.run.export import export_folder
+
+    export_folder(source, target, merge=merge, base=base)
+    print(f"{target}, for from_pretrained")
+
+
+export.__doc__ = _DOC

@@ -1,0 +1,49 @@
+"""`outsize train`: a run from a YAML file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_DOC = """Train as a YAML file says: plan, train, save, export.
+
+The plan is shown first. Ctrl-C saves and stops; a second one leaves at once.
+
+[bold]Examples[/bold]
+
+outsize train run.yaml
+
+outsize train run.yaml --set learning_rate=1e-5 --set gpu_memory=16GiB
+
+outsize train run.yaml --dry-run     [dim]plan and stop[/dim]
+
+outsize train run.yaml --resume     [dim]go on from the newest complete checkpoint, also under another budget[/dim]
+"""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="What to do; docs/config.md lists the keys.", metavar="RUN.YAML")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be given several times.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in output_dir.")] = False,
+) -> None:
+    from outsize.config.read import read_config
+
+    asked = [*(overrides or ()), *(["resume_from_checkpoint=true", "auto_resume_from_checkpoints=false"] if resume else ())]
+    run = read_config(config, asked)
+
+    # Importing takes seconds; a wrong config was refused above.
+    from rich.console import Console
+
+    from outsize.run.train import preview_run, train_run
+
+    console = Console(width=None if Console().is_terminal else 120)
+    if dry_run:
+        preview_run(run, console)
+        return
+    outcome = train_run(run, console)
+    if outcome.result is None:
+        raise typer.Exit(130)
+
+
+train.__doc__ = _DOC

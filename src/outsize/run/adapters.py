@@ -1,0 +1,63 @@
+"""LoRA around a model whose weights may still be in their files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ConfigError, tell
+from outsize.config.run import RunConfig
+from outsize.model.build import Built
+from outsize.model.weights import Weights, is_hollow
+
+
+def adapt(built: Built, config: RunConfig) -> Built:
+    """A PEFT model around this one. Its base keeps its parameters, under PEFT's names."""
+    peft = _peft()
+    if built.weights is not None:
+        # DoRA begins with the norms of the base's weights; modules_to_save are copied. Both need values now.
+        _fill(built.model, built.weights, ends=("",) if config.peft_use_dora else config.lora_modules_to_save)
+    before = {id(param): name for name, param in built.model.named_parameters()}
+    settings = peft.LoraConfig(
+        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
+        target_modules="all-linear" if config.lora_target_linear else list(config.lora_target_modules),
+        modules_to_save=list(config.lora_modules_to_save) or None, use_rslora=config.peft_use_rslora, use_dora=config.peft_use_dora, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        model = peft.get_peft_model(built.model, settings)
+    except ValueError as error:
+        found = str(error).splitlines()[0]
+        raise ConfigError(tell("lora_target_modules names linear layers of the model", found, "Correct it, or use lora_target_linear")) from None
+    if built.weights is None:
+        return Built(model, None)
+    after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}
+    return Built(model, _Renamed(built.weights, after))
+
+
+@dataclass(frozen=True, slots=True)
+class _Renamed:
+    weights: Weights
+    old: Mapping[str, str]
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        self.weights.read_into(self.old[name], tensor)
+
+
+def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:
+    """Read the parameters of modules whose path ends so. The engine takes them over from there like any other's."""
+    wanted = {id(param) for path, module in model.named_modules() if path.endswith(ends) for param in module.parameters()} if ends else set()
+    for name, param in model.named_parameters():
+        if id(param) in wanted and is_hollow(param):
+            data = torch.empty(param.shape, dtype=param.dtype)
+            weights.read_into(name, data)
+            param.data = data
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(tell("adapter: lora needs peft", "it is not installed", "pip install 'outsize[lora]'")) from None
+    return peft

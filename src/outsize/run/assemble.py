@@ -1,0 +1,166 @@
+"""From a RunConfig to a Trainer that is ready to start: tokenizer, data, model, adapter, arguments. Config objects end here."""
+
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
+
+from outsize.base.errors import ConfigError, tell
+from outsize.checkpoint.folder import newest, read_manifest
+from outsize.config.run import RunConfig
+from outsize.data.build import load_rows
+from outsize.data.collate import Collator, pad_id_of, widest_batch
+from outsize.data.packing import keeps_documents_apart
+from outsize.data.sources import Source
+from outsize.device.choose import choose_device
+from outsize.integrations.hf import OutsizeTrainer
+from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.model.build import build_model
+from outsize.plan.pins import Pins
+from outsize.run.adapters import adapt
+from outsize.run.recipe import RECIPE, recipe, require_same
+
+_NEVER = 2**31
+"""Steps between saves, where only the end is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    trainer: "RunTrainer"
+    tokenizer: Any
+    checkpoint: Path | None
+    """To go on from."""
+    num_rows: int
+    num_eval_rows: int
+
+
+class RunTrainer(OutsizeTrainer):
+    """A Trainer whose checkpoints say which run they are of."""
+
+    recipe: dict[str, Any]
+
+    def _write_common(self, folder: Path) -> None:
+        super()._write_common(folder)
+        (folder / RECIPE).write_text(json.dumps(self.recipe, indent=1))
+
+
+def assemble(config: RunConfig) -> Assembled:
+    """Everything that can be found wrong before the first step is found here, the cheapest first."""
+    device = choose_device(config.device)
+    _require_writable(Path(config.output_dir))
+    checkpoint = find_checkpoint(config)
+    if checkpoint is not None:
+        require_same(checkpoint, config)
+    tokenizer = load_tokenizer(config)
+    pad_id = pad_id_of(tokenizer)
+    train, evaluated = rows(config, tokenizer, pad_id)
+    set_seed(config.seed)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    whole = checkpoint is not None and config.adapter is None
+    built = build_model(
+        config.base_model, dtype=dtype, random=config.reinit_weights and not whole, weights_from=str(checkpoint) if whole else None,
+        attn_implementation=config.attn_implementation,
+    )  # fmt: skip
+    if config.adapter is not None:
+        built = adapt(built, config)
+    collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
+    vocabulary: int = built.model.config.vocab_size  # type: ignore[union-attr, assignment]
+    patience = config.early_stopping_patience
+    trainer = RunTrainer(
+        model=built.model, args=training_arguments(config, on_gpu=device.kind == "cuda"), train_dataset=train, eval_dataset=evaluated, data_collator=collator,
+        processing_class=tokenizer, callbacks=[EarlyStoppingCallback(patience)] if patience else None,
+        gpu_memory=config.gpu_memory, host_memory=config.host_memory, device=config.device, plan=config.plan_file, pins=_pins(config),
+        chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES, weights=built.weights,
+        plan_batch=widest_batch(
+            collator, rows=config.micro_batch_size, tokens=config.sequence_len, packed=config.sample_packing, vocab_size=vocabulary
+        ),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.recipe = recipe(config)
+    return Assembled(trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0)
+
+
+def start(assembled: Assembled, config: RunConfig) -> None:
+    """Prepare the model. With packing, see for ourselves that documents in a row do not know of each other."""
+    trainer = assembled.trainer
+    trainer.start_engine()
+    vocabulary = trainer.model.config.vocab_size
+    if config.sample_packing and not keeps_documents_apart(trainer.model, vocabulary, rows=config.micro_batch_size):
+        do = "Use sample_packing: false, or another attn_implementation"
+        raise ConfigError(tell("documents of a packed row do not see each other", f"in {type(trainer.model).__name__} they do", do))
+
+
+def find_checkpoint(config: RunConfig) -> Path | None:
+    wanted = config.resume_from_checkpoint
+    if isinstance(wanted, str):
+        read_manifest(Path(wanted))
+        return Path(wanted)
+    if not wanted and not config.auto_resume_from_checkpoints:
+        return None
+    found = newest(Path(config.output_dir))
+    if found is None and wanted:
+        raise ConfigError(tell(f"{config.output_dir} has a complete checkpoint", "there is none", "Leave resume_from_checkpoint out, or name the folder"))
+    return found
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.base_model)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(tell(f"{config.base_model} has a tokenizer", f"transformers says: {first}", "Save one into the folder")) from None
+    template = config.chat_template_jinja
+    if template is not None:
+        tokenizer.chat_template = Path(template).read_text() if len(template) < 4096 and Path(template).is_file() else template
+    return tokenizer
+
+
+def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any]:
+    """Rows to train on, and rows to evaluate on or None."""
+    settings: dict[str, Any] = dict(
+        sequence_len=config.sequence_len, pad_id=pad_id, excess_length_strategy=config.excess_length_strategy, sample_packing=config.sample_packing,
+        seed=config.seed if config.data_seed is None else config.data_seed, train_on_inputs=config.train_on_inputs,
+    )  # fmt: skip
+    train, evaluated = load_rows(tokenizer, [Source(**asdict(d)) for d in config.datasets], val_set_size=config.val_set_size, **settings)
+    if config.test_datasets:
+        evaluated, _ = load_rows(tokenizer, [Source(**asdict(d)) for d in config.test_datasets], **settings)
+    return train, evaluated
+
+
+def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
+    save_steps = config.save_steps or (config.eval_steps if config.load_best_model_at_end else None) or _NEVER
+    save_strategy = config.evaluates if config.load_best_model_at_end and config.save_steps is None else config.save_strategy
+    return TrainingArguments(
+        output_dir=config.output_dir, per_device_train_batch_size=config.micro_batch_size,
+        per_device_eval_batch_size=config.eval_batch_size or config.micro_batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
+        num_train_epochs=config.num_epochs, max_steps=config.max_steps or -1, learning_rate=config.learning_rate, lr_scheduler_type=config.lr_scheduler,
+        lr_scheduler_kwargs=config.lr_scheduler_kwargs or {}, warmup_steps=config.warmup_steps or config.warmup_ratio or 0, optim="adamw_torch",
+        adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2, adam_epsilon=config.adam_epsilon, weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm, save_strategy=save_strategy, save_steps=save_steps, save_total_limit=config.save_total_limit,
+        save_only_model=config.save_only_model, eval_strategy=config.evaluates, eval_steps=config.eval_steps,
+        load_best_model_at_end=config.load_best_model_at_end, metric_for_best_model=config.metric_for_best_model, logging_steps=config.logging_steps,
+        report_to=list(config.report_to), seed=config.seed, data_seed=config.data_seed, dataloader_num_workers=config.dataloader_num_workers,
+        use_cpu=not on_gpu, remove_unused_columns=False, disable_tqdm=True, bf16=False, dataloader_pin_memory=on_gpu,
+    )  # fmt: skip
+
+
+def _pins(config: RunConfig) -> Pins | None:
+    given = dict(config.pins or {})
+    if config.activation_offloading is False:
+        given = {"n_offload": 0, "n_swap": 0, **given}
+    return Pins(**given) if given else None
+
+
+def _require_writable(folder: Path) -> None:
+    probe = folder / f".outsize-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        os.unlink(probe)
+    except OSError as error:
+        raise ConfigError(tell(f"output_dir {folder} can be written", str(error.strerror), "Name another one; nothing was trained")) from None

@@ -1,0 +1,63 @@
+"""`outsize export`: the result of a run as a plain Hugging Face folder, out of a checkpoint, with or without merging an adapter into its base."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from outsize.base.errors import BadFile, ConfigError, tell
+from outsize.checkpoint.folder import MANIFEST, Draft, read_manifest, telling
+
+_OURS = {MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json", "run.json", "training_args.json"}
+_ADAPTER = "adapter_config.json"
+
+
+def export_folder(source: Path, target: Path, *, merge: bool = False, base: str | None = None) -> None:
+    """Args:
+    source: a checkpoint, or a folder that a run has exported.
+    merge: of an adapter: add it to its base, and write a whole model.
+    base: the adapter's base, if it is not where the adapter says.
+    """
+    if not source.is_dir():
+        raise ConfigError(tell(f"{source} is a folder", "it is not there", "Name a checkpoint, or the output_dir of a run"))
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(tell(f"{target} is empty or not there yet", "it holds files", "Name another folder"))
+    if (source / MANIFEST).exists():
+        read_manifest(source)
+    adapted = (source / _ADAPTER).exists()
+    if merge and not adapted:
+        raise ConfigError(tell(f"--merge is for an adapter ({_ADAPTER})", f"{source} has none", "Leave --merge out"))
+    if not adapted and not (source / "config.json").exists():
+        raise BadFile(tell(f"{source} has a model", "there is neither config.json nor an adapter", "Name a checkpoint, or the output_dir of a run"))
+    draft = Draft(target)
+    try:
+        with telling(target):
+            names = [path.name for path in source.iterdir() if path.is_file() and path.name not in _OURS and not path.name.startswith(".")]
+            if merge:
+                _merge(source, draft.path, base)
+                names = [name for name in names if not name.startswith("adapter_") and name != "README.md"]
+            for name in names:
+                shutil.copyfile(source / name, draft.path / name)
+        draft.publish_into()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _merge(adapter: Path, into: Path, base: str | None) -> None:
+    """By PEFT's own arithmetic, in host memory."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = base or json.loads((adapter / _ADAPTER).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(tell("the adapter says which model it belongs to", "it does not", "Name it with --base"))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    except OSError as error:
+        found = str(error).splitlines()[0]
+        raise ConfigError(tell(f"{base} is the adapter's base", f"transformers says: {found}", "Name its folder with --base")) from None
+    with torch.no_grad():
+        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+    merged.save_pretrained(into)

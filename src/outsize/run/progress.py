@@ -1,0 +1,62 @@
+"""What one sees while it trains: steps, loss, tokens/s, and memory beside the plan's."""
+
+import time
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from outsize.base.units import show_bytes
+from outsize.integrations.hf import OutsizeTrainer
+
+
+class Showing(TrainerCallback):
+    def __init__(self, trainer: OutsizeTrainer, console: Console):
+        self._trainer, self._console = trainer, console
+        self.losses: list[tuple[int, float]] = []
+        """(step, loss) as logged."""
+        self.seconds = 0.0
+        """Spent in training steps."""
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._bar = self._progress.add_task("training", total=None, facts="")
+        self._host = psutil.Process()
+        self._since = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._progress.update(self._bar, total=state.max_steps, completed=state.global_step)
+        self._progress.start()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds += time.perf_counter() - self._since
+        self._progress.update(self._bar, completed=state.global_step, facts=self._facts())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        logs = logs or {}
+        if "loss" in logs:
+            self.losses.append((state.global_step, logs["loss"]))
+        if "eval_loss" in logs:
+            self._console.print(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}")
+        elif "loss" in logs and not self._console.is_terminal:
+            self._console.print(f"step {state.global_step}/{state.max_steps}: {self._facts()}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._progress.stop()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._trainer.num_tokens_seen / self.seconds if self.seconds else 0.0
+
+    def _facts(self) -> str:
+        engine = self._trainer.engine
+        facts = [f"loss {self.losses[-1][1]:.3f}"] if self.losses else []
+        facts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if engine.device.kind != "cpu":  # where one process is both, its memory is the host's
+            facts.append(f"GPU {show_bytes(engine.report().gpu_peak_bytes)} of {show_bytes(engine.plan.estimate.gpu_bytes)} planned")
+        facts.append(f"host {show_bytes(self._host.memory_info().rss)}, {show_bytes(engine.plan.estimate.host_bytes)} of it planned")
+        return ", ".join(facts)

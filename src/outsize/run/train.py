@@ -1,0 +1,95 @@
+"""One run of `outsize train`: show the plan, train, export, say where the result is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+
+from outsize.base.units import show_bytes
+from outsize.config.run import RunConfig
+from outsize.plan.render import render
+from outsize.run.assemble import assemble, start
+from outsize.run.interrupt import Interrupt
+from outsize.run.progress import Showing
+from outsize.runtime.engine import Planned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    losses: tuple[tuple[int, float], ...]
+    """(step, loss) as logged."""
+    result: Path | None
+    """The exported folder; None when the run was interrupted."""
+    checkpoint: Path | None
+    """The last one."""
+    gpu_peak_bytes: int
+    planned_gpu_bytes: int
+    """0 on `cpu`, where device and host are one."""
+    tokens_per_second: float
+
+
+def preview_run(config: RunConfig, console: Console) -> Planned:
+    """Plan and stop."""
+    planned = assemble(config).trainer.preview()
+    _show(planned, console)
+    return planned
+
+
+def train_run(config: RunConfig, console: Console) -> Outcome:
+    for note in config.notes:
+        console.print(f"[yellow]note[/yellow] {note}", highlight=False)
+    assembled = assemble(config)
+    trainer = assembled.trainer
+    held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
+    console.print(f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False)
+    start(assembled, config)
+    engine = trainer.engine
+    try:
+        _show(engine.now.planned, console)
+        if assembled.checkpoint is not None:
+            console.print(f"Going on from {assembled.checkpoint}.", highlight=False)
+        showing, interrupt = Showing(trainer, console), Interrupt(lambda text: console.print(f"\n{text}", highlight=False))
+        trainer.add_callback(showing)
+        trainer.add_callback(interrupt)
+        with interrupt.listening():
+            trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
+            engine.finish_saving()
+        last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)
+        result = None
+        if not interrupt.asked:
+            result = Path(config.output_dir)
+            trainer.save_model()
+        report = engine.report()
+        outcome = Outcome(
+            losses=tuple(showing.losses), result=result, checkpoint=last, gpu_peak_bytes=report.gpu_peak_bytes,
+            planned_gpu_bytes=report.planned_gpu_bytes if engine.device.kind != "cpu" else 0, tokens_per_second=showing.tokens_per_second,
+        )  # fmt: skip
+    finally:
+        engine.detach()
+    _tell(outcome, config, console)
+    return outcome
+
+
+def _last_checkpoint(folder: Path, step: int) -> Path | None:
+    path = folder / f"checkpoint-{step}"
+    return path if path.is_dir() else None
+
+
+def _show(planned: Planned, console: Console) -> None:
+    console.print(Panel(render(planned.plan, planned.graph, planned.layout), title="the plan", title_align="left", expand=False))
+
+
+def _tell(outcome: Outcome, config: RunConfig, console: Console) -> None:
+    say = lambda text: console.print(text, highlight=False, soft_wrap=True)
+    if outcome.losses:
+        first, last = outcome.losses[0], outcome.losses[-1]
+        say(f"loss    {first[1]:.4f} at step {first[0]}, {last[1]:.4f} at step {last[0]}; {outcome.tokens_per_second:,.0f} tokens/s")
+    if outcome.planned_gpu_bytes:
+        say(f"GPU     {show_bytes(outcome.gpu_peak_bytes)} at most, {show_bytes(outcome.planned_gpu_bytes)} planned")
+    if outcome.checkpoint is not None:
+        say(f"saved   {outcome.checkpoint}")
+    if outcome.result is not None:
+        say(f"result  {outcome.result}, for from_pretrained")
+    else:
+        say("stopped before the end; the same command with --resume goes on")
