@@ -54,7 +54,7 @@ class Showing(TrainerCallback):
 
     def _facts(self) -> str:
         engine = self._trainer.engine
-        facts = [f"loss {self.losses[-1][1]:.3f}"] if self.losses else []
+        facts = [f"loss {self.losses[-1][1]:.{3 if self._console.is_terminal else 6}f}"] if self.losses else []
         facts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if engine.device.kind != "cpu":  # where one process is both, its memory is the host's
             facts.append(f"GPU {show_bytes(engine.report().gpu_peak_bytes)} of {show_bytes(engine.plan.estimate.gpu_bytes)} planned")

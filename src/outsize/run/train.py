@@ -46,13 +46,13 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     start(assembled, config)
     engine = trainer.engine
     try:
-        _show(engine.now.planned, console)
-        if assembled.checkpoint is not None:
-            console.print(f"Going on from {assembled.checkpoint}.", highlight=False)
         showing, interrupt = Showing(trainer, console), Interrupt(lambda text: console.print(f"\n{text}", highlight=False))
         trainer.add_callback(showing)
         trainer.add_callback(interrupt)
         with interrupt.listening():
+            _show(engine.now.planned, console)
+            if assembled.checkpoint is not None:
+                console.print(f"Going on from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
             engine.finish_saving()
         last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)

@@ -1,0 +1,127 @@
+"""Whole runs from YAML: through the command, through OutsizeTrainer, through a plain Trainer; whole, and killed and resumed. One set of bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import folders
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from typer.testing import CliRunner
+
+from outsize.checkpoint.folder import checkpoints
+from outsize.cli.main import app
+from outsize.config.read import read_config
+from outsize.data.build import load_rows
+from outsize.data.collate import Collator
+from outsize.data.sources import Source
+from outsize.integrations.hf import OutsizeTrainer
+from outsize.reference import AdamW
+from outsize.run.assemble import training_arguments
+
+TESTS = Path(__file__).parent.parent
+PACKED = dict(sample_packing=True, sequence_len=64, max_grad_norm=1.0, warmup_steps=2)
+
+
+def logged(history: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    return [(entry["step"], entry["loss"], entry["learning_rate"]) for entry in history if "loss" in entry]
+
+
+class Plain(Trainer):
+    """transformers' own, with our reference for an optimizer. Its clipping is off: the reference clips."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        decaying = set(self.get_decay_parameter_names(self.model))
+        named = list(self.model.named_parameters())
+        groups = [{"params": [p for n, p in named if (n in decaying) is yes], "weight_decay": 0.1 if yes else 0.0} for yes in (True, False)]
+        self.optimizer = AdamW(groups, lr=self.args.learning_rate, max_grad_norm=1.0)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("keys", [PACKED, {}, {"chat": True, "lr_scheduler": "linear"}], ids=["packed", "padded", "chat"])
+def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_and_through_a_plain_one(
+    tmp_path: Path, keys: dict[str, Any], parity_cell: Callable[[object], None]
+) -> None:
+    yaml = folders.write_run(tmp_path, **keys, max_steps=5, save_steps=5)
+    done = CliRunner().invoke(app, ["train", str(yaml), "--set", "device=sim:1MiB", "--set", "plan.n_persist=0"])
+    assert done.exit_code == 0, done.output
+    config = read_config(yaml, [f"output_dir={tmp_path / 'by-hand'}", "max_grad_norm=0", "save_strategy=no", "save_steps=null"])
+    tokenizer = AutoTokenizer.from_pretrained(config.base_model)
+    train, _ = load_rows(
+        tokenizer, [Source(path=config.datasets[0].path)], sequence_len=config.sequence_len, pad_id=tokenizer.pad_token_id, sample_packing=config.sample_packing
+    )
+    parts: dict[str, Any] = dict(train_dataset=train, data_collator=Collator(tokenizer.pad_token_id), processing_class=tokenizer)
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
+
+    plain = Plain(model=model(), args=training_arguments(config, on_gpu=False), **parts)
+    plain.train()
+    with_clipping = read_config(yaml, [f"output_dir={tmp_path / 'ours'}", "save_strategy=no", "save_steps=null"])
+    ours = OutsizeTrainer(model=model(), args=training_arguments(with_clipping, on_gpu=False), chunk_bytes="4KiB", sequence_len=config.sequence_len, **parts)
+    ours.train()
+    expected = plain.model.state_dict()
+    by_command = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())["log_history"]
+    assert logged(by_command) == logged(ours.state.log_history) == logged(plain.state.log_history) and len(logged(by_command)) == 5
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported and all(torch.equal(value, expected[name]) for name, value in exported.items())
+    assert all(torch.equal(value, expected[name]) for name, value in ours.model.state_dict().items())
+    parity_cell("command")
+    parity_cell("trainer")
+
+
+PLANS = (
+    ["device=cpu", "chunk_bytes=64KiB"], ["device=sim:1MiB", "plan.n_persist=0", "plan.n_optimizer_gpu=0"], ["device=sim:2MiB", "plan.n_checkpoint=2"],
+    ["device=sim:3MiB", "plan.n_swap=1", "plan.n_offload=1", "chunk_bytes=4KiB"], ["device=cpu", "chunk_bytes=4KiB"],
+)  # fmt: skip
+KILLS = (["--at", "7"], ["--at", "19"], ["--in-save", "25"], ["--at", "33"], [])
+
+
+def test_forty_steps_killed_four_times_and_resumed_under_another_plan_each_time_equal_an_uninterrupted_run(
+    tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
+    yaml = folders.write_run(tmp_path, **{**PACKED, "sequence_len": 96}, max_steps=40, save_steps=5, save_total_limit=2, auto_resume_from_checkpoints=True)
+
+    def run(name: str, *arguments: str) -> int:
+        command = [sys.executable, str(TESTS / "killed.py"), str(yaml), str(tmp_path / f"{name}.jsonl"), *arguments, f"--set=output_dir={tmp_path / name}"]
+        paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+        return subprocess.run(command, env={**os.environ, "OUTSIZE_CACHE": "", "PYTHONPATH": paths}, capture_output=True).returncode
+
+    assert run("whole") == 0
+    resumed_from = []
+    for kill, plan in zip(KILLS, PLANS, strict=True):
+        resumed_from.append(max((step for step, _ in checkpoints(tmp_path / "killed")), default=0))
+        assert run("killed", *kill, *(f"--set={key}" for key in plan)) == (-signal.SIGKILL if kill else 0), (kill, plan)
+    assert resumed_from == [0, 5, 15, 20, 30], "the newest complete one each time; that of step 25 was killed in the middle"
+
+    def read(name: str) -> tuple[dict[int, float], list[dict[int, list[Any]]]]:
+        losses: dict[int, float] = {}
+        batches: list[dict[int, list[Any]]] = []
+        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines():
+            entry = json.loads(line)
+            if "process" in entry:
+                batches.append({})
+            elif "loss" in entry:
+                assert losses.setdefault(entry["step"], entry["loss"]) == entry["loss"], "a step that was made again is the same"
+            else:
+                batches[-1].setdefault(entry["step"], []).append(entry["ids"])
+        return losses, batches
+
+    losses, (batches,) = read("whole")
+    again, seen = read("killed")
+    assert len(losses) == 40 and again == losses
+    for process in seen:
+        for step, ids in process.items():
+            assert ids == batches[step][: len(ids)], f"the samples of step {step}"  # of its last step a killed process may have seen a part
+    whole, killed = load_file(tmp_path / "whole" / "model.safetensors"), load_file(tmp_path / "killed" / "model.safetensors")
+    assert whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert [step for step, _ in checkpoints(tmp_path / "killed")] == [35, 40] and not list((tmp_path / "killed").glob(".partial-*"))
+    for _ in KILLS:
+        parity_cell("killed")
