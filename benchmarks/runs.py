@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,6 @@ STEP = re.compile(r"step (\d+)/\d+: loss ([\d.naninf]+), ([\d,]+) tokens/s")
 
 def write_model(folder: Path, shape: str) -> None:
     """bf16 safetensors as save_pretrained would write them, one tensor at a time."""
-    if (folder / "config.json").exists():
-        return
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False, max_position_embeddings=8192, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     with init_empty_weights(include_buffers=False):
@@ -57,18 +56,28 @@ def write_model(folder: Path, shape: str) -> None:
     write_configs(model, folder, files)
 
 
+def have_model(folder: Path, shape: str) -> None:
+    """In a process of its own: what it leaves on the GPU would count as others'."""
+    if not (folder / "config.json").exists():
+        subprocess.run([sys.executable, __file__, "write", "--work", str(folder), "--shape", shape, "--out", os.devnull], check=True)
+
+
 class Watch:
     """Peak memory of a process, seen from outside, and its lines."""
 
-    def __init__(self, command: list[str], *, kill_after: str | None = None):
+    def __init__(self, command: list[str], *, kill_after: str | None = None, at_first_step: Callable[[], Any] | None = None):
         self.started = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
-        self.gpu_mib = self.host_kib = 0
+        self.gpu_mib = self.trial_gpu_mib = self.host_kib = 0
         self.lines: list[tuple[float, str]] = []
         threading.Thread(target=self._poll, daemon=True).start()
         for line in self.process.stdout or ():
             self.lines.append((time.perf_counter() - self.started, line.rstrip()))
             print(f"{self.lines[-1][0]:7.1f} {line.rstrip()[:200]}", flush=True)
+            if not self.trial_gpu_mib and STEP.search(line):
+                self.trial_gpu_mib, self.gpu_mib = self.gpu_mib, 0  # what the trial run took is told apart
+                if at_first_step is not None:
+                    at_first_step()
             if kill_after is not None and kill_after in line:
                 self.process.send_signal(signal.SIGKILL)
         self.returncode = self.process.wait()
@@ -91,13 +100,16 @@ class Watch:
         steps = [(round(at, 1), int(m[1]), m[2], m[3]) for at, line in self.lines if (m := STEP.search(line))]
         return {
             "seconds": round(self.seconds, 1), "returncode": self.returncode, "gpu_gib": round(self.gpu_mib / 1024, 2),
+            "gpu_gib_before_step_2": round(self.trial_gpu_mib / 1024, 2),
             "host_gib": round(self.host_kib / 2**20, 1), "steps": steps,
         }  # fmt: skip
 
 
-def train(run: Path, *overrides: str, kill_after: str | None = None, resume: bool = False) -> dict[str, Any]:
+def train(
+    run: Path, *overrides: str, kill_after: str | None = None, at_first_step: Callable[[], Any] | None = None, resume: bool = False
+) -> dict[str, Any]:
     command = [sys.executable, "-m", "outsize.cli.main", "train", str(run), *(x for o in overrides for x in ("--set", o)), *(["--resume"] if resume else [])]
-    return Watch(command, kill_after=kill_after).facts()
+    return Watch(command, kill_after=kill_after, at_first_step=at_first_step).facts()
 
 
 def write_run(work: Path, model: Path, **keys: Any) -> Path:
@@ -110,22 +122,24 @@ def write_run(work: Path, model: Path, **keys: Any) -> Path:
 
 def full(work: Path, shape: str, small: str, large: str) -> dict[str, Any]:
     started = time.perf_counter()
-    write_model(work / shape, shape)
+    have_model(work / shape, shape)
     written = time.perf_counter() - started
-    run = write_run(work, work / shape, sequence_len=1024, micro_batch_size=2, max_steps=13, learning_rate=1e-5, save_steps=10)
-    first = train(run, f"gpu_memory={small}", kill_after="step 12/")
+    run = write_run(work, work / shape, sequence_len=1024, micro_batch_size=2, max_steps=13, learning_rate=1e-5, save_steps=10, full_determinism=True)
+    # Once the weights are in their homes their files are not needed: the checkpoint holds them again. That is room on a small disk.
+    first = train(run, f"gpu_memory={small}", kill_after="step 12/", at_first_step=lambda: [p.unlink() for p in (work / shape).glob("*.safetensors")])
     left = sorted(p.name for p in (work / "out").iterdir())
-    shutil.rmtree(work / shape)  # the checkpoint holds the weights; the config is needed for the class alone
-    shutil.copytree(work / "out" / "checkpoint-10", work / shape, ignore=shutil.ignore_patterns("*.safetensors", "outsize.json"))
     second = train(run, f"gpu_memory={large}", "max_steps=12", "save_strategy=no", "save_steps=null", resume=True)
     exported = {p.name: p.stat().st_size for p in sorted((work / "out").iterdir()) if p.is_file()}
     saved = {p.name: p.stat().st_size for p in sorted((work / "out" / "checkpoint-10").iterdir())}
     same = [s[1:3] for s in first["steps"] if s[1] > 10] == [s[1:3] for s in second["steps"]]
-    return {"wrote_model_seconds": round(written, 1), "killed": first, "left": left, "resumed": second, "same_losses": same, "checkpoint": saved, "export": exported}
+    return {
+        "wrote_model_seconds": round(written, 1), "killed": first, "left": left, "resumed": second, "same_losses": same, "checkpoint": saved,
+        "export": exported,
+    }  # fmt: skip
 
 
 def lora(work: Path, shape: str, small: str, large: str) -> dict[str, Any]:
-    write_model(work / shape, shape)
+    have_model(work / shape, shape)
     run = write_run(
         work, work / shape, sequence_len=2048, micro_batch_size=1, gradient_accumulation_steps=4, max_steps=6, learning_rate=1e-4, save_strategy="no",
         adapter="lora", lora_r=16, lora_alpha=32, lora_target_linear=True,
@@ -135,16 +149,19 @@ def lora(work: Path, shape: str, small: str, large: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("full", "lora"))
+    parser.add_argument("what", choices=("full", "lora", "write"))
     parser.add_argument("--work", type=Path, required=True, help="A folder with room: a full checkpoint is 12 bytes a parameter.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--budgets", nargs=2, metavar=("SMALL", "LARGE"))
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)
-    print({key: f"{value / 2**30:.1f} GiB" for key, value in zip(("total", "used", "free"), shutil.disk_usage(asked.work), strict=True)}, os.cpu_count(), flush=True)
+    if asked.what == "write":
+        write_model(asked.work, asked.shape)
+        sys.exit()
+    print(f"{shutil.disk_usage(asked.work).free / 2**30:.1f} GiB free, {os.cpu_count()} cores", flush=True)
     run_it, shape, budgets = (full, "7b", ("24GiB", "40GiB")) if asked.what == "full" else (lora, "8b", ("8GiB", "100GiB"))
     result = run_it(asked.work, asked.shape or shape, *(asked.budgets or budgets))
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.strip() if shutil.which("nvidia-smi") else "none"
     asked.out.write_text(json.dumps({"what": asked.what, "gpu": gpu, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), **result}, indent=1))
     print(json.dumps(result)[:2000])

@@ -124,6 +124,8 @@ class RunConfig:
     seed: Seed = 42
     data_seed: Seed | None = None
     """Of the order of examples. None: `seed`."""
+    full_determinism: bool = False
+    """Only operators that give the same bits every time, as far as torch has them; slower on a GPU."""
     bf16: Bf16 = True
     """Weights in bf16 with exact fp32 masters. False: fp32 weights."""
     attn_implementation: Text | None = None

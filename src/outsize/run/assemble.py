@@ -145,7 +145,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         save_only_model=config.save_only_model, eval_strategy=config.evaluates, eval_steps=config.eval_steps,
         load_best_model_at_end=config.load_best_model_at_end, metric_for_best_model=config.metric_for_best_model, logging_steps=config.logging_steps,
         report_to=list(config.report_to), seed=config.seed, data_seed=config.data_seed, dataloader_num_workers=config.dataloader_num_workers,
-        use_cpu=not on_gpu, remove_unused_columns=False, disable_tqdm=True, bf16=False, dataloader_pin_memory=on_gpu,
+        full_determinism=config.full_determinism, use_cpu=not on_gpu, remove_unused_columns=False, disable_tqdm=True, bf16=False, dataloader_pin_memory=on_gpu,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             planned_gpu_bytes=report.planned_gpu_bytes if engine.device.kind != "cpu" else 0, tokens_per_second=showing.tokens_per_second,
         )  # fmt: skip
     finally:
-        engine.detach()
+        engine.close()
     _tell(outcome, config, console)
     return outcome
 

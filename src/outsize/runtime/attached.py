@@ -79,12 +79,12 @@ class Attached:
             remove_mode(self._guard)
             self._guard = None
 
-    def release(self) -> None:
-        """A plain model on the CPU again."""
+    def release(self, *, keep: bool = True) -> None:
+        """A plain model on the CPU again; without `keep`, a hollow one."""
         self.drop_guard()
         self.patches.undo()
         self.gradients.detach()
-        self.store.move_out()
+        self.store.move_out(keep=keep)
         for buffer, data in self._buffers:
             buffer.data = data if torch.equal(data, buffer.data.to(data.device)) else data.copy_(buffer.data)
 

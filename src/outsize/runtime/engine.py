@@ -87,6 +87,19 @@ class Engine:
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
         return saved
 
+    def close(self) -> None:
+        """End the engine without giving the model back: its parameters are hollow after this, and all memory is free. For the end of a run."""
+        try:
+            self.finish_saving()
+            self.drain()
+        finally:
+            if self.now.executor.stage is not Stage.IDLE:
+                self._passes.roll_back()
+            self._passes.detach()
+            self.now.release(keep=False)
+            self._holder.attached = None
+            self.device.close(id(self))
+
     @property
     def now(self) -> Attached:
         """Everything that exists under the present plan."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from outsize.base.errors import ModelUnsupported, tell
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
-from outsize.model.weights import Weights, is_hollow
+from outsize.model.weights import Weights, hollow_like, is_hollow
 from outsize.plan.placement import Buffer, Placement
 
 
@@ -195,14 +195,17 @@ class Store:
         """Parameters whose `.data` somebody has replaced."""
         return (name for name, param in self.params.items() if param.data_ptr() != self._addresses[name])
 
-    def move_out(self, chunks: Iterable[int] | None = None) -> None:
-        """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one chunk after the other."""
+    def move_out(self, chunks: Iterable[int] | None = None, *, keep: bool = True) -> None:
+        """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one chunk after the other.
+
+        Without `keep` they get hollow ones.
+        """
         for index in range(len(self.place.layout.chunks)) if chunks is None else chunks:
             for piece in self.place.chunk(index).pieces:
                 param = self.params[piece.name]
                 with torch.no_grad(), self.device.on_host():
                     value = self.read(piece.name)
-                    param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+                    param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value) if keep else hollow_like(value, value.dtype)
             self.host.pop(("home", index), None)
             self.gpu.pop(("weights", index), None)
         self.gpu.clear()
