@@ -1,4 +1,4 @@
-"""AdamW over a flat range, in place, in plain torch: the kernel of every device that has no native one.
+"""AdamW over a flat range, in place: in C where the range is in host memory (native.py), else in plain torch.
 
 The sequence of operations is the contract, to the bit, with the C and Triton kernels and with `outsize.reference.AdamW`:
 
@@ -10,13 +10,14 @@ which is correctly rounded once brought back. Nothing is allocated: the caller g
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from outsize.layout.scratch import BYTES_PER_ELEMENT, PIECE_NUMEL
 from outsize.optim.clip import round_fp32
+from outsize.optim.native import kernel
 from outsize.optim.split import join_into, split_into
 
 
@@ -92,6 +93,9 @@ def update(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor
     assert weight.dtype == (torch.float32 if lo is None else torch.bfloat16) and (lo is None or lo.dtype == torch.int16), weight.dtype
     assert m.dtype == v.dtype == torch.float32 and grad.dtype in (torch.bfloat16, torch.float32), (m.dtype, v.dtype, grad.dtype)
     assert isinstance(clip, float) or (clip.dtype == torch.float32 and clip.dim() == 0), "clip is a float or a 0-dim fp32 tensor"
+    if weight.device.type == "cpu" and (native := kernel()) is not None:
+        native.update(weight, lo, m, v, grad, {**asdict(hyper), "clip": float(clip)})
+        return
     for start in range(0, numel, scratch.numel):
         part = slice(start, min(start + scratch.numel, numel))
         _update_piece(weight[part], None if lo is None else lo[part], m[part], v[part], grad[part], hyper, clip, scratch)

@@ -1,6 +1,7 @@
 """The in-place kernel equals the reference to the bit, whatever the values, the sizes and the pieces, and allocates nothing."""
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -14,11 +15,22 @@ from torch.utils._pytree import tree_leaves
 from outsize.layout.scratch import PIECE_NUMEL, scratch_bytes
 from outsize.optim.adamw import Hyper, Scratch, update
 from outsize.optim.clip import clip_factor, round_fp32
+from outsize.optim.native import kernel
 from outsize.optim.split import join
 from outsize.reference import AdamW
 
 OPTIONS: dict[str, Any] = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test here holds for both."""
+    monkeypatch.setenv("OUTSIZE_KERNELS", request.param)
+    kernel.cache_clear()
+    assert (kernel() is None) == (request.param == "torch")
+    yield
+    kernel.cache_clear()
 
 
 def make_scratch(piece: int) -> Scratch:
