@@ -50,13 +50,15 @@ def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
-    """Everything that autograd saves goes to the host, but for what blocks share."""
+    """Everything that autograd saves on the device goes to the host, but for what blocks share. (Attention keeps its random state in host tensors.)"""
     inputs = list(tensors_in((args, kwargs)))
+    here = inputs[0].device if inputs else None
     shared = {t.untyped_storage()._cdata for t in inputs[1:]} - {t.untyped_storage()._cdata for t in inputs[:1]}
 
     def pack(tensor: Tensor) -> Tensor | Handle:
         storage = tensor.untyped_storage()
-        travels = tensor.layout == torch.strided and storage.nbytes() and storage._cdata not in shared and not is_static(tensor)
+        owned = storage.nbytes() and storage._cdata not in shared and not is_static(tensor)
+        travels = owned and tensor.layout == torch.strided and tensor.device == here
         return parcel.pack(tensor) if travels else tensor
 
     with saved_tensors_hooks(pack, _unpack_from(parcel)):

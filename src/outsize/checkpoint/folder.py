@@ -39,13 +39,28 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Draft:
-    def __init__(self, place: Path):
-        # Links are followed once: whatever happens to the working folder meanwhile, draft and place stay side by side on one disk.
-        self.place = Path(os.path.realpath(place))
-        self.path = _draft_path(self.place)
+    def __init__(self, place: Path, *, replace: bool = False, inside: bool = False):
+        # Links are followed once: whatever happens to them and to the working folder meanwhile, draft and place stay together on one disk.
+        self.place, self._replace = Path(os.path.realpath(place)), replace
+        self.path = _draft_path(self.place / "files" if inside else self.place)
         with telling(place):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
+
+    @classmethod
+    def of(cls, place: Path, *, replace: bool = False) -> "Draft":
+        """Of a folder that is to be there whole. `replace`: a checkpoint that is there now goes when this one is published."""
+        settle(Path(os.path.realpath(place)).parent)
+        _require_free(place, replace=replace)
+        return cls(place, replace=replace)
+
+    @classmethod
+    def into(cls, place: Path) -> "Draft":
+        """Of files for a folder that may hold other things."""
+        if os.path.exists(place) and not os.path.isdir(place):
+            raise SaveFailed(tell(f"{place} is a folder, or not there yet", "it is a file", "Name another folder"))
+        settle(place)
+        return cls(place, inside=os.path.isdir(place))  # which may be a disk of its own
 
     def require_space(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self.path).free
@@ -53,16 +68,19 @@ class Draft:
             do = "Free some, or lower save_total_limit; nothing was changed"
             raise SaveFailed(tell(f"{self.place} needs {show_bytes(num_bytes)} on the disk", f"{show_bytes(free)} is free", do))
 
-    def publish(self, facts: dict[str, Any], *, replace: bool = False) -> None:
+    def publish(self, facts: dict[str, Any]) -> None:
         """Make it the checkpoint: from now on it is there, whole, also after a power cut."""
         with telling(self.place):
             inside = sorted(self.path.rglob("*"))
             files = {str(path.relative_to(self.path)): path.stat().st_size for path in inside if path.is_file()}
+            for path in inside:
+                _sync(path)
+            # Not before: a draft with a manifest is one whose files are on the disk.
             with (self.path / MANIFEST).open("x") as manifest:
                 manifest.write(json.dumps({"format": FORMAT, "files": files, **facts}, indent=1))
-            for path in (*inside, self.path / MANIFEST, self.path):
-                _sync(path)
-            require_free(self.place, replace=replace)
+            _sync(self.path / MANIFEST)
+            _sync(self.path)
+            _require_free(self.place, replace=self._replace)
             old = _draft_path(self.place, _OLD)
             try:
                 if self.place.exists():
@@ -75,19 +93,20 @@ class Draft:
             _sync(self.place.parent)
             shutil.rmtree(old, ignore_errors=True)
 
-    def publish_into(self, is_stale: Callable[[str], bool]) -> None:
+    def publish_into(self, is_stale: Callable[[str], bool] = lambda name: False) -> None:
         """For a folder that may hold other things: the files go into it one by one, each whole.
 
-        What `is_stale` says of names in the folder goes first, and files that name others (.json) come last: a folder in between is without
-        weights, not with old ones.
+        Names in the folder that are stale (left by something of another shape) go first, and files that name others (.json) come last: a folder in
+        between has too little, not what does not belong together.
         """
         with telling(self.place):
             self.place.mkdir(exist_ok=True)
             inside = sorted(self.path.rglob("*"), key=lambda path: (path.suffix == ".json", path))
             for path in inside:
                 _sync(path)
+            stay = {path.name for path in inside if path.suffix != ".json"}
             for path in self.place.iterdir():
-                if path.is_file() and is_stale(path.name):
+                if path.is_file() and is_stale(path.name) and path.name not in stay:
                     path.unlink()
             for path in inside:
                 if path.is_file():
@@ -116,7 +135,7 @@ def telling(place: Path) -> Iterator[None]:
         raise SaveFailed(tell(f"{place} can be written", str(error), "Free some space, or save elsewhere; what was saved before is as it was")) from error
 
 
-def require_free(place: Path, *, replace: bool) -> None:
+def _require_free(place: Path, *, replace: bool) -> None:
     """That a checkpoint may be put there. Only a checkpoint is replaced: not whatever else a path happens to name."""
     if not os.path.lexists(place):
         return
@@ -173,13 +192,13 @@ def settle(parent: Path) -> None:
         if match is None or _is_at_work(path, match):
             continue
         place = parent / match["place"]
+        if place.exists() or not _is_complete(path):
+            shutil.rmtree(path, ignore_errors=True)
+            continue
         try:
-            if not place.exists() and _is_complete(path):
-                path.rename(place)
-                continue
+            path.rename(place)
         except OSError as error:
             log.warning("%s is complete but cannot be renamed to %s: %s", path, place, error.strerror)
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def rotate(parent: Path, limit: int | None, *, keep: Path | None = None) -> None:

@@ -7,19 +7,30 @@ one by one) is converted when it is written.
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outsize.base.log import log
 from outsize.model.tensorfile import Spec
 from outsize.model.weights import INDEX, SINGLE
 
-Read = Callable[[str], Tensor]
-"""A tensor of the model's state dict by name: a view of where it lives."""
+Tensors = dict[str, Tensor]
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Keys that are no tensor of the model: they are made of some, all at once."""
+
+    inputs: tuple[str, ...]
+    """Names in the model's state dict."""
+    keys: tuple[str, ...]
+    convert: Callable[[Tensors], Tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,62 +39,81 @@ class ModelFiles:
     """File name to its keys."""
     source: Mapping[str, str]
     """Key to the name in the model's state dict, where it is that tensor as it is."""
-    inputs: tuple[str, ...]
-    """Names whose tensors are converted into the other keys."""
-    index: Mapping[str, Any] | None
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-    def converted(self, read: Read) -> dict[str, Tensor]:
-        """The keys without a source."""
-        return self.convert({name: read(name) for name in self.inputs}) if self.inputs else {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for keys in self.files.values() for spec in keys.values())
+    recipes: tuple[Recipe, ...]
+    """Of the other keys."""
+    index: Mapping[str, object] | None
 
 
-def model_files(model: nn.Module) -> ModelFiles:
+def is_weight_file(name: str) -> bool:
+    """A file that an earlier save of another shape may have left."""
+    return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
+
+
+def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) -> ModelFiles:
+    """`max_shard_size`: of a file, as in `save_pretrained`, whose own default holds where it is None."""
     from transformers import PreTrainedModel
 
-    stand_ins: dict[str, Tensor] = {}
-    of_param: dict[int, str] = {}
     owner = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    stand_ins: Tensors = {}
     for name in model.state_dict():
-        tensor = owner[name]
-        stand_ins[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
+        if name in owner:
+            stand_ins[name] = torch.empty(owner[name].shape, dtype=owner[name].dtype, device="meta")
+        else:
+            log.warning("%s is neither a parameter nor a buffer: it is not saved", name)
     if not isinstance(model, PreTrainedModel):
-        for name in list(stand_ins):
-            if of_param.setdefault(id(owner[name]), name) != name:
-                del stand_ins[name]
-        keys = {name: Spec(t.dtype, tuple(t.shape)) for name, t in stand_ins.items()}
-        return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), None, lambda tensors: {})
+        first: dict[int, str] = {}
+        keys = {name: Spec.of(t) for name, t in stand_ins.items() if first.setdefault(id(owner[name]), name) == name}
+        return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), None)
 
-    from huggingface_hub import split_torch_state_dict_into_shards
+    from huggingface_hub import split_state_dict_into_shards_factory
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     for ignored in model._keys_to_ignore_on_save or ():
         stand_ins.pop(ignored, None)
     kept = remove_tied_weights_from_state_dict(stand_ins, model)
+    names = {id(stand_in): name for name, stand_in in kept.items()}
     stored = revert_weight_conversion(model, dict(kept))
-    largest = inspect.signature(model.save_pretrained).parameters["max_shard_size"].default
-    split = split_torch_state_dict_into_shards(stored, filename_pattern="model{suffix}.safetensors", max_shard_size=largest)
-    files = {file: {key: Spec(stored[key].dtype, tuple(stored[key].shape)) for key in keys} for file, keys in split.filename_to_tensors.items()}
+    largest = max_shard_size or inspect.signature(model.save_pretrained).parameters["max_shard_size"].default
+    split = split_state_dict_into_shards_factory(
+        stored, filename_pattern="model{suffix}.safetensors", max_shard_size=largest,
+        # As for tensors with memory: views of one tensor (its experts) lie in one file.
+        get_storage_id=lambda tensor: tensor.untyped_storage()._cdata, get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+    )  # fmt: skip
+    files = {file: {key: Spec.of(stored[key]) for key in keys} for file, keys in split.filename_to_tensors.items()}
     source = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
-    inputs = tuple(name for name in kept if name not in set(source.values()))
+    as_it_is = set(source.values())
+    recipes = _recipes(
+        {name: tensor for name, tensor in kept.items() if name not in as_it_is},
+        {key: Spec.of(tensor) for key, tensor in stored.items() if key not in source},
+        lambda tensors: revert_weight_conversion(model, tensors),
+    )
     index = {"metadata": {"total_parameters": model.num_parameters(), **split.metadata}, "weight_map": split.tensor_to_filename} if split.is_sharded else None
-    return ModelFiles(files, source, inputs, index, lambda tensors: revert_weight_conversion(model, tensors))
+    return ModelFiles(files, source, recipes, index)
+
+
+def _recipes(inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]) -> tuple[Recipe, ...]:
+    """One for each input where it gives its keys by itself (experts of one layer), so that no more than that is ever held twice; else one for all."""
+    alone: dict[str, Tensors] = {}
+    try:
+        alone = {name: convert({name: stand_in}) for name, stand_in in inputs.items()}
+    except Exception as why:  # whatever a conversion raises that misses others of its inputs
+        log.debug("weights are converted all at once: %s", why)
+    made = [(key, Spec.of(tensor)) for part in alone.values() for key, tensor in part.items()]
+    if len(made) == len(wanted) and dict(made) == wanted:
+        return tuple(Recipe((name,), tuple(part), convert) for name, part in alone.items())
+    return (Recipe(tuple(inputs), tuple(wanted), convert),)
 
 
 def write_configs(model: nn.Module, folder: Path, files: ModelFiles) -> None:
     """What lies beside the weights: index, config, generation config."""
+    from transformers import PreTrainedModel
+
     if files.index is not None:
         (folder / INDEX).write_text(json.dumps(files.index, indent=2, sort_keys=True) + "\n")
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "save_pretrained"):
-        config.dtype = str(model.dtype).removeprefix("torch.")
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-        if getattr(model, "can_generate", bool)():
-            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    if isinstance(model, PreTrainedModel):
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)

@@ -6,13 +6,15 @@ from typing import Any
 
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
+from outsize.plan.plan import UpdateMode
 from outsize.runtime.optimizer import AdamW
 
-_ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_hf"}
+_ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"}
 _PLANNED = {
     "gradient_checkpointing": "the plan decides per block what is recomputed",
     "activation_offloading": "the plan decides per block which activations go to the host",
 }
+_OURS = "the optimizer is the engine's, with learning_rate, weight_decay, adam_* and max_grad_norm; leave it out"
 _REFUSED = {
     "deepspeed": "outsize owns placement and optimizer; leave deepspeed out",
     "fsdp": "outsize trains on one device; leave fsdp out",
@@ -23,19 +25,25 @@ _REFUSED = {
     "torch_compile": "the schedule needs the model's own layers; leave it out",
     "use_liger_kernel": "its kernels replace the forward that was planned; leave it out",
     "parallelism_config": "outsize trains on one device; leave it out",
-    "jit_mode_eval": "leave it out",
+    "optim_args": _OURS,
+    "optim_target_modules": _OURS,
+    "enable_jit_checkpoint": "it saves in the middle of a step; use save_steps, or a callback that sets control.should_save",
 }
 
 
-def take_over(args: Any) -> None:
+def take_over(args: Any, *, optimizers: Any = None, optimizer_cls_and_kwargs: Any = None) -> None:
     """Turn off what the plan decides, with a note; refuse what cannot be beside us. All of it at once."""
     for name, why in _PLANNED.items():
         if getattr(args, name, False):
             log.info("%s is turned off: %s", name, why)
             setattr(args, name, False)
     wrong = [f"{name}={getattr(args, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(args, name, None)]
-    if str(getattr(args.optim, "value", args.optim)) not in _ADAMW:
-        wrong.append(f"optim={getattr(args.optim, 'value', args.optim)!r}: outsize has AdamW with exact fp32 masters wherever they live; use adamw_torch")
+    if (optim := str(getattr(args.optim, "value", args.optim))) not in _ADAMW:
+        wrong.append(f"optim={optim!r}: outsize has AdamW with exact fp32 masters wherever they live; use adamw_torch")
+    if any(given is not None for given in optimizers or ()):
+        wrong.append(f"optimizers: {_OURS}; for the schedule there are lr_scheduler_type and create_scheduler")
+    if optimizer_cls_and_kwargs is not None:
+        wrong.append(f"optimizer_cls_and_kwargs: {_OURS}")
     if args.n_gpu > 1:
         wrong.append(f"{args.n_gpu} GPUs are visible: outsize trains on one; set CUDA_VISIBLE_DEVICES=0")
     if args.world_size > 1:
@@ -44,16 +52,22 @@ def take_over(args: Any) -> None:
         raise ConfigError("These arguments do not go with outsize. " + "; ".join(wrong) + ".")
 
 
+def clips(args: Any) -> bool:
+    return args.max_grad_norm > 0 and math.isfinite(args.max_grad_norm)
+
+
+def update_mode(args: Any) -> UpdateMode:
+    # Each backward is declared to be the last before its step: gradients need not be kept if nothing looks at all of them first.
+    return "after_step" if clips(args) or args.gradient_accumulation_steps > 1 else "in_backward"
+
+
 def adamw(args: Any, decay: Iterable[str], trainable: Iterable[str]) -> AdamW:
     """The engine's optimizer, in the Trainer's two groups: weights that decay, and biases and norms that do not."""
     decaying = set(decay)
     names = list(trainable)
     groups = [([n for n in names if n in decaying], args.weight_decay), ([n for n in names if n not in decaying], 0.0)]
-    clips = bool(args.max_grad_norm) and math.isfinite(args.max_grad_norm)
     return AdamW(
         lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm if clips else None,
-        # Each backward is declared to be the last before its step: gradients need not be kept if nothing looks at all of them first.
-        update="after_step" if clips or args.gradient_accumulation_steps > 1 else "in_backward",
+        max_grad_norm=args.max_grad_norm if clips(args) else None, update=update_mode(args),
         groups=[{"params": members, "weight_decay": decay} for members, decay in groups if members],
     )  # fmt: skip

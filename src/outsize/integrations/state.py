@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,50 @@ from outsize.model.tensorfile import Spec, TensorFile
 _RNG, _RNG_TENSORS, _SCHEDULER = "rng.json", "rng.safetensors", "scheduler.json"
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class HostRng:
+    """Where the generators of Python, numpy and torch on the CPU stand."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+
+    @classmethod
+    def now(cls) -> "HostRng":
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+
+    def is_now(self) -> bool:
+        now = HostRng.now()
+        same_numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(self.numpy, now.numpy, strict=True))
+        return same_numpy and self.python == now.python and torch.equal(self.torch, now.torch)
+
+
 @contextmanager
-def rng_untouched(device: Device | None) -> Iterator[None]:
+def rng_untouched(device: Device) -> Iterator[None]:
     """Whatever is drawn inside is as if it had not been."""
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    own = device.rng_state() if device is not None else None
+    host, own = HostRng.now(), device.rng_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(host)
-        if device is not None:
-            device.set_rng_state(own)
+        host.restore()
+        device.set_rng_state(own)
 
 
 def save_rng(folder: Path, device: Device) -> None:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    tensors = {"numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)), "torch": torch.get_rng_state()}
+    host = HostRng.now()
+    kind, keys, position, has_gauss, gauss = host.numpy
+    tensors = {"numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)), "torch": host.torch}
     if (own := device.rng_state()) is not None:
         tensors["device"] = own.cpu()
     with TensorFile.create(folder / _RNG_TENSORS, {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {}) as file:
         for name, tensor in tensors.items():
             file.write(name, tensor)
-    version, words, normal = random.getstate()
-    facts = {"python": [version, list(words), normal], "numpy": [kind, int(position), int(has_gauss), float(gauss)]}
+    facts = {"python": host.python, "numpy": [kind, int(position), int(has_gauss), float(gauss)]}
     (folder / _RNG).write_text(json.dumps(facts))
 
 
@@ -51,10 +71,8 @@ def load_rng(folder: Path, device: Device) -> None:
     with TensorFile(folder / _RNG_TENSORS) as file:
         tensors: dict[str, Tensor] = {name: file.read(name) for name in file.entries}
     version, words, normal = facts["python"]
-    random.setstate((version, tuple(words), normal))
-    kind, position, has_gauss, gauss = facts["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(tensors["torch"])
+    kind, *rest = facts["numpy"]
+    HostRng((version, tuple(words), normal), (kind, tensors["numpy"].numpy().astype(np.uint32), *rest), tensors["torch"]).restore()
     if "device" in tensors and device.rng_state() is not None:  # a run may go on elsewhere; its dropout is then another
         device.set_rng_state(tensors["device"])
 

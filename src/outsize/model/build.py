@@ -44,9 +44,9 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
     folder = Path(weights_from) if weights_from else _local_folder(path)
     weights = FileWeights(folder, model)
     # What is kept in fp32 in a bf16 model, and what is not tied though the config says so, is transformers' knowledge.
-    if (weights.missing and _is_converted(model)) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
+    if _is_converted(model, weights) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
         weights.close()
-        return Built(_loaded_whole(kind, folder, settings), None)
+        return Built(_loaded_whole(kind, config, folder, settings), None)
     weights.require_whole()
     weights.fill_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").exists():
@@ -105,17 +105,22 @@ def _local_folder(path: str) -> Path:
         raise ConfigError(tell(f"{path} is a folder, or a hub id that can be downloaded", _first_line(error), do)) from error
 
 
-def _is_converted(model: nn.Module) -> bool:
-    """transformers stores some models in another form than it runs them (experts one by one, old names)."""
+def _is_converted(model: nn.Module, weights: FileWeights) -> bool:
+    """Whether transformers makes weights that the files lack of others that they have: experts one by one, old names, a base without its prefix."""
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    return bool(get_model_conversion_mapping(model))
+    rules = get_model_conversion_mapping(model)
+    renamings, converters = ([rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
+    places = model.state_dict()
+    made = {rename_source_key(key, renamings, converters, model.base_model_prefix, places)[0] for key in weights.unexpected}
+    return not made.isdisjoint(weights.missing)
 
 
-def _loaded_whole(kind: Any, folder: Path, settings: dict[str, Any]) -> nn.Module:
+def _loaded_whole(kind: Any, config: Any, folder: Path, settings: dict[str, Any]) -> nn.Module:
     """Through transformers, into host memory; the engine then takes the parameters over one by one, so there is still no second copy."""
     log.info("%s are stored in another form than they are run in: transformers converts them", folder)
-    model, found = kind.from_pretrained(folder, output_loading_info=True, **settings)
+    model, found = kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
     if found["missing_keys"] or found["mismatched_keys"]:
         names = ", ".join(map(str, sorted([*found["missing_keys"], *found["mismatched_keys"]], key=str)[:6]))
         raise BadFile(tell(f"{folder} has every weight of the model", f"it lacks {names}", "Use the folder that the model was saved to"))

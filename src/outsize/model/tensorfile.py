@@ -43,6 +43,10 @@ class Spec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Spec":
+        return cls(tensor.dtype, tuple(tensor.shape))
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize

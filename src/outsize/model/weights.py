@@ -28,6 +28,9 @@ class Weights(Protocol):
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a CPU tensor with the parameter of this name."""
 
+    def close(self) -> None:
+        """All is read."""
+
 
 def hollow(model: nn.Module) -> nn.Module:
     """Give every meta parameter of a model a hollow one in its place; tied ones stay tied."""

@@ -67,6 +67,8 @@ class _Pass:
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
         self.is_forward = False
+        self._beside = False
+        """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
         self.skipped: set[int] = set()
         self.backward: list[int] = []
         self.keys: dict[int, Any] = {}
@@ -80,12 +82,16 @@ class _Pass:
     # Forward.
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.is_forward = True
-        self.phases.open_forward()
         put = self.tracer.device.put
+        self._beside = not torch.is_grad_enabled()
+        if not self._beside:
+            self.is_forward = True
+            self.phases.open_forward()
         return map_tensors(put, args), map_tensors(put, kwargs)
 
     def forward_enters(self, visit: int, layer: int | None) -> None:
+        if self._beside:
+            return
         if visit > 0:
             self._close_forward(visit - 1)
         self.layer_of.append(layer)
@@ -95,20 +101,26 @@ class _Pass:
     def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self.tracer.layers[layer]
         inputs = list(tensors_in((args, kwargs)))
-        if inputs:
+        if inputs and not self._beside:
             # Inputs that are weights or buffers are there for good.
             others = [t.untyped_storage() for t in inputs[1:] if not self.tracer.is_static(t)]
             self.phases.takes(visit, inputs[0].untyped_storage(), others)
             self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
-        key = self.keys[visit] = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
+        key = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs), self._beside)
+        if not self._beside:
+            self.keys[visit] = key
         if self._ran.get(key, 0) >= 2 and not facts.is_last and (skip := self._pass_through.get(key)) is not None:
-            self.skipped.add(visit)
+            if not self._beside:
+                self.skipped.add(visit)
             return skip(inputs[0])
         self._ran[key] = self._ran.get(key, 0) + 1
         self.tracer.bring(facts.module)
-        self.phases.reopen_forward()
-        parcel = self._parcels[visit] = Parcel()
-        outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+        if self._beside:
+            outputs = forward(*args, **kwargs)
+        else:
+            self.phases.reopen_forward()
+            parcel = self._parcels[visit] = Parcel()
+            outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
         self._pass_through[key] = _pass_through(inputs[0], outputs) if inputs else None
         return outputs
 
@@ -138,7 +150,7 @@ class _Pass:
 
     def forward_ends(self, outputs: Any, *, failed: bool) -> None:
         self.is_forward = False
-        if not failed:
+        if not failed and not self._beside:
             last = len(self.layer_of) - 1
             self._close_forward(last)
             self._release(last)
@@ -254,10 +266,10 @@ class Tracer:
         drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.model.parameters() if p.requires_grad]
         try:
             run.phases.begin()
-            loss = self._loss(run)
+            loss, outputs = self._loss(run)
             loss.backward()
             run.phases.finish()
-            del loss
+            del loss, outputs
         except torch.OutOfMemoryError as error:
             where = self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"
             do = "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the largest part"
@@ -267,14 +279,15 @@ class Tracer:
             for handle in drop:
                 handle.remove()
 
-    def _loss(self, run: _Pass) -> Tensor:
+    def _loss(self, run: _Pass) -> tuple[Tensor, Any]:
+        """The loss, and what its loop holds beside it: of a loop that calls the model itself, the outputs."""
         if self.loss is not None:
             loss = self.loss(self.model, self.batch)
             run.phases.returned()
-            return loss
+            return loss, None
         outputs = call(self.model, self.batch)
         run.phases.returned()
-        return loss_of(outputs)
+        return loss_of(outputs), outputs
 
     @contextmanager
     def _model_untouched(self) -> Iterator[None]:

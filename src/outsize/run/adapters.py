@@ -30,7 +30,7 @@ def adapt(built: Built, config: RunConfig) -> Built:
     except ValueError as error:
         found = str(error).splitlines()[0]
         raise ConfigError(tell("lora_target_modules names linear layers of the model", found, "Correct it, or use lora_target_linear")) from None
-    if built.weights is None:
+    if built.weights is None or not any(is_hollow(param) for param in model.parameters()):
         return Built(model, None)
     after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}
     return Built(model, _Renamed(built.weights, after))
@@ -43,6 +43,9 @@ class _Renamed:
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         self.weights.read_into(self.old[name], tensor)
+
+    def close(self) -> None:
+        self.weights.close()
 
 
 def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:

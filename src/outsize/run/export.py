@@ -8,6 +8,7 @@ import torch
 
 from outsize.base.errors import BadFile, ConfigError, tell
 from outsize.checkpoint.folder import MANIFEST, Draft, read_manifest, telling
+from outsize.checkpoint.model_files import is_weight_file
 
 _OURS = {MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json", "run.json", "training_args.json"}
 _ADAPTER = "adapter_config.json"
@@ -30,7 +31,7 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
         raise ConfigError(tell(f"--merge is for an adapter ({_ADAPTER})", f"{source} has none", "Leave --merge out"))
     if not adapted and not (source / "config.json").exists():
         raise BadFile(tell(f"{source} has a model", "there is neither config.json nor an adapter", "Name a checkpoint, or the output_dir of a run"))
-    draft = Draft(target)
+    draft = Draft.into(target)
     try:
         with telling(target):
             names = [path.name for path in source.iterdir() if path.is_file() and path.name not in _OURS and not path.name.startswith(".")]
@@ -39,7 +40,7 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
                 names = [name for name in names if not name.startswith("adapter_") and name != "README.md"]
             for name in names:
                 shutil.copyfile(source / name, draft.path / name)
-        draft.publish_into()
+        draft.publish_into(is_weight_file)
     except BaseException:
         draft.discard()
         raise

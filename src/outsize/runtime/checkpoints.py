@@ -1,16 +1,17 @@
 """Checkpoints: the engine's saving, loading and exporting. The engine sees to it that the model is between steps and the lanes are idle."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from outsize.base.errors import SaveFailed, tell
+from outsize.base.errors import EngineMisuse, tell
 from outsize.checkpoint.folder import Draft
-from outsize.checkpoint.model_files import ModelFiles, model_files, write_configs
+from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
 from outsize.runtime.attached import Holder
-from outsize.runtime.contents import Contents, add_state, chunks_on_host, describe, is_adapted, weights_of
+from outsize.runtime.contents import Contents, add_state, chunks_on_host, describe, is_adapted, needed, saved_buffers, weights_of
 from outsize.runtime.loading import Checkpoint
 from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.saving import Saving
@@ -21,67 +22,78 @@ class Checkpoints:
         self._model, self._holder, self._optimizer = model, holder, optimizer
         self._saving: Saving | None = None
         """A save in the background."""
+        self._half_loaded: set[str] = set()
+        """What a load that broke off has left half old, half new."""
 
     def save(
         self, place: Path, *, num_steps: int, background: bool, replace: bool, only_model: bool, extra: Callable[[Path], None] | None,
         then: Callable[[], None] | None,
     ) -> None:  # fmt: skip
-        if place.exists() and not replace:
-            raise SaveFailed(tell(f"{place} is not there yet", "it is, and a checkpoint is never changed", "Name another folder, or remove it first"))
+        self.raise_if_failed()
         now = self._holder.now
         contents, files = self._model_contents()
-        add_state(contents, now, self._optimizer.names, only_model=only_model)
+        add_state(contents, self._model, now, only_model=only_model)
         facts = describe(now, self._optimizer.param_groups, contents, num_steps, only_model=only_model)
-        saving = Saving(place, num_bytes=contents.nbytes)
+        saving = Saving(Draft.of(place, replace=replace), contents, later=chunks_on_host(now) if background else set())
         with saving.writing() as folder:
             self._write_configs(folder, files)
             if extra is not None:
                 extra(folder)
-
-        def publish(draft: Draft) -> None:
-            draft.publish(facts, replace=replace)
-            if then is not None:
-                then()
-
-        saving.write(contents, later=chunks_on_host(now) if background else set(), publish=publish)
-        if not saving.is_done:
-            self._saving = saving
-            now.updates.wait_written = saving.wait_written
+        if background:  # known before its thread starts: no update and no error passes it by
+            self._saving, now.updates.wait_written = saving, saving.wait_written
+        try:
+            saving.write(lambda draft: draft.publish(facts), then, background=background)
+        except BaseException:
+            if saving.is_done:
+                self._forget()
+            raise
 
     def finish(self) -> None:
         if self._saving is not None:
-            saving, self._saving = self._saving, None
-            if self._holder.attached is not None:
-                self._holder.now.updates.wait_written = lambda index: None
+            saving = self._saving
+            saving.wait()  # if this is interrupted, it is still on its way, and updates still wait for it
+            self._forget()
             saving.finish()
 
+    def _forget(self) -> None:
+        self._saving = None
+        if self._holder.attached is not None:
+            self._holder.now.updates.wait_written = lambda index: None
+
     def raise_if_failed(self) -> None:
-        """Without waiting for a save that is on its way."""
+        """Of a save in the background, without waiting for one that is on its way; or of a load."""
+        if self._half_loaded:
+            found = f"loading broke off in the {' and the '.join(sorted(self._half_loaded))}"
+            raise EngineMisuse(tell("weights and optimizer state are of one moment", found, "Load a checkpoint that can be read"))
         if self._saving is not None and self._saving.is_done:
             self.finish()
 
     def load(self, folder: Path, *, only_model: bool) -> int:
         """Returns how many steps it had made."""
-        checkpoint = Checkpoint(folder)
-        try:
-            checkpoint.require_fits(self._holder.now, self._optimizer.param_groups)
+        now, buffers = self._holder.now, saved_buffers(self._model)
+        with contextlib.closing(Checkpoint(folder)) as checkpoint:
+            checkpoint.require_values(needed(self._model, now), {**now.store.params, **buffers})
             if not only_model:
-                checkpoint.require_optimizer()
-            checkpoint.fill_weights(self._holder.now)
+                checkpoint.require_state(now, self._optimizer.param_groups)
+            self._half_loaded.add("weights")
+            checkpoint.fill_values(now, buffers)
+            self._half_loaded.remove("weights")
             if not only_model:
-                checkpoint.fill_state(self._holder.now, self._optimizer.param_groups)
-        finally:
-            checkpoint.close()
+                self._half_loaded.add("optimizer's state")
+                checkpoint.fill_state(now, self._optimizer.param_groups)
+                self._half_loaded.remove("optimizer's state")
         return checkpoint.num_steps
 
     def export(self, place: Path, *, tokenizer: Any) -> None:
+        self.raise_if_failed()
         contents, files = self._model_contents()
-        saving = Saving(place, num_bytes=contents.nbytes)
+        saving = Saving(Draft.into(place), contents, later=set())
         with saving.writing() as folder:
             self._write_configs(folder, files)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-        saving.write(contents, later=set(), publish=Draft.publish_into)
+        # An adapter may be put beside its base, whose weights stay.
+        saving.write(lambda draft: draft.publish_into(is_weight_file) if files is not None else draft.publish_into())
 
     def _model_contents(self) -> tuple[Contents, ModelFiles | None]:
         """Of a PEFT model: nothing, since PEFT writes its adapter itself."""

@@ -80,7 +80,7 @@ class Engine:
         return state
 
     def detach(self) -> dict[str, Any]:
-        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict."""
+        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the background is waited for."""
         self._require_idle("detach")
         saved = self.optimizer.state_dict()
         by_name = self._release()
@@ -178,6 +178,7 @@ class Engine:
         with torch.no_grad(), self.device.on_host():
             values = {name: store.read(name).cpu().clone() for name in names or store.params}
         yield values
+        self.finish_saving()
         with torch.no_grad(), self.device.on_host():
             for name, value in values.items():
                 if not torch.equal(value, store.read(name).cpu()):
@@ -261,8 +262,8 @@ class Engine:
     # Another batch than planned.
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Re-plan before a batch that is larger than planned for."""
-        given = {name: tuple(t.shape) for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor)}
+        """Re-plan before a batch that is larger than planned for. Lists of places in a row (where its documents begin) may be longer: they are small."""
+        given = {name: tuple(t.shape) for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 1}
         planned = self.plan.inputs
         largest = max((math.prod(shape) for shape in planned.values()), default=0)
         if any(math.prod(shape) > math.prod(planned[name]) if name in planned else math.prod(shape) > largest for name, shape in given.items()):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from outsize.base.log import log
 from outsize.checkpoint.folder import Draft, telling
 from outsize.model.tensorfile import TensorFile
 from outsize.runtime.contents import Contents, Item
@@ -17,59 +18,66 @@ from outsize.runtime.contents import Contents, Item
 class Saving:
     """One save on its way."""
 
-    def __init__(self, place: Path, *, num_bytes: int):
-        self.place = place
-        self._draft = Draft(place)
-        self._draft.require_space(num_bytes)
-        self._written: dict[int, threading.Event] = {}
+    def __init__(self, draft: Draft, contents: Contents, *, later: set[int]):
+        """`later`: chunks that a thread may write."""
+        self._draft, self._contents = draft, contents
+        self._written = {chunk: threading.Event() for chunk in sorted(contents.items.keys() & later)}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        with self.writing():
+            draft.require_space(contents.nbytes)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
         """The folder to write into; an error inside leaves nothing behind."""
         try:
-            with telling(self.place):
+            with telling(self._draft.place):
                 yield self._draft.path
         except BaseException:
             self._draft.discard()
             raise
 
-    def write(self, contents: Contents, *, later: set[int], publish: Callable[[Draft], None]) -> None:
-        """Write all tensors, those of the chunks `later` by a thread, and publish the folder when the last one is written."""
-        with self.writing() as folder:
-            files = {name: TensorFile.create(folder / name, specs, {"format": "pt"}) for name, specs in contents.specs.items()}
-        self._written = {chunk: threading.Event() for chunk in sorted(contents.items.keys() & later)}
+    def write(self, publish: Callable[[Draft], None], then: Callable[[], None] | None = None, *, background: bool = False) -> None:
+        """Write all tensors, publish the folder, and call `then`. In the background this returns before the chunks that are `later` are written."""
+        files: dict[str, TensorFile] = {}
         try:
-            with self.writing():
-                for chunk in sorted(contents.items.keys() - later):
-                    _write(contents.items[chunk], files)
+            with self.writing() as folder:
+                for name, specs in self._contents.specs.items():
+                    files[name] = TensorFile.create(folder / name, specs, {"format": "pt"})
+                for chunk in sorted(self._contents.items.keys() - self._written.keys()):
+                    _write(self._contents.items[chunk], files)
         except BaseException:
             _close(files)
             raise
-
-        def rest() -> None:
+        if background:
+            self._thread = threading.Thread(target=self._write_rest, args=(files, publish, then), name="outsize-save")
             try:
-                with self.writing():
-                    for chunk, done in self._written.items():
-                        _write(contents.items[chunk], files)
-                        done.set()
-                    _close(files)
-                    publish(self._draft)
-            except BaseException as error:
-                self._error = error
-                self._draft.discard()
-            finally:
-                _close(files)
-                for done in self._written.values():
-                    done.set()
+                self._thread.start()
+                return
+            except RuntimeError as error:  # no more threads
+                log.warning("%s is saved in the foreground: %s", self._draft.place, error)
+                self._thread = None
+        self._write_rest(files, publish, then)
+        self.finish()
 
-        if later:
-            self._thread = threading.Thread(target=rest, name="outsize-save")
-            self._thread.start()
-        else:
-            rest()
-            self.finish()
+    def _write_rest(self, files: dict[str, TensorFile], publish: Callable[[Draft], None], then: Callable[[], None] | None) -> None:
+        try:
+            with self.writing():
+                for chunk, written in self._written.items():
+                    _write(self._contents.items[chunk], files)
+                    written.set()
+                _close(files)
+                publish(self._draft)
+            if then is not None:
+                then()
+        except BaseException as error:
+            self._error = error
+            if self._thread is not None:
+                log.error("saving %s failed: %s", self._draft.place, error)  # in case that nobody comes to hear it
+        finally:
+            _close(files)
+            for written in self._written.values():
+                written.set()
 
     def wait_written(self, chunk: int) -> None:
         """Before a chunk is updated."""
@@ -80,11 +88,14 @@ class Saving:
     def is_done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def finish(self) -> None:
-        """Until it is published; raises what went wrong."""
+    def wait(self) -> None:
+        """Until nobody reads or writes for it any more."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+
+    def finish(self) -> None:
+        """Until it is published; raises what went wrong."""
+        self.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -61,7 +61,7 @@ class Steps:
         def work() -> None:
             try:
                 updates.update_chunk(chunk, step)
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C in the middle leaves half a chunk new, too
                 found = f"chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with {type(error).__name__}: {error}"
                 self._failed = tell("every update completes", found, "Load weights and optimizer state from the last checkpoint")
                 raise UpdateFailed(self._failed) from None

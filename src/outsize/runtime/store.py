@@ -62,18 +62,26 @@ class Store:
         if ("weights", index) in self.gpu:
             buffers.append(self.gpu["weights", index])
         in_use = self.gpu[self.place.weights_buffer(index)]
-        for piece in self.place.chunk(index).pieces:
-            param = self.params[piece.name]
-            views = [self._view(buffer, index, piece) for buffer in buffers]
-            with torch.no_grad():
-                if is_hollow(param):
-                    assert weights is not None
-                    self.fill(views, partial(weights.read_into, piece.name))
-                else:
-                    for view in views:
-                        view.copy_(param.data)
-                param.data = self._view(in_use, index, piece)
-            self._addresses[piece.name] = param.data_ptr()
+        undo: list[Callable[[], None]] = []
+        try:
+            for piece in self.place.chunk(index).pieces:
+                param = self.params[piece.name]
+                views = [self._view(buffer, index, piece) for buffer in buffers]
+                with torch.no_grad():
+                    if is_hollow(param):
+                        assert weights is not None
+                        undo.append(partial(setattr, param, "data", param.data))
+                        self.fill(views, partial(weights.read_into, piece.name))
+                    else:
+                        undo.append(partial(_give_own, param, views[0]))
+                        for view in views:
+                            view.copy_(param.data)
+                    param.data = self._view(in_use, index, piece)
+                self._addresses[piece.name] = param.data_ptr()
+        except BaseException:
+            for take_back in undo[:-1]:  # the last one has not moved
+                take_back()
+            raise
 
     def fill(self, views: list[Tensor], read_into: Callable[[Tensor], None]) -> None:
         """Read one tensor into all its places: straight into the first if that is host memory."""
@@ -205,11 +213,20 @@ class Store:
                 param = self.params[piece.name]
                 with torch.no_grad(), self.device.on_host():
                     value = self.read(piece.name)
-                    param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value) if keep else hollow_like(value, value.dtype)
+                    if keep:
+                        _give_own(param, value)
+                    else:
+                        param.data = hollow_like(value, value.dtype)
             self.host.pop(("home", index), None)
             self.gpu.pop(("weights", index), None)
         self.gpu.clear()
         self.host.clear()
+
+
+def _give_own(param: nn.Parameter, value: Tensor) -> None:
+    """An ordinary CPU tensor with this value."""
+    with torch.no_grad():
+        param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
 
 
 def _dense_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.base.errors import ConfigError, ModelUnsupported, tell
+from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
@@ -67,7 +67,10 @@ def prepare(
         max_shape=max_shape, pins=pins, plan=plan, chunk_bytes=chunk_bytes, weights=weights, loss=loss,
     )  # fmt: skip
     planned = ready.planner(model, batch, ready.terms)
-    return Engine(model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights)
+    engine = Engine(model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights)
+    if ready.weights is not None:
+        ready.weights.close()
+    return engine
 
 
 def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **settings: Any) -> Planned:
@@ -95,6 +98,8 @@ def _get_ready(
     loss: Loss | None = None,
 ) -> _Ready:  # fmt: skip
     where = choose_device(device)
+    if "__deepcopy__" in vars(model):  # see runtime/patches.py
+        raise EngineMisuse(tell("the model is a plain one", "it is prepared already", "Call engine.detach() of the engine that holds it first"))
     source = _source(model, weights)
     _adopt_dtypes(model)
     _one_owner_of_recompute(model)
@@ -162,6 +167,8 @@ def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights
     if lost:
         do = "Build it inside accelerate.init_empty_weights(include_buffers=False), or with outsize.model.build.build_model"
         raise ModelUnsupported(tell("buffers have their values", f"{lost[0]} is on meta", do))
+    if weights is not None and not on_meta and not any(is_hollow(param) for param in model.parameters()):
+        raise ConfigError(tell("weights= is for a model on meta", "this one has its weights already", "Leave it out, or build the model on meta"))
     if isinstance(weights, (str, Path)):
         weights = FileWeights(Path(weights), model)
         weights.require_whole()

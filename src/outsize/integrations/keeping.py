@@ -1,0 +1,105 @@
+"""A Trainer's checkpoints and results through the engine: whole or not at all, without pickle, resumed under any plan."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from outsize.base.errors import EngineMisuse, tell
+from outsize.base.log import log
+from outsize.checkpoint.folder import rotate
+from outsize.integrations.state import load_rng, load_scheduler, save_rng, save_scheduler
+from outsize.model.weights import is_hollow
+
+if TYPE_CHECKING:
+    _Trainer: Any
+else:
+    _Trainer = object
+
+
+class KeepsRuns(_Trainer):
+    """The half of `OutsizeMixin` that saves and loads. `engine` and `_has_engine` are the other half's."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As Trainer's, but whole or not at all, and rotated only after that."""
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run = Path(self._get_output_dir(trial=trial))
+        place = run / f"checkpoint-{self.state.global_step}"
+        if self.state.best_global_step:
+            best = run / f"checkpoint-{self.state.best_global_step}"
+            if best == place or best.exists():
+                self.state.best_model_checkpoint = str(best)
+        best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
+        if place.exists():
+            log.info("%s of an earlier run is replaced", place)
+        self._drop_waiting_gradients()
+        self.engine.save(
+            place, replace=True, background=self._may_save_in_background, only_model=self.args.save_only_model,
+            extra=self._write_beside, then=lambda: rotate(run, self.args.save_total_limit, keep=best_path),
+        )  # fmt: skip
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(place))
+
+    def _drop_waiting_gradients(self) -> None:
+        """Of a run that was interrupted, or of the end of a stream. One that goes on from a checkpoint would not have them either."""
+        if self.engine.now.gradients.landed:
+            log.warning("the last batches fill no step of %s and are left out", self.args.gradient_accumulation_steps)
+            self.engine.zero_grad()
+
+    @property
+    def _may_save_in_background(self) -> bool:
+        """Not where somebody expects the folder as soon as the save returns."""
+        callbacks = self.callback_handler.callbacks
+        return not self.args.push_to_hub and all(type(callback).on_save is TrainerCallback.on_save for callback in callbacks)
+
+    def _write_beside(self, folder: Path) -> None:
+        self._write_common(folder)
+        if not self.args.save_only_model:
+            save_rng(folder, self.engine.device)
+            save_scheduler(folder, self.lr_scheduler)
+        for callback in [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]:
+            name, state = type(callback).__name__, callback.state()
+            if isinstance(self.state.stateful_callbacks.get(name), list):
+                self.state.stateful_callbacks[name].append(state)
+            else:
+                self.state.stateful_callbacks[name] = state
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _write_common(self, folder: Path) -> None:
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processor is not None:
+            processor.save_pretrained(folder)
+        (folder / "training_args.json").write_text(self.args.to_json_string())
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        if self._has_engine:
+            self._drop_waiting_gradients()
+            self.engine.export(folder)
+        else:
+            if any(param.is_meta or is_hollow(param) for param in self.model.parameters()):
+                found = "they are still in their files"
+                raise EngineMisuse(tell("the model has its weights", found, "Nothing is trained yet; call start_engine() first"))
+            super()._save(output_dir, state_dict)
+            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
+        self._write_common(folder)
+
+    # Loading.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Trainer calls this before the model is prepared; `_load_optimizer_and_scheduler` loads everything."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.engine.load(checkpoint)
+            load_scheduler(Path(checkpoint), self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_rng(Path(checkpoint), self.engine.device)
+
+    def _load_best_model(self) -> None:
+        self.engine.load(self.state.best_model_checkpoint, only_model=True)
