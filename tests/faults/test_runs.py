@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from outsize.checkpoint.folder import checkpoints
 from outsize.cli.main import app
+from outsize.run.export import export_folder
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
@@ -101,16 +102,105 @@ def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(train(folders.write_run(tmp_path), "--resume"), "complete checkpoint")
 
 
+def test_a_finished_run_that_is_resumed_trains_nothing_more_and_exports(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path, save_steps=2)
+    assert train(yaml).exit_code == 0
+    exported = tmp_path / "out" / "model.safetensors"
+    before = exported.read_bytes()
+    exported.unlink()  # killed between the last checkpoint and the end
+    for asked in ([], ["--set", "max_steps=3"], ["--set", "max_steps=null", "--set", "num_epochs=0.4"]):
+        result = train(yaml, "--resume", *asked)
+        assert result.exit_code == 0 and "nothing was left to train" in result.output
+        assert exported.read_bytes() == before and [step for step, _ in checkpoints(tmp_path / "out")] == [2, 4]
+
+
+def test_a_finished_lora_run_that_is_resumed_exports_its_adapter(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path, adapter="lora", lora_target_linear=True, max_steps=2)
+    assert train(yaml).exit_code == 0
+    exported = tmp_path / "out" / "adapter_model.safetensors"
+    before = exported.read_bytes()
+    exported.unlink()
+    assert train(yaml, "--resume").exit_code == 0 and exported.read_bytes() == before
+
+
+def test_a_new_run_beside_old_checkpoints_warns_and_with_a_limit_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    yaml = folders.write_run(tmp_path, save_steps=2)
+    assert train(yaml).exit_code == 0
+    refused(train(yaml, "--set", "save_total_limit=1", "--set", "max_steps=2"), "save_total_limit", "checkpoint-4", "--resume")
+    assert [step for step, _ in checkpoints(tmp_path / "out")] == [2, 4]
+    assert train(yaml, "--set", "max_steps=2").exit_code == 0
+    assert sum("earlier run" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"report_to": "nothing"}, "report_to"),
+        ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler_kwargs"),
+        ({"lr_scheduler_kwargs": {"fast": 1}}, "lr_scheduler_kwargs"),
+        ({"attn_implementation": "nothing"}, "attn_implementation"),
+        ({"base_model": "no/such/folder"}, "a model's config at no/such/folder"),
+        ({"chat_template_jinja": "no/such.jinja"}, "chat_template_jinja"),
+        ({"resume_from_checkpoint": "no/such/folder"}, "resume_from_checkpoint"),
+        ({"adapter": "lora", "lora_target_linear": True, "lora_modules_to_save": ["nothing"]}, "lora_modules_to_save"),
+        ({"val_set_size": 4, "load_best_model_at_end": True, "save_strategy": "epoch", "metric_for_best_model": "accuracy"}, "metric_for_best_model"),
+    ],
+)
+def test_what_cannot_be_used_is_told_by_its_key(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    refused(train(folders.write_run(tmp_path, **keys)), told)
+
+
+def test_packing_for_an_encoder_is_refused(tmp_path: Path) -> None:
+    refused(train(folders.write_run(tmp_path, kind="t5", sample_packing=True)), "sample_packing", "T5ForConditionalGeneration")
+
+
+def test_the_adapter_of_an_encoder_and_decoder_can_be_merged(tmp_path: Path) -> None:
+    assert train(folders.write_run(tmp_path, kind="t5", adapter="lora", lora_target_linear=True, max_steps=1)).exit_code == 0
+    export_folder(tmp_path / "out", tmp_path / "merged", merge=True)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"] == ["T5ForConditionalGeneration"]
+
+
+def test_a_classifier_is_refused_by_its_name(tmp_path: Path) -> None:
+    refused(train(folders.write_run(tmp_path, kind="bert")), "BertForSequenceClassification", "predict tokens")
+
+
+def test_rows_beyond_a_table_of_positions_are_refused_and_beyond_computed_ones_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    refused(train(folders.write_run(tmp_path, kind="gpt2", sequence_len=129)), "sequence_len", "128 positions")
+    shutil.rmtree(tmp_path / "model")
+    known = folders.write_model(tmp_path / "model").config.max_position_embeddings  # type: ignore[union-attr]
+    folders.write_tokenizer(tmp_path / "model")
+    assert train(folders.write_run(tmp_path, sequence_len=known + 1), "--dry-run").exit_code == 0  # type: ignore[operator]
+    assert sum("positions" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path)
+    tokenizer = folders.write_tokenizer(tmp_path / "model")
+    tokenizer.add_tokens(["cat"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    refused(train(yaml), "97 (cat)", "resize_token_embeddings")
+
+
+def test_nothing_but_what_we_say_is_printed(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path, max_steps=1, adapter="lora", lora_target_linear=True)
+    for command in (["train", yaml], ["export", tmp_path / "out", tmp_path / "merged", "--merge"]):
+        done = subprocess.run([sys.executable, "-m", "outsize.cli.main", *map(str, command)], env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
 def test_a_dry_run_plans_and_leaves_nothing(tmp_path: Path) -> None:
-    result = train(folders.write_run(tmp_path, device="sim:1MiB"), "--dry-run")
-    assert result.exit_code == 0 and "the plan" in result.output and "tokens/s" in result.output
+    result = train(folders.write_run(tmp_path, device="sim:1MiB", gradient_checkpointing=True), "--dry-run")
+    assert result.exit_code == 0 and "the plan" in result.output and "tokens/s" in result.output and "note gradient_checkpointing" in result.output
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "OUTSIZE_CACHE": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
 def started(yaml: Path, *arguments: str) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OUTSIZE_CACHE": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command: list[Any] = [sys.executable, "-m", "outsize.cli.main", "train", yaml, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def read_until(process: "subprocess.Popen[str]", text: str) -> None:

@@ -6,8 +6,8 @@ that no error is raised without all three. Nothing in outsize recognises an erro
 
 
 def tell(expected: str, found: str, do: str) -> str:
-    """One message out of the three parts; each is a sentence without its full stop."""
-    return f"{expected}, but {found}. {do}."
+    """One message out of the three parts; each is a sentence without its full stop (`found` may quote a library's, with one)."""
+    return f"{expected}, but {found.rstrip().removesuffix('.')}. {do}."
 
 
 class OutsizeError(Exception):

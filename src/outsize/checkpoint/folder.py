@@ -202,11 +202,14 @@ def settle(parent: Path) -> None:
 
 
 def rotate(parent: Path, limit: int | None, *, keep: Path | None = None) -> None:
-    """Remove all but the newest `limit` complete ones; the newest of all stays, and `keep`, which counts."""
+    """Remove all but the newest `limit` complete ones; the newest of all stays, and `keep`, which counts.
+
+    Newest by when it was written: an earlier run in the same place may have gone further.
+    """
     settle(parent)
     if not limit:
         return
-    found = [path for _, path in checkpoints(parent)]
+    found = sorted((path for _, path in checkpoints(parent)), key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
     stay = {path for path in found if path == found[-1] or (keep is not None and path.resolve() == keep.resolve())}
     for path in reversed(found):
         if len(stay) < limit:

@@ -22,7 +22,9 @@ def export(
     base: Annotated[str | None, typer.Option(help="The adapter's base, if it has moved.", show_default="where the adapter says")] = None,
 ) -> None:
     from outsize.run.export import export_folder
+    from outsize.run.quiet import quiet
 
+    quiet()
     export_folder(source, target, merge=merge, base=base)
     print(f"{target}, for from_pretrained")
 

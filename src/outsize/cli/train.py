@@ -35,7 +35,10 @@ def train(
     # Importing takes seconds; a wrong config was refused above.
     from rich.console import Console
 
+    from outsize.run.quiet import quiet
     from outsize.run.train import preview_run, train_run
+
+    quiet()
 
     console = Console(width=None if Console().is_terminal else 120)
     if dry_run:

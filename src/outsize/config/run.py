@@ -113,8 +113,8 @@ class RunConfig:
     """None: see `evaluates`."""
     eval_steps: Count | None = None
     load_best_model_at_end: bool = False
-    metric_for_best_model: Text | None = None
-    """None: the evaluation loss."""
+    metric_for_best_model: Literal["eval_loss", "loss"] | None = None
+    """The evaluation loss by either name: nothing else is measured."""
     early_stopping_patience: Count | None = None
     """Evaluations without improvement after which the run ends."""
     logging_steps: Count = 1

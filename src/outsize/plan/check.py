@@ -118,6 +118,8 @@ def load(path: str | os.PathLike[str]) -> Plan:
         raise PlanInvalid(tell(f"a plan file at {path}", "there is none", "Write one with `outsize plan`, or correct the path")) from None
     except UnicodeDecodeError:
         raise PlanInvalid(tell(f"a plan file at {path}", "it is no text", "Write one with `outsize plan`")) from None
+    except OSError as error:
+        raise PlanInvalid(tell(f"a plan file at {path}", str(error.strerror), "Write one with `outsize plan`, or correct the path")) from None
     try:
         return loads(Plan, text, where=str(path))
     except ConfigError as error:

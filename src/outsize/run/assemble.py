@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
 
-from outsize.base.errors import ConfigError, tell
-from outsize.checkpoint.folder import newest, read_manifest
+from outsize.base.errors import ConfigError, OutsizeError, tell
+from outsize.base.log import log
+from outsize.checkpoint.folder import checkpoints, newest, read_manifest
 from outsize.config.run import RunConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator, pad_id_of, widest_batch
@@ -20,9 +21,10 @@ from outsize.data.sources import Source
 from outsize.device.choose import choose_device
 from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.model.build import build_model
+from outsize.model.build import Built, build_model, load_config
 from outsize.plan.pins import Pins
 from outsize.run.adapters import adapt
+from outsize.run.fit import first_line, make_trackers, require_language_model, require_packable, require_positions, require_scheduler, require_vocabulary
 from outsize.run.recipe import RECIPE, recipe, require_same
 
 _NEVER = 2**31
@@ -48,6 +50,11 @@ class RunTrainer(OutsizeTrainer):
         super()._write_common(folder)
         (folder / RECIPE).write_text(json.dumps(self.recipe, indent=1))
 
+    def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any) -> Any:
+        """Trainer makes a step before it looks whether one is left."""
+        done = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
+        return (num_train_epochs, 0) if self.state.global_step >= max_steps else done
+
 
 def assemble(config: RunConfig) -> Assembled:
     """Everything that can be found wrong before the first step is found here, the cheapest first."""
@@ -56,24 +63,30 @@ def assemble(config: RunConfig) -> Assembled:
     checkpoint = find_checkpoint(config)
     if checkpoint is not None:
         require_same(checkpoint, config)
+    else:
+        _tell_of_earlier_run(config)
+    arguments = training_arguments(config, on_gpu=device.kind == "cuda")
+    trackers, arguments.report_to = make_trackers(arguments.report_to), []
+    require_scheduler(config)
+    load_config(config.base_model)  # a wrong name is told as one, not as a tokenizer that is missing
     tokenizer = load_tokenizer(config)
     pad_id = pad_id_of(tokenizer)
     train, evaluated = rows(config, tokenizer, pad_id)
     set_seed(config.seed)
-    dtype = torch.bfloat16 if config.bf16 else torch.float32
-    whole = checkpoint is not None and config.adapter is None
-    built = build_model(
-        config.base_model, dtype=dtype, random=config.reinit_weights and not whole, weights_from=str(checkpoint) if whole else None,
-        attn_implementation=config.attn_implementation,
-    )  # fmt: skip
+    built = _build(config, checkpoint)
+    require_language_model(built.model)
+    require_positions(built.model, config.sequence_len)
+    if config.sample_packing:
+        require_packable(built.model)
+    require_vocabulary(built.model, tokenizer, [train] if evaluated is None else [train, evaluated], pad_id)
     if config.adapter is not None:
         built = adapt(built, config)
     collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
     vocabulary: int = built.model.config.vocab_size  # type: ignore[union-attr, assignment]
     patience = config.early_stopping_patience
     trainer = RunTrainer(
-        model=built.model, args=training_arguments(config, on_gpu=device.kind == "cuda"), train_dataset=train, eval_dataset=evaluated, data_collator=collator,
-        processing_class=tokenizer, callbacks=[EarlyStoppingCallback(patience)] if patience else None,
+        model=built.model, args=arguments, train_dataset=train, eval_dataset=evaluated, data_collator=collator, processing_class=tokenizer,
+        callbacks=[*trackers, *([EarlyStoppingCallback(patience)] if patience else [])],
         gpu_memory=config.gpu_memory, host_memory=config.host_memory, device=config.device, plan=config.plan_file, pins=_pins(config),
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES, weights=built.weights,
         plan_batch=widest_batch(
@@ -83,6 +96,22 @@ def assemble(config: RunConfig) -> Assembled:
     trainer.remove_callback(PrinterCallback)
     trainer.recipe = recipe(config)
     return Assembled(trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0)
+
+
+def _build(config: RunConfig, checkpoint: Path | None) -> Built:
+    whole = checkpoint is not None and config.adapter is None
+    try:
+        return build_model(
+            config.base_model, dtype=torch.bfloat16 if config.bf16 else torch.float32, random=config.reinit_weights and not whole,
+            weights_from=str(checkpoint) if whole else None, attn_implementation=config.attn_implementation,
+        )  # fmt: skip
+    except OutsizeError:
+        raise
+    except (ImportError, ValueError) as error:
+        if config.attn_implementation is None:
+            raise
+        expected = f"attn_implementation: {config.attn_implementation} can be used here"
+        raise ConfigError(tell(expected, f"transformers says: {first_line(error)}", "Leave it out, or install what it needs")) from None
 
 
 def start(assembled: Assembled, config: RunConfig) -> None:
@@ -98,6 +127,8 @@ def start(assembled: Assembled, config: RunConfig) -> None:
 def find_checkpoint(config: RunConfig) -> Path | None:
     wanted = config.resume_from_checkpoint
     if isinstance(wanted, str):
+        if not Path(wanted).is_dir():
+            raise ConfigError(tell(f"resume_from_checkpoint names a folder ({wanted})", "there is none", "Correct it; true is the newest in output_dir"))
         read_manifest(Path(wanted))
         return Path(wanted)
     if not wanted and not config.auto_resume_from_checkpoints:
@@ -112,12 +143,21 @@ def load_tokenizer(config: RunConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.base_model)
     except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(tell(f"{config.base_model} has a tokenizer", f"transformers says: {first}", "Save one into the folder")) from None
-    template = config.chat_template_jinja
-    if template is not None:
-        tokenizer.chat_template = Path(template).read_text() if len(template) < 4096 and Path(template).is_file() else template
+        found, do = f"transformers says: {first_line(error)}", "Save one into the folder"
+        raise ConfigError(tell(f"{config.base_model} has a tokenizer", found, do)) from None
+    if config.chat_template_jinja is not None:
+        tokenizer.chat_template = _template(config.chat_template_jinja)
     return tokenizer
+
+
+def _template(written: str) -> str:
+    if "{" in written:  # a template without any would say the same of every chat
+        return written
+    try:
+        return Path(written).read_text()
+    except (OSError, UnicodeError) as error:
+        do = "Correct the path; a template's text has {{ }} or {% %}"
+        raise ConfigError(tell(f"chat_template_jinja is a template, or the path of one ({written})", f"it cannot be read ({error})", do)) from None
 
 
 def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any]:
@@ -154,6 +194,18 @@ def _pins(config: RunConfig) -> Pins | None:
     if config.activation_offloading is False:
         given = {"n_offload": 0, "n_swap": 0, **given}
     return Pins(**given) if given else None
+
+
+def _tell_of_earlier_run(config: RunConfig) -> None:
+    """Which checkpoints are old is told by their numbers alone: with a limit, those of this run would be deleted before those of a longer one."""
+    found = checkpoints(Path(config.output_dir))
+    if not found:
+        return
+    last = found[-1][1]
+    if config.save_total_limit is not None:
+        do = "Go on from it with --resume, name another output_dir, or remove the checkpoints"
+        raise ConfigError(tell("a new run with save_total_limit begins without checkpoints", f"an earlier one has left {last}", do))
+    log.warning("%s is of an earlier run: this one replaces checkpoints of the same number, and --resume goes on from the highest", last)
 
 
 def _require_writable(folder: Path) -> None:

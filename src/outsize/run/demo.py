@@ -98,7 +98,7 @@ def write_run(folder: Path, steps: int, size: Size) -> Path:
     keys = {
         "base_model": str(folder / "model"), "reinit_weights": True, "datasets": [str(folder / "text.txt")], "sequence_len": size.tokens,
         "micro_batch_size": size.rows, "max_steps": steps, "learning_rate": 1e-3, "lr_scheduler": "linear", "warmup_steps": max(1, steps // 20),
-        "adam_beta2": 0.95, "weight_decay": 0.1, "output_dir": str(folder / "out"), "seed": 0, "chunk_bytes": "2MiB",
+        "adam_beta2": 0.95, "weight_decay": 0.1, "logging_steps": max(1, steps // 20), "output_dir": str(folder / "out"), "seed": 0, "chunk_bytes": "2MiB",
     }  # fmt: skip
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(keys, sort_keys=False))

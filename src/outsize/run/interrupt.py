@@ -11,8 +11,9 @@ from transformers import TrainerCallback
 
 
 class Interrupt(TrainerCallback):
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, say: Callable[[str], None], *, leave: Callable[[], None]):
+        """`leave` is called last, where no `finally` is."""
+        self._say, self._leave = say, leave
         self.asked = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -32,6 +33,7 @@ class Interrupt(TrainerCallback):
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            self._leave()
             os._exit(128 + number)
         self.asked = True
         self._say("Finishing this step, then saving. Once more to leave at once, without saving.")

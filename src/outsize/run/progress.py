@@ -6,6 +6,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from transformers import TrainerCallback
 
 from outsize.base.units import show_bytes
@@ -19,8 +20,10 @@ class Showing(TrainerCallback):
         """(step, loss) as logged."""
         self.seconds = 0.0
         """Spent in training steps."""
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        # On a narrow terminal the facts are cut off at their end; steps and time stay.
+        facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TimeRemainingColumn(), facts)
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
         self._bar = self._progress.add_task("training", total=None, facts="")
         self._host = psutil.Process()
         self._since = 0.0
@@ -40,12 +43,17 @@ class Showing(TrainerCallback):
         logs = logs or {}
         if "loss" in logs:
             self.losses.append((state.global_step, logs["loss"]))
+            self._progress.update(self._bar, facts=self._facts())  # it comes after the step's end
         if "eval_loss" in logs:
             self._console.print(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}")
         elif "loss" in logs and not self._console.is_terminal:
             self._console.print(f"step {state.global_step}/{state.max_steps}: {self._facts()}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """The terminal gets its cursor back. Needed where training has raised; harmless else."""
         self._progress.stop()
 
     @property
@@ -58,5 +66,6 @@ class Showing(TrainerCallback):
         facts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if engine.device.kind != "cpu":  # where one process is both, its memory is the host's
             facts.append(f"GPU {show_bytes(engine.report().gpu_peak_bytes)} of {show_bytes(engine.plan.estimate.gpu_bytes)} planned")
-        facts.append(f"host {show_bytes(self._host.memory_info().rss)}, {show_bytes(engine.plan.estimate.host_bytes)} of it planned")
+        planned = f", {show_bytes(engine.plan.estimate.host_bytes)} of it planned" if engine.device.kind != "cpu" else ""
+        facts.append(f"host {show_bytes(self._host.memory_info().rss)}{planned}")
         return ", ".join(facts)

@@ -31,22 +31,23 @@ class Outcome:
 
 def preview_run(config: RunConfig, console: Console) -> Planned:
     """Plan and stop."""
+    _show_notes(config, console)
     planned = assemble(config).trainer.preview()
     _show(planned, console)
     return planned
 
 
 def train_run(config: RunConfig, console: Console) -> Outcome:
-    for note in config.notes:
-        console.print(f"[yellow]note[/yellow] {note}", highlight=False)
+    _show_notes(config, console)
     assembled = assemble(config)
     trainer = assembled.trainer
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
     console.print(f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False)
     start(assembled, config)
     engine = trainer.engine
+    showing = Showing(trainer, console)
+    interrupt = Interrupt(lambda text: console.print(f"\n{text}", highlight=False), leave=lambda: _show_cursor(console))
     try:
-        showing, interrupt = Showing(trainer, console), Interrupt(lambda text: console.print(f"\n{text}", highlight=False))
         trainer.add_callback(showing)
         trainer.add_callback(interrupt)
         with interrupt.listening():
@@ -55,6 +56,8 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
                 console.print(f"Going on from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
             engine.finish_saving()
+        if not showing.seconds:
+            console.print(f"The checkpoint has all {trainer.state.max_steps} steps: nothing was left to train.", highlight=False)
         last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)
         result = None
         if not interrupt.asked:
@@ -66,6 +69,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             planned_gpu_bytes=report.planned_gpu_bytes if engine.device.kind != "cpu" else 0, tokens_per_second=showing.tokens_per_second,
         )  # fmt: skip
     finally:
+        showing.stop()
         engine.close()
     _tell(outcome, config, console)
     return outcome
@@ -76,8 +80,17 @@ def _last_checkpoint(folder: Path, step: int) -> Path | None:
     return path if path.is_dir() else None
 
 
+def _show_notes(config: RunConfig, console: Console) -> None:
+    for note in config.notes:
+        console.print(f"[yellow]note[/yellow] {note}", highlight=False)
+
+
 def _show(planned: Planned, console: Console) -> None:
     console.print(Panel(render(planned.plan, planned.graph, planned.layout), title="the plan", title_align="left", expand=False))
+
+
+def _show_cursor(console: Console) -> None:
+    console.show_cursor(True)
 
 
 def _tell(outcome: Outcome, config: RunConfig, console: Console) -> None:

@@ -91,6 +91,7 @@ SIGNATURES = """
     get_train_dataloader(self)
     _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None)
     _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)
+    _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
     create_optimizer(self, model=None)
     training_step(self, model, inputs, num_items_in_batch=None)
     compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None)
