@@ -232,3 +232,9 @@ def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         read_until(process, "Finishing") if _ == 0 else None
     assert process.wait(timeout=60) == 130 and not checkpoints(tmp_path / "out")
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_with_its_block_or_is_left_out(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path, learning_rate=1e30, lr_scheduler="constant", max_steps=3)
+    refused(train(yaml), "gradient", "nonfinite: skip")
+    assert train(yaml, "--set", "nonfinite=skip").exit_code == 0

@@ -98,6 +98,8 @@ class RunConfig:
     adam_beta2: ShareBelowOne = 0.999
     adam_epsilon: Positive = 1e-8
     weight_decay: NotNegative = 0.0
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What a step does when a gradient is not finite."""
     max_grad_norm: NotNegative = 1.0
     """0: no clipping."""
 

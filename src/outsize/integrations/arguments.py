@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.plan.plan import UpdateMode
 from outsize.runtime.optimizer import AdamW
 
+NonFinite = Literal["raise", "skip"]
 _ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"}
 _PLANNED = {
     "gradient_checkpointing": "the plan decides per block what is recomputed",
@@ -56,18 +57,18 @@ def clips(args: Any) -> bool:
     return args.max_grad_norm > 0 and math.isfinite(args.max_grad_norm)
 
 
-def update_mode(args: Any) -> UpdateMode:
+def update_mode(args: Any, nonfinite: NonFinite = "raise") -> UpdateMode:
     # Each backward is declared to be the last before its step: gradients need not be kept if nothing looks at all of them first.
-    return "after_step" if clips(args) or args.gradient_accumulation_steps > 1 else "in_backward"
+    return "after_step" if clips(args) or nonfinite == "skip" or args.gradient_accumulation_steps > 1 else "in_backward"
 
 
-def adamw(args: Any, decay: Iterable[str], trainable: Iterable[str]) -> AdamW:
+def adamw(args: Any, decay: Iterable[str], trainable: Iterable[str], nonfinite: NonFinite = "raise") -> AdamW:
     """The engine's optimizer, in the Trainer's two groups: weights that decay, and biases and norms that do not."""
     decaying = set(decay)
     names = list(trainable)
     groups = [([n for n in names if n in decaying], args.weight_decay), ([n for n in names if n not in decaying], 0.0)]
     return AdamW(
         lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm if clips(args) else None, update=update_mode(args),
+        max_grad_norm=args.max_grad_norm if clips(args) else None, update=update_mode(args, nonfinite), nonfinite=nonfinite,
         groups=[{"params": members, "weight_decay": decay} for members, decay in groups if members],
     )  # fmt: skip

@@ -26,7 +26,7 @@ from outsize.base.log import log
 from outsize.checkpoint.folder import newest, read_manifest
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
-from outsize.integrations.arguments import adamw, take_over, update_mode
+from outsize.integrations.arguments import NonFinite, adamw, take_over, update_mode
 from outsize.integrations.keeping import KeepsRuns
 from outsize.integrations.peek import Rewound, first_batch, rewindable
 from outsize.integrations.state import rng_untouched
@@ -48,6 +48,7 @@ class OutsizeMixin(KeepsRuns):
         gpu_memory, host_memory, device, pins, plan, chunk_bytes, blocks, weights.
         sequence_len: the longest row; the plan is made for it. Default: `args.max_length` where there is one, else as long as the first batch.
         plan_batch: a batch to plan for, instead of the first one.
+        nonfinite: what a step does when a gradient is not finite: "raise", or "skip" the step. Either way nothing is changed by it.
     """
 
     model: Any
@@ -63,7 +64,8 @@ class OutsizeMixin(KeepsRuns):
     def __init__(
         self, *args: Any, gpu_memory: str | int | None = None, host_memory: str | int | None = None, device: str | Device | None = None,
         pins: Pins | None = None, plan: Plan | str | Path | None = None, sequence_len: int | None = None, plan_batch: dict[str, Any] | None = None,
-        chunk_bytes: str | int = DEFAULT_CHUNK_BYTES, blocks: list[str] | None = None, weights: str | Path | Weights | None = None, **kwargs: Any,
+        chunk_bytes: str | int = DEFAULT_CHUNK_BYTES, blocks: list[str] | None = None, weights: str | Path | Weights | None = None,
+        nonfinite: NonFinite = "raise", **kwargs: Any,
     ):  # fmt: skip
         given = _by_name(super().__init__, args, kwargs)
         if isinstance(given.get("args"), TrainingArguments):
@@ -73,7 +75,7 @@ class OutsizeMixin(KeepsRuns):
         self._prepare_settings: dict[str, Any] = dict(
             gpu_memory=gpu_memory, host_memory=host_memory, pins=pins, plan=plan, chunk_bytes=chunk_bytes, blocks=blocks, weights=weights
         )
-        self._device_name, self._sequence_len, self._plan_batch = device, sequence_len, plan_batch
+        self._device_name, self._sequence_len, self._plan_batch, self._nonfinite = device, sequence_len, plan_batch, nonfinite
         super().__init__(*args, **kwargs)
         take_over(self.args, optimizers=(self.optimizer, self.lr_scheduler), optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -139,7 +141,7 @@ class OutsizeMixin(KeepsRuns):
         self.accelerator.prepare_model(self.model, device_placement=False)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
         return dict(
-            batch=batch, optimizer=adamw(self.args, self.get_decay_parameter_names(self.model), names), device=device,
+            batch=batch, optimizer=adamw(self.args, self.get_decay_parameter_names(self.model), names, self._nonfinite), device=device,
             accumulate=self.args.gradient_accumulation_steps, max_shape=self._largest_shape, loss=None if self._is_plain_loss else self._trial_loss,
             **self._prepare_settings,
         )  # fmt: skip
@@ -220,7 +222,7 @@ class OutsizeMixin(KeepsRuns):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if not self._has_engine:
             self.start_engine(train_dataloader)
-        elif (terms := self.engine.plan.terms).update != update_mode(self.args) or terms.accumulate != self.args.gradient_accumulation_steps:
+        elif (terms := self.engine.plan.terms).update != update_mode(self.args, self._nonfinite) or terms.accumulate != self.args.gradient_accumulation_steps:
             self._renew_engine(train_dataloader)
         placement = self.accelerator.device_placement
         self.accelerator.device_placement = False

@@ -75,7 +75,7 @@ class Gradients:
         place = self._store.place
         blocks = {place.graph.visit_name(place.chunk(place.layout.place[name][0]).visits[0]) for name in names}
         found = f"that of {names[0]} (block {', '.join(sorted(blocks))}{f', and {len(names) - 1} more parameters' if len(names) > 1 else ''}) is not"
-        do = f"Lower the learning rate or look at the batch; AdamW(nonfinite='skip') skips such steps. {state}"
+        do = f"Lower the learning rate or look at the batch; nonfinite='skip' (in YAML: nonfinite: skip) leaves such steps out. {state}"
         return NonFiniteGradient(tell("every gradient is finite", found, do))
 
     def pending(self, name: str) -> Tensor:
