@@ -7,7 +7,6 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 """
 
 import random
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,20 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outsize.activation.parcel import Parcel
-from outsize.activation.strategies import RUN, SENDS
+from outsize.activation.strategies import SENDS
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
 from outsize.base.records import fingerprint
-from outsize.device.device import Device, Meter
+from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
-from outsize.model.tensors import map_tensors, tensors_in, with_grad
+from outsize.model.tensors import with_grad
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
-from outsize.profile.phases import Phases
+from outsize.profile.passes import Pass
 from outsize.profile.trace import ModelTrace
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -56,140 +54,6 @@ def loss_of(outputs: Any) -> Tensor:
 def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     items = batch.items() if isinstance(batch, dict) else ((str(i), v) for i, v in enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
     return {name: tuple(value.shape) for name, value in items if isinstance(value, Tensor)}
-
-
-class _Pass:
-    """One forward and backward under one strategy, listening to the model's course."""
-
-    def __init__(self, tracer: "Tracer", strategy: Strategy, meter: Meter | None):
-        self.tracer, self.strategy, self.meter = tracer, strategy, meter
-        self.phases = Phases(meter, tracer.device)
-        self.layer_of: list[int | None] = []
-        """Per visit: the layer, None for a region."""
-        self.is_forward = False
-        self._beside = False
-        """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
-        self.skipped: set[int] = set()
-        self.backward: list[int] = []
-        self.keys: dict[int, Any] = {}
-        self._ran: dict[Any, int] = {}
-        self._pass_through: dict[Any, Callable[[Tensor], Any] | None] = {}
-        self._parcels: dict[int, Parcel] = {}
-        self._arenas: dict[int, Tensor] = {}
-        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._returned: Tensor | None = None
-
-    # Forward.
-
-    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        put = self.tracer.device.put
-        self._beside = not torch.is_grad_enabled()
-        if not self._beside:
-            self.is_forward = True
-            self.phases.open_forward()
-        return map_tensors(put, args), map_tensors(put, kwargs)
-
-    def forward_enters(self, visit: int, layer: int | None) -> None:
-        if self._beside:
-            return
-        if visit > 0:
-            self._close_forward(visit - 1)
-        self.layer_of.append(layer)
-        if visit > 0:
-            self.phases.open_forward()
-
-    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        facts = self.tracer.layers[layer]
-        inputs = list(tensors_in((args, kwargs)))
-        if inputs and not self._beside:
-            # Inputs that are weights or buffers are there for good.
-            others = [t.untyped_storage() for t in inputs[1:] if not self.tracer.is_static(t)]
-            self.phases.takes(visit, inputs[0].untyped_storage(), others)
-            self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
-        key = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs), self._beside)
-        if not self._beside:
-            self.keys[visit] = key
-        if self._ran.get(key, 0) >= 2 and not facts.is_last and (skip := self._pass_through.get(key)) is not None:
-            if not self._beside:
-                self.skipped.add(visit)
-            return skip(inputs[0])
-        self._ran[key] = self._ran.get(key, 0) + 1
-        self.tracer.bring(facts.module)
-        if self._beside:
-            outputs = forward(*args, **kwargs)
-        else:
-            self.phases.reopen_forward()
-            parcel = self._parcels[visit] = Parcel()
-            outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
-        self._pass_through[key] = _pass_through(inputs[0], outputs) if inputs else None
-        return outputs
-
-    def _close_forward(self, visit: int) -> None:
-        phase = self.phases.close_forward()
-        parcel = self._parcels.get(visit)
-        if parcel is not None and parcel.num_bytes:
-            with self.tracer.device.on_host(), _paused(self.meter):
-                arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8)
-                parcel.copy_to(arena)
-            phase.sent_bytes = parcel.num_bytes
-        if visit in self._inputs and visit not in self.skipped and not self._sends_input(visit):
-            self.phases.watch(visit, self._inputs[visit])
-        self._release(visit - 1)
-
-    def _sends_input(self, visit: int) -> bool:
-        storage = self._inputs[visit]()
-        return storage is not None and self._parcels[visit].holds(storage)
-
-    def _release(self, visit: int) -> None:
-        parcel = self._parcels.get(visit)
-        if parcel is not None and parcel.items:
-            was_sent = self._sends_input(visit)
-            self.phases.release(visit, parcel.let_go)
-            if was_sent:
-                self.phases.watch(visit, self._inputs[visit])
-
-    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
-        self.is_forward = False
-        if not failed and not self._beside:
-            last = len(self.layer_of) - 1
-            self._close_forward(last)
-            self._release(last)
-
-    # Backward.
-
-    def backward_enters(self, visit: int, course: int) -> None:
-        if visit in self.skipped or visit in self.backward:
-            return
-        self.phases.close_backward()
-        self._returned = None
-        self.backward.append(visit)
-        if visit in self._arenas:
-            with _paused(self.meter):
-                self._returned = self._arenas.pop(visit).to(self.tracer.device.torch_device)
-            self._parcels[visit].returned(self._returned)
-        self._parcels.pop(visit, None)
-        self.phases.open_backward(visit)
-
-    def backward_ends(self) -> None:
-        self.phases.close_backward()
-        self._returned = None
-
-
-def _pass_through(hidden: Tensor, outputs: Any) -> "Callable[[Tensor], Any] | None":
-    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state."""
-    shape, dtype = hidden.shape, hidden.dtype
-    places = [i for i, t in enumerate(tensors_in(outputs)) if t is not hidden and t.shape == shape and t.dtype == dtype]
-    if not places:
-        return None
-    # What else comes out (a position bias, say) is handed on; the hidden state itself must not be kept alive here.
-    count = iter(range(1 << 30))
-    template = map_tensors(lambda t: t.new_empty(0) if next(count) == places[0] else t, outputs)
-
-    def skip(x: Tensor) -> Any:
-        number = iter(range(1 << 30))
-        return map_tensors(lambda t: x if next(number) == places[0] else t, template)
-
-    return skip
 
 
 class Tracer:
@@ -234,11 +98,11 @@ class Tracer:
 
     # Running.
 
-    def _run(self, strategy: Strategy, *, scout: bool = False) -> _Pass:
+    def _run(self, strategy: Strategy, *, scout: bool = False) -> Pass:
         with self.device.meter() as meter:
             if isinstance(meter, Observer):
                 meter.wants_cost = self.device.kind == "sim"
-            run = _Pass(self, strategy, meter)
+            run = Pass(self, strategy, meter)
             if not scout:
                 self._once(run)
                 return run
@@ -251,16 +115,16 @@ class Tracer:
                 remove_mode(reader)
         return run
 
-    def _reads(self, param: Tensor, run: _Pass) -> None:
+    def _reads(self, param: Tensor, run: Pass) -> None:
         if run.is_forward:
             self._readers.setdefault(id(param), set()).add(len(run.layer_of) - 1)
 
-    def _time(self, strategy: Strategy) -> _Pass:
-        run = _Pass(self, strategy, None)
+    def _time(self, strategy: Strategy) -> Pass:
+        run = Pass(self, strategy, None)
         self._once(run)
         return run
 
-    def _once(self, run: _Pass) -> None:
+    def _once(self, run: Pass) -> None:
         course = Course(self.model, self.layers, run)
         course.attach()
         drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.model.parameters() if p.requires_grad]
@@ -279,7 +143,7 @@ class Tracer:
             for handle in drop:
                 handle.remove()
 
-    def _loss(self, run: _Pass) -> tuple[Tensor, Any]:
+    def _loss(self, run: Pass) -> tuple[Tensor, Any]:
         """The loss, and what its loop holds beside it: of a loop that calls the model itself, the outputs."""
         if self.loss is not None:
             loss = self.loss(self.model, self.batch)
@@ -331,7 +195,7 @@ class Tracer:
 
     # Reading off.
 
-    def _graph(self, scout: _Pass) -> BlockGraph:
+    def _graph(self, scout: Pass) -> BlockGraph:
         names = [n for n, _ in self.model.named_parameters()]
         params = dict(self.model.named_parameters())
         canonical = {id(p): n for n, p in params.items()}
@@ -374,19 +238,19 @@ class Tracer:
         after = [layer_of[v + 1] for v in range(1, len(layer_of) - 1) if layer_of[v] is None]
         return after.count(layer_of[visit + 1]) > 1
 
-    def _twin(self, run: _Pass, visit: int) -> int:
+    def _twin(self, run: Pass, visit: int) -> int:
         """The visit that really ran in the place of this one: itself, or the latest equal one before it."""
         if visit not in run.skipped:
             return visit
         return next(v for v in range(visit - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[visit])
 
-    def _works(self, scout: _Pass, passes: dict[Strategy, _Pass], timed: dict[str, _Pass], visit: int) -> dict[str, Work]:
+    def _works(self, scout: Pass, passes: dict[Strategy, Pass], timed: dict[str, Pass], visit: int) -> dict[str, Work]:
         is_layer = scout.layer_of[visit] is not None
         differentiable = self._twin(scout, visit) in scout.backward
         strategies = STRATEGIES if is_layer and differentiable else ("keep",)
         return {s: w for s in strategies if (w := self._work(passes[s], timed, s, visit)) is not None}
 
-    def _work(self, run: _Pass, timed: dict[str, _Pass], strategy: Strategy, visit: int) -> Work | None:
+    def _work(self, run: Pass, timed: dict[str, Pass], strategy: Strategy, visit: int) -> Work | None:
         twin = self._twin(run, visit)
         forward = run.phases.forward[twin]
         backward = run.phases.backward.get(twin)
@@ -408,7 +272,7 @@ class Tracer:
         )
 
 
-def _shared(passes: dict[Strategy, _Pass]) -> tuple[Shared, ...]:
+def _shared(passes: dict[Strategy, Pass]) -> tuple[Shared, ...]:
     """What the passes say together: which strategies keep a tensor, and where it dies if none does."""
     table = []
     for same in zip(*(run.phases.shared for run in passes.values()), strict=True):
@@ -421,12 +285,3 @@ def _shared(passes: dict[Strategy, _Pass]) -> tuple[Shared, ...]:
 
 def _drop_grad(param: Tensor) -> None:
     param.grad = None
-
-
-@contextmanager
-def _paused(meter: Meter | None) -> Iterator[None]:
-    if isinstance(meter, Observer):
-        with meter.paused():
-            yield
-    else:
-        yield

@@ -1,0 +1,171 @@
+"""Pass: one forward and backward of a trial run under one strategy, listening to the model's course and measuring it."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outsize.activation.parcel import Parcel
+from outsize.activation.strategies import RUN
+from outsize.device.device import Device, Meter
+from outsize.device.observer import Observer
+from outsize.model.discover import Layer
+from outsize.model.tensors import map_tensors, tensors_in
+from outsize.model.work import Strategy
+from outsize.profile.phases import Phases
+
+
+class Trial(Protocol):
+    """What a pass needs of the tracer."""
+
+    layers: tuple[Layer, ...]
+    device: Device
+
+    def bring(self, module: nn.Module) -> None: ...
+    def is_static(self, tensor: Tensor) -> bool: ...
+
+
+class Pass:
+    """One forward and backward under one strategy, listening to the model's course."""
+
+    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None):
+        self.tracer, self.strategy, self.meter = tracer, strategy, meter
+        self.phases = Phases(meter, tracer.device)
+        self.layer_of: list[int | None] = []
+        """Per visit: the layer, None for a region."""
+        self.is_forward = False
+        self._beside = False
+        """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
+        self.skipped: set[int] = set()
+        self.backward: list[int] = []
+        self.keys: dict[int, Any] = {}
+        self._ran: dict[Any, int] = {}
+        self._pass_through: dict[Any, Callable[[Tensor], Any] | None] = {}
+        self._parcels: dict[int, Parcel] = {}
+        self._arenas: dict[int, Tensor] = {}
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._returned: Tensor | None = None
+
+    # Forward.
+
+    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        put = self.tracer.device.put
+        self._beside = not torch.is_grad_enabled()
+        if not self._beside:
+            self.is_forward = True
+            self.phases.open_forward()
+        return map_tensors(put, args), map_tensors(put, kwargs)
+
+    def forward_enters(self, visit: int, layer: int | None) -> None:
+        if self._beside:
+            return
+        if visit > 0:
+            self._close_forward(visit - 1)
+        self.layer_of.append(layer)
+        if visit > 0:
+            self.phases.open_forward()
+
+    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        facts = self.tracer.layers[layer]
+        inputs = list(tensors_in((args, kwargs)))
+        if inputs and not self._beside:
+            # Inputs that are weights or buffers are there for good.
+            others = [t.untyped_storage() for t in inputs[1:] if not self.tracer.is_static(t)]
+            self.phases.takes(visit, inputs[0].untyped_storage(), others)
+            self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
+        key = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs), self._beside)
+        if not self._beside:
+            self.keys[visit] = key
+        if self._ran.get(key, 0) >= 2 and not facts.is_last and (skip := self._pass_through.get(key)) is not None:
+            if not self._beside:
+                self.skipped.add(visit)
+            return skip(inputs[0])
+        self._ran[key] = self._ran.get(key, 0) + 1
+        self.tracer.bring(facts.module)
+        if self._beside:
+            outputs = forward(*args, **kwargs)
+        else:
+            self.phases.reopen_forward()
+            parcel = self._parcels[visit] = Parcel()
+            outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+        self._pass_through[key] = _pass_through(inputs[0], outputs) if inputs else None
+        return outputs
+
+    def _close_forward(self, visit: int) -> None:
+        phase = self.phases.close_forward()
+        parcel = self._parcels.get(visit)
+        if parcel is not None and parcel.num_bytes:
+            with self.tracer.device.on_host(), _paused(self.meter):
+                arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8)
+                parcel.copy_to(arena)
+            phase.sent_bytes = parcel.num_bytes
+        if visit in self._inputs and visit not in self.skipped and not self._sends_input(visit):
+            self.phases.watch(visit, self._inputs[visit])
+        self._release(visit - 1)
+
+    def _sends_input(self, visit: int) -> bool:
+        storage = self._inputs[visit]()
+        return storage is not None and self._parcels[visit].holds(storage)
+
+    def _release(self, visit: int) -> None:
+        parcel = self._parcels.get(visit)
+        if parcel is not None and parcel.items:
+            was_sent = self._sends_input(visit)
+            self.phases.release(visit, parcel.let_go)
+            if was_sent:
+                self.phases.watch(visit, self._inputs[visit])
+
+    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
+        self.is_forward = False
+        if not failed and not self._beside:
+            last = len(self.layer_of) - 1
+            self._close_forward(last)
+            self._release(last)
+
+    # Backward.
+
+    def backward_enters(self, visit: int, course: int) -> None:
+        if visit in self.skipped or visit in self.backward:
+            return
+        self.phases.close_backward()
+        self._returned = None
+        self.backward.append(visit)
+        if visit in self._arenas:
+            with _paused(self.meter):
+                self._returned = self._arenas.pop(visit).to(self.tracer.device.torch_device)
+            self._parcels[visit].returned(self._returned)
+        self._parcels.pop(visit, None)
+        self.phases.open_backward(visit)
+
+    def backward_ends(self) -> None:
+        self.phases.close_backward()
+        self._returned = None
+
+
+def _pass_through(hidden: Tensor, outputs: Any) -> "Callable[[Tensor], Any] | None":
+    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state."""
+    shape, dtype = hidden.shape, hidden.dtype
+    places = [i for i, t in enumerate(tensors_in(outputs)) if t is not hidden and t.shape == shape and t.dtype == dtype]
+    if not places:
+        return None
+    # What else comes out (a position bias, say) is handed on; the hidden state itself must not be kept alive here.
+    count = iter(range(1 << 30))
+    template = map_tensors(lambda t: t.new_empty(0) if next(count) == places[0] else t, outputs)
+
+    def skip(x: Tensor) -> Any:
+        number = iter(range(1 << 30))
+        return map_tensors(lambda t: x if next(number) == places[0] else t, template)
+
+    return skip
+
+
+@contextmanager
+def _paused(meter: Meter | None) -> Iterator[None]:
+    if isinstance(meter, Observer):
+        with meter.paused():
+            yield
+    else:
+        yield
