@@ -11,7 +11,8 @@ import torch
 import zoo
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
+from trainers import PlainTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from typer.testing import CliRunner
 
 from outsize.checkpoint.folder import checkpoints
@@ -20,7 +21,6 @@ from outsize.config.read import read_config
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator
 from outsize.data.sources import Source
-from outsize.reference import AdamW
 from outsize.run.assemble import training_arguments
 
 CASES: dict[str, dict[str, Any]] = {
@@ -32,15 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
 PLANS = (["device=cpu"], ["device=sim:1MiB", "plan.n_persist=0"], ["device=sim:1MiB", "plan.n_checkpoint=2", "plan.n_offload=1", "chunk_bytes=4KiB"])
 
 
-class Plain(Trainer):
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        decaying = set(self.get_decay_parameter_names(self.model))
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        groups = [{"params": [p for n, p in named if (n in decaying) is yes], "weight_decay": 0.1 if yes else 0.0} for yes in (True, False)]
-        self.optimizer = AdamW([group for group in groups if group["params"]], lr=self.args.learning_rate, max_grad_norm=1.0)
-        return self.optimizer
-
-
 def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output + result.stderr
@@ -50,7 +41,7 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_equals_plain_peft_under_three_plans_and_its_files_are_pefts(tmp_path: Path, case: str, parity_cell: Callable[[object], None]) -> None:
     yaml = folders.write_run(tmp_path, **CASES[case], adapter="lora", lora_r=2, lora_alpha=4, max_steps=3, chat=True)
-    config = read_config(yaml, ["max_grad_norm=0", f"output_dir={tmp_path / 'plain'}", "save_strategy=no"])
+    config = read_config(yaml, [f"output_dir={tmp_path / 'plain'}", "save_strategy=no"])
     tokenizer = AutoTokenizer.from_pretrained(config.base_model)
     train, _ = load_rows(tokenizer, [Source(path=config.datasets[0].path)], sequence_len=config.sequence_len, pad_id=tokenizer.pad_token_id)
     set_seed(config.seed)
@@ -59,7 +50,7 @@ def test_a_run_equals_plain_peft_under_three_plans_and_its_files_are_pefts(tmp_p
         modules_to_save=list(config.lora_modules_to_save) or None, use_rslora=config.peft_use_rslora, use_dora=config.peft_use_dora, task_type="CAUSAL_LM",
     )  # fmt: skip
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16), settings)
-    plain = Plain(model=model, args=training_arguments(config, on_gpu=False), train_dataset=train, data_collator=Collator(tokenizer.pad_token_id))
+    plain = PlainTrainer(model=model, args=training_arguments(config, on_gpu=False), train_dataset=train, data_collator=Collator(tokenizer.pad_token_id))
     plain.train()
     plain.save_model()
     expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")

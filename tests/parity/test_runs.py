@@ -13,7 +13,8 @@ import folders
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from trainers import PlainTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from outsize.checkpoint.folder import checkpoints
@@ -23,7 +24,6 @@ from outsize.data.build import load_rows
 from outsize.data.collate import Collator
 from outsize.data.sources import Source
 from outsize.integrations.hf import OutsizeTrainer
-from outsize.reference import AdamW
 from outsize.run.assemble import training_arguments
 
 TESTS = Path(__file__).parent.parent
@@ -34,17 +34,6 @@ def logged(history: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     return [(entry["step"], entry["loss"], entry["learning_rate"]) for entry in history if "loss" in entry]
 
 
-class Plain(Trainer):
-    """transformers' own, with our reference for an optimizer. Its clipping is off: the reference clips."""
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        decaying = set(self.get_decay_parameter_names(self.model))
-        named = list(self.model.named_parameters())
-        groups = [{"params": [p for n, p in named if (n in decaying) is yes], "weight_decay": 0.1 if yes else 0.0} for yes in (True, False)]
-        self.optimizer = AdamW(groups, lr=self.args.learning_rate, max_grad_norm=1.0)
-        return self.optimizer
-
-
 @pytest.mark.parametrize("keys", [PACKED, {}, {"chat": True, "lr_scheduler": "linear"}], ids=["packed", "padded", "chat"])
 def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_and_through_a_plain_one(
     tmp_path: Path, keys: dict[str, Any], parity_cell: Callable[[object], None]
@@ -52,7 +41,7 @@ def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_a
     yaml = folders.write_run(tmp_path, **keys, max_steps=5, save_steps=5)
     done = CliRunner().invoke(app, ["train", str(yaml), "--set", "device=sim:1MiB", "--set", "plan.n_persist=0"])
     assert done.exit_code == 0, done.output
-    config = read_config(yaml, [f"output_dir={tmp_path / 'by-hand'}", "max_grad_norm=0", "save_strategy=no", "save_steps=null"])
+    config = read_config(yaml, [f"output_dir={tmp_path / 'by-hand'}", "save_strategy=no", "save_steps=null"])
     tokenizer = AutoTokenizer.from_pretrained(config.base_model)
     train, _ = load_rows(
         tokenizer, [Source(path=config.datasets[0].path)], sequence_len=config.sequence_len, pad_id=tokenizer.pad_token_id, sample_packing=config.sample_packing
@@ -62,10 +51,9 @@ def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_a
     def model() -> Any:
         return AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
 
-    plain = Plain(model=model(), args=training_arguments(config, on_gpu=False), **parts)
+    plain = PlainTrainer(model=model(), args=training_arguments(config, on_gpu=False), **parts)
     plain.train()
-    with_clipping = read_config(yaml, [f"output_dir={tmp_path / 'ours'}", "save_strategy=no", "save_steps=null"])
-    ours = OutsizeTrainer(model=model(), args=training_arguments(with_clipping, on_gpu=False), chunk_bytes="4KiB", sequence_len=config.sequence_len, **parts)
+    ours = OutsizeTrainer(model=model(), args=training_arguments(config, on_gpu=False), chunk_bytes="4KiB", sequence_len=config.sequence_len, **parts)
     ours.train()
     expected = plain.model.state_dict()
     by_command = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())["log_history"]

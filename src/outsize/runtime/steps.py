@@ -61,9 +61,11 @@ class Steps:
         def work() -> None:
             try:
                 updates.update_chunk(chunk, step)
-            except BaseException as error:  # Ctrl-C in the middle leaves half a chunk new, too
+            except BaseException as error:
                 found = f"chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with {type(error).__name__}: {error}"
                 self._failed = tell("every update completes", found, "Load weights and optimizer state from the last checkpoint")
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C stays what it is; it leaves half a chunk new all the same
                 raise UpdateFailed(self._failed) from None
 
         return work

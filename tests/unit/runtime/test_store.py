@@ -217,15 +217,19 @@ def test_odd_parameters_stream_and_train_to_the_bit(layer: type[nn.Module], stra
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+class Strided(nn.Module):
+    """A parameter with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+
 def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as_before() -> None:
-    class Strided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(x @ self.weight)
-
     model = Stack(Strided)
     before = [p.data_ptr() for p in model.parameters()]
     modes = len(_get_current_dispatch_mode_stack())
@@ -236,14 +240,6 @@ def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as
 
 def test_a_refused_model_leaves_the_device_as_it_was() -> None:
     """Trap H7."""
-
-    class Strided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(x @ self.weight)
 
     device = SimDevice(lookup("1MiB"))
     modes = list(_get_current_dispatch_mode_stack())
