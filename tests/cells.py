@@ -43,12 +43,13 @@ Decide = Callable[[BlockGraph, ChunkLayout, ModelTrace], Decision]
 
 
 def uniform(
-    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, strategy: Strategy = "keep", weights: str = "gpu", optimizer: str = "gpu", depth: int = 1
-) -> Decision:
-    """The same for every chunk and every layer that can have it."""
+    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, strategy: Strategy = "keep", weights: str = "gpu", optimizer: str = "gpu", depth: int = 1,
+    stride: int = 2,
+) -> Decision:  # fmt: skip
+    """The same for every chunk and every layer that can have it. With updates in backward, those of every second chunk come after it."""
     homes = tuple(Homes(weights=weights, optimizer=optimizer if c.trainable else weights) for c in layout.chunks)  # type: ignore[arg-type]
     strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.visits)))
-    return Decision(homes=homes, strategies=strategies, depth=depth)  # type: ignore[arg-type]
+    return Decision(homes=homes, strategies=strategies, depth=depth, stride=stride)  # type: ignore[arg-type]
 
 
 def make_plan(

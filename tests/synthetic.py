@@ -40,14 +40,15 @@ class Case:
         work = tuple(self.trace.work(v, s) for v, s in enumerate(decision.strategies))
         return Placement(self.graph, self.layout, decision, self.terms, work, self.trace.shared)
 
-    def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0) -> Decision:
+    def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0, stride: int = 1) -> Decision:
         """`homes` per chunk or for all (`host/gpu`: weights/optimizer); `strategies` per visit or for all layers."""
         per_chunk = [homes] * len(self.layout.chunks) if isinstance(homes, str) else homes
         if isinstance(strategies, str):
             strategies = [strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.visits))]
         split = [text.split("/") for text in per_chunk]
         pairs = [(w, o if chunk.trainable else w) for (w, o), chunk in zip(split, self.layout.chunks, strict=True)]
-        return Decision(homes=tuple(Homes(weights=w, optimizer=o) for w, o in pairs), strategies=tuple(strategies), depth=depth)  # type: ignore[arg-type]
+        both = tuple(Homes(weights=w, optimizer=o) for w, o in pairs)  # type: ignore[arg-type]
+        return Decision(homes=both, strategies=tuple(strategies), depth=depth, stride=stride)  # type: ignore[arg-type]
 
 
 def make_graph(num_layers: int, num_chunks: int = 1, *, numel: int = 4096, tied: bool = False, frozen: int = 0, dtype: str = "bfloat16") -> BlockGraph:
@@ -164,4 +165,4 @@ def random_decision(case: Case, seed: int) -> Decision:
     rng = random.Random(seed)
     homes = [rng.choice(["gpu/gpu", "gpu/host", "host/gpu", "host/host"]) for _ in case.layout.chunks]
     strategies = [rng.choice(case.trace.strategies(v)) for v in range(len(case.graph.visits))]
-    return case.decide(homes, strategies, rng.randint(0, 3))
+    return case.decide(homes, strategies, rng.randint(0, 3), rng.randint(1, 3))

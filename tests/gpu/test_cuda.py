@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
 from outsize.device.choose import choose_device
-from outsize.device.pinned import pinned_empty
+from outsize.device.arena import pinned_arena
 from outsize.optim.adamw import Hyper, Scratch, update
 from outsize.runtime.engine import Engine
 
@@ -75,9 +75,9 @@ def _fresh() -> Any:
 
 def test_pinned_memory_has_exactly_the_size_asked_for_and_is_pinned() -> None:
     """Trap C17."""
-    pinned_empty(4096)  # the CUDA context is not what is measured
+    pinned_arena(4096)  # the CUDA context is not what is measured
     before = psutil.Process().memory_info().rss
-    buffer = pinned_empty(300 * 2**20 + 4096)
+    buffer = pinned_arena(300 * 2**20 + 4096)
     assert buffer.is_pinned() and buffer[4096:].is_pinned() and buffer.numel() == 300 * 2**20 + 4096
     assert psutil.Process().memory_info().rss - before < 320 * 2**20
 

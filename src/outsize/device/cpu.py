@@ -1,5 +1,6 @@
 """Device `cpu`: the host plays the device. Everything completes at once; the numerics are real."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from outsize.device.device import Device, Event, Meter
 from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.device.timeline import Span
 from outsize.hardware.lanes import Lane
 from outsize.hardware.spec import HardwareSpec
 
@@ -18,6 +20,9 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         super().__init__()
+        self._open: tuple[str, float] | None = None
+        """The action that runs: its name and when it began."""
+        self._zero = 0.0
         self.torch_device = torch.device("cpu")
         memory = psutil.virtual_memory()
         self.spec = HardwareSpec(
@@ -43,19 +48,28 @@ class CpuDevice(Device):
     def free_bytes(self) -> int:
         return int(psutil.virtual_memory().available)
 
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        pass
+    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
+        self._open = (name, time.perf_counter())
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
+        if self._timeline is not None and self._open is not None:
+            name, start = self._open
+            self._timeline.spans.append(Span(lane, name, start - self._zero, time.perf_counter() - self._zero))
         return None
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float
-    ) -> Event:
+        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        name: str = "",
+    ) -> Event:  # fmt: skip
+        self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
         work()
+        return self.end(lane, reads=reads, writes=writes, seconds=seconds)
 
     def synchronize(self) -> None:
         pass
+
+    def _begin_timeline(self) -> None:
+        self._zero = time.perf_counter()
 
     @contextmanager
     def meter(self) -> Iterator[Meter]:

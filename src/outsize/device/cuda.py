@@ -5,6 +5,7 @@ Memory: homes, slots and arenas are allocated once; after that only the model's 
 that a copy stream reads stays referenced until the compute stream has waited for that copy, so its memory cannot be reused too early.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ import psutil
 import torch
 from torch import Tensor
 
+from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
-from outsize.device.pinned import pinned_empty
+from outsize.device.timeline import Span
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.lanes import Lane
 from outsize.hardware.spec import ALLOCATOR_SHARE, HardwareSpec
@@ -35,6 +37,10 @@ class CudaDevice(Device):
         self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outsize-update")
         self._tasks: list[Future[None]] = []
+        self._began: dict[Lane, tuple[str, torch.cuda.Event]] = {}
+        self._timed: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] = []
+        """Spans of the timeline whose times the device still has."""
+        self._zero: tuple[float, torch.cuda.Event] = (0.0, torch.cuda.Event())
         self.spec = self._describe()
         self._limit = self._total
         self._workspaces = 0
@@ -66,10 +72,21 @@ class CudaDevice(Device):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def host_empty(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        return pinned_empty(num_bytes) if pinned else torch.zeros(num_bytes, dtype=torch.uint8)
+        return pinned_arena(num_bytes) if pinned else arena(num_bytes)
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.torch_device, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copy = tensor.detach().to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait() -> Tensor:
+            event.synchronize()
+            return copy
+
+        return wait
 
     @property
     def _outside(self) -> int:
@@ -117,32 +134,50 @@ class CudaDevice(Device):
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._streams.get(lane) or torch.cuda.current_stream(self.torch_device)
 
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
         stream = self._stream(lane)
         for event in waits:
             if isinstance(event, Future):
                 event.result()
             else:
                 stream.wait_event(event)
+        if self._timeline is not None:
+            self._began[lane] = (name, self._mark(lane))
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
+        event = self._mark(lane)
+        if self._timeline is not None and lane in self._began:
+            self._timed.append((lane, *self._began.pop(lane), event))
+        return event
+
+    def _mark(self, lane: Lane) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=self._timeline is not None)
         with torch.cuda.device(self.torch_device):
-            event = torch.cuda.Event()
             event.record(self._stream(lane))
         return event
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float
-    ) -> Event:
+        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        name: str = "",
+    ) -> Event:  # fmt: skip
         if lane == "host":
             self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
-            task = self._worker.submit(_after, tuple(waits), work)
+            task = self._worker.submit(self._after, tuple(waits), work, name)
             self._tasks.append(task)
             return task
-        self.begin(lane, waits=waits, reads=reads, writes=writes)
+        self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
         with torch.cuda.stream(self._stream(lane)):
             work()
         return self.end(lane, reads=reads, writes=writes, seconds=seconds)
+
+    def _after(self, waits: tuple[Event, ...], work: Callable[[], None], name: str) -> None:
+        """Runs on the worker."""
+        for event in waits:
+            event.result() if isinstance(event, Future) else event.synchronize()
+        start = time.perf_counter()
+        work()
+        if (timeline := self._timeline) is not None:
+            timeline.spans.append(Span("host", name, start - self._zero[0], time.perf_counter() - self._zero[0]))
 
     def synchronize(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -153,6 +188,17 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     # Measuring.
+
+    def _begin_timeline(self) -> None:
+        self._began, self._timed = {}, []
+        self._zero = (time.perf_counter(), self._mark("compute"))
+
+    def _end_timeline(self) -> None:
+        assert self._timeline is not None
+        zero = self._zero[1]
+        self._timeline.spans += [
+            Span(lane, name, zero.elapsed_time(start) / 1e3, zero.elapsed_time(end) / 1e3) for lane, name, start, end in self._timed
+        ]
 
     @contextmanager
     def meter(self) -> Iterator[Meter]:
@@ -170,12 +216,6 @@ class CudaDevice(Device):
     def set_rng_state(self, state: Tensor | None) -> None:
         if state is not None:
             torch.cuda.set_rng_state(state, self.torch_device)
-
-
-def _after(waits: tuple[Event, ...], work: Callable[[], None]) -> None:
-    for event in waits:
-        event.result() if isinstance(event, Future) else event.synchronize()
-    work()
 
 
 class _AllocatorMeter:

@@ -6,13 +6,14 @@ an action touches: only `sim` looks at them, to find accesses that nothing order
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from outsize.device.timeline import Timeline
 from outsize.hardware.lanes import Lane
 from outsize.hardware.spec import HardwareSpec
 
@@ -36,6 +37,7 @@ class Device(ABC):
     def __init__(self) -> None:
         self.promised: dict[int, int] = {}
         """Bytes that engines on this device have planned for, by engine."""
+        self._timeline: Timeline | None = None
 
     # Memory.
 
@@ -50,6 +52,11 @@ class Device(ABC):
     @abstractmethod
     def put(self, tensor: Tensor) -> Tensor:
         """A batch tensor on the device."""
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a small tensor to the host, after what was issued so far. Calling the result waits for the copy, and for no more."""
+        copy = tensor.detach().clone()
+        return lambda: copy
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A model's buffer on the device for the whole run."""
@@ -80,21 +87,42 @@ class Device(ABC):
     # Lanes.
 
     @abstractmethod
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None: ...
+    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
+        """`name` is for the timeline alone."""
 
     @abstractmethod
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event: ...
 
     @abstractmethod
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float
-    ) -> Event: ...
+        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        name: str = "",
+    ) -> Event: ...  # fmt: skip
 
     @abstractmethod
     def synchronize(self) -> None:
         """Until all lanes are idle. Raises what a background update raised."""
 
     # Measuring.
+
+    @contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """Record what the lanes do inside. The spans are there when it has ended, which waits for the lanes."""
+        self.synchronize()
+        self._timeline = Timeline()
+        self._begin_timeline()
+        try:
+            yield self._timeline
+            self.synchronize()
+            self._end_timeline()
+        finally:
+            self._timeline = None
+
+    def _begin_timeline(self) -> None:  # noqa: B027
+        """Note what time zero is."""
+
+    def _end_timeline(self) -> None:  # noqa: B027
+        """Fill in spans that only now have their times."""
 
     @abstractmethod
     def meter(self) -> AbstractContextManager[Meter]: ...

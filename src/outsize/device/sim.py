@@ -17,6 +17,7 @@ from outsize.base.units import exact_bytes, show_bytes
 from outsize.device.cpu import CpuDevice
 from outsize.device.device import Event
 from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.device.timeline import Span
 from outsize.hardware.lanes import LANES, Lane, LaneClock, compute_seconds
 from outsize.hardware.spec import HardwareSpec
 
@@ -50,6 +51,8 @@ class SimDevice(CpuDevice):
         self.observer.active = False
         self._known: dict[Lane, _Known] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
         self._accesses: dict[int, _Accesses] = {}
+        self._names: dict[Lane, str] = {}
+        """Of what each lane began last."""
 
     # Memory.
 
@@ -122,22 +125,27 @@ class SimDevice(CpuDevice):
 
     # Lanes.
 
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
         for event in waits:
             self.clock.free[lane] = max(self.clock.free[lane], event.ends)
             for other, count in event.known.items():
                 self._known[lane][other] = max(self._known[lane][other], count)
         self._touch(lane, reads, writes)
+        self._names[lane] = name
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> SimEvent:
         self._touch(lane, reads, writes)
         self._known[lane][lane] += 1
-        return SimEvent(self.clock.run(lane, seconds), dict(self._known[lane]))
+        ends = self.clock.run(lane, seconds)
+        if self._timeline is not None:
+            self._timeline.spans.append(Span(lane, self._names.get(lane, ""), ends - seconds - self._zero, ends - self._zero))
+        return SimEvent(ends, dict(self._known[lane]))
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float
-    ) -> SimEvent:
-        self.begin(lane, waits=waits, reads=reads, writes=writes)
+        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        name: str = "",
+    ) -> SimEvent:  # fmt: skip
+        self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
         with self.observer.paused() if lane == "host" else _as_is():
             work()
         return self.end(lane, reads=reads, writes=writes, seconds=seconds)
@@ -148,6 +156,9 @@ class SimDevice(CpuDevice):
         for lane in LANES:
             self.clock.free[lane] = now
             self._known[lane].update(done)
+
+    def _begin_timeline(self) -> None:
+        self._zero = self.clock.now
 
     def _touch(self, lane: Lane, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record accesses of the lane's action now being issued; raise if one of another lane conflicts and is not known to be over."""

@@ -48,6 +48,7 @@ def _check_decision(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     ):
         _expect(found == wanted, f"{wanted} {name} for this model", f"the plan has {found}", _AGAIN)
     _expect(decision.depth >= 0, "a depth of 0 or more", f"it is {decision.depth}", _AGAIN)
+    _expect(decision.stride >= 1, "a stride of 1 or more", f"it is {decision.stride}", _AGAIN)
     _expect(terms.accumulate >= 1, "accumulate of 1 or more", f"it is {terms.accumulate}", _AGAIN)
     for chunk, homes in zip(layout.chunks, decision.homes, strict=True):
         _expect(

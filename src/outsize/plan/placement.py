@@ -74,6 +74,18 @@ class Placement:
         return assign_slots(self.layout, [c for c in self.landing if self.is_staged(c)], STAGE_DEPTH, sizes)
 
     @cached_property
+    def deferred(self) -> frozenset[int]:
+        """Chunks that a backward with updates leaves for after it. See [Note: Which update comes when]."""
+        if self.terms.update != "in_backward":
+            return frozenset()
+        on_host = [c for visit in sorted(self.landing_at, reverse=True) for c in self.landing_at[visit] if self.updates_on_host(c)]
+        return frozenset(c for i, c in enumerate(on_host) if i % self.decision.stride)
+
+    def waits_on_host(self, index: int) -> bool:
+        """Whether a gradient that left for the host has a buffer of its own there, in which it waits for its update."""
+        return self.terms.hold_gradients or index in self.deferred
+
+    @cached_property
     def sending(self) -> tuple[int, ...]:
         """Visits whose activations go to the host, in forward order."""
         return tuple(v for v, w in enumerate(self.work) if w.sent_bytes and self.graph.has_backward[v])
@@ -115,11 +127,10 @@ class Placement:
                 buffers["home", i] = chunk.nbytes
             if chunk.trainable and self.updates_on_host(i):
                 buffers["host_state", i] = chunk.state_bytes
-                if self.terms.hold_gradients:
+                if self.waits_on_host(i):
                     buffers["host_gradient", i] = chunk.grad_bytes(self.terms.fp32_grads)
-        if not self.terms.hold_gradients:
-            landing = {self.stages.slot_of[c] for c in self.landing if self.updates_on_host(c)}
-            buffers.update({("landing", s): self.stages.slot_bytes[s] for s in landing})
+        landing = {self.stages.slot_of[c] for c in self.landing if self.updates_on_host(c) and not self.waits_on_host(c)}
+        buffers.update({("landing", s): self.stages.slot_bytes[s] for s in landing})
         buffers.update({("arena", v): self.work[v].sent_bytes for v in self.sending})
         if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:
             buffers["host_scratch", 0] = scratch_bytes(max(on_host))
@@ -150,4 +161,4 @@ class Placement:
         return ("stage", self.stages.slot_of[index]) if self.is_staged(index) else ("gradient", index)
 
     def host_gradient_buffer(self, index: int) -> Buffer:
-        return ("host_gradient", index) if self.terms.hold_gradients else ("landing", self.stages.slot_of[index])
+        return ("host_gradient", index) if self.waits_on_host(index) else ("landing", self.stages.slot_of[index])

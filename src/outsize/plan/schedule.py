@@ -13,6 +13,12 @@ by runtime/executor.py with tensors, in the same order. Actions print as `F12` o
     G c   gradient of chunk c leaves for the host           d2h
     U c   update chunk c                                    host or compute
     W c   write updated weights to where they are wanted    h2d (resident, updated on the host) or d2h (streamed, updated on the device)
+
+[Note: Which update comes when]
+After the step, updates come in forward order: the next forward begins under them. With updates in backward, the host is slower than the backward
+(a layer's update takes two or three times its backward), so what lands cannot all be updated as it lands. Were it queued, the last layers' updates
+would come first and the first layers', which the next forward waits for, last. So the host takes every `stride`-th chunk that lands, as many
+as it can do while the backward runs, and the others in forward order after it: it works from the first gradient to the last layer's forward.
 """
 
 import re
@@ -94,7 +100,7 @@ def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
     steps = {(i > 0, in_backward and i == place.terms.accumulate - 1) for i in range(place.terms.accumulate)}
     kinds = sorted(steps) if only_steps else [(pending, update) for pending in (False, True) for update in (False, True)]
     backward = {backward_key(pending=pending, update=update): _backward(place, pending=pending, update=update) for pending, update in kinds}
-    return Schedule(forward=_forward(place), backward=backward, update=_update(place))
+    return Schedule(forward=_forward(place), backward=backward, update=tuple(_updates(place, place.landing)))
 
 
 class _Slots:
@@ -176,11 +182,13 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> tuple[Action,
                 actions.append(Action("G", chunk))
                 if chunk in next_summed:
                     actions.append(Action("Q", next_summed[chunk]))
-            if update:
+            if update and chunk not in place.deferred:
                 actions += _update_chunk(place, chunk, loaded=True)
         actions += slots.loads(slots.used(position))
         if visit in next_returning:
             actions.append(Action("P", next_returning[visit]))
+    if update:
+        actions += _updates(place, place.deferred)
     return tuple(actions)
 
 
@@ -201,12 +209,12 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
     return following
 
 
-def _update(place: Placement) -> tuple[Action, ...]:
+def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
     """In forward order, so that the next forward finds its first chunks done first."""
     actions: list[Action] = []
-    for chunk in sorted(place.landing, key=lambda c: (place.chunk(c).visits[0], c)):
+    for chunk in sorted(chunks, key=lambda c: (place.chunk(c).visits[0], c)):
         actions += _update_chunk(place, chunk, loaded=False)
-    return tuple(actions)
+    return actions
 
 
 def _update_chunk(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:

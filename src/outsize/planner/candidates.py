@@ -7,12 +7,13 @@ forward order, since the next forward waits for the first chunks first. `Space` 
 Where little of the model trains (adapters; a last layer), what trains stays: its chunks come first among the weights, and no count is below
 their number unless a pin says so. The counts then only say how much of the frozen rest is resident.
 
-Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer), activations (the
+Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer, stride), activations (the
 strategies). Each is taken from Placement, slots and ledger as they are, once per value; the search asserts that the sum is
 what the finished plan says, so there is no second account that could drift from the first.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from outsize.planner.memory import activation_peak
 from outsize.profile.trace import ModelTrace
 
 DEPTHS = (0, 1, 2, 3)
+MAX_STRIDE = 8
 MAX_MIXES = 500
 """Up to here all mixes of strategies are compared for the least memory; beyond it, those of two strategies."""
 
@@ -50,6 +52,7 @@ class Counts:
     offload: int
     recompute: int
     depth: int
+    stride: int = 1
 
     @property
     def mix(self) -> Mix:
@@ -71,7 +74,7 @@ class Space:
         self.weight_order = sorted(range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].visits[0], c))
         self._mixes: dict[Mix, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
-        self._states: dict[int, tuple[int, int]] = {}
+        self._states: dict[tuple[int, int], tuple[int, int]] = {}
         self._homes: dict[int, list[int]] = {}
         self._activations: dict[Mix, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
@@ -112,7 +115,7 @@ class Space:
         pairs = ((c.index in resident, c.index in (on_gpu if c.trainable else resident)) for c in self.layout.chunks)
         strategies = self.strategies(counts.mix)
         assert strategies is not None, f"no such mix of strategies: {counts}"
-        return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth)
+        return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth, stride=counts.stride)
 
     def place(self, decision: Decision) -> Placement:
         return Placement(self.graph, self.layout, decision, self.terms, self._work(decision.strategies), self.trace.shared)
@@ -128,10 +131,10 @@ class Space:
     # Counts to bytes.
 
     def gpu_bytes(self, counts: Counts) -> int:
-        return self.weights(counts.resident, counts.depth)[0] + self.states(counts.optimizer)[0] + self.activations(counts.mix)[0]
+        return self.weights(counts.resident, counts.depth)[0] + self.states(counts.optimizer, counts.stride)[0] + self.activations(counts.mix)[0]
 
     def host_bytes(self, counts: Counts) -> int:
-        return self.home_bytes(counts.resident, counts.optimizer) + self.states(counts.optimizer)[1] + self.activations(counts.mix)[1]
+        return self.home_bytes(counts.resident, counts.optimizer) + self.states(counts.optimizer, counts.stride)[1] + self.activations(counts.mix)[1]
 
     def weights(self, resident: int, depth: int) -> tuple[int, int]:
         """GPU bytes of weights, resident and in slots; and the slots' alone."""
@@ -141,17 +144,18 @@ class Space:
             self._weights[key] = slots + sum(self.layout.chunks[c].nbytes for c in self.weight_order[:resident]), slots
         return self._weights[key]
 
-    def states(self, optimizer: int) -> tuple[int, int]:
+    def states(self, optimizer: int, stride: int = 1) -> tuple[int, int]:
         """GPU and host bytes of optimizer state, gradients and what updates need."""
-        if optimizer not in self._states:
+        key = (optimizer, stride)
+        if key not in self._states:
             # All weights resident: then slots are nobody's, and what remains depends on the optimizer's homes alone.
-            place = self.place(self.decision(replace(self.plain, optimizer=optimizer)))
+            place = self.place(self.decision(replace(self.plain, optimizer=optimizer, stride=stride)))
             gpu, host = place.parts(place.gpu), place.parts(place.host)
-            self._states[optimizer] = (
+            self._states[key] = (
                 sum(gpu.get(kind, 0) for kind in ("state", "gradient", "stage", "scratch")),
                 sum(size for kind, size in host.items() if kind not in ("home", "arena")),
             )
-        return self._states[optimizer]
+        return self._states[key]
 
     def home_bytes(self, resident: int, optimizer: int) -> int:
         """Host bytes of weights: streamed, or updated there."""
@@ -192,6 +196,16 @@ class Space:
             d2h + again * sum(copy_seconds(spec, "d2h", n) for n in sent),
             host,
         )
+
+    def stride(self, counts: Counts) -> int:
+        """So many chunks' gradients land while the host updates one. 1 where nothing is updated on the host in backward."""
+        strategies = self.strategies(counts.mix)
+        assert strategies is not None
+        host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)[3]
+        backward = sum(w.backward_seconds for v, w in enumerate(self._work(strategies)) if self.graph.has_backward[v])
+        if self.terms.update != "in_backward" or not host:
+            return 1
+        return max(1, min(MAX_STRIDE, math.ceil(host / backward)) if backward else MAX_STRIDE)
 
     def _chunk_seconds(self, resident: int, optimizer: int, depth: int) -> tuple[float, float, float, float]:
         key = (resident, optimizer, depth)

@@ -19,7 +19,7 @@ from outsize.model.graph import BlockGraph
 from outsize.plan.pins import Pins, check_pins
 from outsize.plan.plan import FORMAT, Decision, Estimate, Plan, Terms
 from outsize.plan.schedule import compile_schedule
-from outsize.planner.candidates import DEPTHS, Counts, Space
+from outsize.planner.candidates import DEPTHS, MAX_STRIDE, Counts, Space
 from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
@@ -118,7 +118,7 @@ class _Search:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self._ok(steps[middle]) else (low, middle)
             counts = steps[low]
-        return self._tidy(counts)
+        return self._pace(self._tidy(counts))
 
     def _room(self, counts: Counts, name: str) -> "_Steps":
         """The counts that follow from spending more and more on one use."""
@@ -134,6 +134,11 @@ class _Search:
         if counts.resident == len(self.space.weight_order) and self.budgets.pins.n_buffer is None:
             return replace(counts, depth=0)
         return counts
+
+    def _pace(self, counts: Counts) -> Counts:
+        """Let the host update at its own pace, where it has room for the gradients that wait meanwhile."""
+        paced = replace(counts, stride=self.space.stride(counts))
+        return paced if self.budgets.fits(paced) else replace(counts, stride=1)
 
     def _ok(self, counts: Counts) -> bool:
         return self.space.strategies(counts.mix) is not None and self.budgets.obeys(counts) and self.budgets.fits(counts)
@@ -161,6 +166,8 @@ class _Search:
                     if self.space.strategies(turned.mix) is not None:
                         yield turned
                         yield from (self._spend(turned, (taker,)) for taker in uses)
+        if self.space.terms.update == "in_backward" and counts.optimizer < len(self.space.state_order):
+            yield from (replace(counts, stride=stride) for stride in (counts.stride - 1, counts.stride + 1) if 1 <= stride <= MAX_STRIDE)
         for depth in (counts.depth - 1, counts.depth + 1):
             if depth in DEPTHS and counts.resident < len(self.space.weight_order):
                 other_depth = replace(counts, depth=depth)
@@ -224,7 +231,8 @@ class _Search:
     def _complexity(self, counts: Counts) -> tuple[int, ...]:
         """How much moves, and how far ahead; then anything that makes the order total."""
         streamed, on_host = len(self.space.weight_order) - counts.resident, len(self.space.state_order) - counts.optimizer
-        return (streamed + on_host + sum(counts.mix), counts.depth, counts.swap, counts.offload, counts.recompute, streamed)
+        moved = streamed + on_host + sum(counts.mix)
+        return (moved, counts.depth, counts.swap, counts.offload, counts.recompute, streamed, counts.stride)
 
     def _best(self) -> _Tried:
         limit = self._fastest() * (1 + TIE)
@@ -249,7 +257,7 @@ class _Search:
         layers = [f"{n} {name}" for name, n in (("swap", counts.swap), ("offload", counts.offload), ("recompute", counts.recompute)) if n]
         return ", ".join([
             f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU", f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
-            f"layers {' + '.join(layers) or 'all keep'}", f"depth {counts.depth}",
+            f"layers {' + '.join(layers) or 'all keep'}", f"depth {counts.depth}", *([f"stride {counts.stride}"] if counts.stride > 1 else []),
         ])  # fmt: skip
 
 

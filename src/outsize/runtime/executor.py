@@ -108,7 +108,7 @@ class Executor:
     def enter_unscheduled(self, chunks: tuple[int, ...]) -> None:
         self._close_open()
         self.ensure(chunks)
-        self._begin(Effect("compute", tuple(self.place.weights_buffer(c) for c in chunks), ()), 0.0)
+        self._begin(Effect("compute", tuple(self.place.weights_buffer(c) for c in chunks), ()), 0.0, "eval")
 
     def leave_unscheduled(self) -> None:
         self._close_open()
@@ -132,7 +132,7 @@ class Executor:
             self.ensure(self.place.layout.used_by(action.index))
         self.current_visit = action.index
         self.issued.append(str(action))
-        self._begin(self._effect(action), action_seconds(self.place, action, self.device.spec, "compute"))
+        self._begin(self._effect(action), action_seconds(self.place, action, self.device.spec, "compute"), str(action))
 
     def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
         what = "forward" if self.stage is Stage.FORWARD else "backward"
@@ -164,9 +164,9 @@ class Executor:
             self._effects[key] = effect(self.place, action, update_in_backward=self._updating)
         return self._effects[key]
 
-    def _begin(self, touches: Effect, seconds: float) -> None:
+    def _begin(self, touches: Effect, seconds: float, name: str) -> None:
         waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
-        self.device.begin(touches.lane, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes))
+        self.device.begin(touches.lane, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), name=name)
         self._open = (touches, seconds)
 
     def _close_open(self) -> None:
@@ -182,7 +182,7 @@ class Executor:
         work = self._work(action)
         seconds = action_seconds(self.place, action, self.device.spec, touches.lane)
         event = self.device.submit(
-            touches.lane, work, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds
+            touches.lane, work, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds, name=str(action)
         )
         self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
         self.issued.append(str(action))

@@ -62,14 +62,15 @@ class Gradients:
             torch.linalg.vector_norm(self._norms, dtype=torch.float64, out=self.total)
         return self.total
 
-    def check_finite(self, index: int) -> None:
-        """Raise if a gradient of this chunk is not finite (updates in backward look at one chunk at a time)."""
-        for piece in self._store.place.chunk(index).pieces:
-            if piece.name in self.landed and not bool(torch.isfinite(self._norm_of[piece.name])):
-                raise self.error([piece.name], "The blocks after it are already updated: load weights and optimizer state from the last checkpoint")
+    def not_finite(self) -> Callable[[], list[str]]:
+        """Which of the gradients that have landed are not finite, once somebody asks: until then nothing is waited for."""
+        norms, landed = self._store.device.fetch(self._norms), frozenset(self.landed)
 
-    def not_finite(self) -> list[str]:
-        return [name for name in self._names if name in self.landed and not bool(torch.isfinite(self._norm_of[name]))]
+        def names() -> list[str]:
+            finite = torch.isfinite(norms()).tolist()
+            return [name for name, fine in zip(self._names, finite, strict=True) if name in landed and not fine]
+
+        return names
 
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place

@@ -1,7 +1,7 @@
 """Steps: when and with what a step updates the weights.
 
 *After step* (the default): gradients wait for `step()`, which fixes the hyperparameters and the clipping factor, issues the updates and returns. *In
-backward*: inside `last_backward()` a chunk is updated as soon as its gradient has landed, and `step()` only confirms it.
+backward*: inside `last_backward()` chunks are updated as their gradients land or soon after (schedule.py says which when), and `step()` only confirms it.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +28,8 @@ class Steps:
         self._half_updated = False
         self._failed: str | None = None
         """What went wrong in an update: some weights are new, some old."""
+        self._not_finite: Callable[[], list[str]] = list
+        """Of the last step that was made in its backward: looked at when the next one is, so that nothing waits for it."""
         self.num_made = 0
         self.num_skipped = 0
 
@@ -51,7 +53,6 @@ class Steps:
         """The update of one chunk, with everything it needs fixed now: it may run later, on another thread."""
         now = self._holder.now
         if in_backward:
-            now.gradients.check_finite(chunk)
             landed = {piece.name for piece in now.place.chunk(chunk).pieces} & now.gradients.landed
             self._made[chunk] = now.updates.plan_step(landed, 1.0)
         step = self._made[chunk] if in_backward else self._step
@@ -79,10 +80,11 @@ class Steps:
             for made in self._made.values():
                 now.updates.count(made)
             self._made = {}
+            self._not_finite = now.gradients.not_finite()
         elif now.gradients.landed:
             norm = float(total)
             if norm - norm != 0.0:  # infinite or NaN
-                error = now.gradients.error(now.gradients.not_finite() or sorted(now.gradients.landed))
+                error = now.gradients.error(now.gradients.not_finite()() or sorted(now.gradients.landed))
                 now.gradients.discard()
                 if self._spec.nonfinite == "raise":
                     raise error
@@ -112,7 +114,7 @@ class Steps:
 
     def state_was_loaded(self) -> None:
         """Weights and optimizer are whole again."""
-        self._failed, self._half_updated = None, False
+        self._failed, self._half_updated, self._not_finite = None, False, list
 
     def require_confirmed(self, found: str) -> None:
         if self._made:
@@ -120,7 +122,11 @@ class Steps:
             raise EngineMisuse(tell("a backward inside last_backward() is followed by step()", found, do))
 
     def require_whole(self, verb: str) -> None:
-        """No half-made gradients, no half-made update."""
+        """No half-made gradients, no half-made update, none with numbers that are none."""
+        if self._failed is None and (names := self._not_finite()):
+            error = self._holder.now.gradients.error(names, "The last step was made with it: load weights and optimizer state from the last checkpoint")
+            self._failed = str(error)
+            raise error
         broken = self._holder.now.gradients.broken
         if self._half_updated:
             found = f"the last one broke off in {broken} after some weights were updated"

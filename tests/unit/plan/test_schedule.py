@@ -109,10 +109,29 @@ def test_an_update_in_backward_comes_after_the_gradient_and_before_the_slot_is_r
         for chunk, visit in place.landing.items():
             update = at[Action("U", chunk)]
             assert at[Action("B", visit)] < update
-            if place.streams(chunk):
+            if place.streams(chunk) and not place.updates_on_host(chunk):
                 slot = place.slots.slot_of[chunk]
                 between = actions[at[Action("B", visit)] : update]
                 assert not [a for a in between if a.kind == "L" and place.slots.slot_of[a.index] == slot]
+
+
+def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_in_forward_order_after_the_backward() -> None:
+    case = make_case(6, terms=Terms(update="in_backward"))
+    at_once, place = (case.place(case.decide("host/host", stride=stride)) for stride in (1, 3))
+    actions = compile_schedule(place).backward["first+update"]
+    landing = [a.index for a in actions if a.kind == "G"]
+    updates = [a.index for a in actions if a.kind == "U"]
+    early = landing[::3]
+    assert updates == early + sorted(set(landing) - set(early)) and early == sorted(early, reverse=True)
+    assert "host_gradient" not in at_once.parts(at_once.host), "at stride 1 no gradient outlives its update"
+    assert place.parts(place.host)["host_gradient"] == sum(case.layout.chunks[c].nbytes for c in set(landing) - set(early))
+
+
+def test_a_stride_means_nothing_where_updates_come_after_the_step_or_on_the_device() -> None:
+    after, during = make_case(4), make_case(4, terms=Terms(update="in_backward"))
+    for case, homes in ((after, "host/host"), (during, "host/gpu")):
+        one, three = (case.place(case.decide(homes, stride=stride)) for stride in (1, 3))
+        assert str(compile_schedule(one)) == str(compile_schedule(three)) and one.host == three.host
 
 
 def test_without_the_kinds_no_step_uses_the_rest_is_the_same() -> None:

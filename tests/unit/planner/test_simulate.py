@@ -12,8 +12,8 @@ from outsize.planner.memory import high_water
 from outsize.planner.simulate import Walk, simulate, step_seconds
 
 
-def estimate(case: Case, homes: str, strategy: str = "keep", depth: int = 0) -> Estimate:
-    place = case.place(case.decide(homes, strategy, depth))
+def estimate(case: Case, homes: str, strategy: str = "keep", depth: int = 0, stride: int = 1) -> Estimate:
+    place = case.place(case.decide(homes, strategy, depth, stride))
     return simulate(place, compile_schedule(place), case.spec, held_bytes=case.trace.held_bytes)
 
 
@@ -89,6 +89,17 @@ def test_updates_in_backward_are_faster_than_after_the_step() -> None:
     after = make_case(8)
     during = dataclasses.replace(after, terms=Terms(update="in_backward"))
     assert estimate(during, "host/host", depth=1).step_seconds < estimate(after, "host/host", depth=1).step_seconds
+
+
+def test_a_slow_host_gains_from_updates_that_follow_the_backward_in_forward_order() -> None:
+    """Each update takes three times a layer's backward. Queued as they land, the first layers', which the next forward waits for, come last."""
+    case = make_case(12, terms=Terms(update="in_backward"))
+    backward = case.trace.work(1, "keep").backward_seconds
+    slow = dataclasses.replace(case.spec, host_adam_params_per_second=case.layout.chunks[1].numel / (3 * backward), launch_seconds=0.0)
+    case = dataclasses.replace(case, spec=slow)
+    seconds = {stride: estimate(case, "host/host", depth=1, stride=stride).step_seconds for stride in (1, 3)}
+    host = estimate(case, "host/host", depth=1).busy_seconds["host"]
+    assert seconds[3] < 0.9 * seconds[1] and seconds[3] < 1.15 * host
 
 
 def test_micro_batches_add_compute_but_no_updates() -> None:
