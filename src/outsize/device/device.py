@@ -2,7 +2,7 @@
 
 A lane runs its actions in order, beside the other lanes. An action is `begin` (wait, then start), its work, and `end` (which gives the
 event that others wait for); `submit` is the three in one for work that is known at once. Reads and writes name the tensors that
-an action touches: only `sim` looks at them, to find accesses that nothing orders.
+an action touches: only `sim` looks at them, to find accesses that nothing orders (`finds_races`), elsewhere they may be left out.
 """
 
 from abc import ABC, abstractmethod
@@ -33,6 +33,7 @@ class Device(ABC):
     kind: str
     torch_device: torch.device
     spec: HardwareSpec
+    finds_races = False
 
     def __init__(self) -> None:
         self.promised: dict[int, int] = {}

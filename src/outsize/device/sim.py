@@ -41,6 +41,7 @@ class _Accesses:
 
 class SimDevice(CpuDevice):
     kind = "sim"
+    finds_races = True
 
     def __init__(self, spec: HardwareSpec):
         super().__init__()

@@ -49,8 +49,9 @@ class Listener(Protocol):
 
 
 class Course:
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], listener: Listener):
-        self._model, self._layers, self._listener = model, layers, listener
+    def __init__(self, model: nn.Module, listener: Listener):
+        self._model, self._listener = model, listener
+        self._layers: Sequence[Layer] = ()
         self._handles: list[Any] = []
         self._forwards: list[tuple[nn.Module, Any]] = []
         """Modules with the `forward` that somebody had set on the instance, or None."""
@@ -66,8 +67,10 @@ class Course:
         """A forward of the root is under way."""
         return self._visit >= 0
 
-    def attach(self) -> None:
+    def attach(self, layers: Sequence[Layer]) -> None:
+        """Without layers the whole model is one visit, and no module but the root has a hook."""
         root = self._model
+        self._layers = layers
         self._handles = [
             root.register_forward_pre_hook(self._root_opens, with_kwargs=True),
             root.register_forward_hook(self._root_closes, with_kwargs=True, always_call=True),

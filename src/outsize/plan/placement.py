@@ -44,6 +44,12 @@ class Placement:
         return self.streams(index) or (self.chunk(index).trainable and self.updates_on_host(index))
 
     @cached_property
+    def is_plain(self) -> bool:
+        """Everything lives on the GPU, nothing is recomputed, gradients wait for the step: a run as without outsize, in which nothing moves."""
+        stays = all(homes.weights == homes.optimizer == "gpu" for homes in self.decision.homes)
+        return stays and self.terms.hold_gradients and set(self.decision.strategies) <= {"keep"}
+
+    @cached_property
     def slots(self) -> SlotMap:
         return assign_slots(self.layout, [c.index for c in self.layout.chunks if self.streams(c.index)], self.decision.depth)
 

@@ -125,8 +125,8 @@ class Tracer:
         return run
 
     def _once(self, run: Pass) -> None:
-        course = Course(self.model, self.layers, run)
-        course.attach()
+        course = Course(self.model, run)
+        course.attach(self.layers)
         drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.model.parameters() if p.requires_grad]
         try:
             run.phases.begin()

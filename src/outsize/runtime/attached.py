@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,13 @@ from outsize.runtime.store import Store
 from outsize.runtime.updates import Updates
 
 
+class ModelLoss(Protocol):
+    """How the model makes its loss under a plan."""
+
+    def attach(self) -> None: ...
+    def detach(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan and what it speaks of."""
@@ -31,6 +39,8 @@ class Planned:
     graph: BlockGraph
     layout: ChunkLayout
     plan: Plan
+    loss: ModelLoss | None = None
+    """None: in the model's own way."""
 
 
 class Attached:
@@ -61,6 +71,8 @@ class Attached:
         for visit in range(1, len(graph.visits)):
             if graph.blocks[graph.visits[visit]].kind != "layer":
                 self._region_after.setdefault(graph.visit_name(visit - 1), visit)
+        if planned.loss is not None:
+            planned.loss.attach()
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +94,8 @@ class Attached:
     def release(self, *, keep: bool = True) -> None:
         """A plain model on the CPU again; without `keep`, a hollow one."""
         self.drop_guard()
+        if self.planned.loss is not None:
+            self.planned.loss.detach()
         self.patches.undo()
         self.gradients.detach()
         self.store.move_out(keep=keep)

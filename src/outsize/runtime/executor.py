@@ -3,6 +3,9 @@
 The model's course says which visit opens; everything the schedule lists before it is issued first, in order, on the device's lanes. What to wait
 for comes from Hazards alone. A model that runs its blocks in another order than the schedule stops here, with both named.
 Forwards without grad are not in the schedule: they load what they need when they need it.
+
+Under a plain plan (Placement.is_plain) nothing is to be issued between visits, so nobody tells of them: the model runs as it would without an engine.
+A device that finds races wants to see them all the same.
 """
 
 from collections.abc import Callable
@@ -31,14 +34,19 @@ class Stage(Enum):
     BACKWARD = "in backward"
 
 
+ALL_VISITS = -1
+"""Of a pass whose visits nobody tells apart."""
+
+
 class Executor:
     def __init__(self, place: Placement, schedule: Schedule, store: Store, device: Device, *, update_chunk: Callable[[int, bool], Callable[[], None]]):
         """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed."""
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.hazards = Hazards()
+        self.sees_visits = not place.is_plain or device.finds_races
         self.stage = Stage.IDLE
         self.current_visit: int | None = None
-        """The visit whose forward or backward is open."""
+        """The visit whose forward or backward is open; ALL_VISITS where they are not seen."""
         self.issued: list[str] = []
         """What was issued since the last forward began, as text."""
         self._update_chunk = update_chunk
@@ -48,7 +56,7 @@ class Executor:
         self._updating = False
         self._open: tuple[Effect, float] | None = None
         self._parcels: dict[int, Parcel] = {}
-        self._effects: dict[tuple[Action, bool], Effect] = {}
+        self._known: dict[tuple[Action, bool], tuple[Effect, float]] = {}
 
     # Training passes, driven by the model's course.
 
@@ -58,7 +66,7 @@ class Executor:
 
     def enter_forward(self, visit: int, layer: str | None) -> None:
         """`layer`: the name of the layer that opens, None for a region."""
-        planned = self.place.graph.blocks[self.place.graph.visits[visit]] if visit < len(self.place.graph.visits) else None
+        planned = self.place.graph.blocks[self.place.graph.visits[visit]] if self.sees_visits and visit < len(self.place.graph.visits) else None
         if planned is not None and (planned.name != layer if planned.kind == "layer" else layer is not None):
             raise self._mismatch(Action("F", visit), f"ran {layer or 'past its last layer'}")
         self._advance_to(Action("F", visit))
@@ -117,6 +125,9 @@ class Executor:
     # Walking.
 
     def _advance_to(self, action: Action) -> None:
+        if not self.sees_visits:
+            self.current_visit = ALL_VISITS
+            return
         self._close_open()
         while self._next < len(self._queue) and self._queue[self._next].kind != action.kind:
             self._issue(self._queue[self._next])
@@ -132,7 +143,7 @@ class Executor:
             self.ensure(self.place.layout.used_by(action.index))
         self.current_visit = action.index
         self.issued.append(str(action))
-        self._begin(self._effect(action), action_seconds(self.place, action, self.device.spec, "compute"), str(action))
+        self._begin(*self._effect(action), str(action))
 
     def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
         what = "forward" if self.stage is Stage.FORWARD else "backward"
@@ -142,7 +153,7 @@ class Executor:
 
     def _finish_segment(self, what: str) -> None:
         self._close_open()
-        while self._next < len(self._queue):
+        while self.sees_visits and self._next < len(self._queue):
             action = self._queue[self._next]
             if action.kind in "FB":
                 raise self._mismatch(action, f"ended its {what} without it")
@@ -158,11 +169,13 @@ class Executor:
 
     # Issuing.
 
-    def _effect(self, action: Action) -> Effect:
+    def _effect(self, action: Action) -> tuple[Effect, float]:
+        """What it touches, and its seconds by the plan's arithmetic."""
         key = (action, self._updating)
-        if key not in self._effects:
-            self._effects[key] = effect(self.place, action, update_in_backward=self._updating)
-        return self._effects[key]
+        if key not in self._known:
+            touches = effect(self.place, action, update_in_backward=self._updating)
+            self._known[key] = touches, action_seconds(self.place, action, self.device.spec, touches.lane)
+        return self._known[key]
 
     def _begin(self, touches: Effect, seconds: float, name: str) -> None:
         waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
@@ -177,10 +190,9 @@ class Executor:
             self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
 
     def _issue(self, action: Action) -> None:
-        touches = self._effect(action)
+        touches, seconds = self._effect(action)
         waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
         work = self._work(action)
-        seconds = action_seconds(self.place, action, self.device.spec, touches.lane)
         event = self.device.submit(
             touches.lane, work, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds, name=str(action)
         )
@@ -229,6 +241,8 @@ class Executor:
     def _tensors(self, buffers: tuple[Buffer, ...]) -> list[Tensor]:
         """The memory behind the names, for the device's race detection."""
         tensors: list[Tensor] = []
+        if not self.device.finds_races:
+            return tensors
         for buffer in buffers:
             if buffer[0] == "live":
                 parcel = self._parcels.get(buffer[1])

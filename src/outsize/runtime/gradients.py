@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import NonFiniteGradient, OrderMismatch, tell
+from outsize.runtime.executor import ALL_VISITS
 from outsize.runtime.store import Store
 
 
@@ -32,18 +33,19 @@ class Gradients:
     def _taker(self, name: str) -> Callable[[Tensor], None]:
         index, _ = self._store.place.layout.place[name]
         expected = self._store.place.landing.get(index)
+        # The same bytes in every step. A frozen path has none: its gradient must not come.
+        total = self._store.gradient_view(name) if expected is not None else None
 
         def take(param: Tensor) -> None:
             grad, param.grad = param.grad, None
             assert grad is not None
-            if self._current_visit() != expected:
+            if total is None or self._current_visit() not in (expected, ALL_VISITS):
                 graph = self._store.place.graph
                 where = f"in the backward of {graph.visit_name(expected)}" if expected is not None else "never, as in the trial run of prepare"
                 visit = self._current_visit()
                 found = f"it came in that of {graph.visit_name(visit)}" if visit is not None else "it came outside of any backward of the model"
                 raise OrderMismatch(tell(f"the gradient of {name} is complete {where}", found, "Prepare the model again with a batch that takes this path"))
             with torch.no_grad():
-                total = self._store.gradient_view(name)
                 if name in self.landed:
                     total.add_(grad)
                 else:

@@ -30,7 +30,7 @@ class Passes:
     ):  # fmt: skip
         """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch."""
         self._model, self._layers, self._device, self._holder, self._steps, self._fit = model, layers, device, holder, steps, fit
-        self._course = Course(model, layers, self)
+        self._course = Course(model, self)
         self._loose: list[Any] = []
         self._training = False
         self._forward_number = 0
@@ -40,16 +40,20 @@ class Passes:
         self._autocast_cache: bool | None = None
 
     def attach(self) -> None:
+        if not self._holder.now.executor.sees_visits:
+            self._course.attach(())
+            return
         # Modules outside layers that own weights open themselves when they are called outside the model's forward (an encoder by itself).
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
         loose = (m for m in self._model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values()))
         self._loose = [module.register_forward_pre_hook(self._loose_opens) for module in loose]
-        self._course.attach()
+        self._course.attach(self._layers)
 
     def detach(self) -> None:
         self._course.detach()
         for handle in self._loose:
             handle.remove()
+        self._loose = []
 
     # Forward. See model/course.py for who calls these when.
 

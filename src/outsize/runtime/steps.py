@@ -47,7 +47,7 @@ class Steps:
         if not self._declared and not self._holder.now.plan.terms.hold_gradients:
             do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or AdamW(update='after_step')"
             raise EngineMisuse(tell("this plan keeps no gradients, so every backward is declared to be the last before step()", "this one is not", do))
-        return self._declared
+        return self._declared and self._holder.now.executor.sees_visits
 
     def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
         """The update of one chunk, with everything it needs fixed now: it may run later, on another thread."""

@@ -54,8 +54,8 @@ class Recorder:
 
 def listen(model: nn.Module) -> tuple[Recorder, Course]:
     recorder = Recorder()
-    course = Course(model, find_layers(model), recorder)
-    course.attach()
+    course = Course(model, recorder)
+    course.attach(find_layers(model))
     return recorder, course
 
 
@@ -337,5 +337,5 @@ def test_arguments_may_be_replaced_where_the_forward_begins() -> None:
             return tuple(a * 0 for a in args), {k: v * 0 for k, v in kwargs.items()}
 
     model = Model()
-    Course(model, find_layers(model), Moves()).attach()
+    Course(model, Moves()).attach(find_layers(model))
     assert torch.equal(model(torch.ones(2, 4)), model(x=torch.zeros(2, 4)))
