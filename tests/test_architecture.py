@@ -29,11 +29,12 @@ MAY_IMPORT: dict[str, str] = {
     "activation": "base device model",
     "profile": "base device hardware model activation layout plan",
     "planner": "base hardware model.graph model.work profile.trace layout plan",
-    "runtime": "base device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint",
+    "runtime": "base device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint progress",
     "checkpoint": "base model",
-    "data": "base",
+    "data": "base progress",
     "methods": "base model device plan",
     # Modules of the top level are rooms of one file. Importing the package itself is `outsize`.
+    "progress": "",
     "reference": "base optim.clip optim.split",
 }
 _ALL_BELOW = " ".join(MAY_IMPORT)

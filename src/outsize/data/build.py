@@ -10,10 +10,10 @@ from outsize.base.log import log
 from outsize.data.chat import chat_documents, check_tokenizer, is_chat
 from outsize.data.files import Record
 from outsize.data.packing import PackedRows, pack
-from outsize.data.progress import counted
 from outsize.data.rows import Document, Excess, Rows, check_lengths, cut, split_off, trainable
 from outsize.data.sources import Source, read
 from outsize.data.text import text_documents
+from outsize.progress import counted
 
 _RECORDS_AT_ONCE = 256
 """Tokenized in one call, which fast tokenizers spread over threads."""

@@ -21,6 +21,7 @@ from outsize.device.device import Device
 from outsize.layout.chunks import Piece
 from outsize.model.weights import Weights, hollow_like, is_hollow
 from outsize.plan.placement import Buffer, Placement
+from outsize.progress import counted
 
 
 class Store:
@@ -43,12 +44,12 @@ class Store:
                 tensor.zero_()
         moved: list[int] = []
         try:
-            for chunk in place.layout.chunks:
+            for chunk in counted(place.layout.chunks, "Bringing weights to their homes", total=len(place.layout.chunks)):
                 self._move_in(chunk.index, weights)
                 moved.append(chunk.index)
-            for buffer, num_bytes in place.host.items():
-                if buffer[0] != "home":
-                    self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena"))
+            rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != "home"}
+            for buffer, num_bytes in counted(rest.items(), "Making room on the host", total=len(rest)):
+                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena"))
         except BaseException:
             self.move_out(moved)
             raise
