@@ -2,6 +2,7 @@
 #
 #   make test                          lint, types and tests             make test-all   the full parity product as well
 #   make train                         the small demo run                make test-gpu   the tests that need CUDA
+#   make bench                         how fast this machine trains (docs/bench.md)
 #   make test-gpu PYTHON=python3       with an interpreter that has everything already: nothing is installed (a GPU box
 #                                      without network). OUTSIZE_PYTHON in the environment does the same for all verbs.
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -60,5 +61,8 @@ test-all: check
 test-gpu: $(READY)
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
+# A table of real shapes where there is a GPU, else a tiny one on sim. BENCH="..." gives other arguments.
+ON_GPU := --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB
+BENCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),$(ON_GPU))
 bench: $(READY)
-	PYTHONPATH=src $(PYTHON) benchmarks/engine.py
+	PYTHONPATH=src $(PYTHON) -m outsize.cli.main bench $(BENCH)

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
-from outsize.device.choose import choose_device
 from outsize.device.arena import pinned_arena
+from outsize.device.choose import choose_device
 from outsize.optim.adamw import Hyper, Scratch, update
 from outsize.runtime.engine import Engine
 

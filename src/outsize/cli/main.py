@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from outsize import __version__
 from outsize.base.errors import OutsizeError
+from outsize.cli.bench import bench
 from outsize.cli.doctor import doctor
 from outsize.cli.export import export
 from outsize.cli.plan import plan
@@ -31,6 +32,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pre
 app.command()(train)
 app.command()(plan)
 app.command()(export)
+app.command()(bench)
 app.command()(doctor)
 
 

@@ -36,10 +36,11 @@ CATALOG: dict[str, HardwareSpec] = {
         _card("h100", 80, 990, 3350, 50, 256),
         dataclasses.replace(
             _card("h200", 139, 990, 4800, 55, 125),
-            flops=650e12,
-            host_bytes_per_second=100e9,
-            host_adam_params_per_second=2.8e9,
-            provenance="PCIe, GEMM and CPU AdamW measured on one H200 machine, 2026-11; the rest estimated",
+            flops=550e12,
+            host_bytes_per_second=130e9,
+            host_adam_params_per_second=4.2e9,
+            gpu_adam_params_per_second=160e9,
+            provenance="PCIe, FLOP/s and AdamW measured on H200 machines, 2026-11; the rest estimated",
         ),
     )
 }

@@ -30,3 +30,12 @@ def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
             if folder == base:
                 break
     return min((limit for limit in limits if limit < 2**60), default=None)
+
+
+def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most host memory this process has had. Not getrusage's: that one begins with the parent's."""
+    if status.exists():
+        line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), None)
+        if line is not None:
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)

@@ -1,4 +1,4 @@
-"""AdamW over a flat range, in place: in C where the range is in host memory (native.py), else in plain torch.
+"""AdamW over a flat range, in place: in C where the range is in host memory (native.py), in Triton on the GPU (triton_kernel.py), else in plain torch.
 
 The sequence of operations is the contract, to the bit, with the C and Triton kernels and with `outsize.reference.AdamW`:
 
@@ -10,11 +10,15 @@ which is correctly rounded once brought back. Nothing is allocated: the caller g
 """
 
 import math
+import os
 from dataclasses import asdict, dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from outsize.base.log import log
 from outsize.layout.scratch import BYTES_PER_ELEMENT, PIECE_NUMEL
 from outsize.optim.clip import round_fp32
 from outsize.optim.native import kernel
@@ -96,9 +100,27 @@ def update(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor
     if weight.device.type == "cpu" and (native := kernel()) is not None:
         native.update(weight, lo, m, v, grad, {**asdict(hyper), "clip": float(clip)})
         return
+    if weight.is_cuda and (triton := gpu_kernel()) is not None:
+        triton.update(weight, lo, m, v, grad, asdict(hyper), clip)
+        return
     for start in range(0, numel, scratch.numel):
         part = slice(start, min(start + scratch.numel, numel))
         _update_piece(weight[part], None if lo is None else lo[part], m[part], v[part], grad[part], hyper, clip, scratch)
+
+
+@cache
+def gpu_kernel() -> ModuleType | None:
+    """triton_kernel.py, or None where it was not wanted or cannot be had."""
+    if os.environ.get("OUTSIZE_KERNELS") == "torch":
+        return None
+    try:
+        from outsize.optim import triton_kernel
+
+        triton_kernel.prove()
+    except Exception as error:  # Triton fails in many ways (no compiler, an unknown GPU), and torch's kernel makes up for all of them
+        log.warning("updates on the GPU run in torch, several times slower: Triton cannot be used (%s)", str(error).strip().split("\n")[0] or repr(error))
+        return None
+    return triton_kernel
 
 
 def _update_piece(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, hyper: Hyper, clip: float | Tensor, scratch: Scratch) -> None:

@@ -1,13 +1,12 @@
-"""The C kernel of AdamW for host memory: compiled when first wanted, kept in the cache folder, called without a lock.
+"""The C kernel of AdamW for host memory: the one that came with the package, else compiled when first wanted and kept in the cache folder.
 
 Without a compiler there is none, which is said once; `adamw.py` then does the same in torch, to the same bits and several times slower.
-OUTSIZE_KERNELS=torch asks for that.
+OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
 """
 
 import ctypes
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from outsize.base.log import log
+from outsize.optim.build import compile_library, find_compiler, fingerprint
 
-_SOURCE = Path(__file__).with_suffix(".c")
-_FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_PACKAGE = Path(__file__).parent
 _SPARE_CORES = 2
 """Left to the thread that issues work and to the driver."""
 
@@ -35,14 +34,17 @@ class Kernel:
         for name in ("split_bf16", "split_fp32", "whole_bf16", "whole_fp32"):
             function = getattr(library, name)
             function.argtypes = [*pointers, ctypes.c_int64, ctypes.POINTER(_Numbers), ctypes.c_int]
-            function.restype = None
+            function.restype = ctypes.c_int
             self._functions[name] = function
 
-    def update(self, weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, numbers: dict[str, float]) -> None:
+    def update(
+        self, weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, numbers: dict[str, float], *, threads: int | None = None
+    ) -> None:
         """As `adamw.update`, on CPU tensors. `numbers`: those of Hyper, and `clip`."""
         name = f"{'whole' if lo is None else 'split'}_{'bf16' if grad.dtype == torch.bfloat16 else 'fp32'}"
         places = [None if t is None else t.data_ptr() for t in (weight, lo, m, v, grad)]
-        self._functions[name](*places, weight.numel(), ctypes.byref(_Numbers(**numbers)), _num_threads())
+        if self._functions[name](*places, weight.numel(), ctypes.byref(_Numbers(**numbers)), threads or _num_threads()) != 0:
+            raise MemoryError("no memory for an update on the host")
 
 
 @cache
@@ -51,36 +53,60 @@ def kernel() -> Kernel | None:
     if os.environ.get("OUTSIZE_KERNELS") == "torch":
         return None
     try:
-        return Kernel(ctypes.CDLL(str(_library())))
+        return Kernel(_packaged() or ctypes.CDLL(str(_compiled())))
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else [str(error)]
         log.warning("updates on the host run in torch, several times slower: the C kernel could not be compiled (%s)", " ".join(said))
         return None
 
 
-def _library() -> Path:
-    """The compiled kernel, named by what went into it."""
-    found = [shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")]
-    compiler = next((path for path in found if path is not None), None)
-    if compiler is None:
-        raise OSError("there is no C compiler")
+def _packaged() -> ctypes.CDLL | None:
+    """The library that was compiled with the package (setup.py), if it was made from this source and runs on this machine."""
+    for path in _PACKAGE.glob("_native*.so"):
+        try:
+            library = ctypes.CDLL(str(path))
+            library.made_from.restype = ctypes.c_char_p
+            if library.made_from() == fingerprint().encode():
+                return library
+        except (OSError, AttributeError) as error:
+            log.debug("%s is not used: %s", path, error)
+    return None
+
+
+def _compiled() -> Path:
+    """The library in the cache folder, named by what went into it."""
+    compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    name = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), version, " ".join(_FLAGS).encode()])).hexdigest()[:16]
-    folder = Path(os.environ.get("OUTSIZE_CACHE") or Path.home() / ".cache" / "outsize") / "native"
-    path = folder / f"adamw-{name}.so"
+    name = f"adamw-{fingerprint()}-{hashlib.sha256(version).hexdigest()[:8]}.so"
+    path = Path(os.environ.get("OUTSIZE_CACHE") or Path.home() / ".cache" / "outsize") / "native" / name
     if not path.exists():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         except OSError:
-            folder = Path(tempfile.mkdtemp(prefix="outsize-"))
-            path = folder / path.name
-        made = folder / f".{path.name}-{os.getpid()}"
-        subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"], capture_output=True, check=True)
-        made.replace(path)
+            path = Path(tempfile.mkdtemp(prefix="outsize-")) / name
+        compile_library(compiler, path)
     return path
 
 
 def _num_threads() -> int:
-    """As many as torch may use, less some on machines that have them to spare."""
-    cores = torch.get_num_threads()
+    """As many as torch, this process and its container may use, less some on machines that have them to spare."""
+    cores = min(torch.get_num_threads(), _allowed_cores())
     return cores - _SPARE_CORES if cores > 2 * _SPARE_CORES else cores
+
+
+def _allowed_cores() -> int:
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(affinity, _quota_cores()))
+
+
+@cache
+def _quota_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Whole cores of the container's quota (cgroup v2, then v1); many where there is none."""
+    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        try:
+            quota, period = " ".join((root / file).read_text() for file in files).split()
+            if quota != "max" and int(quota) > 0:
+                return max(1, int(quota) // int(period))
+        except (OSError, ValueError):
+            continue
+    return 2**16

@@ -1,12 +1,23 @@
-"""The C kernel: compiled once, missed with one sentence, and equal to torch's to the bit on every kind of range. (test_adamw.py runs under both.)"""
+"""The C kernel: where it comes from, what stands in the compiled code, and its threads. That its bits are torch's is in test_same_bits.py."""
 
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
 
-from outsize.optim.adamw import Hyper, Scratch, update
+from outsize.optim import native
+from outsize.optim.build import compile_library, find_compiler
 from outsize.optim.native import kernel
+
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +26,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.cache_clear()
 
 
-def test_it_is_compiled_into_the_cache_folder_and_found_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unpackaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from source: no library lies beside the code."""
+    monkeypatch.setattr(native, "_packaged", lambda: None)
+
+
+def test_it_is_compiled_into_the_cache_folder_and_found_there_again(unpackaged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))
     assert kernel() is not None
     (made,) = (tmp_path / "native").iterdir()
@@ -24,48 +41,139 @@ def test_it_is_compiled_into_the_cache_folder_and_found_there_again(tmp_path: Pa
     assert kernel() is not None and made.stat().st_mtime_ns == when
 
 
-def test_without_a_compiler_torch_does_it_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_torch_does_it_and_that_is_said_once(
+    unpackaged: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
-    w, m, v = torch.ones(8), torch.zeros(8), torch.zeros(8)
-    hyper = Hyper.at(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=1)
+    state = Range(torch.ones(8), None, torch.zeros(8), torch.zeros(8), torch.ones(8))
     for _ in range(2):
-        update(w, None, m, v, torch.ones(8), hyper=hyper, clip=1.0, scratch=Scratch(torch.empty(Scratch.num_bytes(8), dtype=torch.uint8)))
-    assert float(w[0]) < 0.9 and sum("C kernel" in record.getMessage() for record in caplog.records) == 1
+        step(state, HYPERS["usual"], 1.0)
+    assert float(state.weight[0]) < 1 and sum("C kernel" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("grad", [torch.bfloat16, torch.float32])
-def test_random_bits_give_the_same_bits_as_torch_over_many_pieces(
-    weight: torch.dtype, grad: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """200,000 random bit patterns: denormals, infinities, NaN and all. Several pieces and a ragged end."""
-    rng = torch.Generator().manual_seed(5)
-    n = 200_003
+def test_a_library_beside_the_code_is_used_if_it_was_made_from_this_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
+    assert native._packaged() is None
+    (tmp_path / "_native.so").write_bytes(b"no library")
+    assert native._packaged() is None
+    compile_library(find_compiler(), tmp_path / "_native.cpython-311.so")
+    assert native._packaged() is not None
+    monkeypatch.setattr(native, "fingerprint", lambda: "of another source")
+    assert native._packaged() is None
 
-    def bits(dtype: torch.dtype) -> torch.Tensor:
-        whole = torch.randint(-(2**31), 2**31, (n,), generator=rng, dtype=torch.int64).to(torch.int32)
-        return whole.view(torch.float32) if dtype == torch.float32 else (whole >> 16).to(torch.int16).view(torch.bfloat16)
 
-    start = [bits(weight), torch.randint(-(2**15), 2**15, (n,), generator=rng, dtype=torch.int16), bits(torch.float32), bits(torch.float32).abs()]
-    gradient = bits(grad)
-    results = []
-    for kernels in ("native", "torch"):
-        monkeypatch.setenv("OUTSIZE_KERNELS", kernels)
-        kernel.cache_clear()
-        w, lo, m, v = (t.clone() for t in start)
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
+@pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() != "x86_64", reason="needs objdump, and knows the instructions of x86-64")
+def test_the_compiled_code_fuses_nothing_and_works_on_vectors(tmp_path: Path) -> None:
+    compile_library(find_compiler(), tmp_path / "a.so")
+    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(tmp_path / "a.so")], capture_output=True, text=True, check=True).stdout
+    assert not re.findall(r"\bvfn?m(?:add|sub)\w*", code)
+    functions = dict(re.findall(r"<(\w+_piece\.(?!resolver)\w+)>:\n(.*?)\n\n", code, re.DOTALL))
+    for name, body in functions.items():
+        width = "zmm" if "v4" in name else "ymm" if "avx" in name else "xmm"
+        assert re.search(rf"sqrtps\s+%{width}", body) and re.search(rf"divps\s+%{width}", body), name
+    if "gcc" in subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout.lower():
+        assert len([name for name in functions if "avx" in name or "v4" in name]) == 8
+
+
+# --- threads
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = adversarial(700_001, weight=BF16, grad=BF16)
+    alone, helped = start.each(torch.clone), start.each(torch.clone)
+    monkeypatch.setattr(native, "_num_threads", lambda: 1)
+    step(alone, HYPERS["usual"], 0.5)
+    monkeypatch.setattr(native, "_num_threads", lambda: threads)
+    for _ in range(5):
+        helped = start.each(torch.clone)
+        step(helped, HYPERS["usual"], 0.5)
+        assert_same(alone, helped)
+
+
+def test_several_callers_at_once_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    start = adversarial(300_001, weight=BF16, grad=BF16)
+    want = start.each(torch.clone)
+    step(want, HYPERS["usual"], 0.5)
+    states = [start.each(torch.clone) for _ in range(24)]
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(lambda state: step(state, HYPERS["usual"], 0.5), states))
+    for state in states:
+        assert_same(state, want)
+
+
+def test_a_forked_child_updates_without_the_helpers_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    start = adversarial(300_001, weight=BF16, grad=BF16)
+    want, mine = start.each(torch.clone), start.each(torch.clone)
+    step(want, HYPERS["usual"], 0.5)
+    child = os.fork()
+    if child == 0:
+        code = 1
         try:
-            scratch = Scratch(torch.empty(Scratch.num_bytes(5000), dtype=torch.uint8))
-            hyper = Hyper.at(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=4)
-            update(w, lo if weight == torch.bfloat16 else None, m, v, gradient, hyper=hyper, clip=0.37, scratch=scratch)
+            step(mine, HYPERS["usual"], 0.5)
+            code = 0 if torch.equal(mine.weight.view(torch.int16), want.weight.view(torch.int16)) else 2
         finally:
-            torch.set_num_threads(before)
-        results.append((w, lo, m, v))
-    for mine, other in zip(*results, strict=True):
-        nan = torch.zeros(n, dtype=torch.bool) if mine.dtype == torch.int16 else mine.isnan()
-        assert torch.equal(nan, torch.zeros(n, dtype=torch.bool) if other.dtype == torch.int16 else other.isnan())
-        ints = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int16: torch.int16}[mine.dtype]
-        assert torch.equal(mine.view(ints)[~nan], other.view(ints)[~nan])
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_helpers_sleep_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's would spin: cores that the main thread needs."""
+    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    step(adversarial(300_001, weight=BF16, grad=BF16), HYPERS["usual"], 0.5)
+    used = []
+    for _ in range(3):
+        before = time.process_time()
+        time.sleep(0.05)
+        used.append(time.process_time() - before)
+    assert min(used) < 0.01, used
+
+
+def test_denormals_are_kept_also_where_somebody_made_them_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    start = adversarial(300_001, weight=BF16, grad=BF16)
+    want, flushed = start.each(torch.clone), start.each(torch.clone)
+    step(want, HYPERS["usual"], 0.5)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot")
+    try:
+        step(flushed, HYPERS["usual"], 0.5)
+        assert not torch.tensor([1e-40]).mul(1.0).any(), "the caller's setting is as it was"
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(flushed, want)
+
+
+def test_threads_are_those_that_torch_the_process_and_the_container_allow_less_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(native, "_quota_cores", lambda: 2**16)
+    assert native._num_threads() == 10
+    monkeypatch.setattr(native, "_quota_cores", lambda: 3)
+    assert native._num_threads() == 3, "too few to spare any"
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({"cpu.max": "max 100000\n"}, 2**16),
+        ({"cpu.max": "650000 100000\n"}, 6),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2**16),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({}, 2**16),
+    ],
+)
+def test_the_quota_of_a_container_is_read(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert native._quota_cores(tmp_path) == cores
+
+
+def test_torch_can_be_asked_for() -> None:
+    with kernels("torch"):
+        assert kernel() is None

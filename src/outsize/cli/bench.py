@@ -1,0 +1,132 @@
+"""`outsize bench`: how fast this machine trains a model of a known shape, and how that compares with the plan, the hardware and a plain loop."""
+
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outsize.base.errors import ConfigError, tell
+from outsize.run.shapes import SHAPES, require_one_of
+
+_DOC = f"""How fast does this machine train, measured beside what the plan promised?
+
+Random weights and random text: speed and memory depend on neither. Without a GPU, a tiny model runs on a simulated one.
+
+Shapes: {", ".join(SHAPES)}.
+
+[bold]Examples[/bold]
+
+outsize bench --model llama-3b --gpu-memory 24GiB
+
+outsize bench --model llama-3b --gpu-memory 24GiB --clip 1.0 --accumulate 4     [dim]as most people train[/dim]
+
+outsize bench --model llama-1b --compare plain,checkpointed     [dim]and the usual loop, all on the GPU[/dim]
+
+outsize bench --model llama-7b --gpu-memory 24GiB --json found.json --trace lanes.json     [dim]lanes.json for ui.perfetto.dev[/dim]
+
+outsize bench --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB     [dim]a process for each, and a table[/dim]
+"""
+_UPDATES = {"in-backward": "in_backward", "after-step": "after_step"}
+_RIVALS = ("plain", "checkpointed")
+
+
+def bench(
+    model: Annotated[str | None, typer.Option(help="A shape, or several with commas between.", show_default="llama-1b; tiny without a GPU")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="what is free")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="what is free, less a tenth")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Rows of a batch.", show_default="8; 2 without a GPU")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a row.", show_default="1024; 64 without a GPU")] = None,
+    accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
+    clip: Annotated[float | None, typer.Option(help="Clip the gradient norm here.", show_default="no clipping")] = None,
+    update: Annotated[str | None, typer.Option(help="in-backward or after-step.", show_default="in-backward where nothing needs all gradients")] = None,
+    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 8,
+    warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 3,
+    plan: Annotated[Path | None, typer.Option(help="A plan's file, to run as it is.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cpu, or sim:<catalog name or size>.", show_default="the GPU if there is one")] = None,
+    compare: Annotated[str | None, typer.Option(help="Also run the usual loop: plain, checkpointed, or both with a comma.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write what each lane did in three steps to this file, for Perfetto.")] = None,
+) -> None:
+    names = [require_one_of(SHAPES, name, "--model") for name in _split(model)]
+    kinds = [require_one_of(_RIVALS, name, "--compare") for name in _split(compare)]
+    how = _UPDATES[require_one_of(_UPDATES, update, "--update")] if update is not None else None
+    if len(names) > 1 and (plan is not None or trace is not None):
+        found = f"--model names {len(names)} with --{'plan' if plan is not None else 'trace'}"
+        raise ConfigError(tell("a plan and a trace are of one model", found, "Name one model"))
+    for option, path in (("--json", json), ("--trace", trace)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(tell(f"{option} names a file in a folder that exists", f"{path.parent} does not", "Make it first"))
+    if len(names) > 1:
+        asked = {
+            "--gpu-memory": gpu_memory, "--host-memory": host_memory, "--micro-batch": micro_batch, "--seq": seq, "--accumulate": accumulate,
+            "--clip": clip, "--update": update, "--steps": steps, "--warm-up": warm_up, "--device": device, "--compare": compare,
+        }  # fmt: skip
+        _bench_each(names, [word for option, value in asked.items() if value is not None for word in (option, str(value))], json)
+        return
+
+    # Importing takes seconds; what can be refused without it was refused above.
+    from outsize import __version__
+    from outsize.base.records import dumps
+    from outsize.run.bench import compare as run_rivals
+    from outsize.run.bench import complete, run_bench
+    from outsize.run.bench_text import IMAGINARY, show
+    from outsize.run.quiet import quiet
+
+    quiet()
+    asked_for = complete(
+        model=names[0] if names else None, device=device, micro_batch=micro_batch, seq=seq, steps=steps, warm_up=warm_up, accumulate=accumulate,
+        update=how, clip=clip, gpu_memory=gpu_memory, host_memory=host_memory, plan=plan,
+    )  # fmt: skip
+    if asked_for.device.startswith("sim"):
+        print(f"{IMAGINARY}\n")
+    command = shlex.join(["outsize", *sys.argv[1:]])
+    result = run_bench(asked_for, say=lambda text: print(f"{text}\n", flush=True), trace=trace, command=command, version=__version__)
+    if json is not None:
+        json.write_text(dumps(result) + "\n")  # before rivals run: they may take long
+    if kinds:
+        result = run_rivals(result, kinds)
+        if json is not None:
+            json.write_text(dumps(result) + "\n")
+    print(show(result), flush=True)
+    for path in filter(None, (json, trace)):
+        print(f"written   {path}")
+    if not (result.losses_finite and result.within_budget):
+        raise typer.Exit(1)
+
+
+bench.__doc__ = _DOC
+
+
+def _split(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
+
+
+def _bench_each(names: list[str], asked: list[str], json: Path | None) -> None:
+    """A process for each: host memory is counted by process, at its highest."""
+    from outsize.base.records import dumps, loads
+    from outsize.run.bench_record import Result
+    from outsize.run.bench_text import show_all
+
+    results, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            out = Path(folder) / f"{name}.json"
+            print(f"{name}\n", flush=True)
+            code = subprocess.run([sys.executable, "-m", "outsize.cli.main", "bench", "--model", name, *asked, "--json", str(out)]).returncode
+            if code:
+                failed.append(name)
+            if out.exists():
+                results.append(loads(Result, out.read_text(), where=str(out)))
+            print(flush=True)
+    if results:
+        print(show_all(results))
+    if json is not None:
+        json.write_text(dumps(tuple(results)) + "\n")
+        print(f"written   {json}")
+    if failed:
+        print(f"failed    {', '.join(failed)}")
+        raise typer.Exit(1)

@@ -1,0 +1,127 @@
+"""The first thing on the GPU: Triton, torch and C make the same bits of the same values. Run there with `make test-gpu PYTHON=python3`."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
+
+from outsize.optim.adamw import Hyper, gpu_kernel
+from outsize.optim.native import kernel
+
+pytestmark = pytest.mark.gpu
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = [(weight, grad) for weight in (BF16, FP32) for grad in (BF16, FP32)]
+
+
+def on_card(state: Range) -> Range:
+    return state.each(lambda t: t.to("cuda", copy=True))
+
+
+@pytest.mark.parametrize("weight, grad", KINDS, ids=str)
+def test_four_million_adversarial_values_give_the_same_bits_in_triton_torch_and_c(weight: torch.dtype, grad: torch.dtype) -> None:
+    start = adversarial(2**22, weight=weight, grad=grad)
+    for name, hyper in HYPERS.items():
+        for clip in (1.0, 0.37109375):
+            by_triton, by_torch, by_c = on_card(start), on_card(start), start.each(torch.clone)
+            with kernels("best"):
+                assert kernel() is not None and gpu_kernel() is not None
+                step(by_triton, hyper, clip)
+                step(by_c, hyper, clip)
+            with kernels("torch"):
+                step(by_torch, hyper, clip, piece=2**20)
+            assert_same(by_triton, by_torch, f"Triton and torch, {name}, clip {clip}")
+            assert_same(by_triton, by_c, f"Triton and C, {name}, clip {clip}")
+    finite = by_triton.weight.isfinite().float().mean()
+    assert 0.2 < finite < 1, "the values are neither all broken nor all tame"
+
+
+@pytest.mark.parametrize("weight, grad", KINDS, ids=str)
+def test_many_steps_of_tame_values_give_the_same_bits(weight: torch.dtype, grad: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n = 1_000_003
+    host = Range(torch.randn(n).to(weight), torch.zeros(n, dtype=torch.int16) if weight == BF16 else None, torch.zeros(n), torch.zeros(n), torch.empty(0))
+    card = on_card(host)
+    with kernels("best"):
+        for t in range(1, 6):
+            gradient = (torch.randn(n) * 0.01).to(grad)
+            hyper = Hyper.at(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=t)
+            step(Range(host.weight, host.lo, host.m, host.v, gradient), hyper, 0.7109375)
+            step(Range(card.weight, card.lo, card.m, card.v, gradient.cuda()), hyper, 0.7109375)
+    assert_same(card, host)
+
+
+@pytest.mark.parametrize("weight, grad", KINDS, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 7, 1023, 1024, 1025, 100_001])
+def test_odd_lengths_and_unaligned_starts_touch_their_range_only(weight: torch.dtype, grad: torch.dtype, numel: int) -> None:
+    start = adversarial(numel + 64, weight=weight, grad=grad, seed=numel)
+    with kernels("best"):
+        for offset in (0, 1, 4, 8, 13):
+            card, host = on_card(start), start.each(torch.clone)
+            for state in (card, host):
+                step(state.each(lambda t, at=offset: t[at : at + numel]), HYPERS["usual"], 0.37109375)
+            assert_same(card, host, f"from {offset}")
+
+
+def test_a_factor_in_device_memory_is_read_there_without_waiting_and_without_allocating() -> None:
+    start = adversarial(100_001, weight=BF16, grad=BF16)
+    by_tensor, by_number = on_card(start), on_card(start)
+    clip = torch.tensor(0.37109375, device="cuda")
+    with kernels("best"):
+        triton = gpu_kernel()
+        assert triton is not None
+        step(on_card(start), HYPERS["usual"], clip)  # compiled
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            state = by_tensor
+            triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(HYPERS["usual"]), clip)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        step(by_number, HYPERS["usual"], 0.37109375)
+    assert_same(by_tensor, by_number)
+
+
+def test_one_compilation_serves_every_length_and_every_step() -> None:
+    with kernels("best"):
+        triton = gpu_kernel()
+        assert triton is not None
+        made = set()
+        for numel in (1, 2, 16, 17, 1024, 4096):
+            for hyper in HYPERS.values():
+                for clip in (1.0, 0.5, 0.0):
+                    state = on_card(adversarial(numel, weight=BF16, grad=BF16))
+                    made.add(id(triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(hyper), clip)))
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("weight, grad", KINDS, ids=str)
+def test_the_compiled_code_neither_fuses_nor_flushes_nor_approximates(weight: torch.dtype, grad: torch.dtype) -> None:
+    state = on_card(adversarial(4096, weight=weight, grad=grad))
+    with kernels("best"):
+        triton = gpu_kernel()
+        assert triton is not None
+        ptx = triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(HYPERS["usual"]), 1.0).asm["ptx"]
+    for word in ("fma", ".ftz", ".approx", ".full", "mul.f32", "add.f32", "sub.f32"):
+        assert word not in ptx, word
+    for word in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "ld.global.v4", "st.global.v4"):
+        assert word in ptx, word
+
+
+def test_a_range_of_more_than_two_billion_elements() -> None:
+    numel = 2**31 + 5000
+    if torch.cuda.mem_get_info()[0] < 16 * numel:
+        pytest.skip("needs 32 GiB of GPU memory")
+    ends = adversarial(10_000, weight=BF16, grad=BF16)
+    card = ends.each(lambda t: torch.zeros(numel, dtype=t.dtype, device="cuda"))
+    for place in (slice(0, 10_000), slice(numel - 10_000, numel)):
+        for part, value in zip(card.each(lambda t, place=place: t[place]).state().values(), ends.state().values(), strict=True):
+            part.copy_(value)
+        card.grad[place].copy_(ends.grad)
+    with kernels("best"):
+        step(card, HYPERS["usual"], 0.5)
+        step(ends, HYPERS["usual"], 0.5)
+    for place in (slice(0, 10_000), slice(numel - 10_000, numel)):
+        assert_same(card.each(lambda t, place=place: t[place]), ends)
+    assert not card.weight[10_000 : numel - 10_000].any()

@@ -1,0 +1,128 @@
+"""Many steps, no waiting, and the same bits whichever kernels and plans make them. A shape small enough to be quick, large enough to stream."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outsize
+from outsize.base.errors import PlanInfeasible
+from outsize.optim import adamw, native
+from outsize.plan.pins import Pins
+from outsize.runtime.engine import Engine
+
+pytestmark = pytest.mark.gpu
+MiB = 2**20
+
+SHAPE = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+PINS = {
+    "resident": Pins(),
+    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=12, n_swap=0, n_offload=0),
+    "mixed": Pins(n_persist=2, n_optimizer_gpu=6, n_offload=6, n_checkpoint=3, n_swap=0, n_buffer=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _all_cores() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(threads)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def batch(seed: int, rows: int = 4, tokens: int = 512) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, SHAPE["vocab_size"], (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def prepare(**how: Any) -> Engine:
+    torch.manual_seed(0)
+    how.setdefault("optimizer", outsize.AdamW(lr=1e-3, update="in_backward"))
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, use_cache=False)).to(torch.bfloat16).train()
+    return outsize.prepare(model, batch(0), device="cuda", chunk_bytes="16MiB", **how)
+
+
+def step(engine: Engine, seed: int) -> torch.Tensor:
+    out = engine.model(**batch(seed))
+    with engine.last_backward():
+        out.loss.backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return out.loss.detach()
+
+
+@pytest.mark.parametrize("update", ["in_backward", "after_step"])
+def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found = {}
+    try:
+        for kernels in ("native", "torch"):
+            monkeypatch.setenv("OUTSIZE_KERNELS", kernels)
+            adamw.gpu_kernel.cache_clear()
+            native.kernel.cache_clear()
+            for name, pins in PINS.items():
+                engine = prepare(pins=pins, optimizer=outsize.AdamW(lr=1e-3, update=update, max_grad_norm=None if update == "in_backward" else 0.5))
+                losses = [float(step(engine, seed)) for seed in range(4)]
+                engine.detach()
+                found[kernels, name] = losses, {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        adamw.gpu_kernel.cache_clear()
+        native.kernel.cache_clear()
+    losses, weights = found["native", "resident"]
+    for key, (other_losses, other_weights) in found.items():
+        assert other_losses == losses, key
+        assert all(torch.equal(other_weights[name], value) for name, value in weights.items()), key
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_a_step_waits_for_nothing_but_updates_on_the_host(name: str) -> None:
+    """Trap: a hidden synchronisation empties the queue of the GPU. The batch is on the device already, as a loader with pinned memory would have it."""
+    engine = prepare(pins=PINS[name])
+    inputs = {key: value.cuda() for key, value in batch(1).items()}
+    for seed in range(2):
+        step(engine, seed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            out = engine.model(**inputs)
+            with engine.last_backward():
+                out.loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            del out
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.detach()
+
+
+def test_two_hundred_steps_at_the_tightest_plan_take_no_more_memory_than_two() -> None:
+    with pytest.raises(PlanInfeasible) as refused:
+        prepare(gpu_memory="1GiB")
+    context = 2**30 - refused.value.allowed_bytes
+    budget = int((refused.value.needed_bytes + context) * 1.04) + MiB  # the allocator's share grows with the budget
+    engine = prepare(gpu_memory=budget)
+    for seed in range(5):
+        step(engine, seed)
+    engine.drain()
+    before = torch.cuda.memory_stats()
+    host = psutil.Process().memory_info().rss
+    losses = [step(engine, seed) for seed in range(200)]
+    engine.drain()
+    after = torch.cuda.memory_stats()
+    assert all(torch.isfinite(torch.stack(losses)).tolist())
+    for key in ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries", "segment.all.peak", "num_ooms"):
+        assert after[key] == before[key], key
+    assert after["reserved_bytes.all.peak"] <= budget
+    assert engine.report().gpu_peak_bytes <= engine.plan.gpu_budget_bytes
+    assert psutil.Process().memory_info().rss - host < 32 * MiB
+    engine.detach()
