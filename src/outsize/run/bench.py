@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import gc
 import itertools
 import json
 import os
@@ -103,7 +102,6 @@ def run_bench(bench: Bench, *, say: Callable[[str], None], trace: Path | None = 
         return _result(bench, engine, timed, memory, timeline, start_up, command=command, machine=_machine(engine, version))
     finally:
         engine.close()
-        gc.collect()  # a little device memory hangs in cycles, and the next run on this device would be charged with it
 
 
 def compare(result: Result, kinds: Sequence[str]) -> Result:

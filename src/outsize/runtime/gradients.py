@@ -66,13 +66,14 @@ class Gradients:
 
     def not_finite(self) -> Callable[[], list[str]]:
         """Which of the gradients that have landed are not finite, once somebody asks: until then nothing is waited for."""
-        norms, landed = self._store.device.fetch(self._norms), frozenset(self.landed)
+        # Nothing here refers to `self`: whoever keeps the question would keep device memory.
+        norms, names, landed = self._store.device.fetch(self._norms), self._names, frozenset(self.landed)
 
-        def names() -> list[str]:
+        def ask() -> list[str]:
             finite = torch.isfinite(norms()).tolist()
-            return [name for name, fine in zip(self._names, finite, strict=True) if name in landed and not fine]
+            return [name for name, fine in zip(names, finite, strict=True) if name in landed and not fine]
 
-        return names
+        return ask
 
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place

@@ -368,9 +368,7 @@ def test_preparing_and_detaching_five_times_leaves_nothing_on_the_device() -> No
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["host", "gpu"]
-)
+@pytest.mark.parametrize("optimizer", ["host", "gpu"])
 def test_the_state_that_detach_returns_is_not_on_the_device(optimizer: Any) -> None:
     """Trap H7."""
     device = SimDevice(lookup("64MiB"))
@@ -394,14 +392,16 @@ def test_planning_again_fits_a_device_that_either_plan_fits(monkeypatch: pytest.
         remove_mode(device.observer)  # a failed attach leaves it behind
 
 
-def test_an_engine_that_is_detached_is_freed_at_once() -> None:
+@pytest.mark.parametrize("update", ["after_step", "in_backward"])
+def test_an_engine_that_is_detached_is_freed_at_once(update: Any) -> None:
     """Trap H7: no cycle holds device memory until the garbage collector comes."""
     device = SimDevice(lookup("64MiB"))
+    cell = cells.Cell(kind="plain", weights="host", optimizer="host", update=update)
     gc.collect()
     gc.disable()
     try:
-        engine = cells.prepare(cells.Cell(kind="plain", weights="host", optimizer="host"), device)
-        step(engine, "plain")
+        engine = cells.prepare(cell, device)
+        cells.train_cell(cell, engine, steps=2)
         engine.detach()
         assert device.observer.live_bytes == 0
     finally:
