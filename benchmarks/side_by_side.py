@@ -34,6 +34,8 @@ class Case:
     rows: int = 8
     seq: int = 1024
     clip: float | None = None
+    update: str | None = None
+    """None: what `outsize bench` chooses."""
     against: str = ""
     """A peer's case (`gc`), `offloading`, or `plain`: our own --compare. Empty: no speed to compare."""
     least_ratio: float | None = None
@@ -50,7 +52,7 @@ CASES = {
     "3b-48": Case(model="llama-3b", gpu_gib=48, against="gc", least_ratio=1.0, seconds=60),
     "7b-24": Case(model="llama-7b", gpu_gib=24, against=OFFLOADING, least_ratio=2.0, seconds=100),
     "7b-24-32k": Case(model="llama-7b", gpu_gib=24, rows=32, against="gc", least_ratio=0.95, seconds=130),
-    "1b-resident": Case(model="llama-1b", gpu_gib=None, against="plain", least_ratio=1.0, seconds=70),
+    "1b-resident": Case(model="llama-1b", gpu_gib=None, update="after-step", against="plain", least_ratio=1.0, seconds=70),
     "8b-24": Case(model="llama-8b", gpu_gib=24, most_host=12.5, seconds=120),
     "8b-24-clip": Case(model="llama-8b", gpu_gib=24, clip=1.0, most_host=14.5, seconds=120),
 }
@@ -117,6 +119,7 @@ class Run:
                 sys.executable, "-m", "outsize.cli.main", "bench", "--model", case.model, "--micro-batch", str(case.rows), "--seq", str(case.seq),
                 "--steps", str(self.args.steps), "--warm-up", str(self.args.warm_up), "--json", str(out),
                 *(["--gpu-memory", f"{case.gpu_gib}GiB"] if case.gpu_gib else []), *(["--clip", str(case.clip)] if case.clip else []),
+                *(["--update", case.update] if case.update else []),
                 *(["--compare", "plain"] if case.against == "plain" else []),
             ]  # fmt: skip
             code, lines, seconds = self.run(f"{name}: ours", command, {"PYTHONPATH": str(ROOT / "src")})

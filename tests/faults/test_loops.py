@@ -305,7 +305,7 @@ def test_a_nan_gradient_in_backward_mode_names_its_block_before_anything_is_save
     with engine.last_backward():
         (model(**zoo.batch("llama")).loss * float("nan")).backward()
     engine.optimizer.step()  # the weights are made of it already: nothing waits here to look
-    with pytest.raises(NonFiniteGradient, match="block head.*last checkpoint"):
+    with pytest.raises(NonFiniteGradient, match=r"block head.*last checkpoint"):
         engine.save(tmp_path / "bad")
     with pytest.raises(UpdateFailed, match="last checkpoint"):
         model(**zoo.batch("llama"))

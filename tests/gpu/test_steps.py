@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -19,13 +20,13 @@ pytestmark = pytest.mark.gpu
 MiB = 2**20
 
 SHAPE = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
     "tie_word_embeddings": True,
 }  # fmt: skip
 PINS = {
     "resident": Pins(),
-    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=12, n_swap=0, n_offload=0),
-    "mixed": Pins(n_persist=2, n_optimizer_gpu=6, n_offload=6, n_checkpoint=3, n_swap=0, n_buffer=3),
+    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=6, n_swap=0, n_offload=0),
+    "mixed": Pins(n_persist=2, n_optimizer_gpu=6, n_offload=3, n_checkpoint=1, n_swap=1, n_buffer=3),
 }
 
 
@@ -62,18 +63,19 @@ def step(engine: Engine, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("update", ["in_backward", "after_step"])
 def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    spec = outsize.AdamW(lr=1e-3, update=update, max_grad_norm=None if update == "in_backward" else 0.5)
     found = {}
+    torch.use_deterministic_algorithms(True)  # attention's backward is not by itself
     try:
         for kernels in ("native", "torch"):
             monkeypatch.setenv("OUTSIZE_KERNELS", kernels)
             adamw.gpu_kernel.cache_clear()
             native.kernel.cache_clear()
             for name, pins in PINS.items():
-                engine = prepare(pins=pins, optimizer=outsize.AdamW(lr=1e-3, update=update, max_grad_norm=None if update == "in_backward" else 0.5))
-                losses = [float(step(engine, seed)) for seed in range(4)]
-                engine.detach()
-                found[kernels, name] = losses, {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+                with closing(prepare(pins=pins, optimizer=spec)) as engine:
+                    losses = [float(step(engine, seed)) for seed in range(3)]
+                    with engine.gathered() as weights:
+                        found[kernels, name] = losses, dict(weights)
     finally:
         torch.use_deterministic_algorithms(False)
         adamw.gpu_kernel.cache_clear()
@@ -85,44 +87,37 @@ def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", PINS)
-def test_a_step_waits_for_nothing_but_updates_on_the_host(name: str) -> None:
-    """Trap: a hidden synchronisation empties the queue of the GPU. The batch is on the device already, as a loader with pinned memory would have it."""
-    engine = prepare(pins=PINS[name])
-    inputs = {key: value.cuda() for key, value in batch(1).items()}
-    for seed in range(2):
-        step(engine, seed)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(2):
-            out = engine.model(**inputs)
-            with engine.last_backward():
-                out.loss.backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            del out
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    engine.detach()
+def test_backward_and_step_wait_for_nothing_but_updates_on_the_host(name: str) -> None:
+    """A hidden synchronisation empties the queue of the GPU. The forward is left out: transformers itself looks at position ids there."""
+    with closing(prepare(pins=PINS[name])) as engine:
+        for seed in range(4):
+            out = engine.model(**batch(seed))
+            torch.cuda.set_sync_debug_mode("error" if seed > 1 else "default")
+            try:
+                with engine.last_backward():
+                    out.loss.backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
-def test_two_hundred_steps_at_the_tightest_plan_take_no_more_memory_than_two() -> None:
+def test_two_hundred_steps_at_the_tightest_plan_take_no_more_memory_than_five() -> None:
     with pytest.raises(PlanInfeasible) as refused:
         prepare(gpu_memory="1GiB")
     context = 2**30 - refused.value.allowed_bytes
     budget = int((refused.value.needed_bytes + context) * 1.04) + MiB  # the allocator's share grows with the budget
-    engine = prepare(gpu_memory=budget)
-    for seed in range(5):
-        step(engine, seed)
-    engine.drain()
-    before = torch.cuda.memory_stats()
-    host = psutil.Process().memory_info().rss
-    losses = [step(engine, seed) for seed in range(200)]
-    engine.drain()
-    after = torch.cuda.memory_stats()
-    assert all(torch.isfinite(torch.stack(losses)).tolist())
-    for key in ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries", "segment.all.peak", "num_ooms"):
-        assert after[key] == before[key], key
-    assert after["reserved_bytes.all.peak"] <= budget
-    assert engine.report().gpu_peak_bytes <= engine.plan.gpu_budget_bytes
-    assert psutil.Process().memory_info().rss - host < 32 * MiB
-    engine.detach()
+    with closing(prepare(gpu_memory=budget)) as engine:
+        for seed in range(5):
+            step(engine, seed)
+        engine.drain()
+        before, host = torch.cuda.memory_stats(), psutil.Process().memory_info().rss
+        losses = [step(engine, seed) for seed in range(200)]
+        engine.drain()
+        after, grown = torch.cuda.memory_stats(), psutil.Process().memory_info().rss - host
+        assert all(torch.isfinite(torch.stack(losses)).tolist())
+        for key in ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries", "segment.all.peak", "num_ooms"):
+            assert after[key] <= before[key] + 512 * len(losses) * (key == "allocated_bytes.all.peak"), key  # the losses are kept
+        assert after["reserved_bytes.all.peak"] <= budget
+        assert engine.report().gpu_peak_bytes <= engine.plan.gpu_budget_bytes
+        assert grown < 32 * MiB

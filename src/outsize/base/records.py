@@ -34,17 +34,19 @@ def to_json(record: Any) -> Any:
 
 
 def from_json(cls: type[R], data: Any, *, where: str = "") -> R:
-    """The record that `to_json` wrote. `where` names the place in messages."""
+    """The record that `to_json` wrote, perhaps before some of its fields were there: those with defaults have them. `where` names the place in messages."""
     where = where or cls.__name__
     if not isinstance(data, dict):
         raise ConfigError(tell(f"{where} is a mapping", f"found {type(data).__name__}", "Write it again with this version of outsize"))
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    missing, unknown = sorted(set(names) - set(data)), sorted(set(data) - set(names))
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    required = {field.name for field in fields if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
+    missing, unknown = sorted(required - set(data)), sorted(set(data) - set(names))
     if missing or unknown:
         found = "; ".join(p for p in (missing and f"missing {', '.join(missing)}", unknown and f"unknown {', '.join(unknown)}") if p)
         raise ConfigError(tell(f"{where} has the fields {', '.join(names)}", found, "Write it again with this version of outsize"))
-    return cls(**{name: _value(hints[name], data[name], f"{where}.{name}") for name in names})
+    return cls(**{name: _value(hints[name], data[name], f"{where}.{name}") for name in names if name in data})
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:

@@ -148,6 +148,8 @@ class RunConfig:
     """Whether activations may go to the host. None: the plan decides."""
     chunk_bytes: Size | None = None
     """Upper bound of a chunk. None: the library's."""
+    chunked_loss: bool | None = None
+    """The loss in chunks of tokens, never all logits at once. None: where batches are larger than a chunk and the model allows it."""
 
     adapter: Adapter | None = None
     """None: all weights are trained."""

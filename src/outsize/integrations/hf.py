@@ -45,7 +45,7 @@ class OutsizeMixin(KeepsRuns):
     """Put it before a Trainer class: `class MyTrainer(OutsizeMixin, SFTTrainer): pass`.
 
     Args beside the Trainer's own, as in `outsize.prepare`:
-        gpu_memory, host_memory, device, pins, plan, chunk_bytes, blocks, weights.
+        gpu_memory, host_memory, device, pins, plan, chunk_bytes, blocks, weights, chunked_loss.
         sequence_len: the longest row; the plan is made for it. Default: `args.max_length` where there is one, else as long as the first batch.
         plan_batch: a batch to plan for, instead of the first one.
         nonfinite: what a step does when a gradient is not finite: "raise", or "skip" the step. Either way nothing is changed by it.
@@ -65,7 +65,7 @@ class OutsizeMixin(KeepsRuns):
         self, *args: Any, gpu_memory: str | int | None = None, host_memory: str | int | None = None, device: str | Device | None = None,
         pins: Pins | None = None, plan: Plan | str | Path | None = None, sequence_len: int | None = None, plan_batch: dict[str, Any] | None = None,
         chunk_bytes: str | int = DEFAULT_CHUNK_BYTES, blocks: list[str] | None = None, weights: str | Path | Weights | None = None,
-        nonfinite: NonFinite = "raise", **kwargs: Any,
+        chunked_loss: bool | None = None, nonfinite: NonFinite = "raise", **kwargs: Any,
     ):  # fmt: skip
         given = _by_name(super().__init__, args, kwargs)
         if isinstance(given.get("args"), TrainingArguments):
@@ -73,8 +73,9 @@ class OutsizeMixin(KeepsRuns):
             if isinstance(given.get("model"), str) and hasattr(given["args"], "model_init_kwargs"):  # TRL loads it, onto the GPU if nobody objects
                 given["args"].model_init_kwargs = {"device_map": None, **(given["args"].model_init_kwargs or {})}
         self._prepare_settings: dict[str, Any] = dict(
-            gpu_memory=gpu_memory, host_memory=host_memory, pins=pins, plan=plan, chunk_bytes=chunk_bytes, blocks=blocks, weights=weights
-        )
+            gpu_memory=gpu_memory, host_memory=host_memory, pins=pins, plan=plan, chunk_bytes=chunk_bytes, blocks=blocks, weights=weights,
+            chunked_loss=chunked_loss,
+        )  # fmt: skip
         self._device_name, self._sequence_len, self._plan_batch, self._nonfinite = device, sequence_len, plan_batch, nonfinite
         super().__init__(*args, **kwargs)
         take_over(self.args, optimizers=(self.optimizer, self.lr_scheduler), optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs)

@@ -92,3 +92,5 @@ class Plan:
     """How it was found, in words."""
     shared: tuple[Shared, ...] = ()
     """What layers share among their inputs, as measured."""
+    loss: str = ""
+    """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made from full logits."""

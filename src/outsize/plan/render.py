@@ -57,7 +57,8 @@ def _head(plan: Plan, graph: BlockGraph) -> list[str]:
         update += f" (on the host: 1 of {plan.decision.stride}, the others under the next forward)"
     accumulate = f", {plan.terms.accumulate} micro-batches a step" if plan.terms.accumulate > 1 else ""
     trainable = "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
-    return [f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}", f"batch {batch}{accumulate}; {update}"]
+    loss = [f"loss {plan.loss}"] if plan.loss else []
+    return [f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}", f"batch {batch}{accumulate}; {update}", *loss]
 
 
 def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:

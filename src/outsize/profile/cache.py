@@ -23,12 +23,12 @@ TRACE_FORMAT = 2
 
 
 def traced(
-    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None
+    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None, *, model_loss: str = ""
 ) -> tuple[BlockGraph, ModelTrace]:
-    """The trace of this model, batch shape and device: from the cache, or taken now."""
+    """The trace of this model, batch shape and device: from the cache, or taken now. `model_loss`: how the model makes its loss, if not in its own way."""
     # A loss that is made outside of the model is code that no fingerprint knows.
     folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize")) if loss is None else ""
-    path = Path(folder) / "traces" / f"{_key(model, batch, layers, device)}.json"
+    path = Path(folder) / "traces" / f"{_key(model, batch, layers, device, model_loss)}.json"
     if folder and path.exists():
         try:
             data = json.loads(path.read_text())
@@ -47,7 +47,7 @@ def traced(
     return graph, trace
 
 
-def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device) -> str:
+def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, model_loss: str = "") -> str:
     config = getattr(model, "config", None)
     kind = device.torch_device.type
     return fingerprint(
@@ -62,6 +62,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "tied": [len({id(p) for p in model.parameters()})],
             "modules": fingerprint([[n, type(m).__qualname__, m.extra_repr(), _settings(m)] for n, m in model.named_modules()]),
             "layers": [[layer.name, layer.structure] for layer in layers],
+            "loss": model_loss,
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
             "contents": repr(map_tensors(_Described, batch)),
             "device": [device.kind, device.spec.name, device.spec.provenance],

@@ -88,7 +88,7 @@ def assemble(config: RunConfig) -> Assembled:
         model=built.model, args=arguments, train_dataset=train, eval_dataset=evaluated, data_collator=collator, processing_class=tokenizer,
         callbacks=[*trackers, *([EarlyStoppingCallback(patience)] if patience else [])],
         gpu_memory=config.gpu_memory, host_memory=config.host_memory, device=config.device, plan=config.plan_file, pins=_pins(config),
-        chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES, weights=built.weights, nonfinite=config.nonfinite,
+        chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES, weights=built.weights, nonfinite=config.nonfinite, chunked_loss=config.chunked_loss,
         plan_batch=widest_batch(
             collator, rows=config.micro_batch_size, tokens=config.sequence_len, packed=config.sample_packing, vocab_size=vocabulary
         ),

@@ -1,7 +1,7 @@
 """Wires the rooms in the order of the design: model, profile, layout, plan, engine. `prepare` and `plan` of the public interface."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from outsize.profile.cache import traced
 from outsize.profile.tracer import Loss
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
+from outsize.train.loss import ChosenLoss, is_in_chunks, trace_with_loss
 
 
 def prepare(
@@ -43,8 +44,9 @@ def prepare(
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
     weights: "str | Path | Weights | None" = None,
     loss: Loss | None = None,
+    chunked_loss: bool | None = None,
 ) -> Engine:
-    """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change.
+    """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change, but for `chunked_loss`.
 
     Args:
         model: an nn.Module on the CPU; or on meta, with `weights`.
@@ -61,10 +63,13 @@ def prepare(
         chunk_bytes: upper bound of a chunk.
         weights: a folder of safetensors from which the weights of a model on meta are read, straight to where they live.
         loss: `loss(model, batch)`, where the loop makes its own out of the model's outputs: what that takes is then part of the plan.
+        chunked_loss: make the model's own loss in chunks of tokens, never all logits at once; `outputs.logits` is not there in training then.
+            Default: where the batch is larger than a chunk, the model allows it and `loss` is left out; the plan says which. False: never. True: or refuse.
     """
     ready = _get_ready(
         model, optimizer=optimizer or AdamW(), gpu_memory=gpu_memory, host_memory=host_memory, device=device, blocks=blocks, accumulate=accumulate,
         max_shape=max_shape, pins=pins, plan=plan, chunk_bytes=chunk_bytes, weights=weights, loss=loss,
+        chunked_loss=chunked_loss,
     )  # fmt: skip
     planned = ready.planner(model, batch, ready.terms)
     engine = Engine(model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights)
@@ -95,7 +100,7 @@ def _get_ready(
     model: nn.Module, *, optimizer: AdamW, gpu_memory: str | int | None = None, host_memory: str | int | None = None, device: str | Device | None = None,
     blocks: Sequence[str] | None = None, accumulate: int = 1, max_shape: tuple[int, int] | None = None, pins: Pins | None = None,
     plan: "Plan | str | Path | None" = None, chunk_bytes: str | int = DEFAULT_CHUNK_BYTES, weights: "str | Path | Weights | None" = None,
-    loss: Loss | None = None,
+    loss: Loss | None = None, chunked_loss: bool | None = None,
 ) -> _Ready:  # fmt: skip
     where = choose_device(device)
     if "__deepcopy__" in vars(model):  # see runtime/patches.py
@@ -110,29 +115,38 @@ def _get_ready(
     size = parse_bytes(chunk_bytes, name="chunk_bytes")
     given = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     if given is not None:
-        _agree(given, terms, gpu_budget, host_budget, pins)
+        _agree(given, terms, gpu_budget, host_budget, pins, chunked_loss)
+        chunked_loss = is_in_chunks(given.loss)
+    chosen: ChosenLoss | None = None
 
     def planner(model: nn.Module, batch: Any, terms: Terms) -> Planned:
+        nonlocal chosen
+        largest = _grown(batch, max_shape)
         # The trial run may need more than the plan will: it keeps what a plan would send away.
         where.limit(where.spec.gpu_bytes)
         try:
-            graph, trace = traced(model, _grown(batch, max_shape), layers, where, source, loss)
+            (graph, trace), chosen = trace_with_loss(
+                model, largest, lambda words: traced(model, largest, layers, where, source, loss, model_loss=words),
+                wanted=chunked_loss, is_custom=loss is not None, before=chosen,
+            )  # fmt: skip
         finally:
             where.limit(gpu_budget)
         layout = pack(graph, given.chunk_bytes if given is not None else size)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
-            return Planned(graph, layout, given)
+            if chosen.in_chunks and given.loss != chosen.text:
+                raise ConfigError(tell(f"the plan's loss is {chosen.text}, as here", f"it is {given.loss}", "Make the plan again"))
+            return Planned(graph, layout, given, chosen)
         made = search(
             graph, layout, trace, where.spec, terms, gpu_budget_bytes=gpu_budget - where.overhead_bytes, host_budget_bytes=host_budget, pins=pins or Pins()
         )
         check(made, graph, layout)
-        return Planned(graph, layout, made)
+        return Planned(graph, layout, replace(made, loss=chosen.text), chosen)
 
     return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, planner=planner)
 
 
-def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None) -> None:
+def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None, chunked_loss: bool | None) -> None:
     """A whole plan leaves nothing to choose: what is asked for beside it must be what it says."""
     conflicts = [f"{name} is {theirs!r} in the plan and {mine!r} here" for name, theirs, mine in (
         ("update", given.terms.update, terms.update), ("accumulate", given.terms.accumulate, terms.accumulate),
@@ -140,6 +154,8 @@ def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: P
     for resource, needed, allowed in (("gpu_memory", given.estimate.gpu_bytes, gpu_budget), ("host_memory", given.estimate.host_bytes, host_budget)):
         if needed > allowed:
             conflicts.append(f"it needs {show_bytes(needed)} of {resource} and {show_bytes(allowed)} is allowed")
+    if chunked_loss not in (None, is_in_chunks(given.loss)):
+        conflicts.append(f"its loss is {given.loss or 'from full logits'} and chunked_loss is {chunked_loss}")
     if pins is not None:
         conflicts.append(f"pins are given too ({pins})")
     if conflicts:

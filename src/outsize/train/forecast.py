@@ -34,6 +34,7 @@ from outsize.planner.search import search
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 from outsize.runtime.optimizer import AdamW
+from outsize.train.loss import trace_with_loss
 
 CONTEXT_BYTES = 600 * 2**20
 """What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` measures it."""
@@ -79,6 +80,7 @@ def plan(
     pins: Pins | None = None,
     dtype: str = "bfloat16",
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
+    chunked_loss: bool | None = None,
 ) -> Forecast:
     """Plan the training of a model on a machine, neither of which needs to be at hand.
 
@@ -94,6 +96,7 @@ def plan(
         pins: parts of the plan to fix.
         dtype: of the weights, "bfloat16" or "float32".
         chunk_bytes: upper bound of a chunk.
+        chunked_loss: whether the loss is made in chunks of tokens, as in `prepare`.
 
     Raises:
         PlanInfeasible: with the smallest memory that would do.
@@ -107,12 +110,12 @@ def plan(
     spec = lookup(hardware)
     gpu_budget, host_budget = _gpu_budget(spec, gpu_memory), _host_budget(spec, host_memory)
     settings = optimizer or AdamW()
-    graph, trace = fake_trace(_config(model), spec, rows=micro_batch_size, tokens=sequence_len, dtype=DTYPES[dtype])
+    graph, trace, loss = fake_trace(_config(model), spec, rows=micro_batch_size, tokens=sequence_len, dtype=DTYPES[dtype], chunked_loss=chunked_loss)
     layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
     terms = Terms(update=settings.update, accumulate=accumulate, fp32_grads=settings.fp32_grads)
     made = search(graph, layout, trace, spec, terms, gpu_budget_bytes=gpu_budget, host_budget_bytes=host_budget, pins=pins or Pins())
     check(made, graph, layout)
-    return Forecast(plan=made, graph=graph, layout=layout)
+    return Forecast(plan=replace(made, loss=loss), graph=graph, layout=layout)
 
 
 # The machine.
@@ -150,8 +153,10 @@ def _config(model: Any) -> Any:
     return load_config(model)
 
 
-def fake_trace(config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype) -> tuple[BlockGraph, ModelTrace]:
-    """Trace a model that exists as shapes alone. The config is changed: it is ours."""
+def fake_trace(
+    config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype, chunked_loss: bool | None = None
+) -> tuple[BlockGraph, ModelTrace, str]:
+    """Trace a model that exists as shapes alone, and tell how its loss is made. The config is changed: it is ours."""
     kind = trainable_class(config)
     config.use_cache = False  # nobody generates while training
     limit = getattr(config, "max_position_embeddings", None)
@@ -162,7 +167,8 @@ def fake_trace(config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
             model: nn.Module = kind._from_config(config, dtype=dtype).train()
-            graph, trace = Tracer(model, batch, find_layers(model), SimDevice(spec)).trace()
+            layers = find_layers(model)
+            (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, SimDevice(spec)).trace(), wanted=chunked_loss)
     except OutsizeError:
         raise
     except _UNKNOWABLE as error:
@@ -177,7 +183,7 @@ def fake_trace(config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype
         complaints.disabled = was
     if too_long:
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
-    return graph, replace(trace, provenance="bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs and bytes")
+    return graph, replace(trace, provenance="bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs and bytes"), loss.text
 
 
 def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:

@@ -78,6 +78,14 @@ def test_a_missing_and_an_unknown_key_are_both_named_with_their_place() -> None:
         assert part in str(caught.value)
 
 
+def test_a_field_that_came_later_has_its_default() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(Leaf):
+        age: int = 7
+
+    assert from_json(Later, to_json(LEAF)) == Later(**to_json(LEAF))
+
+
 @pytest.mark.parametrize(
     ("change", "place"),
     [

@@ -1,0 +1,128 @@
+"""Cross-entropy of a linear head over chunks of tokens: the loss and its gradients, and never all logits at once.
+
+The gradients are made along with the loss, while a chunk's logits are there: none are kept, none are made twice, and backward only scales.
+This gives up a second backward through the same graph, and gradients of gradients. Nothing here waits for the device or looks at a value, so it
+also runs on shapes alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+Step = tuple[Literal["mul", "div", "tanh", "to"], Any]
+"""What a model does to its logits before the loss: by a number, by itself, to a dtype."""
+
+CHUNK_BYTES = 512 * 2**20
+MIN_TOKENS = 1024
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens of a chunk: so many that their logits take about 512 MiB in fp32.
+
+    A function of the vocabulary alone: if it came from the plan or the budget, plans would differ in their bits. At least 1024, since every chunk reads the
+    head's weight and reads and writes its gradient: with fewer rows that takes as long as the products. The hidden size makes both larger alike.
+    """
+    return max(MIN_TOKENS, CHUNK_BYTES // (4 * vocab_size) // 256 * 256)
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, chunk: int, steps: Sequence[Step] = (), ignore_index: int = -100,
+    num_items: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
+    """The cross-entropy of `steps(hidden @ weight.T + bias)`, in fp32: the mean over the targets that count, or their sum divided by `num_items`.
+
+    `hidden` is (tokens, hidden), `weight` (vocab, hidden), `targets` (tokens); all but the targets are of one dtype. `chunk`: tokens at once.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss: Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, chunk, steps, ignore_index, num_items)
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, steps: Sequence[Step], ignore_index: int,
+        num_items: Tensor | float | None,
+    ) -> Tensor:  # fmt: skip
+        counts = targets != ignore_index
+        number = _number(counts, num_items)
+        shares = torch.where(counts, 1 / number, 0.0)  # (tokens), fp32; of a batch in which nothing counts: zeros, as torch has it
+        targets = torch.where(counts, targets, 0)
+        losses = torch.empty_like(shares)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            grad = _logit_gradient(linear(hidden[rows], weight, bias), steps, targets[rows], shares[rows], losses[rows])
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                torch.addmm(grad_weight, grad.t(), hidden[rows], out=grad_weight)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            del grad  # before the next chunk's is made
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return losses.masked_fill_(~counts, 0.0).sum() / number
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a copy of the weight's gradient may be a gigabyte. The factor has a dimension, so that bf16 gradients are multiplied by all of it.
+        factor = incoming.reshape(1)
+        return *(grad if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors), None, None, None, None, None
+
+
+def _number(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
+    """What the sum is divided by, in fp32."""
+    if num_items is None:
+        return counts.sum().float()
+    if isinstance(num_items, Tensor):
+        return num_items.to(counts.device, torch.float32)
+    return torch.full((), num_items, dtype=torch.float32, device=counts.device)
+
+
+def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shares: Tensor, losses: Tensor) -> Tensor:
+    """The gradient of one chunk's logits, in their memory; `losses` gets each token's loss. Beside bf16 logits one fp32 tensor of their size is made."""
+    logits, kept = _apply(steps, logits)
+    targets, shares = targets.unsqueeze(-1), shares.unsqueeze(-1)  # (tokens, 1)
+    top = logits.amax(-1, keepdim=True).float()
+    exps = logits.sub_(top) if logits.dtype == torch.float32 else logits - top
+    picked = exps.gather(-1, targets)
+    total = exps.exp_().sum(-1, keepdim=True)
+    torch.sub(total.log(), picked, out=losses.unsqueeze(-1))
+    # (probability - one at the target) × share. The target's is made in fp32: where the model is sure, rounding the probability first would leave nothing.
+    at_target = (picked.exp_().div_(total) - 1).mul_(shares)
+    grad = torch.mul(exps, shares / total, out=logits)
+    grad.scatter_(-1, targets, at_target.to(grad.dtype))
+    return _undo(steps, kept, grad)
+
+
+def _apply(steps: Sequence[Step], logits: Tensor) -> tuple[Tensor, list[Any]]:
+    """The logits as the loss gets them, and for each step what its backward needs."""
+    kept: list[Any] = []
+    for name, value in steps:
+        if name == "to":
+            kept.append(logits.dtype)
+            logits = logits.to(value)
+        elif name == "tanh":
+            kept.append(logits.tanh_().clone())
+        else:
+            kept.append(None)
+            logits = logits.mul_(value) if name == "mul" else logits.div_(value)
+    return logits, kept
+
+
+def _undo(steps: Sequence[Step], kept: list[Any], grad: Tensor) -> Tensor:
+    for (name, value), saved in zip(reversed(steps), reversed(kept), strict=True):
+        if name == "to":
+            grad = grad.to(saved)
+        elif name == "tanh":
+            torch.ops.aten.tanh_backward.grad_input(grad, saved, grad_input=grad)
+        else:
+            grad = grad.mul_(value) if name == "mul" else grad.div_(value)
+    return grad

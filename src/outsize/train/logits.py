@@ -1,0 +1,133 @@
+"""Logits that are not there: a tensor that knows of which product it would be, and what a model does to it before its loss.
+
+What can be done chunk by chunk is written down: products with a number, tanh, casts, ranges of the last dimension. Anything else raises, in the trial
+run (where it means that the model keeps its own way) as in training.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from outsize.base.errors import EngineMisuse, tell
+from outsize.train.cross_entropy import Step, cross_entropy
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""
+_FACTS = {"dim", "ndimension", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
+_PROPERTIES = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested"}
+
+
+class LogitsNotThere(EngineMisuse):
+    """Logits were used while the loss is made in chunks."""
+
+    def __init__(self, use: str):
+        do = "Give prepare chunked_loss=False (in YAML: chunked_loss: false), or read them in evaluation or under torch.no_grad()"
+        super().__init__(tell("the loss is made in chunks and nobody needs all logits in training", f"there is {use}", do))
+        self.use = use
+
+
+@dataclass(slots=True)
+class Product:
+    """A call of the output embedding."""
+
+    hidden: Tensor | None
+    """None once the loss is made of it: whoever holds a model's outputs shall not hold its activations."""
+    head: nn.Linear
+    dtype: torch.dtype
+    """In which it is computed: under autocast not the weight's."""
+
+    def logits(self) -> "Logits":
+        assert self.hidden is not None
+        return Logits(self, self.hidden.device, self.hidden.shape[:-1], slice(0, self.head.out_features), self.dtype)
+
+
+class Logits(Tensor):
+    """Its facts (shape, dtype, …) are those of the logits; a use of its values raises. It requires no grad."""
+
+    _product: Product
+    _columns: slice
+    """Of the vocabulary: what is left of it."""
+    _steps: tuple[Step, ...]
+
+    @staticmethod
+    def __new__(cls, product: Product, device: torch.device, rows: torch.Size, columns: slice, dtype: torch.dtype, steps: tuple[Step, ...] = ()) -> "Logits":
+        made: Logits = Tensor._make_wrapper_subclass(cls, (*rows, columns.stop - columns.start), dtype=dtype, device=device)
+        made._product, made._columns, made._steps = product, columns, steps
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Logits({tuple(self.shape)}, {self.dtype}: not there, the loss is made in chunks)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name in _FACTS or name in _PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        me = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
+        made = me._after(name, args[1:], kwargs) if args and args[0] is me else None
+        if made is None:
+            raise LogitsNotThere(f"{name} {'after the loss' if me._product.hidden is None else 'between the head and the loss'}")
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise LogitsNotThere(f"{func} on the logits")
+
+    def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
+        """What an operation makes of the logits; None if it cannot be done chunk by chunk."""
+        if name in ("mul", "div") and len(args) == 1 and isinstance(args[0], (int, float)) and not kwargs:
+            return self._then((name, args[0]))  # type: ignore[arg-type]
+        if name == "tanh" and not args and not kwargs:
+            return self._then(("tanh", None))
+        if name in ("float", "bfloat16") and not args and not kwargs:
+            return self._cast(getattr(torch, name))
+        if name == "to" and kwargs.keys() <= {"dtype", "device", "non_blocking"}:
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            return self._cast(dtype or self.dtype) if device in (None, self.device) else None
+        return self._narrowed(args[0]) if name == "__getitem__" else None
+
+    def _then(self, *steps: Step, dtype: torch.dtype | None = None, columns: slice | None = None) -> "Logits":
+        return Logits(self._product, self.device, self.shape[:-1], columns or self._columns, dtype or self.dtype, (*self._steps, *steps))
+
+    def _cast(self, dtype: torch.dtype) -> "Logits | None":
+        if dtype == self.dtype:
+            return self
+        return self._then(("to", dtype), dtype=dtype) if dtype in DTYPES else None
+
+    def _narrowed(self, index: Any) -> "Logits | None":
+        """By an index that takes a range of the last dimension and all of the others."""
+        *others, last = index if isinstance(index, tuple) else (index,)
+        is_last = len(others) == self.dim() - 1 or any(i is Ellipsis for i in others)
+        if not is_last or not isinstance(last, slice) or not all(i is Ellipsis or (isinstance(i, slice) and i == slice(None)) for i in others):
+            return None
+        start, stop, stride = last.indices(self.shape[-1])
+        if stride != 1 or stop <= start:
+            return None
+        # Whatever is done to logits is done to each by itself, so the range may as well be one of the weight's.
+        first = self._columns.start
+        return self._then(columns=slice(first + start, first + stop))
+
+    def loss(self, targets: Tensor, *, ignore_index: int, num_items: Tensor | float | None, chunk: int) -> Tensor:
+        """Of targets that are shifted already. Can be made once."""
+        product, hidden = self._product, self._product.hidden
+        if hidden is None:
+            raise LogitsNotThere("a second loss of the same logits")
+        if targets.numel() != self.shape[:-1].numel():
+            raise ValueError(f"Expected one target for each of {self.shape[:-1].numel()} tokens, but there are {targets.numel()}")
+        product.hidden = None
+        weight: Tensor = product.head.weight
+        bias: Tensor | None = product.head.bias
+        if self.shape[-1] != len(weight):
+            weight, bias = weight[self._columns], bias if bias is None else bias[self._columns]
+        # As autocast would; without it nothing happens here.
+        hidden, weight, bias = hidden.to(product.dtype), weight.to(product.dtype), bias if bias is None else bias.to(product.dtype)
+        return cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1).to(hidden.device), chunk=chunk, steps=self._steps,
+            ignore_index=ignore_index, num_items=num_items,
+        )  # fmt: skip

@@ -1,0 +1,207 @@
+"""The loss of a language model in chunks of tokens, without code for any model family.
+
+While a `Seam` is attached and on, the output embedding returns logits that are not there (logits.py), and the model's `loss_function` makes the loss of
+them chunk by chunk (cross_entropy.py). Whether a model can be trained so is not read off a list: the trial run shows it, and the plan says it.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ModelUnsupported, tell
+from outsize.train.cross_entropy import chunk_tokens
+from outsize.train.logits import DTYPES, Logits, LogitsNotThere, Product
+
+T = TypeVar("T")
+
+
+class NoSeam(ModelUnsupported):
+    """A model whose loss cannot be made in chunks."""
+
+    def __init__(self, reason: str):
+        expected = "the loss in chunks is for language models with the loss of transformers, whose logits are at most scaled, capped and cast before it"
+        super().__init__(tell(expected, reason, "Leave chunked_loss out, or give chunked_loss=False"))
+        self.reason = reason
+
+
+class Seam:
+    """Where a model's loss can be made in chunks: its forward, its output embedding, its loss_function. Changes are attributes of these instances alone."""
+
+    def __init__(self, model: nn.Module, chunk: int | None = None):
+        """Raises NoSeam where the model has no such place. `chunk`: tokens at once; None: what `chunk_tokens` says."""
+        self._owner = _owner(model)
+        self._head = _head(self._owner)
+        self.chunk = chunk or chunk_tokens(self._head.out_features)
+        self.is_on = False
+        self._own_loss = _own_loss(self._owner)
+        self._products: list[Product] | None = None
+        """Of the training forward under way, None outside of one."""
+        self._before: list[tuple[nn.Module, str, Any]] = []
+
+    def attach(self, *, on: bool = True) -> None:
+        """Without `on`, all is as before. But a forward that has begun can still be turned on: the engine plans again for a larger batch in its first hook."""
+        self.is_on = on
+        self._set(self._owner, "forward", self._forward)
+        self._set(self._head, "forward", self._multiply)
+        self._before.append((self._owner, "_loss_function", vars(self._owner).get("_loss_function")))
+        vars(self._owner)["_loss_function"] = self._loss
+
+    def detach(self) -> None:
+        self.is_on = False
+        for module, name, value in reversed(self._before):
+            if value is None:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+        self._before = []
+
+    def _set(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        original = getattr(module, name)
+        self._before.append((module, name, vars(module).get(name)))
+        vars(module)[name] = functools.wraps(original)(functools.partial(function, original))
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on or not self._owner.training or not torch.is_grad_enabled() or _labels(forward, args, kwargs) is None:
+            return forward(*args, **kwargs)
+        products = self._products = []
+        try:
+            outputs = forward(*args, **kwargs)
+        finally:
+            self._products = None
+        if any(product.hidden is not None for product in products):
+            raise LogitsNotThere("a forward that does not give its logits to its loss_function")
+        return outputs
+
+    def _multiply(self, linear: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        if self._products is None or not torch.is_grad_enabled():
+            return linear(hidden)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        if dtype not in DTYPES:
+            raise LogitsNotThere(f"a head that computes in {str(dtype).removeprefix('torch.')}")
+        product = Product(hidden, self._head, dtype)
+        self._products.append(product)
+        return product.logits()
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
+        shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """As ForCausalLMLoss of transformers."""
+        if not isinstance(logits, Logits):
+            given = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
+            return self._own_loss(logits, labels, vocab_size, **given, **kwargs)
+        if logits.shape[-1] != vocab_size:
+            raise LogitsNotThere(f"a loss over {vocab_size} columns of {logits.shape[-1]}")
+        targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        return logits.loss(targets, ignore_index=ignore_index, num_items=num_items_in_batch, chunk=self.chunk)
+
+
+def _labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "labels" in kwargs or not args:
+        return kwargs.get("labels")
+    return inspect.signature(forward).bind_partial(*args).arguments.get("labels")
+
+
+def _owner(model: nn.Module) -> Any:
+    """The model that calls its loss_function: of a PEFT model, the one inside."""
+    owner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not hasattr(type(owner), "loss_function") or not hasattr(owner, "get_output_embeddings"):
+        raise NoSeam(f"{type(owner).__name__} is no model of transformers")
+    return owner
+
+
+def _head(owner: Any) -> nn.Linear:
+    head = owner.get_output_embeddings()
+    if head is None:
+        raise NoSeam("it has no output embedding")
+    # What PEFT puts around a head is no Linear, and what quantizes one has a forward of its own.
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        raise NoSeam(f"its output embedding is no plain Linear but a {type(head).__module__}.{type(head).__qualname__}")
+    return head
+
+
+def _own_loss(owner: Any) -> Callable[..., Tensor]:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss: Callable[..., Tensor] = owner.loss_function
+    if loss is not ForCausalLMLoss:
+        raise NoSeam(f"its loss is {getattr(loss, '__name__', type(loss).__name__)}")
+    return loss
+
+
+# Choosing.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenLoss:
+    """How the loss is made under a plan: in words for the plan, and to be attached with it."""
+
+    text: str
+    seam: Seam | None = None
+    in_chunks: bool = False
+
+    def attach(self) -> None:
+        if self.seam is not None:
+            self.seam.attach(on=self.in_chunks)
+
+    def detach(self) -> None:
+        if self.seam is not None:
+            self.seam.detach()
+
+
+def is_in_chunks(text: str) -> bool:
+    """What a plan says of the loss."""
+    return text.startswith("in chunks")
+
+
+def trace_with_loss(
+    model: nn.Module, batch: Any, trace: Callable[[str], T], *, wanted: bool | None, is_custom: bool = False, before: ChosenLoss | None = None
+) -> tuple[T, ChosenLoss]:
+    """Take a trace with the loss in chunks where that is wanted and possible, else with the model's own loss.
+
+    Args:
+        batch: the largest one.
+        trace: takes the trace; is given the words for a loss in chunks, or none.
+        wanted: None: where the batch is larger than a chunk and the model allows it. True: raises NoSeam where it cannot be.
+        is_custom: the loop makes a loss of its own, which may read the logits.
+        before: what was chosen for the same model: a loss that was made in chunks stays so.
+    """
+    chosen = _choose(model, batch, wanted, is_custom, before)
+    if not chosen.in_chunks:
+        return trace(""), chosen
+    chosen.attach()
+    try:
+        return trace(chosen.text), chosen
+    except LogitsNotThere as no:
+        if wanted:
+            raise NoSeam(f"there is {no.use}") from no
+        reason = no.use
+    finally:
+        chosen.detach()
+    return trace(""), ChosenLoss(text=f"full logits: {reason}")
+
+
+def _choose(model: nn.Module, batch: Any, wanted: bool | None, is_custom: bool, before: ChosenLoss | None) -> ChosenLoss:
+    """As far as it can be told without a trial."""
+    if wanted is False:
+        return ChosenLoss(text="full logits, as asked")
+    if is_custom and not wanted:
+        return ChosenLoss(text="full logits: the loop makes its own loss")
+    try:
+        seam = before.seam if before is not None and before.seam is not None else Seam(model)
+    except NoSeam as no:
+        if wanted:
+            raise
+        return ChosenLoss(text=f"full logits: {no.reason}")
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    tokens = labels.numel() if isinstance(labels, Tensor) else 0
+    if wanted or tokens > seam.chunk or (before is not None and before.in_chunks):
+        return ChosenLoss(text=f"in chunks of {seam.chunk} tokens", seam=seam, in_chunks=True)
+    why = f"{tokens} tokens are no more than a chunk of {seam.chunk}" if tokens else "the batch has no labels"
+    return ChosenLoss(text=f"full logits: {why}", seam=seam)
