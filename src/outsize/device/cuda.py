@@ -27,6 +27,7 @@ _SLACK_BYTES = 64 * 2**20
 
 class CudaDevice(Device):
     kind = "cuda"
+    observes_by_mode = False
 
     def __init__(self, index: int):
         super().__init__()

@@ -34,6 +34,8 @@ class Device(ABC):
     torch_device: torch.device
     spec: HardwareSpec
     finds_races = False
+    observes_by_mode = True
+    """Whether memory is seen by a dispatch mode, also in a trial run. Autograd adds up gradients out of place under any such mode."""
 
     def __init__(self) -> None:
         self.promised: dict[int, int] = {}

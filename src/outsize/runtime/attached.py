@@ -63,7 +63,11 @@ class Attached:
         self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
         self.patches = Patches(model, self.store, drain=drain, before_write=before_write, zero_grad=zero_grad)
         self._guard: Guard | None = Guard(self.store)
-        push_mode(self._guard)
+        # Under a mode, the gradients of a parameter with several uses are added up out of place. A plan that was measured without one has no room for that.
+        adds_up = any(chunk.trainable and len(chunk.visits) > 1 for chunk in layout.chunks)
+        self._guards_backward = device.observes_by_mode or not adds_up
+        if self._guards_backward:
+            push_mode(self._guard)
         static = {t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))}
         self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
         self._chunks_of = {graph.visit_name(v): layout.used_by(v) for v in range(len(graph.visits))}
@@ -86,10 +90,19 @@ class Attached:
         visit = self._region_after.get(after)
         return self.planned.layout.used_by(visit) if visit is not None else ()
 
-    def drop_guard(self) -> None:
-        if self._guard is not None:
+    def begin_forward(self) -> None:
+        """Forwards are guarded also where backwards are not."""
+        if self._guard is not None and not self._guards_backward:
+            push_mode(self._guard)
+
+    def end_forward(self) -> None:
+        if self._guard is not None and not self._guards_backward:
             remove_mode(self._guard)
-            self._guard = None
+
+    def drop_guard(self) -> None:
+        if self._guard is not None and self._guards_backward:
+            remove_mode(self._guard)
+        self._guard = None
 
     def release(self, *, keep: bool = True) -> None:
         """A plain model on the CPU again; without `keep`, a hollow one."""

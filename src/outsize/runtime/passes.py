@@ -73,6 +73,7 @@ class Passes:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         self._device.watching(True)
+        self._holder.now.begin_forward()
         args, kwargs = map_tensors(self._device.put, args), map_tensors(self._device.put, kwargs)
         if self._training:
             self._forward_number = self._course.number
@@ -124,6 +125,7 @@ class Passes:
         if self._autocast_cache is not None:
             torch.set_autocast_cache_enabled(self._autocast_cache)
             self._autocast_cache = None
+            self._holder.now.end_forward()
         executor = self._holder.now.executor
         try:
             if not self._training:
