@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from outsize.base.errors import ConfigError, tell
+from outsize.cli.options import update_mode
 from outsize.run.shapes import SHAPES, require_one_of
 
 _DOC = f"""How fast does this machine train, measured beside what the plan promised?
@@ -30,7 +31,6 @@ outsize bench --model llama-7b --gpu-memory 24GiB --json found.json --trace lane
 
 outsize bench --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB     [dim]a process for each, and a table[/dim]
 """
-_UPDATES = {"in-backward": "in_backward", "after-step": "after_step"}
 _RIVALS = ("plain", "checkpointed")
 
 
@@ -46,14 +46,14 @@ def bench(
     steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 8,
     warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 3,
     plan: Annotated[Path | None, typer.Option(help="A plan's file, to run as it is.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cpu, or sim:<catalog name or size>.", show_default="the GPU if there is one")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cpu, or sim:<catalog name, .yaml file or size>.", show_default="the GPU if there is one")] = None,
     compare: Annotated[str | None, typer.Option(help="Also run the usual loop: plain, checkpointed, or both with a comma.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write what each lane did in three steps to this file, for Perfetto.")] = None,
 ) -> None:
     names = [require_one_of(SHAPES, name, "--model") for name in _split(model)]
     kinds = [require_one_of(_RIVALS, name, "--compare") for name in _split(compare)]
-    how = _UPDATES[require_one_of(_UPDATES, update, "--update")] if update is not None else None
+    how = update_mode(update) if update is not None else None
     if len(names) > 1 and (plan is not None or trace is not None):
         found = f"--model names {len(names)} with --{'plan' if plan is not None else 'trace'}"
         raise ConfigError(tell("a plan and a trace are of one model", found, "Name one model"))

@@ -14,6 +14,7 @@ from outsize import __version__
 from outsize.base.errors import OutsizeError
 from outsize.cli.bench import bench
 from outsize.cli.doctor import doctor
+from outsize.cli.explain import explain
 from outsize.cli.export import export
 from outsize.cli.plan import plan
 from outsize.cli.train import train
@@ -31,6 +32,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command()(train)
 app.command()(plan)
+app.command()(explain)
 app.command()(export)
 app.command()(bench)
 app.command()(doctor)

@@ -1,11 +1,16 @@
 """`outsize plan`: will it fit, and how fast would it be? For machines one has or only thinks of buying."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
+from outsize.base.units import show_bytes, show_seconds
+from outsize.cli.options import Accumulate, ConfigPath, Dtype, GpuMemory, HostMemory, MicroBatch, SequenceLen, Update, update_mode
+
+if TYPE_CHECKING:
+    from outsize.train.forecast import Forecast
 
 _EXAMPLES = """Will it fit, and how fast would it be? Needs a model's config alone: no weights, no GPU.
 
@@ -15,21 +20,22 @@ outsize plan ~/models/llama-8b --hardware rtx4090 --sequence-len 4096
 
 outsize plan meta-llama/Llama-3.1-8B --gpu-memory 16GiB --host-memory 64GiB
 
-outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]one line for each[/dim]
+outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]side by side[/dim]
 
 outsize plan ~/models/llama-8b --accumulate 8 --save plan.json     [dim]for outsize.prepare(..., plan="plan.json")[/dim]
 """
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")],
-    hardware: Annotated[str, typer.Option(help="A machine of the catalog, or several with commas between; or a size such as 64MiB.")] = "rtx4090",
-    sequence_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 2048,
-    micro_batch_size: Annotated[int, typer.Option(help="Rows of a batch.")] = 1,
-    gpu_memory: Annotated[str | None, typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="the machine's")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")] = None,
-    accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")] = "bfloat16",
+    model: ConfigPath,
+    hardware: Annotated[str, typer.Option(help="A machine of the catalog, or several with commas between; a machine's YAML file; or a size.")] = "rtx4090",
+    sequence_len: SequenceLen = 2048,
+    micro_batch_size: MicroBatch = 1,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    accumulate: Accumulate = 1,
+    dtype: Dtype = "bfloat16",
+    update: Update = "after-step",
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
 ) -> None:
     names = [name.strip() for name in hardware.split(",") if name.strip()]
@@ -38,34 +44,58 @@ def plan(
         raise ConfigError(tell("one machine for a plan that is saved, and one or more to compare", found, "Name one of them with --hardware"))
     if save is not None and not save.absolute().parent.is_dir():
         raise ConfigError(tell("--save names a file in a folder that exists", f"{save.parent} does not", "Make it first"))
+    mode = update_mode(update)
 
     # Importing takes seconds; what can be refused without it was refused above.
     from outsize.plan.check import save as save_plan
-    from outsize.train.forecast import Forecast
+    from outsize.runtime.optimizer import AdamW
     from outsize.train.forecast import plan as forecast
 
-    def plan_for(name: str) -> Forecast:
+    def plan_for(name: str) -> "Forecast":
         return forecast(
             model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, hardware=name, gpu_memory=gpu_memory, host_memory=host_memory,
-            accumulate=accumulate, dtype=dtype,
+            accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode),
         )  # fmt: skip
 
     if len(names) == 1:
         made = plan_for(names[0])
         print(made)
+        print(made.outlook())
         if save is not None:
             save_plan(made.plan, save)
             print(f"\nsaved to {save}")
         return
-    num_fit = 0
+    found_for: dict[str, Forecast | PlanInfeasible] = {}
     for name in names:
         try:
-            print(plan_for(name).summary())
-            num_fit += 1
+            found_for[name] = plan_for(name)
         except PlanInfeasible as no:
-            print(f"{name}: does not fit. {no}")
-    if not num_fit:
+            found_for[name] = no
+    print(side_by_side(found_for))
+    if all(isinstance(found, PlanInfeasible) for found in found_for.values()):
         raise typer.Exit(2)
+
+
+def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
+    """A row for each machine; what does not fit says what is missing."""
+    rows = [("machine", "tokens/s", "step", "GPU", "host", "binds")]
+    notes = []
+    for name, found in found_for.items():
+        if isinstance(found, PlanInfeasible):
+            missing = f"{show_bytes(found.needed_bytes)} of {'GPU' if found.resource == 'gpu' else 'host'} memory needed"
+            rows.append((name, "does not fit", "", "", "", f"{missing}, {show_bytes(found.allowed_bytes)} there"))
+            notes.append(f"{name}: {found}")
+            continue
+        estimate = found.plan.estimate
+        busy = estimate.busy_seconds
+        lane = max(busy, key=lambda lane: busy[lane])
+        rows.append((
+            name, f"{found.tokens_per_second:,.0f}", show_seconds(estimate.step_seconds), show_bytes(estimate.gpu_bytes), show_bytes(estimate.host_bytes),
+            f"{lane} {busy[lane] / estimate.step_seconds:.0%}",
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    lines = ["  ".join(cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], *(["", *notes] if notes else [])])
 
 
 plan.__doc__ = _EXAMPLES

@@ -21,7 +21,7 @@ from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import CATALOG, lookup
-from outsize.hardware.spec import ALLOCATOR_SHARE, HardwareSpec
+from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
@@ -29,15 +29,13 @@ from outsize.model.graph import BlockGraph
 from outsize.plan.check import check
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
-from outsize.plan.render import render, summary
-from outsize.planner.search import search
+from outsize.plan.render import render
+from outsize.planner.explain import Explanation, Problem, explain, outlook
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 from outsize.runtime.optimizer import AdamW
 from outsize.train.loss import trace_with_loss
 
-CONTEXT_BYTES = 600 * 2**20
-"""What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` measures it."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException,
@@ -53,15 +51,29 @@ class Forecast:
     plan: Plan
     graph: BlockGraph
     layout: ChunkLayout
+    problem: Problem
+    """What it is the solution of, for further questions."""
 
     @property
     def tokens_per_second(self) -> float:
         rows, tokens = self.plan.inputs["input_ids"]
         return rows * tokens * self.plan.terms.accumulate / self.plan.estimate.step_seconds
 
-    def summary(self) -> str:
-        """One line."""
-        return f"{self.plan.hardware}: {self.tokens_per_second:,.0f} tokens/s, {summary(self.plan)}"
+    def explain(self) -> Explanation:
+        """Why this plan, and what another machine would be worth. Takes seconds."""
+        return explain(self.problem, self.plan)
+
+    def outlook(self) -> str:
+        """What 4 GiB more would buy, and the least that would do."""
+        return outlook(self.problem, self.plan, self.smallest_machine())
+
+    def smallest_machine(self) -> str | None:
+        """Of the catalog, by GPU memory and then by name; None if no one is large enough."""
+        for spec in sorted(CATALOG.values(), key=lambda spec: (spec.gpu_bytes, spec.name)):
+            least = self.problem.least_gpu_bytes(_host_budget(spec, None))
+            if least is not None and least <= _gpu_budget(spec, None):
+                return spec.name
+        return None
 
     def __str__(self) -> str:
         return render(self.plan, self.graph, self.layout)
@@ -88,7 +100,7 @@ def plan(
         model: a folder with a config.json, that file, a hub id whose config can be loaded, or a transformers config object.
         sequence_len: tokens of a row; batches are taken to be full, without padding.
         micro_batch_size: rows of a batch.
-        hardware: a machine of the catalog, or a size such as "64MiB" for a small imaginary one.
+        hardware: a machine of the catalog, a .yaml file of one (`outsize probe --save`), or a size such as "64MiB" for a small imaginary one.
         gpu_memory: most GPU memory to use, CUDA context included. Default: all of the machine's.
         host_memory: most host memory to use. Default: the machine's, less a tenth.
         accumulate: backward passes per step.
@@ -113,9 +125,10 @@ def plan(
     graph, trace, loss = fake_trace(_config(model), spec, rows=micro_batch_size, tokens=sequence_len, dtype=DTYPES[dtype], chunked_loss=chunked_loss)
     layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
     terms = Terms(update=settings.update, accumulate=accumulate, fp32_grads=settings.fp32_grads)
-    made = search(graph, layout, trace, spec, terms, gpu_budget_bytes=gpu_budget, host_budget_bytes=host_budget, pins=pins or Pins())
+    problem = Problem(graph=graph, layout=layout, trace=trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins())
+    made = problem.solve()
     check(made, graph, layout)
-    return Forecast(plan=replace(made, loss=loss), graph=graph, layout=layout)
+    return Forecast(plan=replace(made, loss=loss), graph=graph, layout=layout, problem=problem)
 
 
 # The machine.
@@ -127,9 +140,9 @@ def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> int:
     if asked > spec.gpu_bytes:
         found = f"{exact_bytes(asked)} was asked for"
         raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(spec.gpu_bytes)} of {spec.name}", found, "Ask for less, or name other hardware"))
-    budget = asked - (CONTEXT_BYTES + int(asked * ALLOCATOR_SHARE) if spec.name in CATALOG else 0)
+    budget = asked - spec.context_bytes - int(asked * spec.allocator_share)
     if budget <= 0:
-        least = f"gpu_memory is more than the {show_bytes(CONTEXT_BYTES)} that a CUDA process takes by itself"
+        least = f"gpu_memory is more than the {show_bytes(spec.context_bytes)} that a CUDA process takes by itself"
         raise ConfigError(tell(least, f"{exact_bytes(asked)} was given", "Give more"))
     return budget
 

@@ -53,12 +53,27 @@ def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path
     assert made.inputs["input_ids"] == (3, 32)
 
 
+def test_plan_says_what_more_memory_would_buy_and_how_little_would_do(model: str) -> None:
+    result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--update", "in-backward"])
+    assert result.exit_code == 0, result.output
+    more, least = result.output.strip().splitlines()[-2:]
+    assert more.startswith("more  4.00 GiB more GPU memory: ") and "that does: rtx3090" in least
+
+
+def test_explain_shows_the_usual_recipes_and_what_a_better_machine_is_worth(model: str) -> None:
+    result = runner.invoke(app, ["explain", model, "--sequence-len", "32", "--hardware", "512KiB", "--host-memory", "1GiB"])
+    assert result.exit_code == 0, result.output
+    assert all(words in result.output for words in ("by hand  everything on the GPU", "worth    4.00 GiB more", "copies twice as fast", "least  "))
+    assert runner.invoke(app, ["explain", model, "--update", "sometimes"]).exit_code == 2
+
+
 def test_plan_compares_machines_in_one_line_each(model: str) -> None:
     result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "rtx4090, 1MiB,4KiB"])
     assert result.exit_code == 0, result.output
     lines = result.output.strip().splitlines()
-    assert [line.split(":")[0] for line in lines] == ["rtx4090", "1MiB", "4KiB"]
-    assert "tokens/s" in lines[0] and "does not fit" in lines[2]
+    assert [line.split()[0] for line in lines[:1] + lines[2:5]] == ["machine", "rtx4090", "1MiB", "4KiB"]
+    assert "tokens/s" in lines[0] and "does not fit" in lines[4]
+    assert lines[6].startswith("4KiB: training this model"), "the whole sentence follows"
     assert runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "4KiB,2KiB"]).exit_code == 2
 
 

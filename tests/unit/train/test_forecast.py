@@ -16,10 +16,10 @@ from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.base.units import exact_bytes
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
-from outsize.hardware.spec import ALLOCATOR_SHARE
+from outsize.hardware.spec import ALLOCATOR_SHARE, CONTEXT_BYTES
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
-from outsize.train.forecast import CONTEXT_BYTES, batch_for, fake_trace, plan
+from outsize.train.forecast import batch_for, fake_trace, plan
 
 ROWS, TOKENS = 2, 24
 
@@ -77,7 +77,7 @@ def test_eight_billion_parameters_take_no_memory_and_leave_the_random_numbers_al
     text = str(made)
     assert "rtx4090" in text and "model.layers" in text and "tokens/s" in text
     assert made.plan.estimate.gpu_bytes <= 24 * 2**30 - CONTEXT_BYTES - int(24 * 2**30 * ALLOCATOR_SHARE) == made.plan.gpu_budget_bytes
-    assert "rtx4090: " in made.summary() and "\n" not in made.summary()
+    assert made.smallest_machine() == "rtx3090"
 
 
 def test_a_folder_its_config_file_and_the_object_give_one_plan(tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""Options that several commands share: said once, so that they mean the same everywhere."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from outsize.run.shapes import require_one_of
+
+ConfigPath = Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")]
+Hardware = Annotated[str, typer.Option(help="A machine of the catalog, a machine's YAML file, or a size such as 64MiB.")]
+SequenceLen = Annotated[int, typer.Option(help="Tokens of a row.")]
+MicroBatch = Annotated[int, typer.Option(help="Rows of a batch.")]
+GpuMemory = Annotated[str | None, typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="the machine's")]
+HostMemory = Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")]
+Accumulate = Annotated[int, typer.Option(help="Backward passes per optimizer step.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
+Update = Annotated[str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")]
+
+
+def update_mode(update: str) -> Literal["after_step", "in_backward"]:
+    modes: dict[str, Literal["after_step", "in_backward"]] = {"after-step": "after_step", "in-backward": "in_backward"}
+    return modes[require_one_of(modes, update, "--update")]

@@ -1,0 +1,165 @@
+"""Why this plan: what the usual recipes would take, what a faster or larger machine would be worth, and the least that would do.
+
+Every answer is a search of its own with one thing changed, so it is as right as the plan itself. Seconds of work on one core; no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from outsize.base.errors import ConfigError, PlanInfeasible
+from outsize.base.units import show_bytes, show_seconds
+from outsize.hardware.spec import HardwareSpec
+from outsize.layout.chunks import ChunkLayout
+from outsize.model.graph import BlockGraph
+from outsize.plan.pins import Pins
+from outsize.plan.plan import Plan, Terms
+from outsize.planner.candidates import Space
+from outsize.planner.feasible import Budgets
+from outsize.planner.search import search
+from outsize.profile.trace import ModelTrace
+
+GiB = 2**30
+MORE_GPU_BYTES = 4 * GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """All that a search goes by."""
+
+    graph: BlockGraph
+    layout: ChunkLayout
+    trace: ModelTrace
+    spec: HardwareSpec
+    terms: Terms
+    gpu_bytes: int
+    host_bytes: int
+    pins: Pins = Pins()
+
+    def solve(self) -> Plan:
+        return search(
+            self.graph, self.layout, self.trace, self.spec, self.terms, gpu_budget_bytes=self.gpu_bytes, host_budget_bytes=self.host_bytes, pins=self.pins
+        )
+
+    @property
+    def space(self) -> Space:
+        return Space(self.graph, self.layout, self.trace, self.terms, self.spec)
+
+    def least_gpu_bytes(self, host_bytes: int | None = None) -> int | None:
+        """The least GPU memory that would do beside this much on the host (the problem's own by default); None if no amount does."""
+        least = Budgets(self.space, self.pins, self.gpu_bytes, self.host_bytes if host_bytes is None else host_bytes).least_gpu()
+        return least[0] if least else None
+
+    def least_host_bytes(self) -> int | None:
+        """The least host memory that would do beside the GPU as it is."""
+        least = Budgets(self.space, self.pins, self.gpu_bytes, self.host_bytes).least_host()
+        return least[0] if least else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a change comes to."""
+
+    name: str
+    step_seconds: float | None
+    """None: it does not fit."""
+    note: str
+    """What binds, or what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    plan: Plan
+    by_hand: tuple[Answer, ...]
+    """The recipes that people use without a planner, each with the rest chosen as well as can be."""
+    worth: tuple[Answer, ...]
+    """One thing of the machine changed, and planned anew."""
+    least_gpu_bytes: int | None
+    least_host_bytes: int | None
+
+    def __str__(self) -> str:
+        chosen = self.plan.estimate.step_seconds
+        lines = [f"chosen   {show_seconds(chosen)} a step; {self.plan.search}"]
+        for label, answers in (("by hand", self.by_hand), ("worth", self.worth)):
+            width = max((len(a.name) for a in answers), default=0)
+            lines += [f"{label if i == 0 else '':<8} {a.name:<{width}}  {_compared(a, chosen)}" for i, a in enumerate(answers)]
+        return "\n".join([*lines, f"least    {self._least()}"])
+
+    def _least(self) -> str:
+        gpu, host = (show_bytes(n) if n is not None else None for n in (self.least_gpu_bytes, self.least_host_bytes))
+        budget = f"{show_bytes(self.plan.host_budget_bytes)} on the host"
+        words = [f"{gpu} of GPU memory would do beside {budget}" if gpu else f"no GPU is small enough beside {budget}"]
+        return "; ".join([*words, *([f"{host} on the host would do beside this GPU"] if host else [])])
+
+
+def explain(problem: Problem, plan: Plan) -> Explanation:
+    """`plan`: the problem's solution."""
+    return Explanation(
+        plan=plan,
+        by_hand=tuple(_answer(name, replace(problem, pins=pins)) for name, pins in _recipes(problem)),
+        worth=tuple(_answer(name, changed) for name, changed in _changes(problem)),
+        least_gpu_bytes=problem.least_gpu_bytes(),
+        least_host_bytes=problem.least_host_bytes(),
+    )
+
+
+def outlook(problem: Problem, plan: Plan, smallest: str | None) -> str:
+    """The first questions after a plan, in two lines: what more memory would buy, and how little would do. `smallest`: a machine's name."""
+    name, changed = next(_changes(problem))
+    least = Explanation(plan=plan, by_hand=(), worth=(), least_gpu_bytes=problem.least_gpu_bytes(), least_host_bytes=problem.least_host_bytes())
+    card = f"the smallest machine of the catalog that does: {smallest}" if smallest else "no machine of the catalog is large enough"
+    return f"more  {name}: {_compared(_answer(name, changed), plan.estimate.step_seconds)}\nleast {least._least()}; {card}"
+
+
+def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
+    space = problem.space
+    chunks, states, layers = len(space.weight_order), len(space.state_order), space.num_layers
+    keep = Pins(n_swap=0, n_offload=0, n_checkpoint=0)
+    recompute = replace(keep, n_checkpoint=layers["recompute"])
+    yield "everything on the GPU", replace(keep, n_persist=chunks, n_optimizer_gpu=states)
+    yield "everything on the GPU, layers recomputed", replace(recompute, n_persist=chunks, n_optimizer_gpu=states)
+    yield "optimizer on the host, layers recomputed", replace(recompute, n_persist=chunks, n_optimizer_gpu=0)
+    yield "weights and optimizer on the host, layers recomputed", replace(recompute, n_persist=0, n_optimizer_gpu=0)
+
+
+def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    spec = problem.spec
+    yield f"{show_bytes(MORE_GPU_BYTES)} more GPU memory", replace(problem, gpu_bytes=problem.gpu_bytes + MORE_GPU_BYTES)
+    for name, fields in (
+        ("computing twice as fast", ("flops", "gpu_bytes_per_second")),
+        ("copies twice as fast", ("h2d_bytes_per_second", "d2h_bytes_per_second")),
+        ("updates on the host twice as fast", ("host_adam_params_per_second", "host_bytes_per_second")),
+    ):
+        faster = replace(spec, **{field: 2 * getattr(spec, field) for field in fields})
+        trace = _twice_as_fast(problem.trace) if "flops" in fields else problem.trace
+        yield name, replace(problem, spec=faster, trace=trace)
+
+
+def _twice_as_fast(trace: ModelTrace) -> ModelTrace:
+    """The same bytes in half the seconds."""
+    halved = tuple(
+        {strategy: replace(work, forward_seconds=work.forward_seconds / 2, backward_seconds=work.backward_seconds / 2) for strategy, work in visit.items()}
+        for visit in trace.visits
+    )
+    return replace(trace, visits=halved)
+
+
+def _answer(name: str, problem: Problem) -> Answer:
+    try:
+        plan = problem.solve()
+    except PlanInfeasible as no:
+        needed = f"{show_bytes(no.needed_bytes)} of {'GPU' if no.resource == 'gpu' else 'host'} memory"
+        return Answer(name=name, step_seconds=None, note=f"does not fit: {needed}, {show_bytes(no.allowed_bytes)} allowed")
+    except ConfigError:  # the layers do not know the recipe's strategy
+        return Answer(name=name, step_seconds=None, note="this model cannot be trained so")
+    seconds = plan.estimate.busy_seconds
+    busiest = max(seconds, key=lambda lane: seconds[lane])
+    share = seconds[busiest] / plan.estimate.step_seconds if plan.estimate.step_seconds else 0.0
+    return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=f"{busiest} works {share:.0%} of it")
+
+
+def _compared(answer: Answer, chosen: float) -> str:
+    if answer.step_seconds is None:
+        return answer.note
+    ratio = answer.step_seconds / chosen if chosen else 1.0
+    by = "as fast" if abs(ratio - 1) < 0.005 else f"{1 - ratio:.0%} less" if ratio < 1 else f"{ratio - 1:.0%} more"
+    return f"{show_seconds(answer.step_seconds)} ({by}; {answer.note})"

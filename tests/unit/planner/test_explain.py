@@ -1,0 +1,72 @@
+"""Answers are searches with one thing changed: recipes are pins, worth is another machine, the least is where a search begins to succeed."""
+
+from dataclasses import replace
+
+import pytest
+from synthetic import make_case
+
+from outsize.base.errors import PlanInfeasible
+from outsize.plan.plan import Terms
+from outsize.planner.explain import Explanation, Problem, explain, outlook
+
+HUGE = 10**12
+
+
+def problem(gpu_bytes: int = HUGE, host_bytes: int = HUGE, num_layers: int = 6) -> Problem:
+    case = make_case(num_layers, 2, terms=Terms(update="in_backward"))
+    return Problem(
+        graph=case.graph, layout=case.layout, trace=case.trace, spec=case.spec, terms=case.terms, gpu_bytes=gpu_bytes, host_bytes=host_bytes
+    )
+
+
+@pytest.fixture(scope="module")
+def tight() -> Problem:
+    """Half of what the plain run takes."""
+    return problem(problem().solve().estimate.gpu_bytes // 2)
+
+
+@pytest.fixture(scope="module")
+def explained(tight: Problem) -> Explanation:
+    return explain(tight, tight.solve())
+
+
+def test_no_recipe_beats_the_plan_and_those_that_do_not_fit_say_what_they_need(explained: Explanation) -> None:
+    chosen = explained.plan.estimate.step_seconds
+    by_name = {answer.name: answer for answer in explained.by_hand}
+    assert all(a.step_seconds is None or a.step_seconds >= 0.99 * chosen for a in explained.by_hand)
+    assert by_name["everything on the GPU"].step_seconds is None and "does not fit" in by_name["everything on the GPU"].note
+    assert by_name["weights and optimizer on the host, layers recomputed"].step_seconds is not None
+
+
+def test_a_better_machine_is_never_slower_and_the_best_change_is_to_what_binds(explained: Explanation) -> None:
+    chosen = explained.plan.estimate.step_seconds
+    seconds = {answer.name: answer.step_seconds for answer in explained.worth}
+    assert all(s is not None and s <= 1.01 * chosen for s in seconds.values())
+    busy = explained.plan.estimate.busy_seconds
+    binding = max(busy, key=lambda lane: busy[lane])
+    words = {"compute": "computing", "h2d": "copies", "d2h": "copies", "host": "updates on the host"}[binding]
+    faster = {name: s for name, s in seconds.items() if "twice" in name}
+    assert words in min(faster, key=lambda name: faster[name] or 0.0)
+
+
+def test_the_least_is_where_a_search_begins_to_succeed(tight: Problem, explained: Explanation) -> None:
+    assert explained.least_gpu_bytes is not None and explained.least_host_bytes is not None
+    replace(tight, gpu_bytes=explained.least_gpu_bytes).solve()
+    replace(tight, host_bytes=explained.least_host_bytes).solve()
+    for smaller in (replace(tight, gpu_bytes=explained.least_gpu_bytes - 1), replace(tight, host_bytes=explained.least_host_bytes - 1)):
+        with pytest.raises(PlanInfeasible):
+            smaller.solve()
+
+
+def test_where_everything_fits_and_there_is_no_host_the_plain_recipe_is_the_plan() -> None:
+    roomy = problem(host_bytes=0)
+    found = explain(roomy, roomy.solve())
+    assert found.by_hand[0].step_seconds == found.plan.estimate.step_seconds
+
+
+def test_it_reads_as_a_table_and_the_outlook_as_two_lines(tight: Problem, explained: Explanation) -> None:
+    lines = str(explained).splitlines()
+    assert [line[:8].strip() for line in lines] == ["chosen", "by hand", "", "", "", "worth", "", "", "", "least"]
+    more, least = outlook(tight, explained.plan, "rtx3090").splitlines()
+    assert more.startswith("more  4.00 GiB more GPU memory: ") and least.endswith("that does: rtx3090")
+    assert "no machine" in outlook(tight, explained.plan, None)
