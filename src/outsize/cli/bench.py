@@ -29,6 +29,8 @@ outsize bench --model llama-1b --compare plain,checkpointed     [dim]and the usu
 
 outsize bench --model llama-7b --gpu-memory 24GiB --json found.json --trace lanes.json     [dim]lanes.json for ui.perfetto.dev[/dim]
 
+outsize bench --model llama-7b --gpu-memory 24GiB --html run.html     [dim]the plan and the run, lane by lane[/dim]
+
 outsize bench --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB     [dim]a process for each, and a table[/dim]
 """
 _RIVALS = ("plain", "checkpointed")
@@ -50,14 +52,15 @@ def bench(
     compare: Annotated[str | None, typer.Option(help="Also run the usual loop: plain, checkpointed, or both with a comma.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write what each lane did in three steps to this file, for Perfetto.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plan and run side by side to this file.")] = None,
 ) -> None:
     names = [require_one_of(SHAPES, name, "--model") for name in _split(model)]
     kinds = [require_one_of(_RIVALS, name, "--compare") for name in _split(compare)]
     how = update_mode(update) if update is not None else None
-    if len(names) > 1 and (plan is not None or trace is not None):
-        found = f"--model names {len(names)} with --{'plan' if plan is not None else 'trace'}"
-        raise ConfigError(tell("a plan and a trace are of one model", found, "Name one model"))
-    for option, path in (("--json", json), ("--trace", trace)):
+    given = [option for option, value in (("--plan", plan), ("--trace", trace), ("--html", html)) if value is not None]
+    if len(names) > 1 and given:
+        raise ConfigError(tell("a plan, a trace and a page are of one model", f"--model names {len(names)} with {given[0]}", "Name one model"))
+    for option, path in (("--json", json), ("--trace", trace), ("--html", html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(tell(f"{option} names a file in a folder that exists", f"{path.parent} does not", "Make it first"))
     if len(names) > 1:
@@ -84,7 +87,7 @@ def bench(
     if asked_for.device.startswith("sim"):
         print(f"{IMAGINARY}\n")
     command = shlex.join(["outsize", *sys.argv[1:]])
-    result = run_bench(asked_for, say=lambda text: print(f"{text}\n", flush=True), trace=trace, command=command, version=__version__)
+    result = run_bench(asked_for, say=lambda text: print(f"{text}\n", flush=True), trace=trace, page=html, command=command, version=__version__)
     if json is not None:
         json.write_text(dumps(result) + "\n")  # before rivals run: they may take long
     if kinds:
@@ -92,7 +95,7 @@ def bench(
         if json is not None:
             json.write_text(dumps(result) + "\n")
     print(show(result), flush=True)
-    for path in filter(None, (json, trace)):
+    for path in filter(None, (json, trace, html)):
         print(f"written   {path}")
     if not (result.losses_finite and result.within_budget):
         raise typer.Exit(1)

@@ -94,6 +94,19 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("broken", f"there is an NVIDIA driver, but torch sees no GPU: {why}")
 
 
+def _probe() -> Iterator[Finding]:
+    from outsize.device.choose import choose_device
+    from outsize.hardware.probed import find_probe
+
+    device = choose_device()
+    if device.kind == "cuda":
+        found = find_probe(device.identity)
+        no = "no: plans take the rates above; run `outsize probe`, which takes seconds"
+        yield Finding("note", no) if found is None else Finding("ok", f"yes, plans take the rates {found.provenance}")
+    else:
+        yield Finding("note", "no: `outsize probe` can measure the host here, and the card where there is one")
+
+
 def _memory() -> Iterator[Finding]:
     import psutil
 
@@ -176,5 +189,5 @@ def _without_cache() -> Iterator[None]:
 
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
-    "python": _python, "libraries": _libraries, "GPU": _gpu, "host memory": _memory, "cache": _cache, "self-test": _self_test,
+    "python": _python, "libraries": _libraries, "GPU": _gpu, "probed": _probe, "host memory": _memory, "cache": _cache, "self-test": _self_test,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """`outsize explain`: why this plan, what the usual recipes would take, and what a better machine would be worth."""
 
-from outsize.cli.options import Accumulate, ConfigPath, Dtype, GpuMemory, Hardware, HostMemory, MicroBatch, SequenceLen, Update, update_mode
+from outsize.cli.options import Accumulate, BatchSize, ConfigPath, Dtype, GpuMemory, Hardware, HostMemory, MicroBatch, SequenceLen, Update, update_mode
 
 _EXAMPLES = """Why this plan and no other? What would more memory or a faster machine be worth? Needs a model's config alone, and some seconds.
 
@@ -13,16 +13,16 @@ outsize explain ~/models/llama-8b --hardware h200 --gpu-memory 24GiB --update in
 
 
 def explain(
-    model: ConfigPath, hardware: Hardware = "rtx4090", sequence_len: SequenceLen = 2048, micro_batch_size: MicroBatch = 1, gpu_memory: GpuMemory = None,
-    host_memory: HostMemory = None, accumulate: Accumulate = 1, dtype: Dtype = "bfloat16", update: Update = "after-step",
+    model: ConfigPath, hardware: Hardware = "rtx4090", sequence_len: SequenceLen = 2048, micro_batch_size: MicroBatch = None, batch_size: BatchSize = None,
+    gpu_memory: GpuMemory = None,     host_memory: HostMemory = None, accumulate: Accumulate = None, dtype: Dtype = "bfloat16", update: Update = "after-step",
 ) -> None:  # fmt: skip
     mode = update_mode(update)
     from outsize.runtime.optimizer import AdamW
     from outsize.train.forecast import plan as forecast
 
     made = forecast(
-        model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, hardware=hardware, gpu_memory=gpu_memory, host_memory=host_memory,
-        accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode),
+        model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, batch_size=batch_size, hardware=hardware, gpu_memory=gpu_memory,
+        host_memory=host_memory, accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode),
     )  # fmt: skip
     print(made)
     print(f"\n{made.explain()}")

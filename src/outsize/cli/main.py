@@ -17,6 +17,7 @@ from outsize.cli.doctor import doctor
 from outsize.cli.explain import explain
 from outsize.cli.export import export
 from outsize.cli.plan import plan
+from outsize.cli.probe import probe
 from outsize.cli.train import train
 
 
@@ -35,6 +36,7 @@ app.command()(plan)
 app.command()(explain)
 app.command()(export)
 app.command()(bench)
+app.command()(probe)
 app.command()(doctor)
 
 

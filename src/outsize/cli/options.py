@@ -9,10 +9,11 @@ from outsize.run.shapes import require_one_of
 ConfigPath = Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")]
 Hardware = Annotated[str, typer.Option(help="A machine of the catalog, a machine's YAML file, or a size such as 64MiB.")]
 SequenceLen = Annotated[int, typer.Option(help="Tokens of a row.")]
-MicroBatch = Annotated[int, typer.Option(help="Rows of a batch.")]
+MicroBatch = Annotated[int | None, typer.Option(help="Rows of a batch.", show_default="1; with --batch-size, the fastest")]
+BatchSize = Annotated[int | None, typer.Option(help="Rows of an optimizer step: micro-batches and accumulation follow from it.", show_default=False)]
 GpuMemory = Annotated[str | None, typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="the machine's")]
 HostMemory = Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")]
-Accumulate = Annotated[int, typer.Option(help="Backward passes per optimizer step.")]
+Accumulate = Annotated[int | None, typer.Option(help="Backward passes per optimizer step.", show_default="1, or what --batch-size makes of it")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
 Update = Annotated[str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")]
 

@@ -7,7 +7,7 @@ import typer
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
 from outsize.base.units import show_bytes, show_seconds
-from outsize.cli.options import Accumulate, ConfigPath, Dtype, GpuMemory, HostMemory, MicroBatch, SequenceLen, Update, update_mode
+from outsize.cli.options import Accumulate, BatchSize, ConfigPath, Dtype, GpuMemory, HostMemory, MicroBatch, SequenceLen, Update, update_mode
 
 if TYPE_CHECKING:
     from outsize.train.forecast import Forecast
@@ -22,6 +22,8 @@ outsize plan meta-llama/Llama-3.1-8B --gpu-memory 16GiB --host-memory 64GiB
 
 outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]side by side[/dim]
 
+outsize plan ~/models/llama-8b --html report.html     [dim]memory and lanes over one step, to look at[/dim]
+
 outsize plan ~/models/llama-8b --accumulate 8 --save plan.json     [dim]for outsize.prepare(..., plan="plan.json")[/dim]
 """
 
@@ -30,20 +32,25 @@ def plan(
     model: ConfigPath,
     hardware: Annotated[str, typer.Option(help="A machine of the catalog, or several with commas between; a machine's YAML file; or a size.")] = "rtx4090",
     sequence_len: SequenceLen = 2048,
-    micro_batch_size: MicroBatch = 1,
+    micro_batch_size: MicroBatch = None,
+    batch_size: BatchSize = None,
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
-    accumulate: Accumulate = 1,
+    accumulate: Accumulate = None,
     dtype: Dtype = "bfloat16",
     update: Update = "after-step",
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file: memory and lanes over one step, what every block does.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write what each lane would do in one step to this file, for Perfetto.")] = None,
 ) -> None:
     names = [name.strip() for name in hardware.split(",") if name.strip()]
-    if not names or (save is not None and len(names) > 1):
-        found = f"--hardware names {len(names)} machines"
-        raise ConfigError(tell("one machine for a plan that is saved, and one or more to compare", found, "Name one of them with --hardware"))
-    if save is not None and not save.absolute().parent.is_dir():
-        raise ConfigError(tell("--save names a file in a folder that exists", f"{save.parent} does not", "Make it first"))
+    written = {option: path for option, path in (("--save", save), ("--html", html), ("--trace", trace)) if path is not None}
+    if not names or (written and len(names) > 1):
+        found = f"--hardware names {len(names)} machines" + (f" with {', '.join(written)}" if names else "")
+        raise ConfigError(tell("one machine for a plan that is written to a file, and one or more to compare", found, "Name one of them with --hardware"))
+    for option, path in written.items():
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(tell(f"{option} names a file in a folder that exists", f"{path.parent} does not", "Make it first"))
     mode = update_mode(update)
 
     # Importing takes seconds; what can be refused without it was refused above.
@@ -53,8 +60,8 @@ def plan(
 
     def plan_for(name: str) -> "Forecast":
         return forecast(
-            model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, hardware=name, gpu_memory=gpu_memory, host_memory=host_memory,
-            accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode),
+            model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, batch_size=batch_size, hardware=name, gpu_memory=gpu_memory,
+            host_memory=host_memory, accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode),
         )  # fmt: skip
 
     if len(names) == 1:
@@ -64,6 +71,12 @@ def plan(
         if save is not None:
             save_plan(made.plan, save)
             print(f"\nsaved to {save}")
+        if html is not None:
+            made.write_page(html, title=Path(model).name if Path(model).exists() else model)
+            print(f"\npage in {html}")
+        if trace is not None:
+            made.write_trace(trace)
+            print(f"\ntrace in {trace}, for ui.perfetto.dev")
         return
     found_for: dict[str, Forecast | PlanInfeasible] = {}
     for name in names:

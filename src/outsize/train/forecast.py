@@ -7,6 +7,7 @@ What depends on a model's weights has no value here: a model that branches on th
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_leaves
 
-from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tell
+from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, PlanInfeasible, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.sim import SimDevice
@@ -31,8 +32,13 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
 from outsize.plan.render import render
 from outsize.planner.explain import Explanation, Problem, explain, outlook
+from outsize.planner.search import TIE
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
+from outsize.progress import counted
+from outsize.report.page import write_page
+from outsize.report.step import describe, placement_of, step_of
+from outsize.report.trace import write_trace
 from outsize.runtime.optimizer import AdamW
 from outsize.train.loss import trace_with_loss
 
@@ -75,6 +81,16 @@ class Forecast:
                 return spec.name
         return None
 
+    def write_page(self, path: Path, *, title: str = "") -> None:
+        """One HTML file: memory and lanes over one step, what every block does. `title`: what the model is called."""
+        write_page(path, self.plan, self.graph, self.layout, self.problem.spec, title=title)
+
+    def write_trace(self, path: Path) -> None:
+        """What each lane does in one step, for Perfetto."""
+        place = placement_of(self.plan, self.graph, self.layout)
+        step = step_of(self.plan, self.graph, self.layout, self.problem.spec)
+        write_trace(step.spans, path, describe=lambda name: describe(place, name))
+
     def __str__(self) -> str:
         return render(self.plan, self.graph, self.layout)
 
@@ -83,11 +99,12 @@ def plan(
     model: Any,
     *,
     sequence_len: int = 2048,
-    micro_batch_size: int = 1,
+    micro_batch_size: int | None = None,
+    batch_size: int | None = None,
     hardware: str = "rtx4090",
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     optimizer: AdamW | None = None,
     pins: Pins | None = None,
     dtype: str = "bfloat16",
@@ -99,11 +116,12 @@ def plan(
     Args:
         model: a folder with a config.json, that file, a hub id whose config can be loaded, or a transformers config object.
         sequence_len: tokens of a row; batches are taken to be full, without padding.
-        micro_batch_size: rows of a batch.
+        micro_batch_size: rows of a batch. Default: 1; with `batch_size`, the fastest.
+        batch_size: rows of an optimizer step. Micro-batches and accumulation follow from it.
         hardware: a machine of the catalog, a .yaml file of one (`outsize probe --save`), or a size such as "64MiB" for a small imaginary one.
         gpu_memory: most GPU memory to use, CUDA context included. Default: all of the machine's.
         host_memory: most host memory to use. Default: the machine's, less a tenth.
-        accumulate: backward passes per step.
+        accumulate: backward passes per step. Default: 1, or what `batch_size` makes of it.
         optimizer: what of its settings matters to memory: `update`, `fp32_grads`.
         pins: parts of the plan to fix.
         dtype: of the weights, "bfloat16" or "float32".
@@ -114,21 +132,58 @@ def plan(
         PlanInfeasible: with the smallest memory that would do.
         ModelUnsupported: the model branches on values that only real weights give.
     """
-    wrong = [f"{name} is {value!r}" for name, value in (("sequence_len", sequence_len), ("micro_batch_size", micro_batch_size), ("accumulate", accumulate))
-             if isinstance(value, bool) or not isinstance(value, int) or value < 1]  # fmt: skip
+    given = {"sequence_len": sequence_len, "micro_batch_size": micro_batch_size, "batch_size": batch_size, "accumulate": accumulate}
+    wrong = [f"{name} is {value!r}" for name, value in given.items()
+             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)]  # fmt: skip
     if wrong or dtype not in DTYPES:
         found = "; ".join([*wrong, *([] if dtype in DTYPES else [f"dtype is {dtype!r}"])])
-        raise ConfigError(tell("sequence_len, micro_batch_size and accumulate are whole numbers from 1, and dtype is bfloat16 or float32", found, "Correct it"))
+        raise ConfigError(tell(f"{', '.join(given)} are whole numbers from 1, and dtype is bfloat16 or float32", found, "Correct it"))
     spec = lookup(hardware)
     gpu_budget, host_budget = _gpu_budget(spec, gpu_memory), _host_budget(spec, host_memory)
     settings = optimizer or AdamW()
-    graph, trace, loss = fake_trace(_config(model), spec, rows=micro_batch_size, tokens=sequence_len, dtype=DTYPES[dtype], chunked_loss=chunked_loss)
-    layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
-    terms = Terms(update=settings.update, accumulate=accumulate, fp32_grads=settings.fp32_grads)
-    problem = Problem(graph=graph, layout=layout, trace=trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins())
-    made = problem.solve()
-    check(made, graph, layout)
-    return Forecast(plan=replace(made, loss=loss), graph=graph, layout=layout, problem=problem)
+    config = _config(model)
+
+    def solve(rows: int, passes: int) -> Forecast:
+        graph, trace, loss = fake_trace(copy.deepcopy(config), spec, rows=rows, tokens=sequence_len, dtype=DTYPES[dtype], chunked_loss=chunked_loss)
+        layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
+        terms = Terms(update=settings.update, accumulate=passes, fp32_grads=settings.fp32_grads)
+        problem = Problem(graph=graph, layout=layout, trace=trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins())
+        made = problem.solve()
+        check(made, graph, layout)
+        return Forecast(plan=replace(made, loss=loss), graph=graph, layout=layout, problem=problem)
+
+    return _fastest(solve, _splits(batch_size, micro_batch_size, accumulate))
+
+
+# The batch.
+
+
+def _splits(batch_size: int | None, micro_batch_size: int | None, accumulate: int | None) -> list[tuple[int, int]]:
+    """(micro-batch, passes) that are left to choose from, the smallest micro-batch first."""
+    if batch_size is None:
+        return [(micro_batch_size or 1, accumulate or 1)]
+    splits = [(rows, batch_size // rows) for rows in range(1, batch_size + 1) if batch_size % rows == 0]
+    left = [(rows, passes) for rows, passes in splits if rows == (micro_batch_size or rows) and passes == (accumulate or passes)]
+    if not left:
+        found = f"batch_size is {batch_size}, micro_batch_size {micro_batch_size}, accumulate {accumulate}"
+        raise ConfigError(tell("batch_size = micro_batch_size × accumulate", found, "Leave one of them out, or correct it"))
+    return left
+
+
+def _fastest(solve: Callable[[int, int], Forecast], splits: list[tuple[int, int]]) -> Forecast:
+    """Of equal ones the one with the smaller micro-batch. What does not fit at one size does not fit at a larger one."""
+    best: Forecast | None = None
+    for rows, passes in counted(splits, "Trying micro-batches", total=len(splits)):
+        try:
+            found = solve(rows, passes)
+        except PlanInfeasible:
+            if best is None:
+                raise
+            break
+        if best is None or found.tokens_per_second > best.tokens_per_second * (1 + TIE):
+            best = found
+    assert best is not None, "there is at least one split"
+    return best
 
 
 # The machine.

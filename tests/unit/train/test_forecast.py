@@ -153,3 +153,35 @@ def test_more_tokens_than_positions_is_told_by_name(caplog: pytest.LogCaptureFix
     assert not caplog.records
     assert plan(config_of("llama"), sequence_len=300, hardware="64MiB")  # rotary positions go on
     assert "128 positions" in caplog.text
+
+
+def test_of_a_global_batch_the_fastest_micro_batch_is_chosen_and_pins_are_obeyed() -> None:
+    config = config_of("llama")
+    how: dict[str, Any] = dict(sequence_len=TOKENS, hardware="1MiB", host_memory="1GiB", chunk_bytes="8KiB")
+    made = plan(config, batch_size=6, **how)
+    rows = made.plan.inputs["input_ids"][0]
+    assert rows * made.plan.terms.accumulate == 6
+    each = {r: plan(config, micro_batch_size=r, accumulate=6 // r, **how).tokens_per_second for r in (1, 2, 3, 6)}
+    assert made.tokens_per_second == each[rows] >= max(each.values()) / 1.02 and rows == min(r for r in each if each[r] >= each[rows])
+    assert plan(config, batch_size=6, accumulate=3, **how).plan.inputs["input_ids"][0] == 2
+    assert plan(config, batch_size=6, micro_batch_size=3, **how).plan.terms.accumulate == 2
+
+
+def test_micro_batches_that_do_not_fit_are_not_chosen_and_if_none_fits_the_smallest_says_why() -> None:
+    config = config_of("llama")
+    how: dict[str, Any] = dict(sequence_len=TOKENS, host_memory="1GiB", chunk_bytes="8KiB")
+    with pytest.raises(PlanInfeasible) as refused:
+        plan(config, micro_batch_size=4, hardware="64KiB", **how)
+    enough = exact_bytes(refused.value.needed_bytes)
+    assert plan(config, batch_size=16, hardware=enough, **how).plan.inputs["input_ids"][0] <= 4
+    with pytest.raises(PlanInfeasible) as least:
+        plan(config, micro_batch_size=1, hardware="64KiB", **how)
+    with pytest.raises(PlanInfeasible) as none:
+        plan(config, batch_size=16, hardware="64KiB", **how)
+    assert none.value.needed_bytes <= least.value.needed_bytes
+
+
+@pytest.mark.parametrize("given", [{"micro_batch_size": 4}, {"accumulate": 4}, {"micro_batch_size": 2, "accumulate": 2}])
+def test_a_batch_that_does_not_divide_is_refused(given: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="batch_size = micro_batch_size × accumulate"):
+        plan(config_of("llama"), batch_size=6, **given)
