@@ -40,4 +40,4 @@ def _make(name: str) -> Device:
         from outsize.device.cuda import CudaDevice
 
         return CudaDevice(int(rest or 0))
-    raise ConfigError(tell("device is cuda, cpu, or sim:<catalog name or size>", f"{name!r} was given", "Choose one of them"))
+    raise ConfigError(tell("device is cuda, cpu, or sim:<catalog name, .yaml file or size>", f"{name!r} was given", "Choose one of them"))

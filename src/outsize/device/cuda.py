@@ -5,10 +5,13 @@ Memory: homes, slots and arenas are allocated once; after that only the model's 
 that a copy stream reads stays referenced until the compute stream has waited for that copy, so its memory cannot be reused too early.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import torch
@@ -17,9 +20,9 @@ from torch import Tensor
 from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
-from outsize.hardware.catalog import CATALOG
 from outsize.hardware.lanes import Lane
-from outsize.hardware.spec import ALLOCATOR_SHARE, HardwareSpec
+from outsize.hardware.probed import Identity, describe
+from outsize.hardware.spec import ALLOCATOR_SHARE
 
 _SLACK_BYTES = 64 * 2**20
 """Kept free beside the allocator's share: small plans lose more than in proportion."""
@@ -42,7 +45,7 @@ class CudaDevice(Device):
         self._timed: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] = []
         """Spans of the timeline whose times the device still has."""
         self._zero: tuple[float, torch.cuda.Event] = (0.0, torch.cuda.Event())
-        self.spec = self._describe()
+        self.spec = describe(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
         self._limit = self._total
         self._workspaces = 0
         self.trial_peak_bytes = 0
@@ -52,20 +55,12 @@ class CudaDevice(Device):
     def _total(self) -> int:
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
-    def _describe(self) -> HardwareSpec:
-        """The catalog's rates where the card is known, else a middling card's; always this card's memory."""
-        properties = torch.cuda.get_device_properties(self.torch_device)
-        words = properties.name.lower().replace("geforce ", "").replace("nvidia ", "").split()
-        known = next((spec for name, spec in CATALOG.items() if name.split("-")[0] in "".join(words).replace(" ", "")), None)
-        base = known or CATALOG["rtx3090"]
-        origin = base.provenance if known else f"assumed as of {base.name}: this card is not in the catalog"
-        return HardwareSpec(
-            name=properties.name, gpu_bytes=properties.total_memory, host_bytes=psutil.virtual_memory().total, flops=base.flops,
-            gpu_bytes_per_second=base.gpu_bytes_per_second, h2d_bytes_per_second=base.h2d_bytes_per_second,
-            d2h_bytes_per_second=base.d2h_bytes_per_second, host_bytes_per_second=base.host_bytes_per_second,
-            host_adam_params_per_second=base.host_adam_params_per_second, gpu_adam_params_per_second=base.gpu_adam_params_per_second,
-            launch_seconds=base.launch_seconds, provenance=origin,
-        )  # fmt: skip
+    @property
+    def identity(self) -> Identity:
+        file = Path("/proc/driver/nvidia/version")
+        driver = re.search(r"\d+\.\d[\d.]*", file.read_text()) if file.exists() else None
+        name = torch.cuda.get_device_properties(self.torch_device).name
+        return replace(super().identity, gpu=name, driver=driver[0] if driver else "unknown")
 
     # Memory.
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from outsize.device.timeline import Timeline
+from outsize.hardware.host import num_cores
 from outsize.hardware.lanes import Lane
+from outsize.hardware.probed import Identity
 from outsize.hardware.spec import HardwareSpec
 
 Event = Any
@@ -41,6 +43,11 @@ class Device(ABC):
         self.promised: dict[int, int] = {}
         """Bytes that engines on this device have planned for, by engine."""
         self._timeline: Timeline | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """What a probe of this machine belongs to."""
+        return Identity(gpu="none", driver="none", torch=str(torch.__version__), cores=min(torch.get_num_threads(), num_cores()))
 
     # Memory.
 

@@ -1,8 +1,14 @@
-"""How much memory the host really gives this process: what is free, within the limits of its container."""
+"""How much the host really gives this process: its cores, and the memory that is free within the limits of its container."""
 
+import os
 from pathlib import Path
 
 import psutil
+
+
+def num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_host_bytes() -> int:

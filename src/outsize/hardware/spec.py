@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 ALLOCATOR_SHARE = 0.03
 """Of a card's memory, kept free for what the caching allocator loses to rounding and fragments. A constant until it is measured."""
+CONTEXT_BYTES = 600 * 2**20
+"""What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` and `outsize probe` measure it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,3 +26,6 @@ class HardwareSpec:
     """Fixed cost of one copy or one update."""
     provenance: str
     """`measured` or `estimated`, and from what."""
+    context_bytes: int = CONTEXT_BYTES
+    """Of a card's memory, what a process takes by itself; 0 where the card is imaginary."""
+    allocator_share: float = ALLOCATOR_SHARE

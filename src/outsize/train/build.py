@@ -54,7 +54,7 @@ def prepare(
         optimizer: settings of the optimizer; `engine.optimizer` is the torch optimizer made of them.
         gpu_memory: most device memory to use, such as "24GiB", CUDA context included. Default: what is free.
         host_memory: most host memory to use. Default: what is free within the container's limit, less a tenth.
-        device: "cuda", "cpu", "sim:<catalog name or size>". Default: the GPU if there is one.
+        device: "cuda", "cpu", "sim:<catalog name, .yaml file or size>". Default: the GPU if there is one.
         blocks: paths of the lists of layers, where discovery should not choose.
         accumulate: backward passes per step the plan is made for. A hint: any loop stays correct.
         max_shape: (batch, tokens) of the largest batch; the plan is made for it. A larger one re-plans.
@@ -222,6 +222,8 @@ def _grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
     if lead is None:
         return batch
     old = lead.shape[:2]
+    if any(name.startswith("pixel_values") for name in batch):
+        return _grown_with_images(batch, old, max_shape)
 
     def grow(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim():
@@ -239,3 +241,22 @@ def _grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] > 1 and bool(mask.all()):
         mask[-1, -1] = 0
     return grown
+
+
+def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tuple[int, int]) -> dict[str, Any]:
+    """Whole rows are repeated with their images, and text is added behind them: tokens that stand for images must be as many as the images have."""
+    times = -(-max_shape[0] // old[0])
+    extra = max(0, max_shape[1] - old[1])
+    labels = batch.get("labels")
+    is_text = (labels != -100).nonzero() if isinstance(labels, torch.Tensor) and labels.shape[:2] == old else None
+    row, column = (int(i) for i in is_text[-1][:2]) if is_text is not None and len(is_text) else (0, old[1] - 1)
+
+    def grow(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        if extra and value.shape[:2] == old:
+            text = value[row : row + 1, column : column + 1].expand(old[0], extra, *value.shape[2:])
+            value = torch.cat([value, text], 1)
+        return torch.cat([value] * times) if times > 1 else value
+
+    return {name: grow(value) for name, value in batch.items()}

@@ -49,7 +49,7 @@ def test_cuda_without_a_gpu_says_what_to_use_instead(name: str, no_gpu: None) ->
 
 @pytest.mark.parametrize("name", ["", "gpu", "tpu:0", "sim", "sim:", "cpu:0", "CPU"])
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"cuda, cpu, or sim:<catalog name or size>"):
+    with pytest.raises(ConfigError, match=r"cuda, cpu, or sim:<catalog name, .yaml file or size>"):
         choose_device(name)
 
 

@@ -1,0 +1,110 @@
+"""A machine as a YAML file: a HardwareSpec, key by key, with the figures behind it under `measured`. `outsize probe` writes one; the catalog is of such.
+
+Sizes are written as `24GiB`, rates as numbers of the unit in their key's name. What `measured` holds is kept as it is: data for people, and for a
+planner that knows more about lanes than one rate each. All that is wrong with a file is told at once.
+"""
+
+import dataclasses
+import difflib
+import math
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outsize.base.errors import ConfigError, tell
+from outsize.base.units import exact_bytes, parse_bytes
+from outsize.config.source import load_yaml, read_text
+from outsize.hardware.spec import HardwareSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    spec: HardwareSpec
+    measured: dict[str, Any]
+    """What was measured, when and with what; empty where nothing was."""
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(HardwareSpec)}
+_TYPES = typing.get_type_hints(HardwareSpec)
+_KEYS = (*_FIELDS, "measured")
+_LEAST_BYTES = 2**20
+"""A bare number below is no number of bytes: whoever writes `gpu_bytes: 24` means something else."""
+_MOST = 1e20
+"""Above every rate; not infinite, and no NaN."""
+
+
+def read_machine(path: str | Path) -> Machine:
+    where = str(path)
+    data, problems = load_yaml(read_text(path), where=where)
+    if not isinstance(data, dict):
+        found = "it is empty" if data is None else f"it is a {type(data).__name__}"
+        raise ConfigError(tell(f"{where} is a mapping of keys to values", found, "`outsize probe --save` writes such a file; docs/probe.md tells of its keys"))
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in _KEYS:
+            nearest = difflib.get_close_matches(str(key), _KEYS, n=1)
+            problems.append(f"{key}: unknown key" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        elif value is not None:
+            values[key], wrong = _read(key, value)
+            problems += [f"{key}: {wrong}"] if wrong else []
+    required = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
+    problems += [f"{key}: expected {_expected(key)}, found nothing" for key in required if key not in values]
+    if problems:
+        count = "1 thing in it is" if len(problems) == 1 else f"{len(problems)} things in it are"
+        raise ConfigError("\n  ".join([tell(f"{where} describes a machine", f"{count} wrong", "Correct this; docs/probe.md tells of every key"), *problems]))
+    measured = values.pop("measured", {})
+    return Machine(spec=HardwareSpec(**values), measured=measured)
+
+
+def write_machine(machine: Machine) -> str:
+    """The text that `read_machine` reads back to the same machine."""
+    spec = {name: exact_bytes(value) if _TYPES[name] is int else value for name in _FIELDS for value in (getattr(machine.spec, name),)}
+    data = {**spec, **({"measured": machine.measured} if machine.measured else {})}
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=140)
+
+
+def _read(key: str, value: Any) -> tuple[Any, str]:
+    """The value that is meant, and what is wrong with it."""
+    wrong = f"expected {_expected(key)}, found {value!r}"
+    if key == "measured":
+        return value, "" if isinstance(value, dict) else wrong
+    if _TYPES[key] is str:
+        return value, "" if isinstance(value, str) and value.strip() else wrong
+    if _TYPES[key] is int:
+        if key == "context_bytes" and value in (0, "0B") and value is not False:
+            return 0, ""
+        if isinstance(value, int) and value < _LEAST_BYTES:
+            return 0, wrong
+        try:
+            return parse_bytes(value, name="it"), ""
+        except ConfigError as error:
+            return 0, str(error) if isinstance(value, str) else wrong
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST:
+        return 0.0, wrong
+    return float(value), "" if (value < 1 if key == "allocator_share" else value > 0) else wrong
+
+
+def _expected(key: str) -> str:
+    if key == "measured":
+        return "a mapping"
+    if key == "allocator_share":
+        return "a number from 0 to below 1"
+    return {str: "a text", int: "a size such as 24GiB", float: "a number above 0"}[_TYPES[key]]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Numbers as people write them, `54.3e+9`, where that is the same number."""
+
+
+def _written(number: float) -> str:
+    if number == 0 or not math.isfinite(number) or 1e-3 <= abs(number) < 1e5:
+        return repr(number)
+    power = 3 * math.floor(math.log10(abs(number)) / 3)
+    digits = f"{number / 10.0**power:.6g}"
+    text = f"{digits if '.' in digits else digits + '.0'}e{power:+d}"
+    return text if float(text) == number else repr(number)
+
+
+_Dumper.add_representer(float, lambda dumper, number: dumper.represent_scalar("tag:yaml.org,2002:float", _written(number)))
