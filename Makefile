@@ -25,7 +25,7 @@ PARALLEL := -n 2 --dist worksteal
 # tests/parity is named once more so that the process that prints knows how many parity cells there must be (tests/parity/conftest.py); no test runs twice.
 TESTS := tests/parity tests
 
-.PHONY: setup train test test-all check test-gpu bench
+.PHONY: setup train test test-all check test-gpu bench browser
 
 setup: $(READY)
 
@@ -43,6 +43,12 @@ setup: $(READY)
 	.venv/bin/python -m pip install --quiet $$index $$constraint -e ".[dev]"
 	@touch $@
 
+# The report page is tested in a real browser. Root on Debian or Ubuntu gets it; others are told, and the tests of the page fail without.
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do command -v $$name >/dev/null && exit; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then set -x; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; \
+	else echo "tests/unit/report needs Chromium. Install it: sudo apt-get install chromium" >&2; fi
+
 train: $(READY)
 	PYTHONPATH=src $(PYTHON) -m outsize.run.demo
 
@@ -50,11 +56,11 @@ check: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-test: check
+test: check browser
 	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) $(TESTS)
 
 # The empty marker expression undoes the default one, which leaves `full` out.
-test-all: check
+test-all: check browser
 	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) -m "" $(TESTS)
 
 # One process: the tests share one GPU and measure its memory.

@@ -70,7 +70,7 @@ def make_graph(num_layers: int, num_chunks: int = 1, *, numel: int = 4096, tied:
 
 def layer_work(*, input_bytes: int, saved_bytes: int, seconds: float) -> dict[str, Work]:
     """One layer under each strategy: `saved_bytes` are kept for backward beside the output, which is as large as the input."""
-    inner = saved_bytes // 2  # what is alive at once beside the saved tensors
+    inner = max(saved_bytes // 2, input_bytes)  # what is alive at once beside the saved tensors, the output among it
     keep = Work(
         forward_seconds=seconds, backward_seconds=2 * seconds, forward_peak_bytes=saved_bytes + inner, forward_delta_bytes=saved_bytes + input_bytes,
         backward_peak_bytes=inner, backward_delta_bytes=-saved_bytes - input_bytes, sent_bytes=0, released_bytes=0, late_bytes=0, late_visit=-1,

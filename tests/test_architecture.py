@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 MAY_IMPORT: dict[str, str] = {
     "base": "",
     "config": "base",
-    "hardware": "base",
+    "hardware": "base config.source",  # a machine is a YAML file
     "model": "base",
     "device": "base hardware",
     "layout": "base model.graph",
@@ -27,8 +27,9 @@ MAY_IMPORT: dict[str, str] = {
     "optim": "base device layout",
     "dist": "base device",
     "activation": "base device model",
-    "profile": "base device hardware model activation layout plan",
+    "profile": "base device hardware model activation layout plan optim progress",
     "planner": "base hardware model.graph model.work profile.trace layout plan",
+    "report": "base hardware plan planner layout model.graph profile.trace",
     "runtime": "base device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint progress",
     "checkpoint": "base model",
     "data": "base progress",
@@ -45,7 +46,7 @@ MAY_IMPORT["integrations"] = f"{_ALL_BELOW} train outsize"
 MAY_IMPORT["run"] = f"{_ALL_BELOW} train integrations"
 MAY_IMPORT["cli"] = f"{_ALL_BELOW} train run outsize"
 
-WITHOUT_TORCH = ("base", "hardware", "layout", "plan", "planner", "model.graph", "model.work", "profile.trace")
+WITHOUT_TORCH = ("base", "hardware", "layout", "plan", "planner", "report", "model.graph", "model.work", "profile.trace")
 NAMELESS = {"utils", "util", "helpers", "helper", "misc", "manager", "handler"}
 
 

@@ -27,7 +27,9 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
+    """One visit, as the table tells it."""
+
     name: str
     strategy: str
     homes: str
@@ -36,7 +38,7 @@ class _Row:
 
 
 def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> str:
-    return "\n\n".join(["\n".join(_head(plan, graph)), "\n".join(_table(plan, graph, layout)), "\n".join(_memory(plan)), "\n".join(_time(plan))])
+    return "\n\n".join(["\n".join(head(plan, graph)), "\n".join(_table(plan, graph, layout)), "\n".join(_memory(plan)), "\n".join(_time(plan))])
 
 
 def summary(plan: Plan) -> str:
@@ -50,7 +52,8 @@ def summary(plan: Plan) -> str:
     return f"{show_seconds(estimate.step_seconds)} a step, {gpu}; {homes}; {strategies}; depth {decision.depth}"
 
 
-def _head(plan: Plan, graph: BlockGraph) -> list[str]:
+def head(plan: Plan, graph: BlockGraph) -> list[str]:
+    """What is trained, on what, and how."""
     batch = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.inputs.items() if shape)
     update = {"after_step": "updated after the step", "in_backward": "updated in backward"}[plan.terms.update]
     if plan.decision.stride > 1:
@@ -61,8 +64,9 @@ def _head(plan: Plan, graph: BlockGraph) -> list[str]:
     return [f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}", f"batch {batch}{accumulate}; {update}", *loss]
 
 
-def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
-    groups: list[list[_Row]] = []
+def group_rows(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[list[Row]]:
+    """All visits in order; neighbours that do the same stand together."""
+    groups: list[list[Row]] = []
     seen: set[int] = set()
     for visit in range(len(graph.visits)):
         row = _row(plan, graph, layout, visit, seen)
@@ -71,18 +75,25 @@ def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    cells = [("block", "activations", "homes", "weights")]
-    for group in groups:
-        first = group[0]
-        times = f"{len(group)} × " if len(group) > 1 else ""
-        size = f"{times}{show_bytes(first.nbytes)}" if first.nbytes else ("tied" if first.homes else "none")
-        cells.append((_range(first.name, group[-1].name), first.strategy, first.homes, size))
+    return groups
+
+
+def group_cells(group: Sequence[Row]) -> tuple[str, str, str, str]:
+    """Block, activations, homes, weights of rows that stand together."""
+    first = group[0]
+    times = f"{len(group)} × " if len(group) > 1 else ""
+    size = f"{times}{show_bytes(first.nbytes)}" if first.nbytes else ("tied" if first.homes else "none")
+    return _range(first.name, group[-1].name), first.strategy, first.homes, size
+
+
+def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
+    cells = [("block", "activations", "homes", "weights"), *map(group_cells, group_rows(plan, graph, layout))]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
     lines = ["  ".join((*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)), row[3].rjust(widths[3]))).rstrip() for row in cells]
     return [lines[0], "─" * max(map(len, lines)), *lines[1:]]
 
 
-def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, visit: int, seen: set[int]) -> _Row:
+def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, visit: int, seen: set[int]) -> Row:
     chunks = layout.used_by(visit)
     trainable = [c for c in chunks if layout.chunks[c].trainable]
     homes = ""
@@ -91,7 +102,7 @@ def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, visit: int, seen: s
         homes += f", optimizer {_places([plan.decision.homes[c].optimizer for c in trainable])}" if trainable else ", frozen"
         if 0 < len(trainable) < len(chunks):
             homes += f", {len(chunks) - len(trainable)} of {len(chunks)} frozen"
-    return _Row(graph.visit_name(visit), plan.decision.strategies[visit], homes, sum(layout.chunks[c].nbytes for c in chunks if c not in seen))
+    return Row(graph.visit_name(visit), plan.decision.strategies[visit], homes, sum(layout.chunks[c].nbytes for c in chunks if c not in seen))
 
 
 def _places(homes: Sequence[Home]) -> str:
@@ -99,7 +110,7 @@ def _places(homes: Sequence[Home]) -> str:
     return " + ".join(f"{homes.count(home)} {home}" for home in dict.fromkeys(homes)) if len(set(homes)) > 1 else homes[0]
 
 
-def _alike(a: _Row, b: _Row) -> bool:
+def _alike(a: Row, b: Row) -> bool:
     """One row can stand for both: `layers.3` and `layers.4` with all else equal."""
     stem_a, stem_b = (_NUMBER.sub("#", row.name) for row in (a, b))
     return stem_a == stem_b and a.name != b.name and (a.strategy, a.homes, a.nbytes) == (b.strategy, b.homes, b.nbytes)
@@ -119,12 +130,17 @@ def _memory(plan: Plan) -> list[str]:
     estimate = plan.estimate
     gpu = _by_words(estimate.gpu_parts, _GPU_WORDS)
     gpu["activations"] = gpu.get("activations", 0) + estimate.gpu_bytes - sum(estimate.gpu_parts.values())
-    host = _by_words(estimate.host_parts, _HOST_WORDS)
+    host = host_parts(plan)
     note = f"      the GPU is fullest at {estimate.peak_at}"
     if "slot" in estimate.gpu_parts:
         depth = plan.decision.depth
         note += "; weights are loaded " + (f"{depth} block{'s' * (depth > 1)} ahead" if depth else "when their block comes")
     return [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, host), note]
+
+
+def host_parts(plan: Plan) -> dict[str, int]:
+    """Bytes on the host by what they are for."""
+    return _by_words(plan.estimate.host_parts, _HOST_WORDS)
 
 
 def _by_words(parts: dict[str, int], words: dict[str, str]) -> dict[str, int]:
@@ -143,19 +159,32 @@ def _bar(name: str, used: int, budget: int, parts: dict[str, int]) -> list[str]:
     return [f"{name:<5} {bar} {show_bytes(used)} of {show_bytes(budget)} ({used / max(1, budget):.0%})", *([f"      {', '.join(shown)}"] if shown else [])]
 
 
-def _time(plan: Plan) -> list[str]:
-    estimate = plan.estimate
-    rate = ""
-    if len(shape := plan.inputs.get("input_ids", ())) == 2 and estimate.step_seconds:
-        rate = f", {shape[0] * shape[1] * plan.terms.accumulate / estimate.step_seconds:,.0f} tokens/s"
-    shares = {lane: seconds / estimate.step_seconds if estimate.step_seconds else 0.0 for lane, seconds in estimate.busy_seconds.items()}
+def tokens_per_second(plan: Plan) -> float | None:
+    """None where the batch has no tokens."""
+    shape, seconds = plan.inputs.get("input_ids", ()), plan.estimate.step_seconds
+    return shape[0] * shape[1] * plan.terms.accumulate / seconds if len(shape) == 2 and seconds else None
+
+
+def lane_shares(plan: Plan) -> dict[str, float]:
+    """How much of the step each lane works."""
+    seconds = plan.estimate.step_seconds
+    return {lane: busy / seconds if seconds else 0.0 for lane, busy in plan.estimate.busy_seconds.items()}
+
+
+def what_binds(plan: Plan) -> str:
+    """What the step takes so long for."""
+    shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
-    binds = most if shares.get(busiest, 0.0) >= BINDS else f"dependencies: no lane works all the time (most: {most})"
-    lanes = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items())
+    return most if shares.get(busiest, 0.0) >= BINDS else f"dependencies: no lane works all the time (most: {most})"
+
+
+def _time(plan: Plan) -> list[str]:
+    rate = tokens_per_second(plan)
+    lanes = ", ".join(f"{lane} {share:.0%}" for lane, share in lane_shares(plan).items())
     return [
-        f"step  {show_seconds(estimate.step_seconds)} predicted{rate}", f"binds {binds}", f"lanes {lanes}", *_wrap("from  ", plan.provenance),
-        *_wrap("found ", plan.search),
+        f"step  {show_seconds(plan.estimate.step_seconds)} predicted{f', {rate:,.0f} tokens/s' if rate is not None else ''}", f"binds {what_binds(plan)}",
+        f"lanes {lanes}", *_wrap("from  ", plan.provenance), *_wrap("found ", plan.search),
     ]  # fmt: skip
 
 

@@ -5,8 +5,9 @@ in which order that happens. Nothing is multiplied, deflated or fitted, so the r
 storages sees, to the byte. Host memory has no ledger: it is what the placement allocates (`Placement.host_bytes`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outsize.plan.placement import Placement
 from outsize.plan.schedule import Action, Schedule
@@ -19,6 +20,16 @@ class HighWater:
     """The action during which the device is fullest: `F3`, `B3`; `rest` when no activation adds to what is always there."""
 
 
+class Entry(NamedTuple):
+    """Bytes of activations along one action."""
+
+    action: Action
+    opens: int
+    here: int
+    """At their highest during the action."""
+    closes: int
+
+
 def high_water(place: Placement, schedule: Schedule, held_bytes: int) -> HighWater:
     """The fullest moment of a run. `held_bytes`: outputs of the previous step, which a loop holds until its next forward returns."""
     # Updates and copies allocate nothing, so one forward and any one backward tell all.
@@ -28,30 +39,39 @@ def high_water(place: Placement, schedule: Schedule, held_bytes: int) -> HighWat
 
 def activation_peak(forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int) -> tuple[int, str]:
     """Highest level above what is allocated for the whole run, and the action that reaches it."""
+    peak, at = 0, "rest"
+    for action, _, here, _ in ledger(forward, backward, place, held_bytes):
+        if here > peak:
+            peak, at = here, str(action)
+    return peak, at
+
+
+def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int) -> Iterator[Entry]:
+    """One micro-batch: what its activations take at every action that changes it."""
     work = place.work
     dies_forward, dies_backward = _deaths(place)
-    peak, at, level = 0, "rest", 0
+    level = held_bytes
+    last = len(place.graph.visits) - 1
     for action in forward:
         kind, visit = action
         if kind == "F":
             cost = work[visit]
             # What a caller's frame held until here is dead before this visit reaches its own peak.
             level -= dies_forward.get(visit, 0)
-            here = held_bytes + level + cost.forward_peak_bytes
-            if here > peak:
-                peak, at = here, str(action)
-            level += cost.forward_delta_bytes
+            opens, level = level, level + cost.forward_delta_bytes
+            here = opens + cost.forward_peak_bytes
+            if visit == last:
+                level -= held_bytes  # the forward returns
+            yield Entry(action, opens, here, level)
         elif kind == "R":
-            level -= work[visit].released_bytes
+            opens, level = level, level - work[visit].released_bytes
+            yield Entry(action, opens, opens, level)
     for action in backward:
         kind, visit = action
         if kind == "B":
             cost = work[visit]
-            here = level + cost.backward_peak_bytes
-            if here > peak:
-                peak, at = here, str(action)
-            level += cost.backward_delta_bytes - dies_backward.get(visit, 0)
-    return peak, at
+            opens, level = level, level + cost.backward_delta_bytes - dies_backward.get(visit, 0)
+            yield Entry(action, opens, opens + cost.backward_peak_bytes, level)
 
 
 def _deaths(place: Placement) -> tuple[dict[int, int], dict[int, int]]:

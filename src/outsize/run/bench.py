@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import itertools
-import json
 import os
 import platform
 import time
@@ -20,7 +19,7 @@ from outsize.base.errors import ConfigError, tell
 from outsize.base.records import fingerprint
 from outsize.base.units import parse_bytes
 from outsize.device.choose import choose_device
-from outsize.device.timeline import Span, Timeline
+from outsize.device.timeline import Timeline
 from outsize.hardware.host import peak_rss_bytes
 from outsize.hardware.lanes import LANES
 from outsize.hardware.limits import Demand, limit
@@ -29,6 +28,9 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.plan.placement import Placement
 from outsize.plan.render import render, summary
 from outsize.plan.schedule import action_seconds, compile_schedule, effect
+from outsize.report.measured import Measured
+from outsize.report.page import write_page
+from outsize.report.trace import write_trace
 from outsize.run.bench_record import Bench, Lanes, Machine, Memory, Promise, Result, Rival, Speed, StartUp
 from outsize.run.plain import run_rival
 from outsize.run.random_weights import random_batches, random_model
@@ -69,8 +71,10 @@ def complete(
     )  # fmt: skip
 
 
-def run_bench(bench: Bench, *, say: Callable[[str], None], trace: Path | None = None, command: str = "", version: str = "") -> Result:
-    """`trace`: where to write what the lanes did, for Perfetto. `command`, `version`: for the record."""
+def run_bench(
+    bench: Bench, *, say: Callable[[str], None], trace: Path | None = None, page: Path | None = None, command: str = "", version: str = ""
+) -> Result:
+    """`trace`: where to write what the lanes did, for Perfetto; `page`: where to write it beside the plan. `command`, `version`: for the record."""
     device = choose_device(bench.device)  # an unknown name is told before a model is built
     before = peak_rss_bytes()
     marks = [time.perf_counter()]
@@ -99,7 +103,13 @@ def run_bench(bench: Bench, *, say: Callable[[str], None], trace: Path | None = 
         if trace is not None:
             write_trace(timeline.spans, trace)
         start_up = StartUp(build_seconds=marks[1] - marks[0], prepare_seconds=marks[2] - marks[1], first_step_seconds=timed.first_step_seconds)
-        return _result(bench, engine, timed, memory, timeline, start_up, command=command, machine=_machine(engine, version))
+        result = _result(bench, engine, timed, memory, timeline, start_up, command=command, machine=_machine(engine, version))
+        if page is not None:
+            found = Measured(
+                step_seconds=result.speed.median_step_seconds, gpu_bytes=memory.gpu_peak_bytes, spans=timeline.spans, where=result.machine.device
+            )
+            write_page(page, engine.plan, engine.graph, engine.layout, device.spec, title=bench.model, measured=found)
+        return result
     finally:
         engine.close()
 
@@ -204,19 +214,3 @@ def _machine(engine: Engine, version: str) -> Machine:
         cores=os.cpu_count() or 0, threads=torch.get_num_threads(), host_bytes=psutil.virtual_memory().total,
         versions={**versions, "cuda": torch.version.cuda or "none"},
     )  # fmt: skip
-
-
-def write_trace(spans: Sequence[Span], path: Path) -> None:
-    """For ui.perfetto.dev and chrome://tracing: a track for each lane, an event for each action."""
-    start = min((span.start for span in spans), default=0.0)
-    tracks: list[dict[str, object]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}} for tid, lane in enumerate(LANES)
-    ]
-    events: list[dict[str, object]] = [
-        {
-            "ph": "X", "name": span.name, "cat": span.lane, "pid": 0, "tid": LANES.index(span.lane),
-            "ts": round((span.start - start) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3),
-        }
-        for span in sorted(spans, key=lambda span: span.start)
-    ]  # fmt: skip
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": tracks + events}))

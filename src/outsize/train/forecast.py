@@ -40,6 +40,7 @@ from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
 from outsize.runtime.optimizer import AdamW
+from outsize.train.example import Images, example_batch
 from outsize.train.loss import trace_with_loss
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -110,6 +111,8 @@ def plan(
     dtype: str = "bfloat16",
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
     chunked_loss: bool | None = None,
+    images: int = 1,
+    image_size: int = 1024,
 ) -> Forecast:
     """Plan the training of a model on a machine, neither of which needs to be at hand.
 
@@ -127,6 +130,8 @@ def plan(
         dtype: of the weights, "bfloat16" or "float32".
         chunk_bytes: upper bound of a chunk.
         chunked_loss: whether the loss is made in chunks of tokens, as in `prepare`.
+        images: of a row, for models that see; their tokens are part of `sequence_len`. 0: text alone.
+        image_size: height and width of an image in pixels, where the model takes any size.
 
     Raises:
         PlanInfeasible: with the smallest memory that would do.
@@ -143,8 +148,12 @@ def plan(
     settings = optimizer or AdamW()
     config = _config(model)
 
+    pictures = Images(per_row=images, pixels=image_size)
+
     def solve(rows: int, passes: int) -> Forecast:
-        graph, trace, loss = fake_trace(copy.deepcopy(config), spec, rows=rows, tokens=sequence_len, dtype=DTYPES[dtype], chunked_loss=chunked_loss)
+        graph, trace, loss = fake_trace(
+            copy.deepcopy(config), spec, rows=rows, tokens=sequence_len, dtype=DTYPES[dtype], chunked_loss=chunked_loss, images=pictures
+        )
         layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
         terms = Terms(update=settings.update, accumulate=passes, fp32_grads=settings.fp32_grads)
         problem = Problem(graph=graph, layout=layout, trace=trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins())
@@ -222,18 +231,20 @@ def _config(model: Any) -> Any:
 
 
 def fake_trace(
-    config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype, chunked_loss: bool | None = None
+    config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype, chunked_loss: bool | None = None, images: Images | None = None
 ) -> tuple[BlockGraph, ModelTrace, str]:
     """Trace a model that exists as shapes alone, and tell how its loss is made. The config is changed: it is ours."""
     kind = trainable_class(config)
-    config.use_cache = False  # nobody generates while training
-    limit = getattr(config, "max_position_embeddings", None)
+    text = config.get_text_config()
+    config.use_cache = text.use_cache = False  # nobody generates while training
+    limit = getattr(text, "max_position_embeddings", None)
     too_long = isinstance(limit, int) and tokens > limit
-    batch = batch_for(kind, rows, tokens)
     complaints = logging.getLogger(fake_tensor.__name__)
     complaints.disabled, was = True, complaints.disabled  # torch logs a traceback of what is raised anyway
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
+            example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images())
+            batch = example.batch
             model: nn.Module = kind._from_config(config, dtype=dtype).train()
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, SimDevice(spec)).trace(), wanted=chunked_loss)
@@ -251,13 +262,8 @@ def fake_trace(
         complaints.disabled = was
     if too_long:
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
-    return graph, replace(trace, provenance="bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs and bytes"), loss.text
-
-
-def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
-    """A batch without padding, as the class takes it."""
-    ids = torch.ones(rows, tokens, dtype=torch.int64)
-    return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if kind.__name__.endswith("ForSequenceClassification") else ids.clone()}
+    provenance = "bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs and bytes"
+    return graph, replace(trace, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss.text
 
 
 class FakeWeights(fake_tensor.FakeTensorMode):

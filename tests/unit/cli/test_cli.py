@@ -1,5 +1,6 @@
 """The commands as a user meets them: output, exit codes, files."""
 
+import json
 import os
 import subprocess
 import sys
@@ -67,6 +68,17 @@ def test_explain_shows_the_usual_recipes_and_what_a_better_machine_is_worth(mode
     assert runner.invoke(app, ["explain", model, "--update", "sometimes"]).exit_code == 2
 
 
+def test_plan_writes_a_page_and_a_trace(model: str, tmp_path: Path) -> None:
+    page, trace = tmp_path / "report.html", tmp_path / "lanes.json"
+    args = ["--hardware", "1MiB", "--sequence-len", "32", "--gpu-memory", "512KiB", "--html", str(page), "--trace", str(trace)]
+    result = runner.invoke(app, ["plan", model, *args])
+    assert result.exit_code == 0, result.output
+    assert str(page) in result.output and str(trace) in result.output
+    assert "<h1>model <span" in page.read_text(), "it is called what its folder is"
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"forward of model.layers.0", "backward of head"} <= {event["args"]["what"] for event in events if event["ph"] == "X"}
+
+
 def test_plan_compares_machines_in_one_line_each(model: str) -> None:
     result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "rtx4090, 1MiB,4KiB"])
     assert result.exit_code == 0, result.output
@@ -82,6 +94,9 @@ def test_plan_compares_machines_in_one_line_each(model: str) -> None:
     [
         (["--hardware", "rtx9999"], "ConfigError: a machine of the catalog"),
         (["--hardware", "rtx4090,h100", "--save", "plan.json"], "ConfigError: one machine"),
+        (["--hardware", "rtx4090,h100", "--html", "report.html"], "with --html"),
+        (["--hardware", "rtx4090,h100", "--trace", "lanes.json"], "with --trace"),
+        (["--html", "no/such/folder/report.html"], "a folder that exists"),
         (["--hardware", "8KiB", "--sequence-len", "32"], "PlanInfeasible: "),
         (["--save", "no/such/folder/plan.json"], "a folder that exists"),
         (["--gpu-memory", "24GB"], "use GiB"),

@@ -1,7 +1,6 @@
 """What a benchmark counts: the plan's demand by hand, the trace file, and the loop that it compares with."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,13 @@ import torch
 
 from outsize.base.errors import ConfigError
 from outsize.base.records import dumps, fingerprint, loads
-from outsize.device.timeline import Span
 from outsize.hardware.host import peak_rss_bytes
 from outsize.hardware.lanes import LANES
 from outsize.plan.check import save
 from outsize.plan.pins import Pins
 from outsize.run import bench as bench_module
 from outsize.run import plain
-from outsize.run.bench import complete, demand_of, run_bench, write_trace
+from outsize.run.bench import complete, demand_of, run_bench
 from outsize.run.bench_record import Bench, Result, Rival
 from outsize.run.bench_text import show, show_all
 from outsize.run.random_weights import random_batches, random_model
@@ -58,10 +56,11 @@ def test_the_demand_of_a_plan_that_streams_everything(accumulate: int, clip: flo
     assert found.hiding_seconds == pytest.approx(forward if clip is not None or accumulate > 1 else forward + backward)
 
 
-def test_a_run_on_sim_is_as_planned_and_comes_back_from_json() -> None:
+def test_a_run_on_sim_is_as_planned_and_comes_back_from_json(tmp_path: Path) -> None:
     said: list[str] = []
-    result = run_bench(complete(**ASKED), say=said.append)
+    result = run_bench(complete(**ASKED), say=said.append, page=tmp_path / "run.html", trace=tmp_path / "lanes.json")
     assert "model.layers" in said[0]
+    assert "Predicted and measured" in (tmp_path / "run.html").read_text() and "U1" in (tmp_path / "lanes.json").read_text()
     assert result.speed.median_step_seconds == pytest.approx(result.plan.step_seconds, rel=0.05)
     assert result.memory.gpu_peak_bytes == result.plan.gpu_bytes <= result.plan.gpu_budget_bytes == 8 * 2**20
     assert result.limit_ratio > 0.999, "nothing is faster than its limit"
@@ -107,15 +106,6 @@ def test_what_cannot_be_is_refused_before_a_model_is_built(given: dict, words: s
     monkeypatch.setattr(bench_module, "choose_device", lambda name=None: cpu)
     with pytest.raises(ConfigError, match=words):
         complete(**{**ASKED, **given})
-
-
-def test_a_trace_has_a_track_for_each_lane_and_an_event_for_each_action(tmp_path: Path) -> None:
-    spans = [Span("host", "U1", 5.0, 7.5), Span("compute", "F0", 4.0, 4.5)]
-    write_trace(spans, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert tuple(tracks.values()) == LANES
-    assert [(tracks[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [("compute", "F0", 0, 5e5), ("host", "U1", 1e6, 2.5e6)]
 
 
 @pytest.mark.parametrize("kind", plain.KINDS)

@@ -1,0 +1,185 @@
+"""One step of a plan as it runs again and again: what each lane does when, and what the device's memory holds meanwhile.
+
+The step is the third of a walk, as in planner/simulate.py: it begins where the last backward before it ends and lasts until its own last backward ends,
+which is what `Estimate.step_seconds` means. In it, updates of the step before may still run; its own may run on under the next forward. Spans say which.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from outsize.base.units import show_bytes
+from outsize.hardware.lanes import Lane
+from outsize.hardware.spec import HardwareSpec
+from outsize.layout.chunks import ChunkLayout
+from outsize.model.graph import BlockGraph
+from outsize.plan.placement import Placement
+from outsize.plan.plan import Plan
+from outsize.plan.schedule import Action, Schedule, action_seconds, compile_schedule, effect, parse_action
+from outsize.planner.memory import ledger
+from outsize.planner.simulate import STEPS, Walk
+
+KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
+"""What is allocated for the whole run; activations and transients come and go above it."""
+_KIND_OF = {
+    "weights": "weights", "slot": "slots", "state": "optimizer", "scratch": "optimizer", "gradient": "gradients", "stage": "gradients", "return": "returned",
+}  # fmt: skip
+_WHAT = {
+    "F": "forward of", "B": "backward of", "S": "send the activations of", "R": "let go of the sent activations of", "P": "bring back the activations of",
+    "L": "load the weights of", "Q": "load the partial gradient sum of", "G": "send the gradient of", "U": "update", "W": "write the updated weights of",
+}  # fmt: skip
+
+
+class StepSpan(NamedTuple):
+    """One action on its lane. Waiting is not part of it."""
+
+    lane: Lane
+    name: str
+    start: float
+    """Seconds since the step began; negative where the action began before it."""
+    end: float
+    step: int
+    """0: of this step; -1: of the one before; 1: of the next."""
+
+
+class Moment(NamedTuple):
+    """A stretch of the compute lane's time in which the device's memory holds the same."""
+
+    name: str
+    """The action; empty while the lane waits."""
+    start: float
+    end: float
+    activations: int
+    """As the action begins."""
+    transients: int
+    """What the action takes above that at its highest; when during the action is not known."""
+
+
+class Phase(NamedTuple):
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    seconds: float
+    spans: tuple[StepSpan, ...]
+    """By lane and time: all of this step, and what of its neighbours runs while it lasts."""
+    moments: tuple[Moment, ...]
+    """Without gaps from 0 to `seconds`."""
+    phases: tuple[Phase, ...]
+    allocated: dict[str, int]
+    """Bytes by kind, for the whole run."""
+
+    @cached_property
+    def gpu_bytes(self) -> int:
+        """The highest point of the moments."""
+        return sum(self.allocated.values()) + max((0, *(m.activations + m.transients for m in self.moments)))
+
+
+def placement_of(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> Placement:
+    return Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
+
+
+def step_of(plan: Plan, graph: BlockGraph, layout: ChunkLayout, spec: HardwareSpec) -> Step:
+    return walk_step(placement_of(plan, graph, layout), spec, held_bytes=plan.held_bytes)
+
+
+def walk_step(place: Placement, spec: HardwareSpec, *, held_bytes: int) -> Step:
+    schedule = compile_schedule(place, only_steps=True)
+    # One more than is shown: the next step's first loads may come before this one's last backward ends.
+    issued, ends = _issue(place, schedule, spec, STEPS + 1)
+    begin, end = ends[STEPS - 2], ends[STEPS - 1]
+    shown = [span for span in issued if span.step == STEPS - 1 or (span.end > begin and span.start < end)]
+    spans = sorted(
+        (StepSpan(s.lane, s.name, s.start - begin, s.end - begin, s.step - STEPS + 1) for s in shown), key=lambda span: (span.lane, span.start, span.end)
+    )
+    allocated = dict.fromkeys(KINDS, 0)
+    for (kind, _), size in place.gpu.items():
+        allocated[_KIND_OF.get(kind, "other")] += size
+    allocated["other"] += place.graph.buffer_bytes
+    computed = [span for span in spans if span.lane == "compute"]
+    moments = tuple(_moments(place, schedule, computed, end - begin, held_bytes))
+    return Step(seconds=end - begin, spans=tuple(spans), moments=moments, phases=tuple(phases_of(computed, end - begin)), allocated=allocated)
+
+
+def _issue(place: Placement, schedule: Schedule, spec: HardwareSpec, num_steps: int) -> tuple[list[StepSpan], list[float]]:
+    """Every action of so many steps, and when the last backward of each ends."""
+    in_backward = place.terms.update == "in_backward"
+    walk = Walk(place, spec)
+    known: dict[Action, tuple[Lane, float]] = {}
+    spans, ends = [], []
+    for step in range(num_steps):
+        last = 0.0
+        for segment, actions in schedule.step(place.terms.accumulate, in_backward):
+            for action in actions:
+                if action not in known:
+                    lane = effect(place, action).lane
+                    known[action] = lane, action_seconds(place, action, spec, lane)
+                lane, seconds = known[action]
+                free = walk.clock.free[lane]
+                end = walk.run(action, update_in_backward=in_backward and segment == "backward")
+                # Not before the lane was free, which the difference may be by a rounding.
+                spans.append(StepSpan(lane, str(action), max(free, end - seconds), end, step))
+                if action.kind == "B":
+                    last = end
+        ends.append(last)
+    return spans, ends
+
+
+def _moments(place: Placement, schedule: Schedule, computed: list[StepSpan], seconds: float, held_bytes: int) -> Iterator[Moment]:
+    # Micro-batches take the same, and so do all kinds of backward.
+    entries = {str(entry.action): entry for entry in ledger(schedule.forward, next(iter(schedule.backward.values())), place, held_bytes)}
+    level = [*entries.values()][-1].closes if entries else 0
+    time = 0.0
+    for span in computed:
+        start, end = max(span.start, 0.0), min(span.end, seconds)
+        if end < start:
+            continue
+        if start > time:
+            yield Moment("", time, start, level, 0)
+        entry = entries.get(span.name)
+        if entry is not None:
+            level = entry.opens
+        if end > start or (entry is not None and entry.here > level):
+            yield Moment(span.name, start, end, level, entry.here - level if entry is not None else 0)
+        if entry is not None:
+            level = entry.closes
+        time = max(time, end)
+    if seconds > time:
+        yield Moment("", time, seconds, level, 0)
+
+
+def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
+    """Forward and backward of each micro-batch; before them, what the step's start is spent on."""
+    own = [span for span in computed if span.step == 0 and span.name[0] in "FB" and span.end <= seconds * (1 + 1e-9)]
+    found: list[Phase] = []
+    for span in own:
+        name = "forward" if span.name[0] == "F" else "backward"
+        if found and found[-1].name == name:
+            found[-1] = Phase(name, found[-1].start, span.end)
+        else:
+            found.append(Phase(name, span.start, span.end))
+    if found and found[0].start > seconds * 1e-6:
+        yield Phase("update", 0.0, found[0].start)
+    yield from found
+
+
+def describe(place: Placement, name: str) -> str:
+    """An action in words: `load the weights of model.layers.3 (chunk 7, 200 MiB)`."""
+    kind, i = parse_action(name)
+    if kind in "FB":
+        return f"{_WHAT[kind]} {place.graph.visit_name(i)}"
+    if kind in "SRP":
+        return f"{_WHAT[kind]} {place.graph.visit_name(i)} ({show_bytes(place.work[i].sent_bytes)})"
+    chunk = place.chunk(i)
+    size = chunk.grad_bytes(place.terms.fp32_grads) if kind in "QG" else chunk.nbytes
+    where = " and ".join(dict.fromkeys(place.graph.visit_name(v) for v in chunk.visits))
+    return f"{_WHAT[kind]} {where} (chunk {i}, {show_bytes(size)})"
+
+
+def busy_seconds(spans: Iterable[StepSpan], lane: Lane) -> float:
+    """How long a lane works for this step alone."""
+    return sum(span.end - span.start for span in spans if span.lane == lane and span.step == 0)
