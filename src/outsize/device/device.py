@@ -43,6 +43,8 @@ class Device(ABC):
         self.promised: dict[int, int] = {}
         """Bytes that engines on this device have planned for, by engine."""
         self._timeline: Timeline | None = None
+        self.learnt_bytes = 0
+        """Kept free in every plan on top of `overhead_bytes`, since memory has run out once."""
 
     @property
     def identity(self) -> Identity:

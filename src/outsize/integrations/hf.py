@@ -26,10 +26,10 @@ from outsize.base.log import log
 from outsize.checkpoint.folder import newest, read_manifest
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
+from outsize.device.rng import rng_untouched
 from outsize.integrations.arguments import NonFinite, adamw, take_over, update_mode
 from outsize.integrations.keeping import KeepsRuns
 from outsize.integrations.peek import Rewound, first_batch, rewindable
-from outsize.integrations.state import rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights
 from outsize.plan.pins import Pins
@@ -246,9 +246,13 @@ class OutsizeMixin(KeepsRuns):
         if not self._is_plain_loss:
             self._fit(self._with_num_items(inputs, num_items_in_batch))
         self._inputs = self._with_num_items(inputs, num_items_in_batch)
-        try:
+
+        def step() -> Tensor:
             with self.engine.last_backward() if self.accelerator.sync_gradients else nullcontext():
-                return super().training_step(model, inputs, num_items_in_batch)
+                return super(OutsizeMixin, self).training_step(model, inputs, num_items_in_batch)
+
+        try:
+            return self.engine.retrying(step, self._inputs)
         finally:
             self._inputs = None
 

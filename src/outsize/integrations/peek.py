@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from outsize.base.errors import ConfigError, tell
-from outsize.integrations.state import HostRng
+from outsize.device.rng import HostRng
 
 
 def first_batch(loader: Any) -> dict[str, Any]:

@@ -1,10 +1,6 @@
 """The rest of a run's state in files without pickle: random generators and scheduler, in JSON and safetensors."""
 
 import json
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +10,10 @@ from torch import Tensor
 
 from outsize.base.errors import BadFile, SaveFailed, tell
 from outsize.device.device import Device
+from outsize.device.rng import HostRng
 from outsize.model.tensorfile import Spec, TensorFile
 
 _RNG, _RNG_TENSORS, _SCHEDULER = "rng.json", "rng.safetensors", "scheduler.json"
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class HostRng:
-    """Where the generators of Python, numpy and torch on the CPU stand."""
-
-    python: Any
-    numpy: Any
-    torch: Tensor
-
-    @classmethod
-    def now(cls) -> "HostRng":
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-
-    def is_now(self) -> bool:
-        now = HostRng.now()
-        same_numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(self.numpy, now.numpy, strict=True))
-        return same_numpy and self.python == now.python and torch.equal(self.torch, now.torch)
-
-
-@contextmanager
-def rng_untouched(device: Device) -> Iterator[None]:
-    """Whatever is drawn inside is as if it had not been."""
-    host, own = HostRng.now(), device.rng_state()
-    try:
-        yield
-    finally:
-        host.restore()
-        device.set_rng_state(own)
 
 
 def save_rng(folder: Path, device: Device) -> None:

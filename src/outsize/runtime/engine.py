@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,10 @@ from outsize.runtime.executor import Stage
 from outsize.runtime.optimizer import AdamW, EngineOptimizer
 from outsize.runtime.passes import Passes
 from outsize.runtime.report import StepReport
+from outsize.runtime.retry import with_retries
 from outsize.runtime.steps import Steps
 
+T = TypeVar("T")
 Planner = Callable[[nn.Module, Any, Terms], Planned]
 """Plans a model on the CPU for a batch: profile, search, check. Given by train/build.py; runtime and planner never meet."""
 
@@ -132,6 +134,23 @@ class Engine:
         self._steps.step()
         if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":
             self.now.drop_guard()
+
+    def retrying(self, work: Callable[[], T], batch: Any) -> T:
+        """Run a forward with `batch` and its backward; if device memory runs out, plan again and make it again, to the same bits. Twice at most.
+
+        It raises, and says what to do, where that cannot be: in the backward of a second micro-batch, and once updates in backward have begun.
+        """
+        return with_retries(self, work, batch)
+
+    @property
+    def is_half_updated(self) -> bool:
+        """A declared backward broke off after it had updated some weights."""
+        return self._steps.is_half_updated
+
+    def forget_pass(self) -> None:
+        """Roll back a pass that broke off. Weights and optimizer are as before it; sums of gradients are not, if its backward had begun."""
+        if self.now.executor.stage is not Stage.IDLE:
+            self._passes.roll_back()
 
     def zero_grad(self) -> None:
         """Discard pending gradients. Never waits."""

@@ -25,7 +25,7 @@ class Steps:
         """Chunks that a declared backward has updated, until `step()` confirms it."""
         self._step: Step | None = None
         self._clip_at = spec.max_grad_norm
-        self._half_updated = False
+        self.is_half_updated = False
         self._failed: str | None = None
         """What went wrong in an update: some weights are new, some old."""
         self._not_finite: Callable[[], list[str]] = list
@@ -105,7 +105,7 @@ class Steps:
 
     def backward_broke(self) -> None:
         """Weights that a declared backward updated before it broke off cannot be taken back."""
-        self._half_updated |= bool(self._made)
+        self.is_half_updated |= bool(self._made)
         self._made = {}
 
     def require_usable(self) -> None:
@@ -114,7 +114,7 @@ class Steps:
 
     def state_was_loaded(self) -> None:
         """Weights and optimizer are whole again."""
-        self._failed, self._half_updated, self._not_finite = None, False, list
+        self._failed, self.is_half_updated, self._not_finite = None, False, list
 
     def require_confirmed(self, found: str) -> None:
         if self._made:
@@ -128,7 +128,7 @@ class Steps:
             self._failed = str(error)
             raise error
         broken = self._holder.now.gradients.broken
-        if self._half_updated:
+        if self.is_half_updated:
             found = f"the last one broke off in {broken} after some weights were updated"
             raise EngineMisuse(tell(f"{verb}() follows a complete backward", found, "Load weights and optimizer state from the last checkpoint"))
         if broken is not None:

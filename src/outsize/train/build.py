@@ -137,9 +137,8 @@ def _get_ready(
             if chosen.in_chunks and given.loss != chosen.text:
                 raise ConfigError(tell(f"the plan's loss is {chosen.text}, as here", f"it is {given.loss}", "Make the plan again"))
             return Planned(graph, layout, given, chosen)
-        made = search(
-            graph, layout, trace, where.spec, terms, gpu_budget_bytes=gpu_budget - where.overhead_bytes, host_budget_bytes=host_budget, pins=pins or Pins()
-        )
+        room = gpu_budget - where.overhead_bytes - where.learnt_bytes
+        made = search(graph, layout, trace, where.spec, terms, gpu_budget_bytes=room, host_budget_bytes=host_budget, pins=pins or Pins())
         check(made, graph, layout)
         return Planned(graph, layout, replace(made, loss=chosen.text), chosen)
 

@@ -1,0 +1,154 @@
+"""Memory that runs out in the middle of training: the step is planned anew and made again to the same bits, or the user is told what is left."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cells
+import pytest
+import torch
+import trainers
+import zoo
+from torch import nn
+
+import outsize
+from outsize.base.errors import DeviceOutOfMemory, UpdateFailed
+from outsize.runtime.engine import Engine
+from outsize.runtime.retry import MOST_RETRIES
+
+KIND = "gpt2"  # it has dropout, so a step that is made again must draw the same numbers
+
+
+@contextmanager
+def running_out(model: nn.Module, *, at: int, times: int = 1, in_backward: bool = False) -> Iterator[list[int]]:
+    """The third layer finds no memory in its forward or backward number `at` and, if `times` says so, in those that follow."""
+    calls: list[int] = []
+
+    def fail() -> None:
+        if "__deepcopy__" not in vars(model):
+            return  # a trial run, not training
+        calls.append(len(calls))
+        if at <= calls[-1] < at + times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def forward(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if not in_backward:
+            fail()
+        elif tensor.requires_grad:
+            tensor.register_hook(lambda grad: fail())
+
+    handle = model.transformer.h[2].register_forward_hook(forward)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def prepare(**spec: Any) -> Engine:
+    model = zoo.make(KIND)
+    optimizer = outsize.AdamW(lr=1e-2, weight_decay=0.1, **spec)
+    return outsize.prepare(model, zoo.batch(KIND), optimizer=optimizer, device="sim:4MiB", chunk_bytes="8KiB")
+
+
+def train(model: nn.Module, optimizer: Any, *, steps: int = 4, accumulate: int = 1, engine: Engine | None = None) -> None:
+    torch.manual_seed(7)
+    for step in range(steps):
+        for micro in range(accumulate):
+            batch = zoo.batch(KIND, seed=10 * step + micro)
+
+            def work(batch: Any = batch, last: bool = micro == accumulate - 1) -> None:
+                if engine is not None and last and engine.plan.terms.update == "in_backward":
+                    with engine.last_backward():
+                        model(**batch).loss.backward()
+                else:
+                    model(**batch).loss.backward()
+
+            work() if engine is None else engine.retrying(work, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(**spec: Any) -> dict[str, torch.Tensor]:
+    model = zoo.make(KIND)
+    accumulate = spec.pop("accumulate", 1)
+    train(model, cells.Reference(list(model.named_parameters()), lr=1e-2, weight_decay=0.1, **spec), accumulate=accumulate)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(engine: Engine, expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, expected[name]) for name, value in engine.model.state_dict().items() if name in expected)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_a_step_that_runs_out_of_memory_is_made_again_to_the_same_bits(in_backward: bool, caplog: pytest.LogCaptureFixture) -> None:
+    engine = prepare(max_grad_norm=0.5)
+    room = engine.plan.gpu_budget_bytes
+    with cells.closing(engine), running_out(engine.model, at=2, in_backward=in_backward):
+        train(engine.model, engine.optimizer, engine=engine)
+        assert same(engine, plain(max_grad_norm=0.5))
+        assert engine.plan.gpu_budget_bytes < room, "the new plan keeps more free"
+    assert "planning again" in caplog.text and "Tried to allocate" in caplog.text
+
+
+def test_a_second_micro_batch_that_runs_out_in_forward_keeps_the_sums_of_the_first() -> None:
+    with cells.closing(prepare()) as engine, running_out(engine.model, at=3):
+        train(engine.model, engine.optimizer, accumulate=2, engine=engine)
+        assert same(engine, plain(accumulate=2))
+
+
+def test_in_its_backward_the_sums_are_lost_and_the_user_makes_the_step_again() -> None:
+    with cells.closing(prepare()) as engine:
+        before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        told = pytest.raises(DeviceOutOfMemory, match=r"Call zero_grad\(\) and make the step's micro-batches again")
+        with running_out(engine.model, at=1, in_backward=True), told:
+            train(engine.model, engine.optimizer, steps=1, accumulate=2, engine=engine)
+        assert same(engine, before)
+        engine.optimizer.zero_grad()
+        train(engine.model, engine.optimizer, accumulate=2, engine=engine)
+        assert same(engine, plain(accumulate=2))
+
+
+def test_once_updates_in_backward_have_begun_it_says_that_a_checkpoint_is_needed() -> None:
+    with cells.closing(prepare(update="in_backward")) as engine:
+        with running_out(engine.model, at=1, in_backward=True), pytest.raises(DeviceOutOfMemory, match="from the last checkpoint"):
+            train(engine.model, engine.optimizer, engine=engine)
+        with pytest.raises((outsize.base.errors.EngineMisuse, UpdateFailed), match="last checkpoint"):
+            engine.optimizer.step()
+        engine.state_was_loaded()
+
+
+@pytest.mark.parametrize("times", [MOST_RETRIES, MOST_RETRIES + 1])
+def test_it_is_tried_twice_and_no_more(times: int) -> None:
+    with cells.closing(prepare()) as engine:
+        work: Callable[[], None] = lambda: engine.model(**zoo.batch(KIND)).loss.backward()
+        fails = [True] * times
+
+        def sometimes() -> None:
+            if fails:
+                fails.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            work()
+
+        if times <= MOST_RETRIES:
+            engine.retrying(sometimes, zoo.batch(KIND))
+            engine.optimizer.step()
+        else:
+            with pytest.raises(DeviceOutOfMemory, match="planned 2 more times"):
+                engine.retrying(sometimes, zoo.batch(KIND))
+
+
+def test_our_trainer_makes_such_a_step_again_by_itself(tmp_path: Path) -> None:
+    undisturbed = trainers.ours(tmp_path / "one", kind=KIND, plan="mixed")
+    disturbed = trainers.ours(tmp_path / "other", kind=KIND, plan="mixed")
+    with trainers.closing(undisturbed), trainers.closing(disturbed):
+        expected = trainers.train(undisturbed)
+        with running_out(disturbed.model, at=2):
+            found = trainers.train(disturbed)
+    cells.assert_same(found, expected)
