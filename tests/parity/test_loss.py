@@ -209,3 +209,40 @@ def test_yaml_says_whether(tmp_path: Path) -> None:
             start(assembled, config)
             assert assembled.trainer.engine.plan.loss == words
         assert json.loads(json.dumps(assembled.trainer.recipe))["chunked_loss"] == {"null": None, "false": False, "true": True}[value]
+
+
+def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate wraps a model's forward in autocast. A re-plan takes our part out and in again, and must not take that along."""
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
+    model: Any = zoo.make("llama")
+    engine = outsize.prepare(model, zoo.batch("llama"), device="cpu")
+    with cells.closing(engine):
+        seen: list[bool] = []
+        inner = model.forward
+        model.forward = lambda *args, **kwargs: (seen.append(True), inner(*args, **kwargs))[1]
+        for size in (2, 3, 3):
+            model(**zoo.batch("llama", size=size)).loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        assert engine.plan.inputs["input_ids"][0] == 3 and sum(seen) >= 3
+        number = len(seen)
+    model(**zoo.batch("llama"))
+    assert len(seen) == number + 1, "nor does detach"
+
+
+def test_a_resumed_run_goes_on_with_its_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that have grown beyond a chunk turned it on; those after the resume would not."""
+    monkeypatch.setattr(chosen, "chunk_tokens", lambda vocab_size: 40)
+    rows = [row for tokens in (16, 24, 16) for row in trainers.rows("llama", 4, tokens=tokens)]  # 32, 48 and 32 tokens a batch
+    monkeypatch.setattr(trainers.OutsizeTrainer, "_get_train_sampler", lambda self, *_: torch.utils.data.SequentialSampler(rows))
+    found = []
+    for parts in ([6], [4, 6]):
+        for steps in parts:
+            args = dict(max_steps=steps, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
+            trainer = trainers.ours(tmp_path / str(len(parts)), args=args, train_dataset=rows)
+            with trainers.closing(trainer):
+                trainer.train(resume_from_checkpoint=steps > parts[0])
+                assert trainer.engine.plan.loss_chunk == 40
+                losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append(losses)
+    assert found[0] == found[1] and len(losses) == 6

@@ -17,13 +17,24 @@ def arena(num_bytes: int) -> Tensor:
     """Zeroed, flat uint8. Freed with the last tensor that uses it."""
     if num_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes)
-    with suppress(OSError, AttributeError):  # a system without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        pages = _private_pages(num_bytes)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes of host memory could not be had ({error.strerror})") from None
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(OSError, AttributeError):  # a system that knows no such thing
+            pages.madvise(getattr(mmap, advice))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensor = torch.frombuffer(pages, dtype=torch.uint8)
     return tensor.zero_()  # by all of torch's threads
+
+
+def _private_pages(num_bytes: int) -> mmap.mmap:
+    """Python's own default is shared memory, which has no huge pages on most systems, and which a forked child (a loader's worker) would keep alive."""
+    if hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, num_bytes)
 
 
 def pinned_arena(num_bytes: int) -> Tensor:

@@ -75,8 +75,7 @@ class CudaDevice(Device):
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         copy = tensor.detach().to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        event = self._mark("compute")
 
         def wait() -> Tensor:
             event.synchronize()

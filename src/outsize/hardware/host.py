@@ -1,6 +1,7 @@
 """How much the host really gives this process: its cores, and the memory that is free within the limits of its container."""
 
 import os
+import sys
 from pathlib import Path
 
 import psutil
@@ -39,9 +40,12 @@ def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most host memory this process has had. Not getrusage's: that one begins with the parent's."""
+    """The most host memory this process has had. Where there is no /proc it is getrusage's, which begins with the parent's."""
     if status.exists():
         line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), None)
         if line is not None:
             return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
+    import resource  # not on Windows
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

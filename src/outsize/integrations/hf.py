@@ -222,6 +222,7 @@ class OutsizeMixin(KeepsRuns):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if not self._has_engine:
+            self._go_on_with_the_loss_of(resume_from_checkpoint)
             self.start_engine(train_dataloader)
         elif (terms := self.engine.plan.terms).update != update_mode(self.args, self._nonfinite) or terms.accumulate != self.args.gradient_accumulation_steps:
             self._renew_engine(train_dataloader)
@@ -235,6 +236,11 @@ class OutsizeMixin(KeepsRuns):
             do = "Leave create_optimizer as it is; get_decay_parameter_names decides the groups"
             raise ConfigError(tell("the optimizer is the engine's", f"create_optimizer gave {type(self.optimizer).__name__}", do))
         return prepared
+
+    def _go_on_with_the_loss_of(self, checkpoint: str | None) -> None:
+        """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is resumed before it meets such a batch again."""
+        if checkpoint is not None and self._prepare_settings["chunked_loss"] is None and read_manifest(Path(checkpoint)).get("loss_chunk"):
+            self._prepare_settings["chunked_loss"] = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         self.optimizer = self.engine.optimizer

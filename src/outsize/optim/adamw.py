@@ -10,7 +10,6 @@ which is correctly rounded once brought back. Nothing is allocated: the caller g
 """
 
 import math
-import os
 from dataclasses import asdict, dataclass
 from functools import cache
 from types import ModuleType
@@ -21,7 +20,7 @@ from torch import Tensor
 from outsize.base.log import log
 from outsize.layout.scratch import BYTES_PER_ELEMENT, PIECE_NUMEL
 from outsize.optim.clip import round_fp32
-from outsize.optim.native import kernel
+from outsize.optim.native import kernel, torch_is_asked_for
 from outsize.optim.split import join_into, split_into
 
 
@@ -111,7 +110,7 @@ def update(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor
 @cache
 def gpu_kernel() -> ModuleType | None:
     """triton_kernel.py, or None where it was not wanted or cannot be had."""
-    if os.environ.get("OUTSIZE_KERNELS") == "torch":
+    if torch_is_asked_for():
         return None
     try:
         from outsize.optim import triton_kernel

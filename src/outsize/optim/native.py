@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outsize.base.errors import ConfigError, tell
 from outsize.base.log import log
 from outsize.optim.build import compile_library, find_compiler, fingerprint
 
@@ -47,10 +48,17 @@ class Kernel:
             raise MemoryError("no memory for an update on the host")
 
 
+def torch_is_asked_for() -> bool:
+    value = os.environ.get("OUTSIZE_KERNELS", "")
+    if value not in ("", "torch"):
+        raise ConfigError(tell("OUTSIZE_KERNELS is `torch`, or not set", f"it is {value!r}", "Correct it"))
+    return value == "torch"
+
+
 @cache
 def kernel() -> Kernel | None:
     """None where it was not wanted or cannot be had."""
-    if os.environ.get("OUTSIZE_KERNELS") == "torch":
+    if torch_is_asked_for():
         return None
     try:
         return Kernel(_packaged() or ctypes.CDLL(str(_compiled())))

@@ -92,5 +92,7 @@ class Plan:
     """How it was found, in words."""
     shared: tuple[Shared, ...] = ()
     """What layers share among their inputs, as measured."""
+    loss_chunk: int = 0
+    """Tokens at once of a loss in chunks; 0: the model's own loss."""
     loss: str = ""
     """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made from full logits."""

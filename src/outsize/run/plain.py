@@ -40,7 +40,7 @@ def main(kind: str, settings: str, out: str) -> None:
         speed = train(kind, bench)
     except torch.OutOfMemoryError:
         problem = "out of GPU memory"
-    has_gpu = torch.accelerator.is_available()
+    has_gpu = bench.device.startswith("cuda")
     rival = Rival(
         speed=speed, problem=problem, gpu_peak_bytes=torch.accelerator.max_memory_allocated() if has_gpu else None,
         gpu_reserved_bytes=torch.accelerator.max_memory_reserved() if has_gpu else None, host_peak_bytes=peak_rss_bytes(),
@@ -49,8 +49,9 @@ def main(kind: str, settings: str, out: str) -> None:
 
 
 def train(kind: str, bench: Bench) -> Speed:
-    where = torch.accelerator.current_accelerator(check_available=True)
-    device = where or torch.device("cpu")
+    device = torch.device(bench.device) if bench.device.startswith("cuda") else torch.device("cpu")
+    if device.type == "cuda":
+        torch.accelerator.set_device_index(device.index or 0)
     model = resident_model(bench, device)
     if kind == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
@@ -77,7 +78,7 @@ def train(kind: str, bench: Bench) -> Speed:
             param.grad = None
         return loss.detach()
 
-    clock = Clock.of_stream(device, torch.accelerator.synchronize) if where is not None else Clock.of_host(lambda: None)
+    clock = Clock.of_stream(device, torch.accelerator.synchronize) if device.type == "cuda" else Clock.of_host(lambda: None)
     timed = time_steps(step, clock, warm_up=bench.warm_up, steps=bench.steps)
     return Speed.of(bench.tokens, bench.steps, timed.window_seconds, timed.step_seconds)
 

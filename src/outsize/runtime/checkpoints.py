@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from outsize.base.errors import EngineMisuse, tell
+from outsize.base.log import log
 from outsize.checkpoint.folder import Draft
 from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
 from outsize.runtime.attached import Holder
@@ -82,6 +83,7 @@ class Checkpoints:
                 self._half_loaded.add("optimizer's state")
                 checkpoint.fill_state(now, self._optimizer.param_groups)
                 self._half_loaded.remove("optimizer's state")
+                _tell_of_another_loss(checkpoint.loss_chunk, now.plan.loss_chunk)
         return checkpoint.num_steps
 
     def export(self, place: Path, *, tokenizer: Any) -> None:
@@ -108,3 +110,10 @@ class Checkpoints:
                 self._model.save_pretrained(folder)  # type: ignore[operator]
             else:
                 write_configs(self._model, folder, files)
+
+
+def _tell_of_another_loss(saved: int, here: int) -> None:
+    if saved != here:
+        ways = [f"in chunks of {chunk} tokens" if chunk else "from full logits" for chunk in (saved, here)]
+        do = f"chunked_loss={bool(saved)} at prepare keeps the same bits as a run that was not interrupted"
+        log.warning("the run so far made its loss %s, and it is made %s from here on: %s", *ways, do)

@@ -128,7 +128,10 @@ def chunks_on_host(now: Attached) -> set[int]:
 def describe(now: Attached, groups: list[dict[str, Any]], contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
     """The manifest's part about the model."""
     kept = [{**{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}, "names": group["param_names"]} for group in groups]
-    return {"num_steps": num_steps, "steps": dict(now.updates.steps), "groups": kept, "values": contents.values, "only_model": only_model}
+    return {
+        "num_steps": num_steps, "steps": dict(now.updates.steps), "groups": kept, "values": contents.values, "only_model": only_model,
+        "loss_chunk": now.plan.loss_chunk,
+    }  # fmt: skip
 
 
 def _plain(value: Any) -> Any:

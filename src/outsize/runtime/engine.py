@@ -9,14 +9,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, tell
+from outsize.base.errors import EngineMisuse, UpdateFailed, tell
 from outsize.base.log import log
 from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
@@ -62,7 +62,7 @@ class Engine:
         try:
             self._holder.attached = Attached(
                 planned, self.model, self.device, self.optimizer, weights, update_chunk=self._steps.update_work,
-                drain=self.drain, before_write=self.finish_saving, zero_grad=self.zero_grad,
+                drain=self._drain_before_read, before_write=self.finish_saving, zero_grad=self.zero_grad,
             )
         except BaseException:
             self.device.close(id(self))
@@ -84,6 +84,8 @@ class Engine:
     def detach(self) -> dict[str, Any]:
         """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the background is waited for."""
         self._require_idle("detach")
+        self._steps.require_confirmed("detach() was called before it")
+        self._steps.warn_if_spoilt()
         saved = self.optimizer.state_dict()
         by_name = self._release()
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
@@ -187,6 +189,10 @@ class Engine:
         """Until everything issued is done; what is read after this is the sequential algorithm's."""
         self.device.synchronize()
 
+    def _drain_before_read(self) -> None:
+        self.drain()
+        self._steps.warn_if_spoilt()
+
     @contextmanager
     def gathered(self, *names: str) -> Iterator[dict[str, Tensor]]:
         """Values of parameters (all by default) as ordinary CPU tensors; what is changed in them is written back."""
@@ -209,11 +215,17 @@ class Engine:
 
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.finish_saving()
-        self.drain()
+        self._drain_before_load()
         missing = self.now.store.state_views(name).keys() - state.keys()
         if missing and float(state["step"]):
             raise EngineMisuse(tell(f"the state of {name} has {', '.join(sorted(missing))}", "it is missing", "Load a state that outsize saved"))
         self.now.updates.load_state(name, {**{key: torch.zeros(()) for key in missing}, **state})
+
+    def _drain_before_load(self) -> None:
+        # An update that failed is no reason not to load: that is what its error asks for.
+        with suppress(UpdateFailed):
+            self.drain()
+        self.now.executor.drained()
 
     def state_was_loaded(self) -> None:
         """The optimizer's state was loaded: a run that broke off in an update may go on from it. Load the weights first."""
@@ -255,9 +267,9 @@ class Engine:
         Args:
             only_model: take the weights alone; optimizer state and settings stay as they are.
         """
+        self._drain_before_load()
         self._require_idle("load")
         self.finish_saving()
-        self.drain()
         num_steps = self._checkpoints.load(Path(folder), only_model=only_model)
         if not only_model:
             self._steps.num_made = num_steps

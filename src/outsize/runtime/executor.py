@@ -4,8 +4,8 @@ The model's course says which visit opens; everything the schedule lists before 
 for comes from Hazards alone. A model that runs its blocks in another order than the schedule stops here, with both named.
 Forwards without grad are not in the schedule: they load what they need when they need it.
 
-Under a plain plan (Placement.is_plain) nothing is to be issued between visits, so nobody tells of them: the model runs as it would without an engine.
-A device that finds races wants to see them all the same.
+Under a plain plan (Placement.is_plain) nothing must be issued between visits, so nobody tells of them: the model runs as it would without an engine,
+and the updates of a declared backward come at its end. A device that finds races wants to see them all the same.
 """
 
 from collections.abc import Callable
@@ -100,10 +100,12 @@ class Executor:
     def roll_back(self) -> None:
         """Forget an abandoned pass. Slots keep what they hold; every load is issued anew by the next forward."""
         self._close_open()
-        # Activations may still be on their way to the host: their memory must not be reused under the copy.
-        self.device.synchronize()
-        self._parcels.clear()
-        self.stage, self.current_visit = Stage.IDLE, None
+        try:
+            # Activations may still be on their way to the host: their memory must not be reused under the copy.
+            self.device.synchronize()
+        finally:
+            self._parcels.clear()
+            self.stage, self.current_visit = Stage.IDLE, None
 
     # Forwards outside the schedule.
 
@@ -159,6 +161,10 @@ class Executor:
                 raise self._mismatch(action, f"ended its {what} without it")
             self._issue(action)
             self._next += 1
+        if not self.sees_visits and self._updating:
+            for action in self._queue:
+                if action.kind == "U":
+                    self._issue(action)
         self.current_visit = None
         self._forget()
 
@@ -166,6 +172,10 @@ class Executor:
         """Drop events that nobody can wait for any more."""
         wanted = self.hazards.wanted()
         self._events = {token: event for token, event in self._events.items() if token in wanted}
+
+    def drained(self) -> None:
+        """The lanes are idle, and whatever failed on them is known: there is nothing to wait for, nor to fail over again."""
+        self.hazards, self._events = Hazards(), {}
 
     # Issuing.
 

@@ -43,7 +43,8 @@ class Gradients:
                 graph = self._store.place.graph
                 where = f"in the backward of {graph.visit_name(expected)}" if expected is not None else "never, as in the trial run of prepare"
                 visit = self._current_visit()
-                found = f"it came in that of {graph.visit_name(visit)}" if visit is not None else "it came outside of any backward of the model"
+                seen = f"it came in that of {'the model' if visit == ALL_VISITS else graph.visit_name(visit)}" if visit is not None else None
+                found = seen or "it came outside of any backward of the model"
                 raise OrderMismatch(tell(f"the gradient of {name} is complete {where}", found, "Prepare the model again with a batch that takes this path"))
             with torch.no_grad():
                 if name in self.landed:

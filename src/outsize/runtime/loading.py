@@ -31,6 +31,7 @@ class Checkpoint:
             self.groups: list[dict[str, Any]] = [{**group, "names": list(group["names"])} for group in facts["groups"]]
             self.num_steps = int(facts["num_steps"])
             self.only_model = bool(facts["only_model"])
+            self.loss_chunk = int(facts.get("loss_chunk", 0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             found = f"it lacks {error}"
             raise BadFile(tell(f"{folder / MANIFEST} describes weights and optimizer", found, "It is another kind of folder: name a checkpoint")) from None

@@ -19,7 +19,7 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.tensors import map_tensors, with_grad
 from outsize.runtime.attached import Holder
-from outsize.runtime.executor import Stage
+from outsize.runtime.executor import ALL_VISITS, Stage
 from outsize.runtime.steps import Steps
 
 
@@ -29,7 +29,9 @@ class Passes:
         fit: Callable[[tuple[Any, ...], dict[str, Any]], None],
     ):  # fmt: skip
         """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch."""
-        self._model, self._layers, self._device, self._holder, self._steps, self._fit = model, layers, device, holder, steps, fit
+        self._model, self._device, self._holder, self._steps, self._fit = model, device, holder, steps, fit
+        self._found, self._layers = layers, layers
+        """Those of the module tree, and of them those that the plan knows as such: the trial run may have seen that a list is no stack."""
         self._course = Course(model, self)
         self._loose: list[Any] = []
         self._training = False
@@ -43,6 +45,8 @@ class Passes:
         if not self._holder.now.executor.sees_visits:
             self._course.attach(())
             return
+        known = {block.name for block in self._holder.now.planned.graph.blocks}
+        self._layers = tuple(layer for layer in self._found if layer.name in known)
         # Modules outside layers that own weights open themselves when they are called outside the model's forward (an encoder by itself).
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
         loose = (m for m in self._model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values()))
@@ -150,7 +154,8 @@ class Passes:
             self._device.watching(True)
             executor.begin_backward(pending=bool(now.gradients.landed), update=self._steps.begin_backward())
         elif executor.stage is not Stage.BACKWARD:
-            found = f"another one reaches {now.planned.graph.visit_name(visit)}; its activations are gone"
+            where = now.planned.graph.visit_name(visit) if executor.sees_visits else "the model"
+            found = f"another one reaches {where}; its activations are gone"
             raise EngineMisuse(tell("one backward follows each forward of a prepared model", found, "Run the forward again; retain_graph is not supported"))
         if visit != executor.current_visit:
             executor.enter_backward(visit)
@@ -166,8 +171,9 @@ class Passes:
         now = self._holder.now
         if now.executor.stage is Stage.BACKWARD:
             visit = now.executor.current_visit
-            now.gradients.broken = now.planned.graph.visit_name(visit) if visit is not None else "its first block"
-            self._steps.backward_broke()
+            where = "its first block" if visit is None else "the model" if visit == ALL_VISITS else now.planned.graph.visit_name(visit)
+            now.gradients.broken = where
+            self._steps.backward_broke(where)
         now.executor.roll_back()
         self._device.watching(False)
 

@@ -4,12 +4,13 @@
 backward*: inside `last_backward()` chunks are updated as their gradients land or soon after (schedule.py says which when), and `step()` only confirms it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from outsize.base.errors import EngineMisuse, UpdateFailed, tell
+from outsize.base.errors import EngineMisuse, NonFiniteGradient, UpdateFailed, tell
 from outsize.base.log import log
 from outsize.optim.clip import clip_factor
 from outsize.runtime.attached import Holder
@@ -25,7 +26,8 @@ class Steps:
         """Chunks that a declared backward has updated, until `step()` confirms it."""
         self._step: Step | None = None
         self._clip_at = spec.max_grad_norm
-        self.is_half_updated = False
+        self._broke_in: str | None = None
+        """The block in which a declared backward broke off after it had updated some weights."""
         self._failed: str | None = None
         """What went wrong in an update: some weights are new, some old."""
         self._not_finite: Callable[[], list[str]] = list
@@ -47,7 +49,7 @@ class Steps:
         if not self._declared and not self._holder.now.plan.terms.hold_gradients:
             do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or AdamW(update='after_step')"
             raise EngineMisuse(tell("this plan keeps no gradients, so every backward is declared to be the last before step()", "this one is not", do))
-        return self._declared and self._holder.now.executor.sees_visits
+        return self._declared
 
     def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
         """The update of one chunk, with everything it needs fixed now: it may run later, on another thread."""
@@ -100,12 +102,20 @@ class Steps:
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the coming step; returns the norm of what has landed."""
+        if self._made and not math.isinf(max_norm):
+            do = "Give prepare AdamW(max_grad_norm=...), or leave last_backward() out"
+            raise EngineMisuse(tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do))
         self._clip_at = max_norm
         return self._holder.now.gradients.norm().clone()
 
-    def backward_broke(self) -> None:
+    @property
+    def is_half_updated(self) -> bool:
+        return self._broke_in is not None
+
+    def backward_broke(self, where: str) -> None:
         """Weights that a declared backward updated before it broke off cannot be taken back."""
-        self.is_half_updated |= bool(self._made)
+        if self._made:
+            self._broke_in = where
         self._made = {}
 
     def require_usable(self) -> None:
@@ -114,22 +124,35 @@ class Steps:
 
     def state_was_loaded(self) -> None:
         """Weights and optimizer are whole again."""
-        self._failed, self.is_half_updated, self._not_finite = None, False, list
+        self._failed, self._broke_in, self._not_finite = None, None, list
+        # What a declared backward has made since is of the state that was there before.
+        self._made, self._step = {}, None
 
     def require_confirmed(self, found: str) -> None:
         if self._made:
             do = "Call engine.optimizer.step() first: the weights are already updated"
             raise EngineMisuse(tell("a backward inside last_backward() is followed by step()", found, do))
 
+    def warn_if_spoilt(self) -> None:
+        """For those who only read: they may want to look at what a non-finite gradient has done."""
+        if error := self._look_back():
+            log.warning("%s", error)
+
+    def _look_back(self) -> NonFiniteGradient | None:
+        """Whether the last step, made in its backward, was made with gradients that are not finite. Told once; nothing can be trained or saved after it."""
+        if self._failed is not None or not (names := self._not_finite()):
+            return None
+        error = self._holder.now.gradients.error(names, "The last step was made with it: load weights and optimizer state from the last checkpoint")
+        self._failed = str(error)
+        return error
+
     def require_whole(self, verb: str) -> None:
         """No half-made gradients, no half-made update, none with numbers that are none."""
-        if self._failed is None and (names := self._not_finite()):
-            error = self._holder.now.gradients.error(names, "The last step was made with it: load weights and optimizer state from the last checkpoint")
-            self._failed = str(error)
+        if error := self._look_back():
             raise error
         broken = self._holder.now.gradients.broken
-        if self.is_half_updated:
-            found = f"the last one broke off in {broken} after some weights were updated"
+        if self._broke_in is not None:
+            found = f"the last one broke off in {self._broke_in} after some weights were updated"
             raise EngineMisuse(tell(f"{verb}() follows a complete backward", found, "Load weights and optimizer state from the last checkpoint"))
         if broken is not None:
             do = "Call zero_grad(); weights and optimizer are as before it"

@@ -25,7 +25,7 @@ from outsize.profile.cache import traced
 from outsize.profile.tracer import Loss
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
-from outsize.train.loss import ChosenLoss, is_in_chunks, trace_with_loss
+from outsize.train.loss import ChosenLoss, trace_with_loss
 
 
 def prepare(
@@ -116,7 +116,7 @@ def _get_ready(
     given = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     if given is not None:
         _agree(given, terms, gpu_budget, host_budget, pins, chunked_loss)
-        chunked_loss = is_in_chunks(given.loss)
+        chunked_loss = given.loss_chunk > 0
     chosen: ChosenLoss | None = None
 
     def planner(model: nn.Module, batch: Any, terms: Terms) -> Planned:
@@ -134,13 +134,13 @@ def _get_ready(
         layout = pack(graph, given.chunk_bytes if given is not None else size)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
-            if chosen.in_chunks and given.loss != chosen.text:
+            if given.loss_chunk != chosen.chunk:
                 raise ConfigError(tell(f"the plan's loss is {chosen.text}, as here", f"it is {given.loss}", "Make the plan again"))
             return Planned(graph, layout, given, chosen)
         room = gpu_budget - where.overhead_bytes - where.learnt_bytes
         made = search(graph, layout, trace, where.spec, terms, gpu_budget_bytes=room, host_budget_bytes=host_budget, pins=pins or Pins())
         check(made, graph, layout)
-        return Planned(graph, layout, replace(made, loss=chosen.text), chosen)
+        return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk), chosen)
 
     return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, planner=planner)
 
@@ -153,7 +153,7 @@ def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: P
     for resource, needed, allowed in (("gpu_memory", given.estimate.gpu_bytes, gpu_budget), ("host_memory", given.estimate.host_bytes, host_budget)):
         if needed > allowed:
             conflicts.append(f"it needs {show_bytes(needed)} of {resource} and {show_bytes(allowed)} is allowed")
-    if chunked_loss not in (None, is_in_chunks(given.loss)):
+    if chunked_loss not in (None, given.loss_chunk > 0):
         conflicts.append(f"its loss is {given.loss or 'from full logits'} and chunked_loss is {chunked_loss}")
     if pins is not None:
         conflicts.append(f"pins are given too ({pins})")

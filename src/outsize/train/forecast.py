@@ -41,7 +41,7 @@ from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
 from outsize.runtime.optimizer import AdamW
 from outsize.train.example import Images, example_batch
-from outsize.train.loss import trace_with_loss
+from outsize.train.loss import ChosenLoss, trace_with_loss
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _UNKNOWABLE = (
@@ -159,7 +159,7 @@ def plan(
         problem = Problem(graph=graph, layout=layout, trace=trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins())
         made = problem.solve()
         check(made, graph, layout)
-        return Forecast(plan=replace(made, loss=loss), graph=graph, layout=layout, problem=problem)
+        return Forecast(plan=replace(made, loss=loss.text, loss_chunk=loss.chunk), graph=graph, layout=layout, problem=problem)
 
     return _fastest(solve, _splits(batch_size, micro_batch_size, accumulate))
 
@@ -232,7 +232,7 @@ def _config(model: Any) -> Any:
 
 def fake_trace(
     config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype, chunked_loss: bool | None = None, images: Images | None = None
-) -> tuple[BlockGraph, ModelTrace, str]:
+) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
     """Trace a model that exists as shapes alone, and tell how its loss is made. The config is changed: it is ours."""
     kind = trainable_class(config)
     text = config.get_text_config()
@@ -253,7 +253,7 @@ def fake_trace(
     except _UNKNOWABLE as error:
         found = f"{kind.__name__} needs the result of {getattr(error, 'func', None) or error}"
         raise ModelUnsupported(tell("what a model runs does not depend on the values in its weights", found, _INSTEAD)) from error
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:
         if too_long:
             found = f"sequence_len is {tokens} and the model breaks off: {error}"
             raise ConfigError(tell(f"sequence_len is at most the model's max_position_embeddings of {limit}", found, "Shorten it")) from error
@@ -263,7 +263,8 @@ def fake_trace(
     if too_long:
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
     provenance = "bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs and bytes"
-    return graph, replace(trace, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss.text
+    inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # which models make themselves
+    return graph, replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss
 
 
 class FakeWeights(fake_tensor.FakeTensorMode):
@@ -277,6 +278,8 @@ class FakeWeights(fake_tensor.FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in _INDEXED:
+            args = (args[0], _places(args[1]), *args[2:])
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if (given or func._overloadpacket in _FILLED) and not any(isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given):
             out = func(*args, **(kwargs or {}))
@@ -288,6 +291,20 @@ class FakeWeights(fake_tensor.FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = was
+
+
+_INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_, torch.ops.aten._unsafe_index}
+
+
+def _places(indices: Any) -> list[Tensor | None]:
+    """Masks of known contents as the places that they name, of which the number is known then."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool and not isinstance(index, fake_tensor.FakeTensor):
+            places += index.nonzero(as_tuple=True)
+        else:
+            places.append(index)
+    return places
 
 
 _FILLED = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.scalar_tensor}

@@ -41,32 +41,42 @@ class Seam:
         self._own_loss = _own_loss(self._owner)
         self._products: list[Product] | None = None
         """Of the training forward under way, None outside of one."""
-        self._before: list[tuple[nn.Module, str, Any]] = []
+        self._installed: list[tuple[nn.Module, str, Any, Any]] = []
+        """What of ours is set where, and what was there before."""
 
     def attach(self, *, on: bool = True) -> None:
         """Without `on`, all is as before. But a forward that has begun can still be turned on: the engine plans again for a larger batch in its first hook."""
         self.is_on = on
-        self._set(self._owner, "forward", self._forward)
-        self._set(self._head, "forward", self._multiply)
-        self._before.append((self._owner, "_loss_function", vars(self._owner).get("_loss_function")))
-        vars(self._owner)["_loss_function"] = self._loss
+        self._wrap(self._owner, "forward", self._forward)
+        self._wrap(self._head, "forward", self._multiply)
+        self._set(self._owner, "_loss_function", self._loss)
 
     def detach(self) -> None:
+        """What somebody has wrapped since (accelerate does it to a model's forward) stays under that wrapper, where it passes everything on."""
         self.is_on = False
-        for module, name, value in reversed(self._before):
-            if value is None:
-                vars(module).pop(name, None)
+        left = []
+        for module, name, ours, before in reversed(self._installed):
+            if vars(module).get(name) is not ours:
+                left.append((module, name, ours, before))
+            elif before is None:
+                del vars(module)[name]
             else:
-                vars(module)[name] = value
-        self._before = []
+                vars(module)[name] = before
+        self._installed = left[::-1]
 
-    def _set(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    def _wrap(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         original = getattr(module, name)
-        self._before.append((module, name, vars(module).get(name)))
-        vars(module)[name] = functools.wraps(original)(functools.partial(function, original))
+        self._set(module, name, functools.wraps(original)(functools.partial(function, original)))
+
+    def _set(self, module: nn.Module, name: str, ours: Any) -> None:
+        if any((module, name) == (there, what) for there, what, _, _ in self._installed):
+            return  # still there, under somebody's wrapper
+        self._installed.append((module, name, ours, vars(module).get(name)))
+        vars(module)[name] = ours
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on or not self._owner.training or not torch.is_grad_enabled() or _labels(forward, args, kwargs) is None:
+        # With grad and labels it trains, whatever its mode: `eval()` is also a way to do without dropout.
+        if not self.is_on or not torch.is_grad_enabled() or _labels(forward, args, kwargs) is None:
             return forward(*args, **kwargs)
         products = self._products = []
         try:
@@ -146,6 +156,11 @@ class ChosenLoss:
     seam: Seam | None = None
     in_chunks: bool = False
 
+    @property
+    def chunk(self) -> int:
+        """Tokens at once; 0: in the model's own way."""
+        return self.seam.chunk if self.seam is not None and self.in_chunks else 0
+
     def attach(self) -> None:
         if self.seam is not None:
             self.seam.attach(on=self.in_chunks)
@@ -153,11 +168,6 @@ class ChosenLoss:
     def detach(self) -> None:
         if self.seam is not None:
             self.seam.detach()
-
-
-def is_in_chunks(text: str) -> bool:
-    """What a plan says of the loss."""
-    return text.startswith("in chunks")
 
 
 def trace_with_loss(

@@ -19,7 +19,8 @@ from outsize.hardware.catalog import lookup
 from outsize.hardware.spec import ALLOCATOR_SHARE, CONTEXT_BYTES
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
-from outsize.train.forecast import batch_for, fake_trace, plan
+from outsize.train.example import Images, batch_for, example_batch
+from outsize.train.forecast import fake_trace, plan
 
 ROWS, TOKENS = 2, 24
 
@@ -185,3 +186,66 @@ def test_micro_batches_that_do_not_fit_are_not_chosen_and_if_none_fits_the_small
 def test_a_batch_that_does_not_divide_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="batch_size = micro_batch_size × accumulate"):
         plan(config_of("llama"), batch_size=6, **given)
+
+
+# --- images
+
+QWEN25_VL_7B = dict(
+    text_config=dict(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        max_position_embeddings=128000, rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
+    ),
+    vision_config=dict(
+        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112,
+        out_hidden_size=3584, fullatt_block_indexes=[7, 15, 23, 31],
+    ),
+)  # fmt: skip
+
+
+def test_the_plan_of_qwen25_vl_7b_accounts_for_its_vision_tower() -> None:
+    """Trap F11: a text-only batch would not see it."""
+    made = plan(transformers.Qwen2_5_VLConfig(**QWEN25_VL_7B), sequence_len=1024, hardware="h100", image_size=224)
+    graph = made.graph
+    tower = [block for block in graph.blocks if block.name.startswith("model.visual.blocks.")]
+    assert len(tower) == 32 and graph.blocks[0].name == "stem" and graph.visits.index(graph.blocks.index(tower[0])) == 1
+    assert 8.2e9 < graph.num_params < 8.4e9 and sum(graph.param[name].numel for block in tower for name in block.params) == 32 * 19_702_200
+    assert made.plan.inputs["pixel_values"] == (256, 1176) and made.plan.inputs["input_ids"] == (1, 1024)
+    assert "1 image of 224×224 pixels in every row (64 tokens each)" in " ".join(str(made).split())
+    assert "model.visual.blocks.0-" in str(made)
+    visit = next(v for v, block in enumerate(graph.visits) if graph.blocks[block] is tower[3])
+    assert made.plan.work[visit].forward_seconds > 0 and all(graph.has_backward)
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "llava"])
+def test_a_forecast_with_images_has_the_bytes_of_a_real_run(kind: str) -> None:
+    """The same example, with real weights."""
+    model: Any = zoo.make(kind, torch.bfloat16)
+    config = model.config
+    example = example_batch(type(model), config, rows=2, tokens=16, images=Images(pixels=8))
+    spec = lookup("1GiB")
+    graph, found, _ = fake_trace(config, spec, rows=2, tokens=16, dtype=torch.bfloat16, images=Images(pixels=8))
+    batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in example.batch.items()}
+    again, real = Tracer(model, batch, find_layers(model), SimDevice(spec)).trace()
+    assert graph == again and found.inputs == {name: shape for name, shape in real.inputs.items() if name != "position_ids"}
+    for visit in range(1, len(graph.visits) - 1):
+        assert found.work(visit, "keep").forward_delta_bytes == real.work(visit, "keep").forward_delta_bytes, graph.visit_name(visit)
+
+
+def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() -> None:
+    config = zoo.make("qwen2.5-vl").config
+    with pytest.raises(ConfigError, match="take 36 of 16 tokens"):
+        plan(config, sequence_len=16, hardware="1GiB", image_size=48)
+    with pytest.raises(ConfigError, match="images is -1; image_size is 0"):
+        plan(config, sequence_len=16, hardware="1GiB", images=-1, image_size=0)
+
+
+def test_without_images_the_plan_says_so() -> None:
+    made = plan(zoo.make("qwen2.5-vl").config, sequence_len=16, hardware="1GiB", images=0)
+    assert "rows without images" in made.plan.provenance and not any("visual" in block.name for block in made.graph.blocks)
+
+
+def test_a_model_that_takes_images_in_another_way_is_refused_by_name() -> None:
+    text = dict(model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97)
+    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+    with pytest.raises(ModelUnsupported, match="Idefics3ForConditionalGeneration"):
+        plan(transformers.Idefics3Config(text_config=text, vision_config=vision, image_token_id=90, pad_token_id=0), sequence_len=16, hardware="1GiB")

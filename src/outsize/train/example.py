@@ -1,0 +1,110 @@
+"""A batch as a class of transformers takes it, from its config alone: full rows without padding, and images where the model sees.
+
+Images take part as their processor would give them. There are two forms: pictures of the one size that the vision tower is made for (Llava, PaliGemma,
+Gemma 3), and flat patches with a grid for each picture, of any size (the Qwen-VL families). What has another form is refused by name.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.base.errors import ConfigError, ModelUnsupported, tell
+
+_INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with a real batch, and engine.plan is the plan"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Images:
+    """Pictures in a row of a batch."""
+
+    per_row: int = 1
+    pixels: int = 1024
+    """Height and width, where the model takes any."""
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} is {value!r}" for name, value, least in (("images", self.per_row, 0), ("image_size", self.pixels, 1))
+                 if isinstance(value, bool) or not isinstance(value, int) or value < least]  # fmt: skip
+        if wrong:
+            expected = "images is a whole number from 0 and image_size, in pixels, one from 1"
+            raise ConfigError(tell(expected, "; ".join(wrong), "Correct it"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    batch: dict[str, Tensor]
+    text: str
+    """What was assumed of images, for the plan; empty for models without them."""
+
+
+def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
+    """Text alone."""
+    ids = torch.ones(rows, tokens, dtype=torch.int64)
+    return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if kind.__name__.endswith("ForSequenceClassification") else ids.clone()}
+
+
+def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Images) -> Example:
+    batch = batch_for(kind, rows, tokens)
+    vision = getattr(config, "vision_config", None)
+    if vision is None or not images.per_row:
+        return Example(batch=batch, text="" if vision is None else "rows without images")
+    takes = inspect.signature(kind.forward).parameters
+    token = getattr(config, "image_token_id", None)
+    if token is None or "pixel_values" not in takes:
+        found = f"{kind.__name__} takes its images in another way"
+        raise ModelUnsupported(tell("a model with images takes pixel_values and has an image_token_id", found, _INSTEAD))
+    has_grid = "image_grid_thw" in takes
+    form = _patches(vision, rows, images) if has_grid else _pictures(config, vision, rows, images)
+    count = images.per_row * form.tokens
+    frame = 2 if has_grid else 0  # a token before and one after each image
+    if count + frame * images.per_row >= tokens:
+        found = f"{images.per_row} of {form.size} take {count} of {tokens} tokens"
+        raise ConfigError(tell("the images of a row and some text fit into sequence_len", found, "Raise sequence_len, or lower images or image_size"))
+    ids = batch["input_ids"]
+    for image in range(images.per_row):
+        start = 1 + image * (form.tokens + frame)
+        ids[:, start : start + form.tokens] = token
+        if has_grid:
+            ids[:, start - 1], ids[:, start + form.tokens] = config.vision_start_token_id, config.vision_end_token_id
+    batch |= form.inputs
+    if "mm_token_type_ids" in takes:
+        batch["mm_token_type_ids"] = (ids == token).int()
+    if has_grid and "position_ids" in takes:  # in three dimensions: how they are computed is not always possible on shapes alone
+        batch["position_ids"] = torch.arange(tokens).expand(3, rows, tokens).contiguous()
+    if "token_type_ids" in takes:
+        batch["token_type_ids"] = (ids == token).long()
+    many = "1 image" if images.per_row == 1 else f"{images.per_row} images"
+    return Example(batch=batch, text=f"{many} of {form.size} in every row ({form.tokens} tokens each)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    inputs: dict[str, Tensor]
+    tokens: int
+    """Of one image."""
+    size: str
+
+
+def _patches(vision: Any, rows: int, images: Images) -> _Form:
+    merge = vision.spatial_merge_size
+    side = max(1, round(images.pixels / (vision.patch_size * merge))) * merge  # in patches
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    num = rows * images.per_row
+    pixels = torch.zeros(num * side * side, channels * vision.temporal_patch_size * vision.patch_size**2)
+    grid = torch.tensor([[1, side, side]] * num)
+    edge = side * vision.patch_size
+    return _Form(inputs={"pixel_values": pixels, "image_grid_thw": grid}, tokens=(side // merge) ** 2, size=f"{edge}×{edge} pixels")
+
+
+def _pictures(config: Any, vision: Any, rows: int, images: Images) -> _Form:
+    edge = getattr(vision, "image_size", None)
+    patch = getattr(vision, "patch_size", None)
+    if not isinstance(edge, int) or not isinstance(patch, int):
+        found = f"{type(vision).__name__} names no image_size and patch_size"
+        raise ModelUnsupported(tell("a vision tower without a grid of patches is made for one size of images", found, _INSTEAD))
+    # How many of a picture's features the text sees is each family's own affair, where it is not all of them.
+    told = getattr(config, "mm_tokens_per_image", None)
+    tokens = told or (edge // patch) ** 2 + (getattr(config, "vision_feature_select_strategy", None) == "full")
+    return _Form(inputs={"pixel_values": torch.zeros(rows * images.per_row, 3, edge, edge)}, tokens=tokens, size=f"{edge}×{edge} pixels")

@@ -1,0 +1,130 @@
+"""A backward that is declared the last one before a step: it means the same under every plan, and what it spoils can be loaded back."""
+
+from pathlib import Path
+from typing import Any
+
+import cells
+import pytest
+import torch
+import zoo
+from cells import Cell
+from threaded import ThreadedCpu
+
+from outsize.base.errors import EngineMisuse, NonFiniteGradient, UpdateFailed
+from outsize.runtime.engine import Engine
+from outsize.runtime.updates import Updates
+
+PLANS = {"plain": {"weights": "gpu", "optimizer": "gpu"}, "streamed": {"weights": "host", "optimizer": "host"}}
+EVERY = pytest.mark.parametrize("plan", PLANS)
+KIND = "llama"
+
+
+def prepare(plan: str, device: Any = "cpu", **fields: Any) -> Engine:
+    return cells.prepare(Cell(kind=KIND, dtype="bf16", **PLANS[plan], **fields), device)
+
+
+def backward(engine: Engine, *, seed: int = 0, factor: float = 1.0) -> None:
+    with engine.last_backward():
+        (engine.model(**zoo.batch(KIND, seed=seed)).loss * factor).backward()
+
+
+def step(engine: Engine, **how: Any) -> None:
+    backward(engine, **how)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.model.state_dict().items()}
+
+
+def test_what_is_changed_between_backward_and_step_comes_too_late_under_every_plan() -> None:
+    found = []
+    for plan in PLANS:
+        with cells.closing(prepare(plan)) as engine:
+            backward(engine)
+            engine.optimizer.param_groups[0]["lr"] = 100.0
+            engine.optimizer.step()
+            found.append(weights(engine))
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+@EVERY
+def test_clipping_after_it_is_refused_and_reading_the_norm_is_not(plan: str) -> None:
+    with cells.closing(prepare(plan)) as engine:
+        backward(engine)
+        with pytest.raises(EngineMisuse, match="clipping comes before the first update"):
+            engine.clip_grad_norm_(1.0)
+        assert float(engine.clip_grad_norm_(float("inf"))) > 0
+        engine.optimizer.step()
+
+
+@EVERY
+def test_it_is_followed_by_step_before_anything_else(plan: str) -> None:
+    with cells.closing(prepare(plan)) as engine:
+        backward(engine)
+        for forbidden in (engine.optimizer.zero_grad, engine.detach):
+            with pytest.raises(EngineMisuse, match="followed by step"):
+                forbidden()
+        engine.optimizer.step()
+
+
+@EVERY
+def test_a_step_with_nan_is_told_before_the_next_and_a_load_makes_up_for_it(plan: str, tmp_path: Path) -> None:
+    """The next backward may have been made by then: what it has updated is of the spoilt state and is forgotten with it."""
+    with cells.closing(prepare(plan)) as engine:
+        step(engine, seed=0)
+        engine.save(tmp_path / "good")
+        step(engine, factor=float("nan"))
+        backward(engine, seed=1)
+        with pytest.raises(NonFiniteGradient, match="from the last checkpoint"):
+            engine.optimizer.step()
+        engine.load(tmp_path / "good")
+        step(engine, seed=1)
+        found, steps = weights(engine), set(engine.now.updates.steps.values())
+    with cells.closing(prepare(plan)) as engine:
+        step(engine, seed=0)
+        step(engine, seed=1)
+        assert steps == set(engine.now.updates.steps.values()) == {2}
+        assert all(torch.equal(found[name], value) for name, value in weights(engine).items())
+
+
+@EVERY
+def test_whoever_only_reads_after_it_is_warned(plan: str, caplog: pytest.LogCaptureFixture) -> None:
+    with cells.closing(prepare(plan)) as engine:
+        step(engine, factor=float("nan"))
+        engine.model.state_dict()
+        assert "every gradient is finite" in caplog.text
+        with pytest.raises(UpdateFailed):
+            engine.model(**zoo.batch(KIND))
+
+
+@pytest.mark.parametrize("update", ["after_step", "in_backward"])
+def test_a_failed_update_on_another_thread_can_be_made_up_for_by_one_load(update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cells.closing(prepare("streamed", ThreadedCpu(), update=update)) as engine:
+        step(engine)
+        engine.save(tmp_path / "good")
+        calls: list[int] = []
+        update_chunk = Updates.update_chunk
+
+        def fails_once(self: Updates, index: int, made: Any) -> None:
+            calls.append(index)
+            if len(calls) == 2:
+                raise RuntimeError("no luck")
+            update_chunk(self, index, made)
+
+        with monkeypatch.context() as patch, pytest.raises(UpdateFailed, match="no luck"):
+            patch.setattr(Updates, "update_chunk", fails_once)
+            for seed in range(3):
+                step(engine, seed=seed)
+        engine.load(tmp_path / "good")
+        step(engine)
+        assert set(engine.now.updates.steps.values()) == {2}
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_updates_on_another_thread_give_the_plain_loops_bits(stride: int, accumulate: int) -> None:
+    cell = Cell(kind=KIND, dtype="bf16", weights="host", optimizer="host", update="in_backward", accumulate=accumulate)
+    how = dict(weights="host", optimizer="host", stride=stride)
+    cells.assert_same(cells.run(cell, ThreadedCpu(), decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096), cells.expected(cell))
