@@ -33,6 +33,10 @@ FIXED = {
     "llama": {"tied": (True,)},
     "llama-untied": {"tied": (False,)},
     "bert": {"tied": (False,)},
+    "llama-classes": {"tied": (False,)},
+    "modernbert": {"tied": (False,)},
+    # Swap has room for what the layer saved in prepare's batch, to the byte; what this one saves depends on where its tokens go, and more is an error.
+    "routed": {"strategy": ("keep", "recompute", "offload")},
     "mixed": {"dtype": ("bf16",)},  # whatever is asked: both dtypes in one model are the point of this kind
 }
 

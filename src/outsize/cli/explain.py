@@ -1,6 +1,20 @@
 """`outsize explain`: why this plan, what the usual recipes would take, and what a better machine would be worth."""
 
-from outsize.cli.options import Accumulate, BatchSize, ConfigPath, Dtype, GpuMemory, Hardware, HostMemory, MicroBatch, SequenceLen, Update, update_mode
+from outsize.cli.options import (
+    Accumulate,
+    BatchSize,
+    ConfigPath,
+    Dtype,
+    GpuMemory,
+    Hardware,
+    HostMemory,
+    ImageSize,
+    MicroBatch,
+    NumImages,
+    SequenceLen,
+    Update,
+    update_mode,
+)
 
 _EXAMPLES = """Why this plan and no other? What would more memory or a faster machine be worth? Needs a model's config alone, and some seconds.
 
@@ -15,6 +29,7 @@ outsize explain ~/models/llama-8b --hardware h200 --gpu-memory 24GiB --update in
 def explain(
     model: ConfigPath, hardware: Hardware = "rtx4090", sequence_len: SequenceLen = 2048, micro_batch_size: MicroBatch = None, batch_size: BatchSize = None,
     gpu_memory: GpuMemory = None,     host_memory: HostMemory = None, accumulate: Accumulate = None, dtype: Dtype = "bfloat16", update: Update = "after-step",
+    images: NumImages = 1, image_size: ImageSize = 1024,
 ) -> None:  # fmt: skip
     mode = update_mode(update)
     from outsize.runtime.optimizer import AdamW
@@ -22,7 +37,7 @@ def explain(
 
     made = forecast(
         model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, batch_size=batch_size, hardware=hardware, gpu_memory=gpu_memory,
-        host_memory=host_memory, accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode),
+        host_memory=host_memory, accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode), images=images, image_size=image_size,
     )  # fmt: skip
     print(made)
     print(f"\n{made.explain()}")

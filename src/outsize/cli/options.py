@@ -15,6 +15,8 @@ GpuMemory = Annotated[str | None, typer.Option(help="Most GPU memory to use, suc
 HostMemory = Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")]
 Accumulate = Annotated[int | None, typer.Option(help="Backward passes per optimizer step.", show_default="1, or what --batch-size makes of it")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
+NumImages = Annotated[int, typer.Option("--images", help="Images in a row, for models that take them.")]
+ImageSize = Annotated[int, typer.Option(help="Pixels of an image's side.")]
 Update = Annotated[str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")]
 
 

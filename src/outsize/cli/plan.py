@@ -7,7 +7,20 @@ import typer
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
 from outsize.base.units import show_bytes, show_seconds
-from outsize.cli.options import Accumulate, BatchSize, ConfigPath, Dtype, GpuMemory, HostMemory, MicroBatch, SequenceLen, Update, update_mode
+from outsize.cli.options import (
+    Accumulate,
+    BatchSize,
+    ConfigPath,
+    Dtype,
+    GpuMemory,
+    HostMemory,
+    ImageSize,
+    MicroBatch,
+    NumImages,
+    SequenceLen,
+    Update,
+    update_mode,
+)
 
 if TYPE_CHECKING:
     from outsize.train.forecast import Forecast
@@ -39,6 +52,8 @@ def plan(
     accumulate: Accumulate = None,
     dtype: Dtype = "bfloat16",
     update: Update = "after-step",
+    images: NumImages = 1,
+    image_size: ImageSize = 1024,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file: memory and lanes over one step, what every block does.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write what each lane would do in one step to this file, for Perfetto.")] = None,
@@ -61,7 +76,7 @@ def plan(
     def plan_for(name: str) -> "Forecast":
         return forecast(
             model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, batch_size=batch_size, hardware=name, gpu_memory=gpu_memory,
-            host_memory=host_memory, accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode),
+            host_memory=host_memory, accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode), images=images, image_size=image_size,
         )  # fmt: skip
 
     if len(names) == 1:

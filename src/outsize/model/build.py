@@ -78,10 +78,15 @@ def _first_line(error: Exception) -> str:
 def trainable_class(config: Any) -> Any:
     """The class that the config was saved from, if it can be trained; else the language model of that kind."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    )
 
     names = config.architectures or []
-    tables = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING) if config.is_encoder_decoder else (MODEL_FOR_CAUSAL_LM_MAPPING,)
+    tables = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING] if config.is_encoder_decoder else []
+    tables += [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
     candidates = [getattr(transformers, name, None) for name in names] + [table.get(type(config), None) for table in tables]
     for candidate in candidates:
         if candidate is not None and {"input_ids", "labels"} <= inspect.signature(candidate.forward).parameters.keys():

@@ -6,9 +6,11 @@ opens when the one before it closes, and whatever runs between two layers belong
 [Note: Where visits open]
 Forward: the stem opens with the root's forward, a layer with its own, a region when the last layer of a list returns.
 Backward: a layer opens when a gradient reaches one of its outputs, which is before any recompute of it; the head when one
-reaches an output of the root; any other region when one reaches an input of the layer after it. Module backward hooks are not used:
-they miss outputs in dicts and dataclasses and fire too early when no input requires grad. The end of a backward is the
-end of autograd's graph task. It does not come after an exception: the next forward finds the pass still open and says so.
+reaches an output of the root; any other region when one reaches an input of the layer after it that was made in the region, or an output of a module with
+weights that was called in it: what a stem makes may pass a whole stack by (token embeddings beside a frozen vision tower). Autograd runs nodes in the
+reverse order of their making, so the first of these to come is where the visit begins. Module backward hooks are not used: they miss outputs in dicts and
+dataclasses and fire too early when no input requires grad. The end of a backward is the end of autograd's graph task. It does not come after an
+exception: the next forward finds the pass still open and says so.
 """
 
 import functools
@@ -58,7 +60,8 @@ class Course:
         self._visit = -1  # no forward is open
         self._in_region = False
         self._in_backward = False
-        self._returned: list[weakref.ref[Tensor]] = []
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        """Tensors of this forward whose visit is known, by id."""
         self.number = 0
         """Counts forward passes."""
 
@@ -84,6 +87,10 @@ class Course:
             original = module.forward
             self._forwards.append((module, module.__dict__.get("forward")))
             module.forward = functools.wraps(original)(functools.partial(self._layer_runs, index, original))
+        inside = {id(module) for layer in layers for module in layer.module.modules()} | {id(root)}
+        for module in root.modules() if layers else ():
+            if id(module) not in inside and any(param is not None for param in module._parameters.values()):
+                self._handles.append(module.register_forward_hook(self._loose_closes))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -100,7 +107,7 @@ class Course:
     def _root_opens(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.number += 1
         self._in_backward = False
-        self._returned = []
+        self._known = {}
         args, kwargs = self._listener.forward_begins(args, kwargs)
         self._visit, self._in_region = 0, True
         self._listener.forward_enters(0, None)
@@ -108,7 +115,7 @@ class Course:
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0 and self._in_region:
-            self._opens_backward(self._visit, self._made_here((args, kwargs)))
+            self._opens_backward(self._visit, self._fresh((args, kwargs)))
         if self._visit >= 0:
             self._visit += 1
         self._in_region = False
@@ -120,28 +127,32 @@ class Course:
     def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._visit < 0:
             return
-        outputs = with_grad(output)
-        self._opens_backward(self._visit, outputs)
-        self._returned = [weakref.ref(t) for t in outputs]
+        self._opens_backward(self._visit, with_grad(output))
         if self._layers[index].is_last:
             self._visit, self._in_region = self._visit + 1, True
             self._listener.forward_enters(self._visit, None)
 
+    def _loose_closes(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A module with weights that is in no layer has run."""
+        if self._visit >= 0:
+            self._opens_backward(self._visit, self._fresh(output))
+
     def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         failed = sys.exc_info()[0] is not None and output is None
         if not failed:
-            self._opens_backward(self._visit, self._made_here(output))
+            self._opens_backward(self._visit, self._fresh(output))
         self._visit = -1
+        self._known = {}
         self._listener.forward_ends(output, failed=failed)
 
-    def _made_here(self, value: Any) -> list[Tensor]:
-        """What a region hands on, without what the layer before returned: that opens the layer's backward, and a region that has nothing else has none."""
-        passed = {id(t) for ref in self._returned if (t := ref()) is not None}
-        return [t for t in with_grad(value) if id(t) not in passed]
+    def _fresh(self, value: Any) -> list[Tensor]:
+        """What was made here, without what an earlier visit made: that opens the earlier one's backward, and a region that has nothing else has none."""
+        return [t for t in with_grad(value) if (known := self._known.get(id(t))) is None or known() is not t]
 
     # Backward.
 
     def _opens_backward(self, visit: int, tensors: list[Tensor]) -> None:
+        self._known.update({id(t): weakref.ref(t) for t in tensors})
         tensors = [t for t in tensors if t.grad_fn is not None]
         if tensors and torch.is_grad_enabled():
             number = self.number

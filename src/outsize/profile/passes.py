@@ -26,13 +26,21 @@ class Trial(Protocol):
 
     def bring(self, module: nn.Module) -> None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
+    def around(self, visit: int) -> Any:
+        """What is known of the time before a layer and after it: what comes before may hold its input, what comes after is measured with it."""
+        ...
+
+    def has_sequel(self, visit: int) -> bool:
+        """Something runs after it that would run, and be measured with another layer, if it were skipped."""
+        ...
 
 
 class Pass:
     """One forward and backward under one strategy, listening to the model's course."""
 
-    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None):
-        self.tracer, self.strategy, self.meter = tracer, strategy, meter
+    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False):
+        """`scout`: also find out which layer takes what which other made. Its bytes are not to be used."""
+        self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
         self.phases = Phases(meter, tracer.device)
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
@@ -48,6 +56,13 @@ class Pass:
         self._arenas: dict[int, Tensor] = {}
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._returned: Tensor | None = None
+        self._taken: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
+        self._made: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
+        """By id: the visit that took a tensor as its input, and that returned it."""
+        self.forks: list[tuple[int, int]] = []
+        """Two visits that took the same input."""
+        self.goes_on: set[int] = set()
+        """Visits whose output a later layer took as its input, as it was."""
 
     # Forward.
 
@@ -76,13 +91,19 @@ class Pass:
             others = [t.untyped_storage() for t in inputs[1:] if not self.tracer.is_static(t)]
             self.phases.takes(visit, inputs[0].untyped_storage(), others)
             self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
-        key = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs), self._beside)
+            if self.scout:
+                self._takes(visit, inputs[0])
+        # Layers that are the same modules differ by what runs around them.
+        key = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs), self.tracer.around(visit), self._beside)
         if not self._beside:
             self.keys[visit] = key
-        if self._ran.get(key, 0) >= 2 and not facts.is_last and (skip := self._pass_through.get(key)) is not None:
+        may_skip = self._ran.get(key, 0) >= 2 and not facts.is_last and not self.tracer.has_sequel(visit)
+        if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:
                 self.skipped.add(visit)
-            return skip(inputs[0])
+            answer = skip(inputs[0].view_as(inputs[0]) if self.scout else inputs[0])
+            self._makes(visit, answer)
+            return answer
         self._ran[key] = self._ran.get(key, 0) + 1
         self.tracer.bring(facts.module)
         if self._beside:
@@ -91,8 +112,21 @@ class Pass:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
             outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+            self._makes(visit, outputs)
         self._pass_through[key] = _pass_through(inputs[0], outputs) if inputs else None
         return outputs
+
+    def _takes(self, visit: int, hidden: Tensor) -> None:
+        took, made = self._taken.get(id(hidden)), self._made.get(id(hidden))
+        if took is not None and took[1]() is hidden:
+            self.forks.append((took[0], visit))
+        if made is not None and made[1]() is hidden:
+            self.goes_on.add(made[0])
+        self._taken[id(hidden)] = (visit, weakref.ref(hidden))
+
+    def _makes(self, visit: int, outputs: Any) -> None:
+        if self.scout and not self._beside:
+            self._made.update({id(tensor): (visit, weakref.ref(tensor)) for tensor in tensors_in(outputs)})
 
     def _close_forward(self, visit: int) -> None:
         phase = self.phases.close_forward()

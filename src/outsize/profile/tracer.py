@@ -1,7 +1,8 @@
 """Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
 
 Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the ends); the others
-pass their input through and get the second one's numbers. Only the weights of layers that run, and those outside layers,
+pass their input through and get the second one's numbers. What runs between two layers counts as the earlier one's: layers that have such a sequel all
+run. The first pass finds these out, and which lists are no stacks. Only the weights of layers that run, and those outside layers,
 are put on the device. Each activation strategy is measured in a pass of its own, through the code that the engine runs.
 Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
 """
@@ -31,6 +32,8 @@ from outsize.profile.passes import Pass
 from outsize.profile.trace import ModelTrace
 
 Loss = Callable[[nn.Module, Any], Tensor]
+_NOTHING = (True, ())
+"""A layer's output goes on to the next layer as it is, and no weights are read in between."""
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -64,6 +67,8 @@ class Tracer:
         self._brought: dict[nn.Parameter, Tensor] = {}
         self._static: set[int] = set()
         self._readers: dict[int, set[int]] = {}
+        self._sequels: dict[int, Any] = {}
+        self._got_gradient: set[int] = set()
 
     def is_static(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._static
@@ -86,15 +91,65 @@ class Tracer:
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         with self._model_untouched():
             scout = self._run("keep", scout=True)
+            if self._set_aside(scout):
+                self._readers = {}
+                scout = self._run("keep", scout=True)
+            self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._run(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute")} if self.device.kind != "sim" else {}
-        graph = self._graph(scout)
-        visits = tuple(self._works(scout, passes, timed, v) for v in range(len(graph.visits)))
+        graph = self._graph(passes["keep"])
+        self._require_landings(graph)
+        visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
             provenance=f"seconds {provenance}, bytes measured",
         )  # fmt: skip
+
+    def around(self, visit: int) -> Any:
+        before = self._sequels.get(visit - 1, _NOTHING)
+        return before if before != _NOTHING else None, self._sequels.get(visit)
+
+    def has_sequel(self, visit: int) -> bool:
+        return self._sequels.get(visit, _NOTHING) != _NOTHING
+
+    def _set_aside(self, scout: Pass) -> bool:
+        """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules run as part of the layer before.
+
+        Else two layers would keep one input, and what either may do with it would depend on the other.
+        """
+        asides: set[str] = set()
+        on = {self._list_of(scout, visit) for visit in scout.goes_on}
+        for earlier, later in scout.forks:
+            ends = [where for visit in (earlier, later) if (where := self._list_of(scout, visit)) not in on]
+            asides.update(ends[:1] if self._list_of(scout, earlier) != self._list_of(scout, later) else [])
+        aside = [layer for layer in self.layers if layer.name.rpartition(".")[0] in asides]
+        self.layers = tuple(layer for layer in self.layers if layer not in aside)
+        for layer in aside:
+            self.bring(layer.module)
+        return bool(aside)
+
+    def _list_of(self, run: Pass, visit: int) -> str:
+        layer = run.layer_of[visit]
+        assert layer is not None
+        return self.layers[layer].name.rpartition(".")[0]
+
+    def _sequel(self, scout: Pass, visit: int) -> Any:
+        """What runs between this layer and the next visit: nothing, or weights of these shapes."""
+        layer = scout.layer_of[visit]
+        assert layer is not None
+        own = {id(param) for param in self.layers[layer].module.parameters()}
+        others = [p for p in self.model.parameters() if id(p) not in own and visit in self._readers.get(id(p), ())]
+        return visit in scout.goes_on, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in others)
+
+    def _require_landings(self, graph: BlockGraph) -> None:
+        """Where a gradient comes in must be known: a visit that nobody saw in backward can have none."""
+        for name, param in self.model.named_parameters():
+            if id(param) in self._got_gradient and not any(graph.has_backward[visit] for visit in graph.users[name]):
+                where = graph.visit_name(graph.users[name][0]) if graph.users[name] else "no block"
+                found = f"{name} has a gradient, and the backward of {where} that reads it is not seen"
+                do = f"Read it in the forward of a module of its own, or freeze it with {name}.requires_grad_(False)"
+                raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
 
     # Running.
 
@@ -102,7 +157,7 @@ class Tracer:
         with self.device.meter() as meter:
             if isinstance(meter, Observer):
                 meter.wants_cost = self.device.kind == "sim"
-            run = Pass(self, strategy, meter)
+            run = Pass(self, strategy, meter, scout=scout)
             if not scout:
                 self._once(run)
                 return run
@@ -127,7 +182,7 @@ class Tracer:
     def _once(self, run: Pass) -> None:
         course = Course(self.model, run)
         course.attach(self.layers)
-        drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.model.parameters() if p.requires_grad]
+        drop = [p.register_post_accumulate_grad_hook(self._drop_grad) for p in self.model.parameters() if p.requires_grad]
         try:
             run.phases.begin()
             loss, outputs = self._loss(run)
@@ -142,6 +197,10 @@ class Tracer:
             course.detach()
             for handle in drop:
                 handle.remove()
+
+    def _drop_grad(self, param: Tensor) -> None:
+        self._got_gradient.add(id(param))
+        param.grad = None
 
     def _loss(self, run: Pass) -> tuple[Tensor, Any]:
         """The loss, and what its loop holds beside it: of a loop that calls the model itself, the outputs."""
@@ -195,14 +254,14 @@ class Tracer:
 
     # Reading off.
 
-    def _graph(self, scout: Pass) -> BlockGraph:
+    def _graph(self, run: Pass) -> BlockGraph:
         names = [n for n, _ in self.model.named_parameters()]
         params = dict(self.model.named_parameters())
         canonical = {id(p): n for n, p in params.items()}
-        labels = [self._label(scout.layer_of, v) for v in range(len(scout.layer_of))]
+        labels = [self._label(run.layer_of, v) for v in range(len(run.layer_of))]
         order = list(dict.fromkeys(labels))
         members: dict[str, dict[str, None]] = {label: {} for label in order}
-        for visit, layer in enumerate(scout.layer_of):
+        for visit, layer in enumerate(run.layer_of):
             if layer is not None:
                 members[labels[visit]].update(dict.fromkeys(canonical[id(p)] for p in self.layers[layer].module.parameters()))
         for name in names:
@@ -210,14 +269,14 @@ class Tracer:
                 members[labels[visit]].setdefault(name)
         blocks = []
         for label in order:
-            layer = scout.layer_of[labels.index(label)]
+            layer = run.layer_of[labels.index(label)]
             kind = "layer" if layer is not None else "head" if label == "head" else "stem" if label == "stem" else "between"
             structure = self.layers[layer].structure if layer is not None else label
             blocks.append(Block(name=label, kind=kind, structure=structure, params=tuple(members[label])))  # type: ignore[arg-type]
         return BlockGraph(
             blocks=tuple(blocks),
             visits=tuple(order.index(label) for label in labels),
-            has_backward=tuple(self._twin(scout, v) in scout.backward for v in range(len(labels))),
+            has_backward=tuple(self._twin(run, v) in run.backward for v in range(len(labels))),
             params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
             buffer_bytes=sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
         )
@@ -244,9 +303,10 @@ class Tracer:
             return visit
         return next(v for v in range(visit - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[visit])
 
-    def _works(self, scout: Pass, passes: dict[Strategy, Pass], timed: dict[str, Pass], visit: int) -> dict[str, Work]:
-        is_layer = scout.layer_of[visit] is not None
-        differentiable = self._twin(scout, visit) in scout.backward
+    def _works(self, passes: dict[Strategy, Pass], timed: dict[str, Pass], visit: int) -> dict[str, Work]:
+        run = passes["keep"]
+        is_layer = run.layer_of[visit] is not None
+        differentiable = self._twin(run, visit) in run.backward
         strategies = STRATEGIES if is_layer and differentiable else ("keep",)
         return {s: w for s in strategies if (w := self._work(passes[s], timed, s, visit)) is not None}
 
@@ -256,6 +316,8 @@ class Tracer:
         backward = run.phases.backward.get(twin)
         if strategy in SENDS and not forward.sent_bytes:
             return None
+        # An input that a frame holds until after the stack (all hidden states in a tuple) is held alike of layers that did not run.
+        is_late = twin == visit or forward.late_visit > visit
         clock = timed["keep" if strategy in ("keep", "swap") else "recompute"] if timed else run
         back = clock.phases.backward.get(twin)
         return Work(
@@ -267,8 +329,8 @@ class Tracer:
             backward_delta_bytes=backward.delta_bytes if backward else 0,
             sent_bytes=forward.sent_bytes,
             released_bytes=forward.released_bytes,
-            late_bytes=forward.late_bytes if twin == visit else 0,
-            late_visit=forward.late_visit if twin == visit else -1,
+            late_bytes=forward.late_bytes if is_late else 0,
+            late_visit=forward.late_visit if is_late else -1,
         )
 
 
@@ -281,7 +343,3 @@ def _shared(passes: dict[Strategy, Pass]) -> tuple[Shared, ...]:
         if kept_by or dies_at >= 0:
             table.append(Shared(num_bytes=same[0].num_bytes, visits=tuple(same[0].visits), kept_by=kept_by, dies_at=dies_at))
     return tuple(table)
-
-
-def _drop_grad(param: Tensor) -> None:
-    param.grad = None

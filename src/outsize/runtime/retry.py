@@ -6,17 +6,17 @@ with the device: later plans keep it free too.
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from outsize.base.errors import DeviceOutOfMemory, tell
 from outsize.base.log import log
 from outsize.base.units import show_bytes
+from outsize.device.device import Device
 from outsize.device.rng import HostRng
-
-if TYPE_CHECKING:
-    from outsize.runtime.engine import Engine
+from outsize.plan.plan import Plan, Terms
+from outsize.runtime.attached import Attached
 
 T = TypeVar("T")
 MOST_RETRIES = 2
@@ -24,7 +24,23 @@ LEARNT_SHARE = 0.04
 """Of the plan's budget, kept free on top after each failure."""
 
 
-def with_retries(engine: "Engine", work: Callable[[], T], batch: Any) -> T:
+class Retriable(Protocol):
+    """What of an engine is needed here."""
+
+    device: Device
+
+    @property
+    def now(self) -> Attached: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def is_half_updated(self) -> bool: ...
+    def forget_pass(self) -> None: ...
+    def zero_grad(self) -> None: ...
+    def replan(self, batch: Any, terms: Terms) -> None: ...
+
+
+def with_retries(engine: Retriable, work: Callable[[], T], batch: Any) -> T:
     """`work` runs a forward of the engine's model with `batch`, and its backward."""
     for retry in range(MOST_RETRIES + 1):
         host, own, had_sums = HostRng.now(), engine.device.rng_state(), bool(engine.now.gradients.landed)
@@ -48,7 +64,7 @@ def with_retries(engine: "Engine", work: Callable[[], T], batch: Any) -> T:
     raise AssertionError("the last retry returns or raises")
 
 
-def _require_untouched(engine: "Engine", words: str, had_sums: bool) -> None:
+def _require_untouched(engine: Retriable, words: str, had_sums: bool) -> None:
     """What a failed backward has changed cannot be taken back; the weights of a declared one least of all."""
     engine.forget_pass()
     if engine.is_half_updated:

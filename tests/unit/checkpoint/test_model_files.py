@@ -15,7 +15,7 @@ from outsize.model.tensorfile import Spec, TensorFile
 from outsize.model.weights import SINGLE
 
 HUGGING_FACE = [kind for kind in zoo.NAMES if isinstance(zoo.make(kind), PreTrainedModel)]
-KINDS = [(kind, tied) for kind in HUGGING_FACE for tied in (True, False) if not (kind == "bert" and tied)]
+KINDS = [(kind, tied) for kind in HUGGING_FACE for tied in (True, False) if not (kind in ("bert", "llama-classes", "modernbert") and tied)]
 
 
 def written(model: nn.Module, folder: Path, files: ModelFiles) -> Path:
