@@ -309,6 +309,7 @@ def test_a_nan_gradient_in_backward_mode_names_its_block_before_anything_is_save
         engine.save(tmp_path / "bad")
     with pytest.raises(UpdateFailed, match="last checkpoint"):
         model(**zoo.batch("llama"))
+    engine.detach()
 
 
 def test_in_backward_mode_every_backward_is_declared_and_followed_by_step() -> None:

@@ -4,6 +4,7 @@ Everything goes through the device seam, so a copy or an update costs here what 
 its median. Without a GPU only the host is measured, and the card is assumed. Takes about ten seconds, 2 GiB of the host and less of the card, for the while.
 """
 
+import gc
 import math
 import statistics
 import time
@@ -70,6 +71,7 @@ class _Load:
 
 def probe(device: Device, sizes: Sizes | None = None) -> Machine:
     """Measure the machine that `device` is of: `cuda`, or `cpu` for the host alone. No engine may be at work on it."""
+    gc.collect()  # an engine that nobody holds any more is at work on nothing
     if device.promised:
         raise EngineMisuse(tell("nothing else runs on a machine that is measured", "an engine is at work on it", "Call its engine.detach() first"))
     with_card = device.kind == "cuda"

@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -53,6 +54,8 @@ class Engine:
         self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit)
         self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
         self._started = time.perf_counter()
+        # Whoever drops an engine without a word has its memory back with it, and the device its promise.
+        weakref.finalize(self, device.promised.pop, id(self), None).atexit = False
         self._attach(planned, weights)
 
     # Life.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
 
+from outsize.base.errors import ConfigError
 from outsize.optim import native
 from outsize.optim.build import compile_library, find_compiler
 from outsize.optim.native import kernel
@@ -177,3 +178,11 @@ def test_the_quota_of_a_container_is_read(files: dict[str, str], cores: int, tmp
 def test_torch_can_be_asked_for() -> None:
     with kernels("torch"):
         assert kernel() is None
+
+
+def test_a_wish_that_nobody_understands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTSIZE_KERNELS", "tritn")
+    kernel.cache_clear()
+    with pytest.raises(ConfigError, match="OUTSIZE_KERNELS is `torch`, or not set"):
+        kernel()
+    kernel.cache_clear()
