@@ -1,5 +1,6 @@
 """Attached: everything that exists under one plan, so that nothing of an old plan can live on in a new one."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,6 +64,7 @@ class Attached:
         self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
         self.patches = Patches(model, self.store, drain=drain, before_write=before_write, zero_grad=zero_grad)
         self._guard: Guard | None = Guard(self.store)
+        weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
         # Under a mode, the gradients of a parameter with several uses are added up out of place. A plan that was measured without one has no room for that.
         adds_up = any(chunk.trainable and len(chunk.visits) > 1 for chunk in layout.chunks)
         self._guards_backward = device.observes_by_mode or not adds_up

@@ -5,6 +5,7 @@ one fixed reduction over a 256-byte aligned range, and kept in one vector in the
 homes and the order of arrival do not enter its bits.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,33 +29,41 @@ class Gradients:
         """Parameters whose gradient waits for a step."""
         self.broken: str | None = None
         """The visit in which a backward broke off: what has landed is not the gradient of anything."""
+        self._landing: dict[str, tuple[int | None, Tensor | None]] = {}
+        """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step. A frozen path has neither."""
+        for name in self._names:
+            expected = store.place.landing.get(store.place.layout.place[name][0])
+            self._landing[name] = expected, store.gradient_view(name) if expected is not None else None
         self._handles = [store.params[name].register_post_accumulate_grad_hook(self._taker(name)) for name in self._names]
 
     def _taker(self, name: str) -> Callable[[Tensor], None]:
-        index, _ = self._store.place.layout.place[name]
-        expected = self._store.place.landing.get(index)
-        # The same bytes in every step. A frozen path has none: its gradient must not come.
-        total = self._store.gradient_view(name) if expected is not None else None
+        # The garbage collector does not see hooks on tensors: one that referred to `self` would keep a dropped engine's memory for ever.
+        me = weakref.ref(self)
 
         def take(param: Tensor) -> None:
             grad, param.grad = param.grad, None
-            assert grad is not None
-            if total is None or self._current_visit() not in (expected, ALL_VISITS):
-                graph = self._store.place.graph
-                where = f"in the backward of {graph.visit_name(expected)}" if expected is not None else "never, as in the trial run of prepare"
-                visit = self._current_visit()
-                seen = f"it came in that of {'the model' if visit == ALL_VISITS else graph.visit_name(visit)}" if visit is not None else None
-                found = seen or "it came outside of any backward of the model"
-                raise OrderMismatch(tell(f"the gradient of {name} is complete {where}", found, "Prepare the model again with a batch that takes this path"))
-            with torch.no_grad():
-                if name in self.landed:
-                    total.add_(grad)
-                else:
-                    total.copy_(grad)
-                    self.landed.add(name)
-                torch.linalg.vector_norm(total, dtype=torch.float32, out=self._norm_of[name])
+            gradients = me()
+            assert grad is not None and gradients is not None
+            gradients._take(name, grad)
 
         return take
+
+    def _take(self, name: str, grad: Tensor) -> None:
+        visit = self._current_visit()
+        expected, total = self._landing[name]
+        if total is None or visit not in (expected, ALL_VISITS):
+            graph = self._store.place.graph
+            where = f"in the backward of {graph.visit_name(expected)}" if expected is not None else "never, as in the trial run of prepare"
+            seen = f"it came in that of {'the model' if visit == ALL_VISITS else graph.visit_name(visit)}" if visit is not None else None
+            found = seen or "it came outside of any backward of the model"
+            raise OrderMismatch(tell(f"the gradient of {name} is complete {where}", found, "Prepare the model again with a batch that takes this path"))
+        with torch.no_grad():
+            if name in self.landed:
+                total.add_(grad)
+            else:
+                total.copy_(grad)
+                self.landed.add(name)
+            torch.linalg.vector_norm(total, dtype=torch.float32, out=self._norm_of[name])
 
     def norm(self) -> Tensor:
         """The global norm of what has landed: a float64 scalar on the device, overwritten by the next call."""
@@ -102,5 +111,7 @@ class Gradients:
         self.broken = None
 
     def detach(self) -> None:
+        """Let go of the model, and of the memory that gradients are added up in."""
         for handle in self._handles:
             handle.remove()
+        self._landing.clear()

@@ -17,8 +17,9 @@ from outsize.runtime.store import Store
 class Guard(TorchDispatchMode):
     def __init__(self, store: Store):
         super().__init__()
+        # Not the store itself: a mode lives until it is removed, and would keep a dropped engine's memory.
+        self._place, self._owner = store.place, store.owner
         place = store.place
-        self._store = store
         self._where = {
             id(store.params[piece.name]): (piece.name, chunk.index, place.slots.slot_of[chunk.index])
             for chunk in place.layout.chunks
@@ -35,9 +36,9 @@ class Guard(TorchDispatchMode):
 
     def _check(self, func: Any, param: torch.nn.Parameter) -> None:
         name, chunk, slot = self._where[id(param)]
-        owner = self._store.owner[slot]
+        owner = self._owner[slot]
         if owner != chunk:
-            place = self._store.place
+            place = self._place
             block = place.graph.visit_name(place.chunk(chunk).visits[0])
             holds = "nothing yet" if owner is None else f"weights of {place.graph.visit_name(place.chunk(owner).visits[0])}"
             do = "Read it inside the model's forward, or `with engine.gathered(name)`"

@@ -1,5 +1,8 @@
 """When the guard watches. What it finds is told in tests/faults."""
 
+import gc
+import weakref
+
 import cells
 import pytest
 import torch
@@ -46,3 +49,17 @@ def test_a_forward_that_fails_leaves_no_guard_behind() -> None:
         handle.remove()
         assert not guarded()
         engine.model(**zoo.batch("llama")).loss.backward()
+
+
+def test_an_engine_that_is_dropped_without_a_word_leaves_nothing_behind() -> None:
+    """Hooks on tensors and modes are where the garbage collector does not look: on the H200 a dropped 7B engine kept 22 GiB."""
+    device = CpuDevice()
+    engine = cells.prepare(Cell(kind="llama", dtype="bf16", weights="host", optimizer="host"), device)
+    engine.model(**zoo.batch("llama")).loss.backward()
+    engine.optimizer.step()
+    kept = [weakref.ref(thing) for thing in (engine, engine.now.store, engine.model)]
+    assert guarded()
+    del engine
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
+    assert not guarded() and not device.promised
