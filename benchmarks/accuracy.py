@@ -1,0 +1,215 @@
+"""What plans promise and what runs take: many runs on one GPU in one go, a row each, and what of the targets holds.
+
+    python3 benchmarks/accuracy.py --out found.json --limit 580                       # where the GPU is; again with the rest: --skip-done found.json
+    python3 benchmarks/accuracy.py --show found.json                                  # the table
+    python3 benchmarks/accuracy.py --count-fake found.json                            # anywhere: the same plans' bytes, counted on fake tensors
+
+Every run is a child of one process that has imported everything and never touched the GPU: a context, a peak of host memory and a random state of its own,
+without the seconds that importing takes. What a run writes is kept as it ends, so a run that is cut off loses little.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: str
+    gib: int
+    rows: int
+    seq: int
+    clip: float | None = None
+    accumulate: int = 1
+
+    @property
+    def name(self) -> str:
+        extra = (f" ×{self.accumulate}" if self.accumulate > 1 else "") + (" clip" if self.clip else "")
+        return f"{self.model.removeprefix('llama-')} {self.gib}GiB {self.rows}×{self.seq}{extra}"
+
+    @property
+    def seconds(self) -> float:
+        """About how long it takes: it is not started with less time left."""
+        return {"1b": 16, "3b": 26, "7b": 45, "8b": 45}[self.model.removeprefix("llama-")]
+
+
+def _cases(model: str, *rows: tuple[Any, ...]) -> list[Case]:
+    return [Case(model=model, gib=gib, rows=n, seq=seq, **dict(more)) for gib, n, seq, *more in rows]
+
+
+CLIP, BY_4 = ("clip", 1.0), ("accumulate", 4)
+CASES = [
+    *_cases(
+        "llama-1b", (12, 8, 1024), (12, 32, 512), (12, 2, 2048, CLIP, BY_4), (16, 1, 16384), (16, 4, 4096, CLIP), (24, 16, 1024), (24, 8, 2048, CLIP),
+        (40, 8, 4096), (100, 8, 1024), (100, 32, 1024),
+    ),
+    *_cases(
+        "llama-3b", (12, 4, 1024), (16, 8, 512, CLIP), (24, 8, 1024), (24, 8, 1024, CLIP), (24, 1, 16384), (48, 8, 1024), (48, 32, 512, CLIP),
+        (80, 4, 4096), (100, 16, 1024),
+    ),
+    *_cases("llama-7b", (16, 2, 2048), (24, 8, 1024), (24, 32, 1024), (48, 4, 4096, CLIP), (100, 8, 1024)),
+    *_cases("llama-8b", (16, 1, 8192), (24, 8, 1024), (24, 8, 1024, CLIP), (48, 16, 1024), (80, 32, 512)),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="models or whole names of cases, with commas: 1b,3b")
+    parser.add_argument("--skip-done", type=Path, help="leave out the cases of this file")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=580, help="seconds in all")
+    parser.add_argument("--show", type=Path, nargs="+")
+    parser.add_argument("--count-fake", type=Path)
+    args = parser.parse_args()
+    if args.show:
+        print(table([row for path in args.show for row in json.loads(path.read_text())["rows"]]))
+    elif args.count_fake:
+        count_fake(args.count_fake)
+    else:
+        run_all(args)
+
+
+def run_all(args: argparse.Namespace) -> None:
+    started = time.monotonic()
+    done = {row["case"] for row in json.loads(args.skip_done.read_text())["rows"]} if args.skip_done else set()
+    # What children share: imported here, once.
+    import torch  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import outsize.run.bench  # noqa: F401
+
+    found: dict[str, Any] = {"command": sys.argv, "rows": []}
+    for case in CASES:
+        left = args.limit - (time.monotonic() - started)
+        wanted = not args.only or {case.model.removeprefix("llama-"), case.name} & set(args.only.split(","))
+        if case.name in done or not wanted or left < case.seconds:
+            continue
+        row = in_a_child(case, args.steps, args.warm_up, timeout=left)
+        found["rows"].append(row)
+        args.out.write_text(json.dumps(found, ensure_ascii=False))
+        print(f"{time.monotonic() - started:5.0f} s  {line(row)}", flush=True)
+    print("\n" + table(found["rows"]))
+
+
+def in_a_child(case: Case, steps: int, warm_up: int, *, timeout: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        child = multiprocessing.get_context("fork").Process(target=_run, args=(case, steps, warm_up, out))
+        child.start()
+        child.join(timeout)
+        if child.is_alive():
+            child.kill()
+            child.join()
+        if out.exists():
+            return {"case": case.name, **json.loads(out.read_text())}
+        return {"case": case.name, "problem": f"exit code {child.exitcode}"}
+
+
+def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
+    from outsize.base.errors import OutsizeError
+    from outsize.base.records import to_json
+    from outsize.run.bench import complete, run_bench
+    from outsize.run.quiet import quiet
+
+    quiet()
+    bench = complete(
+        model=case.model, device="cuda", micro_batch=case.rows, seq=case.seq, steps=steps, warm_up=warm_up, accumulate=case.accumulate, update=None,
+        clip=case.clip, gpu_memory=f"{case.gib}GiB", host_memory=None, plan=None,
+    )  # fmt: skip
+    plan = out.with_name("plan.json")
+    try:
+        result = run_bench(bench, say=lambda _: None, save_plan=plan)
+        out.write_text(json.dumps({"result": to_json(result), "plan": json.loads(plan.read_text())}))
+    except (OutsizeError, RuntimeError) as error:
+        out.write_text(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+
+
+# Reading off.
+
+
+def errors(row: dict[str, Any]) -> dict[str, float]:
+    """Measured over promised, less one."""
+    result = row["result"]
+    memory, plan = result["memory"], result["plan"]
+    return {
+        "allocated": memory["gpu_peak_bytes"] / plan["gpu_bytes"] - 1,
+        "reserved": memory["gpu_reserved_bytes"] / plan["gpu_reserved_bytes"] - 1,
+        "seconds": result["speed"]["median_step_seconds"] / plan["step_seconds"] - 1,
+        "host": memory["host_peak_bytes"] / plan["host_process_bytes"] - 1,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    if "result" not in row:
+        return f"{row['case']:<26} {row['problem']}"
+    result, found = row["result"], errors(row)
+    memory, plan = result["memory"], result["plan"]
+    busy = ", ".join(
+        f"{lane} {result['lanes']['busy_seconds'][lane] / planned - 1:+.0%}"
+        for lane, planned in row["plan"]["estimate"]["busy_seconds"].items() if planned > 0.02 * plan["step_seconds"]
+    )  # fmt: skip
+    return (
+        f"{row['case']:<26} {result['speed']['tokens_per_second']:>8,.0f} tok/s  {result['speed']['median_step_seconds']:7.3f} s ({found['seconds']:+6.1%})  "
+        f"reserved {memory['gpu_reserved_bytes'] / 2**30:6.2f} GiB ({found['reserved']:+6.2%}; allocated {found['allocated']:+7.3%})  "
+        f"host {memory['host_peak_bytes'] / 2**30:6.1f} GiB ({found['host']:+6.1%})  [{busy}]"
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    good = [errors(row) for row in rows if "result" in row]
+    lines = [line(row) for row in rows]
+    if good:
+        def share(key: str, most: float) -> str:
+            return f"{sum(abs(e[key]) <= most for e in good)} of {len(good)} within {most:.0%}"
+
+        lines += [
+            "", f"reserved   {share('reserved', 0.03)}, at most {max(e['reserved'] for e in good):+.2%} above",
+            f"seconds    {share('seconds', 0.1)}, mean error {statistics.mean(abs(e['seconds']) for e in good):.1%}",
+            f"host       {share('host', 0.05)}", f"failed     {len(rows) - len(good)}",
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def count_fake(path: Path) -> None:
+    """The plans of a table, their bytes counted again on fake tensors: what `outsize plan` would have said without the GPU."""
+    import torch
+
+    from outsize.base.records import from_json
+    from outsize.hardware.catalog import lookup
+    from outsize.layout.chunks import pack
+    from outsize.plan.placement import Placement
+    from outsize.plan.plan import Plan
+    from outsize.plan.schedule import compile_schedule
+    from outsize.planner.memory import high_water
+    from outsize.run.shapes import shape_config
+    from outsize.train.forecast import fake_trace
+
+    found = json.loads(path.read_text())
+    for row in found["rows"]:
+        if "result" not in row:
+            continue
+        plan, bench = from_json(Plan, row["plan"]), row["result"]["bench"]
+        config = shape_config(bench["model"], seq=bench["seq"])
+        graph, trace, _ = fake_trace(config, lookup("h200"), rows=bench["micro_batch"], tokens=bench["seq"], dtype=torch.bfloat16)
+        layout = pack(graph, plan.chunk_bytes)
+        decision = plan.decision
+        work = tuple(trace.work(visit, strategy) for visit, strategy in enumerate(decision.strategies))
+        place = Placement(graph, layout, decision, plan.terms, work, trace.shared)
+        row["fake_gpu_bytes"] = high_water(place, compile_schedule(place), trace.held_bytes).gpu_bytes
+        print(f"{row['case']:<26} fake {row['fake_gpu_bytes'] / row['result']['memory']['gpu_peak_bytes'] - 1:+.3%} of the measured peak", flush=True)
+    path.write_text(json.dumps(found, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
