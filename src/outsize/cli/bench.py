@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outsize.base.errors import ConfigError, tell
-from outsize.cli.options import update_mode
+from outsize.cli.options import ImageSize, NumImages, update_mode
 from outsize.run.shapes import SHAPES, require_one_of
 
 _DOC = f"""How fast does this machine train, measured beside what the plan promised?
@@ -31,6 +31,8 @@ outsize bench --model llama-7b --gpu-memory 24GiB --json found.json --trace lane
 
 outsize bench --model llama-7b --gpu-memory 24GiB --html run.html     [dim]the plan and the run, lane by lane[/dim]
 
+outsize bench --model qwen2.5-vl-7b --gpu-memory 24GiB --micro-batch 2 --seq 4096 --images 2     [dim]with images in every row[/dim]
+
 outsize bench --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB     [dim]a process for each, and a table[/dim]
 """
 _RIVALS = ("plain", "checkpointed")
@@ -42,6 +44,8 @@ def bench(
     host_memory: Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="what is free, less a tenth")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows of a batch.", show_default="8; 2 without a GPU")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a row.", show_default="1024; 64 without a GPU")] = None,
+    images: NumImages = 1,
+    image_size: ImageSize = 1024,
     accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm here.", show_default="no clipping")] = None,
     update: Annotated[str | None, typer.Option(help="in-backward or after-step.", show_default="in-backward where nothing needs all gradients")] = None,
@@ -52,20 +56,22 @@ def bench(
     compare: Annotated[str | None, typer.Option(help="Also run the usual loop: plain, checkpointed, or both with a comma.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write what each lane did in three steps to this file, for Perfetto.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file, for --plan.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plan and run side by side to this file.")] = None,
 ) -> None:
     names = [require_one_of(SHAPES, name, "--model") for name in _split(model)]
     kinds = [require_one_of(_RIVALS, name, "--compare") for name in _split(compare)]
     how = update_mode(update) if update is not None else None
-    given = [option for option, value in (("--plan", plan), ("--trace", trace), ("--html", html)) if value is not None]
+    given = [option for option, value in (("--plan", plan), ("--save-plan", save_plan), ("--trace", trace), ("--html", html)) if value is not None]
     if len(names) > 1 and given:
         raise ConfigError(tell("a plan, a trace and a page are of one model", f"--model names {len(names)} with {given[0]}", "Name one model"))
-    for option, path in (("--json", json), ("--trace", trace), ("--html", html)):
+    for option, path in (("--json", json), ("--save-plan", save_plan), ("--trace", trace), ("--html", html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(tell(f"{option} names a file in a folder that exists", f"{path.parent} does not", "Make it first"))
     if len(names) > 1:
         asked = {
-            "--gpu-memory": gpu_memory, "--host-memory": host_memory, "--micro-batch": micro_batch, "--seq": seq, "--accumulate": accumulate,
+            "--gpu-memory": gpu_memory, "--host-memory": host_memory, "--micro-batch": micro_batch, "--seq": seq, "--images": images,
+            "--image-size": image_size, "--accumulate": accumulate,
             "--clip": clip, "--update": update, "--steps": steps, "--warm-up": warm_up, "--device": device, "--compare": compare,
         }  # fmt: skip
         _bench_each(names, [word for option, value in asked.items() if value is not None for word in (option, str(value))], json)
@@ -83,11 +89,14 @@ def bench(
     asked_for = complete(
         model=names[0] if names else None, device=device, micro_batch=micro_batch, seq=seq, steps=steps, warm_up=warm_up, accumulate=accumulate,
         update=how, clip=clip, gpu_memory=gpu_memory, host_memory=host_memory, plan=plan,
+        images=images, image_size=image_size,
     )  # fmt: skip
     if asked_for.device.startswith("sim"):
         print(f"{IMAGINARY}\n")
     command = shlex.join(["outsize", *sys.argv[1:]])
-    result = run_bench(asked_for, say=lambda text: print(f"{text}\n", flush=True), trace=trace, page=html, command=command, version=__version__)
+    result = run_bench(
+        asked_for, say=lambda text: print(f"{text}\n", flush=True), trace=trace, page=html, save_plan=save_plan, command=command, version=__version__
+    )
     if json is not None:
         json.write_text(dumps(result) + "\n")  # before rivals run: they may take long
     if kinds:
@@ -95,7 +104,7 @@ def bench(
         if json is not None:
             json.write_text(dumps(result) + "\n")
     print(show(result), flush=True)
-    for path in filter(None, (json, trace, html)):
+    for path in filter(None, (json, save_plan, trace, html)):
         print(f"written   {path}")
     if not (result.losses_finite and result.within_budget):
         raise typer.Exit(1)

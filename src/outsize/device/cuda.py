@@ -5,12 +5,14 @@ Memory: homes, slots and arenas are allocated once; after that only the model's 
 that a copy stream reads stays referenced until the compute stream has waited for that copy, so its memory cannot be reused too early.
 """
 
+import gc
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,8 +23,8 @@ from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
 from outsize.hardware.lanes import Lane
-from outsize.hardware.probed import Identity, describe
-from outsize.hardware.spec import ALLOCATOR_SHARE
+from outsize.hardware.probed import Identity, describe, keep_learnt
+from outsize.hardware.spec import ALLOCATOR_SHARE, Residue
 
 _SLACK_BYTES = 64 * 2**20
 """Kept free beside the allocator's share: small plans lose more than in proportion."""
@@ -40,14 +42,16 @@ class CudaDevice(Device):
         torch.cuda.init()
         self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outsize-update")
-        self._tasks: list[Future[None]] = []
+        self._tasks: list[Future[tuple[float, float]]] = []
         self._began: dict[Lane, tuple[str, torch.cuda.Event]] = {}
-        self._timed: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] = []
-        """Spans of the timeline whose times the device still has."""
         self._zero: tuple[float, torch.cuda.Event] = (0.0, torch.cuda.Event())
         self.spec = describe(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
         self._limit = self._total
+        self._at_start = (self._outside, torch.cuda.memory_allocated(self.torch_device))
+        """What was taken outside of the allocator, and inside it by the user."""
         self._workspaces = 0
+        self._fragments = 0
+        self._expected = Residue()
         self.trial_peak_bytes = 0
         """Most that was allocated before the engine opened: in the trial run."""
 
@@ -94,24 +98,48 @@ class CudaDevice(Device):
         return self._total - sum(self.promised.values())
 
     @property
-    def overhead_bytes(self) -> int:
-        """Context, library workspaces that the trial run has brought to life, and the allocator's loss."""
+    def _loaded(self) -> int:
+        """Kernels, as far as is known: nobody tells what others have taken on the card meanwhile."""
+        return max(0, self._outside - self._at_start[0])
+
+    @property
+    def _outside_soon(self) -> int:
+        return self._outside + max(0, self._expected.code_bytes - self._loaded)
+
+    @property
+    def _allocated_by_libraries(self) -> int:
+        """With another engine at work, what is allocated is its own; the libraries' part was measured before it opened."""
+        return self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
+
+    def residue(self) -> Residue:
+        gc.collect()
         torch.cuda.empty_cache()
-        # With another engine at work, what is allocated is its own; the libraries' part was measured before it opened.
-        workspaces = self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
-        return self._outside + workspaces + _SLACK_BYTES + int(self._limit * ALLOCATOR_SHARE)
+        return Residue(
+            code_bytes=self._loaded, workspace_bytes=max(0, self._allocated_by_libraries - self._at_start[1]), fragment_bytes=self._fragments,
+            host_bytes=psutil.Process().memory_info().rss,
+        )  # fmt: skip
+
+    def expect(self, residue: Residue) -> None:
+        self._expected = residue
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Context, kernels, library workspaces, and the allocator's loss."""
+        torch.cuda.empty_cache()
+        workspaces = max(self._allocated_by_libraries, self._expected.workspace_bytes)
+        return self._outside_soon + workspaces + _SLACK_BYTES + int(self._limit * ALLOCATOR_SHARE)
 
     def limit(self, num_bytes: int) -> None:
         """`num_bytes` is the total with the context; the allocator gets the rest, beside what other engines were promised."""
         self._limit = min(num_bytes + sum(self.promised.values()), self._total)
-        torch.cuda.set_per_process_memory_fraction(max(0.0, (self._limit - self._outside) / self._total), self.torch_device)
+        torch.cuda.set_per_process_memory_fraction(max(0.0, (self._limit - self._outside_soon) / self._total), self.torch_device)
 
     def open(self, owner: int, budget_bytes: int) -> None:
         super().open(owner, budget_bytes)
         torch.cuda.empty_cache()
         self.trial_peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
         if len(self.promised) == 1:
-            self._workspaces = torch.cuda.memory_allocated(self.torch_device)
+            self._workspaces = max(torch.cuda.memory_allocated(self.torch_device), self._expected.workspace_bytes)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def close(self, owner: int) -> None:
@@ -142,7 +170,7 @@ class CudaDevice(Device):
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
         event = self._mark(lane)
         if self._timeline is not None and lane in self._began:
-            self._timed.append((lane, *self._began.pop(lane), event))
+            self._timeline.add_later(partial(_span, lane, *self._began.pop(lane), event, zero=self._zero[1]))
         return event
 
     def _mark(self, lane: Lane) -> torch.cuda.Event:
@@ -157,22 +185,23 @@ class CudaDevice(Device):
     ) -> Event:  # fmt: skip
         if lane == "host":
             self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
-            task = self._worker.submit(self._after, tuple(waits), work, name)
+            task = self._worker.submit(self._after, tuple(waits), work)
             self._tasks.append(task)
+            if self._timeline is not None:
+                self._timeline.add_later(partial(_host_span, name, task, zero=self._zero[0]))
             return task
         self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
         with torch.cuda.stream(self._stream(lane)):
             work()
         return self.end(lane, reads=reads, writes=writes, seconds=seconds)
 
-    def _after(self, waits: tuple[Event, ...], work: Callable[[], None], name: str) -> None:
-        """Runs on the worker."""
+    def _after(self, waits: tuple[Event, ...], work: Callable[[], None]) -> tuple[float, float]:
+        """Runs on the worker; returns when the work began and ended."""
         for event in waits:
             event.result() if isinstance(event, Future) else event.synchronize()
         start = time.perf_counter()
         work()
-        if (timeline := self._timeline) is not None:
-            timeline.spans.append(Span("host", name, start - self._zero[0], time.perf_counter() - self._zero[0]))
+        return start, time.perf_counter()
 
     def synchronize(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -185,20 +214,19 @@ class CudaDevice(Device):
     # Measuring.
 
     def _begin_timeline(self) -> None:
-        self._began, self._timed = {}, []
+        self._began = {}
         self._zero = (time.perf_counter(), self._mark("compute"))
 
-    def _end_timeline(self) -> None:
-        assert self._timeline is not None
-        zero = self._zero[1]
-        self._timeline.spans += [
-            Span(lane, name, zero.elapsed_time(start) / 1e3, zero.elapsed_time(end) / 1e3) for lane, name, start, end in self._timed
-        ]
+    def learn_rates(self, seen: Mapping[str, float]) -> None:
+        keep_learnt(seen, self.identity, self.spec)
 
     @contextmanager
     def meter(self) -> Iterator[Meter]:
         torch.cuda.synchronize(self.torch_device)
-        yield _AllocatorMeter(self.torch_device)
+        torch.cuda.empty_cache()
+        meter = _AllocatorMeter(self.torch_device)
+        yield meter
+        self._fragments = max(self._fragments, torch.cuda.memory_reserved(self.torch_device) - meter.most)
 
     def seconds(self, wall_seconds: float, flops: float, num_bytes: int) -> float:
         return wall_seconds
@@ -213,18 +241,36 @@ class CudaDevice(Device):
             torch.cuda.set_rng_state(state, self.torch_device)
 
 
+def _span(lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event, *, zero: torch.cuda.Event) -> Span | None:
+    if not (zero.query() and end.query()):
+        return None
+    began = zero.elapsed_time(start) / 1e3  # negative where a copy ran before the compute stream came to `zero`
+    return Span(lane, name, began, began + start.elapsed_time(end) / 1e3)
+
+
+def _host_span(name: str, task: "Future[tuple[float, float]]", *, zero: float) -> Span | None:
+    if not task.done() or task.exception() is not None:  # a failure is for `synchronize` to raise
+        return None
+    start, end = task.result()
+    return Span("host", name, start - zero, end - zero)
+
+
 class _AllocatorMeter:
     """Reads the caching allocator: rounding and kernel workspaces are included."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._base = torch.cuda.memory_allocated(device)
+        self.most = self._base
+        """Allocated at one time, as far as was asked for."""
 
     def level(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._base
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._base
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self.most = max(self.most, peak)
+        return peak - self._base
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

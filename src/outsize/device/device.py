@@ -6,7 +6,7 @@ an action touches: only `sim` looks at them, to find accesses that nothing order
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from outsize.device.timeline import Timeline
 from outsize.hardware.host import num_cores
 from outsize.hardware.lanes import Lane
 from outsize.hardware.probed import Identity
-from outsize.hardware.spec import HardwareSpec
+from outsize.hardware.spec import HardwareSpec, Residue
 
 Event = Any
 """What `end` returns; opaque, of one device."""
@@ -93,6 +93,13 @@ class Device(ABC):
         """Device memory that belongs to no plan: context, library workspaces, the allocator's loss."""
         return 0
 
+    def residue(self) -> Residue:
+        """What the trial run that has just ended left behind."""
+        return Residue()
+
+    def expect(self, residue: Residue) -> None:  # noqa: B027 - only some devices have any
+        """The model's trial run left this, or will have: a trace may be older than the process."""
+
     def limit(self, num_bytes: int) -> None:  # noqa: B027 - only some devices enforce it
         """Let the process hold at most this much."""
 
@@ -119,22 +126,38 @@ class Device(ABC):
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """Record what the lanes do inside. The spans are there when it has ended, which waits for the lanes."""
+        """Record what the lanes do inside. The spans are there when it has ended, which waits for the lanes. A timeline that was open is cut short."""
         self.synchronize()
+        if self._timeline is not None:
+            self.stop_timeline(self._timeline)
+        timeline = self._open_timeline()
+        try:
+            yield timeline
+            self.synchronize()
+            timeline.collect()
+        finally:
+            self.stop_timeline(timeline)
+
+    def start_timeline(self) -> Timeline | None:
+        """Record what the lanes are given from now on, without waiting for anything. None while somebody else records."""
+        return self._open_timeline() if self._timeline is None else None
+
+    def stop_timeline(self, timeline: Timeline) -> None:
+        """Record no more there. What was given to the lanes is still to be collected."""
+        timeline.is_open = False
+        if self._timeline is timeline:
+            self._timeline = None
+
+    def _open_timeline(self) -> Timeline:
         self._timeline = Timeline()
         self._begin_timeline()
-        try:
-            yield self._timeline
-            self.synchronize()
-            self._end_timeline()
-        finally:
-            self._timeline = None
+        return self._timeline
 
     def _begin_timeline(self) -> None:  # noqa: B027
         """Note what time zero is."""
 
-    def _end_timeline(self) -> None:  # noqa: B027
-        """Fill in spans that only now have their times."""
+    def learn_rates(self, seen: Mapping[str, float]) -> None:  # noqa: B027 - only a real card has something to learn
+        """Rates as training saw them, by their names in HardwareSpec: for the plans of later processes."""
 
     @abstractmethod
     def meter(self) -> AbstractContextManager[Meter]: ...

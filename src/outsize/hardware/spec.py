@@ -9,6 +9,20 @@ CONTEXT_BYTES = 600 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Residue:
+    """What running a model takes of a machine beside every tensor of it: no plan's, and there all the same."""
+
+    code_bytes: int = 0
+    """Kernels that were loaded. The driver has them, not the allocator."""
+    workspace_bytes: int = 0
+    """That libraries allocate and keep."""
+    fragment_bytes: int = 0
+    """Most that the allocator held beyond what was allocated."""
+    host_bytes: int = 0
+    """Of the process: Python, libraries, the driver's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareSpec:
     name: str
     gpu_bytes: int

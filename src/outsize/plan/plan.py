@@ -7,6 +7,7 @@ what walking the schedule gave. A plan file holds all four, so a run can be repe
 from dataclasses import dataclass
 from typing import Literal
 
+from outsize.hardware.spec import Residue
 from outsize.model.work import Shared, Strategy, Work
 
 Home = Literal["gpu", "host"]
@@ -96,3 +97,15 @@ class Plan:
     """Tokens at once of a loss in chunks; 0: the model's own loss."""
     loss: str = ""
     """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made from full logits."""
+    residue: Residue = Residue()
+    """What the model's run takes beside the estimate, as the trial run found it."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Most that the allocator should hold: with what libraries keep, and what it loses itself."""
+        return self.estimate.gpu_bytes + self.residue.workspace_bytes + self.residue.fragment_bytes
+
+    @property
+    def process_bytes(self) -> int:
+        """Most host memory that the process should have."""
+        return self.estimate.host_bytes + self.residue.host_bytes

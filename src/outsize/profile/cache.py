@@ -19,7 +19,7 @@ from outsize.model.weights import Weights
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Loss, Tracer, batch_shapes
 
-TRACE_FORMAT = 3
+TRACE_FORMAT = 4
 
 
 def traced(
@@ -65,7 +65,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "loss": model_loss,
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
             "contents": repr(map_tensors(_Described, batch)),
-            "device": [device.kind, to_json(device.spec)],  # the seconds of `sim` are the spec's
+            "device": [device.kind, to_json(device.spec) if device.kind == "sim" else device.spec.name],  # the seconds of `sim` are the spec's
             "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }

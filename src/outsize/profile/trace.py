@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from outsize.hardware.spec import Residue
 from outsize.model.work import Shared, Strategy, Work
 
 
@@ -17,6 +18,8 @@ class ModelTrace:
     """Outputs of the model: a loop holds them until its next forward returns."""
     provenance: str
     shared: tuple[Shared, ...] = ()
+    residue: Residue = Residue()
+    """Of the trial run. A plan that is made from a trace in the cache meets all of it in its first step."""
 
     def work(self, visit: int, strategy: Strategy) -> Work:
         return self.visits[visit][strategy]

@@ -10,6 +10,7 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
 from outsize.base.records import fingerprint
 from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.hardware.spec import Residue
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
 from outsize.model.discover import Layer
@@ -103,8 +105,13 @@ class Tracer:
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
-            provenance=f"seconds {provenance}, bytes measured",
+            provenance=f"seconds {provenance}, bytes measured", residue=self._residue(),
         )  # fmt: skip
+
+    def _residue(self) -> Residue:
+        found = self.device.residue()
+        weights = sum(p.untyped_storage().nbytes() for p in self.model.parameters() if not is_hollow(p))
+        return replace(found, host_bytes=max(0, found.host_bytes - weights))  # they move into the plan's host memory
 
     def around(self, visit: int) -> Any:
         before = self._sequels.get(visit - 1, _NOTHING)

@@ -25,6 +25,7 @@ from outsize.hardware.lanes import LANES
 from outsize.hardware.limits import Demand, limit
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.plan.check import save
 from outsize.plan.placement import Placement
 from outsize.plan.render import render, summary
 from outsize.plan.schedule import action_seconds, compile_schedule, effect
@@ -48,6 +49,7 @@ TRACED_STEPS = 3
 def complete(
     *, model: str | None, device: str | None, micro_batch: int | None, seq: int | None, steps: int | None, warm_up: int, accumulate: int,
     update: str | None, clip: float | None, gpu_memory: str | None, host_memory: str | None, plan: Path | None,
+    images: int = 1, image_size: int = 1024,
 ) -> Bench:  # fmt: skip
     """What was not asked for, by what there is: on a GPU a real shape, else `tiny` on `sim`."""
     has_gpu = device.startswith("cuda") if device is not None else choose_device().kind == "cuda"
@@ -68,19 +70,21 @@ def complete(
         model=model, device=device or ("cuda" if has_gpu else SMALL_DEVICE), micro_batch=micro_batch or rows, seq=seq or tokens, steps=steps or 8,
         warm_up=warm_up, accumulate=accumulate, update="in_backward" if update == "in_backward" else "after_step", clip=clip, gpu_memory=gpu_memory,
         host_memory=host_memory, plan=str(plan) if plan is not None else None,
+        images=images, image_size=image_size,
     )  # fmt: skip
 
 
 def run_bench(
-    bench: Bench, *, say: Callable[[str], None], trace: Path | None = None, page: Path | None = None, command: str = "", version: str = ""
-) -> Result:
+    bench: Bench, *, say: Callable[[str], None], trace: Path | None = None, page: Path | None = None, save_plan: Path | None = None, command: str = "",
+    version: str = "",
+) -> Result:  # fmt: skip
     """`trace`: where to write what the lanes did, for Perfetto; `page`: where to write it beside the plan. `command`, `version`: for the record."""
     device = choose_device(bench.device)  # an unknown name is told before a model is built
     before = peak_rss_bytes()
     marks = [time.perf_counter()]
     model, weights = random_model(bench.model, seq=bench.seq)
     marks.append(time.perf_counter())
-    batches = random_batches(model.config.vocab_size, bench.micro_batch, bench.seq)  # type: ignore[union-attr, arg-type]
+    batches = random_batches(model, bench)
     engine = prepare(
         model, batches[0], optimizer=AdamW(lr=1e-5, update=bench.update, max_grad_norm=bench.clip), gpu_memory=bench.gpu_memory,
         host_memory=bench.host_memory, device=device, accumulate=bench.accumulate, plan=bench.plan, weights=weights,
@@ -89,6 +93,8 @@ def run_bench(
     marks.append(time.perf_counter())
     try:
         say(render(engine.plan, engine.graph, engine.layout))
+        if save_plan is not None:
+            save(engine.plan, save_plan)
         clock = Clock.of_host(engine.drain, lambda: engine.report().seconds)
         if device.kind == "cuda":
             clock = Clock.of_stream(device.torch_device, engine.drain)
@@ -186,7 +192,8 @@ def _result(
         bench=bench, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command, machine=machine,
         num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up, plan=Promise(
             fingerprint=fingerprint(plan), summary=summary(plan), step_seconds=plan.estimate.step_seconds, gpu_bytes=plan.estimate.gpu_bytes,
-            gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=plan.estimate.host_bytes, provenance=plan.provenance, search=plan.search,
+            gpu_reserved_bytes=plan.reserved_bytes, gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=plan.estimate.host_bytes,
+            host_process_bytes=plan.process_bytes, provenance=plan.provenance, search=plan.search,
         ),
         lanes=_lanes(timeline, speed.median_step_seconds), limit=best, limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
         losses_finite=all(loss - loss == 0.0 for loss in timed.losses), within_budget=_within_budget(bench, memory, plan.gpu_budget_bytes), rivals={},

@@ -26,6 +26,9 @@ class Bench:
     host_memory: str | None
     plan: str | None
     """A file."""
+    images: int = 0
+    """Of a row, for models that see."""
+    image_size: int = 1024
 
     @property
     def tokens(self) -> int:
@@ -80,8 +83,12 @@ class Promise:
     summary: str
     step_seconds: float
     gpu_bytes: int
+    gpu_reserved_bytes: int
+    """With what libraries keep and the allocator loses."""
     gpu_budget_bytes: int
     host_bytes: int
+    host_process_bytes: int
+    """With Python, libraries and the driver."""
     provenance: str
     search: str
 

@@ -55,7 +55,7 @@ def train(kind: str, bench: Bench) -> Speed:
     model = resident_model(bench, device)
     if kind == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    drawn = random_batches(model.config.vocab_size, bench.micro_batch, bench.seq)  # type: ignore[union-attr, arg-type]
+    drawn = random_batches(model, bench)
     batches = itertools.cycle([{name: ids.to(device) for name, ids in batch.items()} for batch in drawn])
     params: list[Tensor] = list(model.parameters())
     masters = [param.detach().float() for param in params]

@@ -4,13 +4,16 @@ Speed and memory do not depend on the values, so all matrices are cut out of one
 """
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outsize.model.build import trainable_class
 from outsize.model.weights import hollow
+from outsize.run.bench_record import Bench
 from outsize.run.shapes import shape_config
+from outsize.train.example import Images, example_batch
 
 _LENGTH = 2**24 - 3
 """Of the buffer. A prime, so that no two rows of a matrix are the same cut."""
@@ -28,10 +31,21 @@ def random_model(shape: str, *, seq: int, seed: int = 0) -> tuple[nn.Module, "Ra
     return hollow(model), RandomWeights(seed)
 
 
-def random_batches(vocab_size: int, rows: int, tokens: int, *, number: int = 4) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randint(0, vocab_size, (rows, tokens), generator=generator) for _ in range(number))
-    return [{"input_ids": ids, "labels": ids} for ids in drawn]
+def random_batches(model: Any, bench: Bench, *, number: int = 4) -> list[dict[str, Tensor]]:
+    """Full rows of random text; with images, the text around them is random, and so are they."""
+    generator, rows, tokens = torch.Generator().manual_seed(0), bench.micro_batch, bench.seq
+    example = example_batch(type(model), model.config, rows=rows, tokens=tokens, images=Images(per_row=bench.images, pixels=bench.image_size)).batch
+    fixed = [token for key in ("image", "vision_start", "vision_end") if (token := getattr(model.config, f"{key}_token_id", None)) is not None]
+    is_fixed = torch.isin(example["input_ids"], torch.tensor(fixed))
+    # Text must not hold tokens that stand for images: of models that see, those are the last of the vocabulary.
+    limit = min([model.config.get_text_config().vocab_size, *fixed])
+
+    def draw() -> dict[str, Tensor]:
+        ids = torch.where(is_fixed, example["input_ids"], torch.randint(0, limit, (rows, tokens), generator=generator))
+        pixels = {name: torch.randn(value.shape, generator=generator) for name, value in example.items() if name == "pixel_values"}
+        return {**example, **pixels, "input_ids": ids, "labels": ids.masked_fill(is_fixed, -100)}
+
+    return [draw() for _ in range(number)]
 
 
 class RandomWeights:

@@ -31,6 +31,22 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _qwen25_vl(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *, vocab_size: int, tie_word_embeddings: bool) -> dict[str, Any]:
+    text = dict(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        vocab_size=vocab_size, max_position_embeddings=128000, max_window_layers=layers, rms_norm_eps=1e-6, tie_word_embeddings=tie_word_embeddings,
+        use_cache=False, rope_parameters=dict(rope_type="default", rope_theta=1000000.0, mrope_section=[16, 24, 24]),
+    )  # fmt: skip
+    vision = dict(
+        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=hidden, patch_size=14, spatial_merge_size=2,
+        temporal_patch_size=2, window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
+    )  # fmt: skip
+    return dict(
+        model_type="qwen2_5_vl", text_config=text, vision_config=vision, tie_word_embeddings=tie_word_embeddings, image_token_id=151655,
+        video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _llama(128, 352, 6, 4, 2, vocab_size=1024, max_position_embeddings=2048),
     "llama-1b": _llama(2048, 8192, 16, 32, 8, tie_word_embeddings=True, rope_parameters=_llama3_rope(32.0)),  # Llama 3.2
@@ -41,6 +57,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    "qwen2.5-vl-3b": _qwen25_vl(2048, 11008, 36, 16, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-vl-7b": _qwen25_vl(3584, 18944, 28, 28, 4, vocab_size=152064, tie_word_embeddings=False),
 }
 
 
@@ -58,6 +76,7 @@ def shape_config(name: str, *, seq: int = 0) -> Any:
     """The transformers config of a shape, with room for `seq` positions."""
     from transformers import AutoConfig
 
-    keys = dict(SHAPES[require_one_of(SHAPES, name, "a shape")])
-    keys["max_position_embeddings"] = max(keys["max_position_embeddings"], seq)
-    return AutoConfig.for_model(**keys, use_cache=False)
+    config = AutoConfig.for_model(**SHAPES[require_one_of(SHAPES, name, "a shape")], use_cache=False)
+    text = config.get_text_config()
+    text.max_position_embeddings = max(text.max_position_embeddings, seq)
+    return config

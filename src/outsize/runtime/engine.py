@@ -26,6 +26,7 @@ from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights
 from outsize.plan.plan import Plan, Terms
 from outsize.runtime.attached import Attached, Holder, Planned
+from outsize.runtime.calibration import Calibration
 from outsize.runtime.checkpoints import Checkpoints
 from outsize.runtime.executor import Stage
 from outsize.runtime.optimizer import AdamW, EngineOptimizer
@@ -70,12 +71,14 @@ class Engine:
         except BaseException:
             self.device.close(id(self))
             raise
+        self._calibration = Calibration(self.plan, self.now.executor, self.device)
         self._passes.attach()
 
     def _release(self) -> dict[str, dict[str, Tensor]]:
         """Back to a plain model; returns the optimizer's state by parameter name. What lived on the host is handed over, not copied."""
         self.finish_saving()
         self.drain()
+        self._calibration.end()
         with self.device.on_host():
             state = {name: self.now.updates.state_to_keep(name) for name in self.optimizer.names}
         self._passes.detach()
@@ -100,6 +103,7 @@ class Engine:
             self.finish_saving()
             self.drain()
         finally:
+            self._calibration.end()
             if self.now.executor.stage is not Stage.IDLE:
                 self._passes.roll_back()
             self._passes.detach()
@@ -139,6 +143,7 @@ class Engine:
         self._steps.step()
         if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":
             self.now.drop_guard()
+        self._calibration.step_made(self.num_steps)
 
     def retrying(self, work: Callable[[], T], batch: Any) -> T:
         """Run a forward with `batch` and its backward; if device memory runs out, plan again and make it again, to the same bits. Twice at most.
@@ -184,13 +189,17 @@ class Engine:
         return self._steps.num_skipped
 
     def report(self) -> StepReport:
-        return StepReport.of(self.plan, self.device, num_steps=self.num_steps, seconds=time.perf_counter() - self._started)
+        """Where a run stands. Never waits; steps that were watched are in it once the device is done with them."""
+        self._calibration.look()
+        seconds = time.perf_counter() - self._started
+        return StepReport.of(self.plan, self.device, self._calibration.watched, num_steps=self.num_steps, seconds=seconds)
 
     # Reading and writing.
 
     def drain(self) -> None:
         """Until everything issued is done; what is read after this is the sequential algorithm's."""
         self.device.synchronize()
+        self._calibration.drained()
 
     def _drain_before_read(self) -> None:
         self.drain()

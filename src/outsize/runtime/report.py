@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from outsize.base.units import show_bytes, show_seconds
 from outsize.device.device import Device
+from outsize.hardware.lanes import LANES
 from outsize.plan.plan import Plan
+from outsize.runtime.calibration import LANE_WORDS, Watched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,17 +17,33 @@ class StepReport:
     gpu_peak_bytes: int
     planned_gpu_bytes: int
     gpu_budget_bytes: int
+    step_seconds: float | None
+    """In the mean of a few early steps; None before they were made. On `sim`: as planned."""
     planned_step_seconds: float
+    busy_seconds: dict[str, float]
+    """Per lane (compute, h2d, d2h, host) and step, of the same steps; empty before. Without `compute` where everything stays on the GPU."""
+    planned_busy_seconds: dict[str, float]
 
     @staticmethod
-    def of(plan: Plan, device: Device, *, num_steps: int, seconds: float) -> "StepReport":
+    def of(plan: Plan, device: Device, watched: Watched | None, *, num_steps: int, seconds: float) -> "StepReport":
         return StepReport(
             num_steps=num_steps, seconds=device.elapsed(seconds), gpu_peak_bytes=device.peak_bytes, planned_gpu_bytes=plan.estimate.gpu_bytes,
-            gpu_budget_bytes=plan.gpu_budget_bytes, planned_step_seconds=plan.estimate.step_seconds,
+            gpu_budget_bytes=plan.gpu_budget_bytes, step_seconds=watched.step_seconds if watched else None,
+            planned_step_seconds=plan.estimate.step_seconds, busy_seconds=dict(watched.busy_seconds) if watched else {},
+            planned_busy_seconds=dict(plan.estimate.busy_seconds),
         )  # fmt: skip
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_steps} steps in {show_seconds(self.seconds)} (planned {show_seconds(self.planned_step_seconds)} a step); device peak "
-            f"{show_bytes(self.gpu_peak_bytes)}, planned {show_bytes(self.planned_gpu_bytes)}, budget {show_bytes(self.gpu_budget_bytes)}"
-        )
+        lines = [
+            f"{self.num_steps} steps in {show_seconds(self.seconds)}; device peak {show_bytes(self.gpu_peak_bytes)}, "
+            f"planned {show_bytes(self.planned_gpu_bytes)}, budget {show_bytes(self.gpu_budget_bytes)}",
+            _beside("a step", self.step_seconds, self.planned_step_seconds),
+        ]
+        for lane in LANES:
+            if self.planned_busy_seconds.get(lane):
+                lines.append(_beside(f"  {LANE_WORDS[lane]}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane]))
+        return "\n".join(lines)
+
+
+def _beside(what: str, found: float | None, planned: float) -> str:
+    return f"{what:<14} {show_seconds(found) if found is not None else 'not measured':<12}  planned {show_seconds(planned)}"

@@ -129,6 +129,7 @@ def _get_ready(
                 model, largest, lambda words: traced(model, largest, layers, where, source, loss, model_loss=words),
                 wanted=chunked_loss, is_custom=loss is not None, before=chosen,
             )  # fmt: skip
+            where.expect(trace.residue)
         finally:
             where.limit(gpu_budget)
         layout = pack(graph, given.chunk_bytes if given is not None else size)
@@ -140,7 +141,7 @@ def _get_ready(
         room = gpu_budget - where.overhead_bytes - where.learnt_bytes
         made = search(graph, layout, trace, where.spec, terms, gpu_budget_bytes=room, host_budget_bytes=host_budget, pins=pins or Pins())
         check(made, graph, layout)
-        return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk), chosen)
+        return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
 
     return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, planner=planner)
 

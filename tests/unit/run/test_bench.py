@@ -32,9 +32,8 @@ def tiny_engine(*, accumulate: int = 1, clip: float | None = None) -> Engine:
     model, weights = random_model("tiny", seq=16)
     how = AdamW(lr=1e-5, update="after_step" if clip or accumulate > 1 else "in_backward", max_grad_norm=clip)
     pins = Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=6)
-    return prepare(
-        model, random_batches(1024, 2, 16)[0], optimizer=how, device="sim:64MiB", host_memory="1GiB", accumulate=accumulate, pins=pins, weights=weights
-    )
+    batch = random_batches(model, complete(**ASKED))[0]
+    return prepare(model, batch, optimizer=how, device="sim:64MiB", host_memory="1GiB", accumulate=accumulate, pins=pins, weights=weights)
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (1, 1.0), (3, None)])

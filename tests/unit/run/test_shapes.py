@@ -2,17 +2,20 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outsize.base.errors import ConfigError
+from outsize.run.bench_record import Bench
 from outsize.run.random_weights import RandomWeights, random_batches, random_model
 from outsize.run.shapes import SHAPES, require_one_of, shape_config
 
 PUBLISHED = {
     "llama-1b": 1_235_814_400, "llama-3b": 3_212_749_824, "llama-7b": 6_738_415_616, "llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496,
     "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "qwen2.5-vl-3b": 3_754_622_976, "qwen2.5-vl-7b": 8_292_166_656,
 }  # fmt: skip
 ROOT = Path(__file__).parents[3]
 PEERS = [path for path in (ROOT.parent / "shared" / "bench" / "peers.py", ROOT / "carry" / "bench" / "peers.py") if path.exists()]
@@ -79,8 +82,29 @@ def test_a_matrix_larger_than_the_buffer_has_no_equal_rows(weights: RandomWeight
     assert bool(large.isfinite().all()) and not any(torch.equal(large[0], large[i]) for i in (2**14 - 1, 2**14, 2**14 + 1))
 
 
+def asked(**given: Any) -> Bench:
+    settings = dict(
+        model="tiny", device="cpu", micro_batch=2, seq=8, steps=1, warm_up=1, accumulate=1, update="after_step", clip=None, gpu_memory=None, host_memory=None,
+        plan=None,
+    )  # fmt: skip
+    return Bench(**{**settings, **given})
+
+
+def test_images_have_their_tokens_and_text_has_none_of_them() -> None:
+    model, _ = random_model("qwen2.5-vl-3b", seq=64)
+    config: Any = model.config
+    first, other = random_batches(model, asked(seq=64, images=2, image_size=112), number=2)
+    marked = first["input_ids"] == config.image_token_id
+    assert first["image_grid_thw"].tolist() == [[1, 8, 8]] * 4 and int(marked.sum()) == 2 * 2 * 16
+    assert first["pixel_values"].shape == (4 * 64, 3 * 2 * 14**2) and not torch.equal(first["pixel_values"], other["pixel_values"])
+    around = marked | (first["input_ids"] == config.vision_start_token_id) | (first["input_ids"] == config.vision_end_token_id)
+    assert torch.equal(first["labels"] == -100, around)
+    assert int(first["input_ids"][~around].max()) < config.vision_start_token_id
+
+
 def test_batches_are_the_same_every_time() -> None:
-    first, again = random_batches(50, 2, 8), random_batches(50, 2, 8)
+    model, _ = random_model("tiny", seq=8)
+    first, again = random_batches(model, asked()), random_batches(model, asked())
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0]["input_ids"], first[1]["input_ids"]) and first[0]["input_ids"].shape == (2, 8)
 

@@ -1,0 +1,279 @@
+"""A few early steps beside their plan: which are watched, what is said of them, and what they teach. Times are only compared on `sim`, where they are exact."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import cells
+import pytest
+import torch
+import zoo
+from cells import Cell
+from torch import Tensor
+
+import outsize
+from outsize.device.cpu import CpuDevice
+from outsize.device.device import Event
+from outsize.device.sim import SimDevice, SimEvent
+from outsize.hardware.catalog import lookup
+from outsize.hardware.lanes import LANES, Lane
+from outsize.runtime.calibration import GIVE_UP, LANE_WORDS, WARM_UP, WATCHED
+from outsize.runtime.engine import Engine
+
+STREAMED = Cell(kind="llama", dtype="bf16", weights="host", optimizer="host", strategy="offload")
+PLANS = [
+    STREAMED,
+    Cell(kind="llama", dtype="bf16", weights="host", optimizer="host", clip=True),
+    Cell(kind="gpt2", dtype="fp32", weights="host", optimizer="host", accumulate=3, strategy="recompute"),
+    Cell(kind="gpt2", dtype="bf16", weights="host", optimizer="host", update="in_backward", depth=2),
+    Cell(kind="llama", dtype="bf16", weights="host", optimizer="host", update="in_backward", accumulate=2),
+    Cell(kind="llama", dtype="bf16", weights="gpu", optimizer="host", update="in_backward"),
+    Cell(kind="llama", dtype="fp32", weights="host", optimizer="gpu", accumulate=2, clip=True),
+    Cell(kind="bert", dtype="fp32"),
+]
+FIRST_READ = WARM_UP + WATCHED
+"""Steps after which the watched ones are read, where nothing comes late."""
+
+
+class Learner(SimDevice):
+    """Remembers what it was to learn."""
+
+    def __init__(self, name: str = "16GiB") -> None:
+        super().__init__(lookup(name))
+        self.seen: list[Mapping[str, float]] = []
+
+    def learn_rates(self, seen: Mapping[str, float]) -> None:
+        self.seen.append(seen)
+
+
+def step(engine: Engine, times: int = 1) -> None:
+    for seed in range(times):
+        engine.model(**zoo.batch("llama", seed=seed)).loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("cell", PLANS, ids=str)
+def test_on_sim_a_run_takes_what_its_plan_said_lane_by_lane(cell: Cell, caplog: pytest.LogCaptureFixture) -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(cell, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
+        cells.train_cell(cell, engine, steps=FIRST_READ)
+        report, planned = engine.report(), engine.plan.estimate
+    assert report.step_seconds == pytest.approx(planned.step_seconds, rel=1e-9)
+    assert report.planned_busy_seconds == planned.busy_seconds
+    assert report.busy_seconds == pytest.approx(planned.busy_seconds, rel=1e-9)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("steps ")]
+    busy = [LANE_WORDS[lane] for lane in LANES if planned.busy_seconds[lane]]
+    assert line.startswith("steps 3-4: ") and line.endswith(" (+0 %); " + ", ".join(f"{words} +0 %" for words in busy))
+    assert device.seen == [pytest.approx({name: getattr(device.spec, name) for name in device.seen[0]}, rel=1e-6)]
+
+
+class Otherwise(Learner):
+    """Works at other rates than it describes itself by: `factor` of the seconds of each lane, the fixed cost of an action left out."""
+
+    def __init__(self, **factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> SimEvent:
+        fixed = min(seconds, 0.0 if lane == "compute" else self.spec.launch_seconds)
+        return super().end(lane, reads=reads, writes=writes, seconds=fixed + (seconds - fixed) * self._factor.get(lane, 1.0))
+
+
+def test_a_machine_that_is_not_as_described_teaches_its_rates(caplog: pytest.LogCaptureFixture) -> None:
+    device = Otherwise(h2d=2.0, d2h=1.0, host=0.5)
+    with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
+        step(engine, FIRST_READ)
+        found, planned = engine.report().busy_seconds, engine.plan.estimate.busy_seconds
+    spec = device.spec
+    rates = {"h2d_bytes_per_second": spec.h2d_bytes_per_second / 2, "d2h_bytes_per_second": spec.d2h_bytes_per_second}
+    assert device.seen == [pytest.approx(rates | {"host_adam_params_per_second": spec.host_adam_params_per_second * 2}, rel=1e-6)]
+    assert f"copies in {100 * (found['h2d'] / planned['h2d'] - 1):+.0f} %, copies out +0 %, host updates -" in caplog.text
+
+
+def test_a_lane_with_nothing_or_little_to_do_teaches_nothing() -> None:
+    for cell, device in ((Cell(kind="llama", dtype="bf16"), Learner()), (STREAMED, Otherwise(compute=1e5))):
+        with cells.closing(cells.prepare(cell, device)) as engine:
+            step(engine, FIRST_READ)
+            assert engine.report().step_seconds is not None and device.seen == [{}]
+
+
+def test_the_report_shows_every_lane_that_works_before_and_after() -> None:
+    with cells.closing(cells.prepare(STREAMED, Learner())) as engine:
+        step(engine)
+        report = engine.report()
+        assert report.step_seconds is None and report.busy_seconds == {} and str(report).count("not measured") == 1 + len(LANES)
+        step(engine, FIRST_READ - 1)
+        assert all(words in str(engine.report()) for words in LANE_WORDS.values()) and "not measured" not in str(engine.report())
+    with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), Learner())) as engine:
+        assert "compute" in str(engine.report()) and "copies" not in str(engine.report()), "lanes that do nothing are left out"
+
+
+def test_after_the_watched_steps_nothing_is_recorded() -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(STREAMED, device)) as engine:
+        step(engine, WARM_UP + 1)
+        assert device._timeline is not None
+        step(engine, WATCHED)
+        found = engine.report().busy_seconds
+        assert device._timeline is None and found
+        step(engine, FIRST_READ)
+        assert engine.report().busy_seconds == found and len(device.seen) == 1
+
+
+def evaluate(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.model(**zoo.batch("llama"))
+
+
+def abandon(engine: Engine) -> None:
+    engine.model(**zoo.batch("llama"))
+
+
+def accumulate_more(engine: Engine) -> None:
+    engine.model(**zoo.batch("llama")).loss.backward()
+
+
+@pytest.mark.parametrize("between", [evaluate, abandon, accumulate_more, Engine.drain])
+def test_steps_that_did_something_else_than_planned_are_passed_over_for_later_ones(between: Callable[[Engine], None], caplog: pytest.LogCaptureFixture) -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
+        step(engine, WARM_UP + 1)
+        between(engine)
+        step(engine, WATCHED)
+        assert engine.report().step_seconds is None and not device.seen
+        step(engine, FIRST_READ)
+        assert engine.report().step_seconds == pytest.approx(engine.plan.estimate.step_seconds, rel=1e-9)
+        assert "steps 3-4" not in caplog.text and len(device.seen) == 1
+
+
+def test_a_run_that_never_does_what_its_plan_says_is_left_alone_in_the_end() -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(STREAMED, device)) as engine:
+        for _ in range(GIVE_UP + 2 * FIRST_READ):
+            evaluate(engine)
+            step(engine)
+        assert device._timeline is None and engine.report().step_seconds is None and not device.seen
+
+
+def test_who_records_a_timeline_of_their_own_goes_before() -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(STREAMED, device)) as engine:
+        step(engine)
+        with device.timeline() as mine:
+            step(engine, FIRST_READ)
+        planned = engine.plan.estimate.busy_seconds
+        assert {lane: busy / FIRST_READ for lane, busy in mine.busy_seconds().items()} == pytest.approx(planned, rel=1e-9)
+        assert all(span.name != "step" for span in mine.spans) and engine.report().step_seconds is None
+        step(engine, 2 * FIRST_READ)
+        assert engine.report().step_seconds is not None
+
+
+def test_a_timeline_that_begins_in_the_middle_of_watched_steps_is_whole_and_theirs_is_not_used() -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(STREAMED, device)) as engine:
+        step(engine, WARM_UP + 1)
+        with device.timeline() as mine:
+            step(engine, WATCHED)
+        planned = engine.plan.estimate.busy_seconds
+        assert {lane: busy / WATCHED for lane, busy in mine.busy_seconds().items()} == pytest.approx(planned, rel=1e-9)
+        assert all(span.name != "step" for span in mine.spans) and not device.seen
+        step(engine, 2 * FIRST_READ)
+        assert len(device.seen) == 1
+
+
+def test_two_engines_on_one_device_do_not_count_each_others_work() -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(STREAMED, device)) as one, cells.closing(cells.prepare(STREAMED, device)) as other:
+        for _ in range(GIVE_UP):
+            step(one)
+            step(other)
+        assert not device.seen
+
+
+def test_a_new_plan_is_watched_anew() -> None:
+    device = Learner("64MiB")
+    engine = outsize.prepare(STREAMED.model(), zoo.batch("llama"), device=device, chunk_bytes=cells.CHUNK_BYTES, optimizer=STREAMED.spec)
+    with cells.closing(engine):
+        step(engine, FIRST_READ)
+        first = engine.plan
+        engine.replan(zoo.batch("llama", seed=1), engine.plan.terms)
+        assert engine.plan is not first and engine.report().step_seconds is None
+        step(engine, FIRST_READ)
+        assert engine.report().step_seconds == pytest.approx(engine.plan.estimate.step_seconds, rel=1e-9) and len(device.seen) == 2
+
+
+def test_a_run_that_ends_with_the_watched_steps_is_read_too_and_one_that_ends_within_leaves_nothing_behind() -> None:
+    device = Learner()
+    with cells.closing(cells.prepare(STREAMED, device)) as engine:
+        step(engine, FIRST_READ)
+    assert len(device.seen) == 1
+    with cells.closing(cells.prepare(STREAMED, device)) as engine:
+        step(engine, WARM_UP + 1)
+        assert device._timeline is not None
+    assert device._timeline is None and len(device.seen) == 1
+    engine = cells.prepare(STREAMED, device)
+    step(engine, WARM_UP + 1)
+    del engine
+    gc.collect()
+    assert device._timeline is None, "also when it was dropped without a word"
+
+
+def test_an_engine_that_has_ended_holds_no_memory_for_it() -> None:
+    """A new plan is attached while the old calibration is still there: on a GPU there is no room for both plans' buffers."""
+    with cells.closing(cells.prepare(STREAMED, Learner())) as engine:
+        step(engine, FIRST_READ)
+        store = weakref.ref(engine.now.store)
+    gc.collect()
+    assert store() is None
+
+
+class Late(CpuDevice):
+    """Spans have their times when the test says so, as with a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_done = False
+        self.num_waits = 0
+
+    def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
+        event = super().end(lane, reads=reads, writes=writes, seconds=seconds)
+        if self._timeline is not None:
+            span = self._timeline.spans.pop()
+            self._timeline.add_later(lambda: span if self.is_done else None)
+        return event
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self.is_done = True
+
+
+def test_nothing_waits_for_the_watched_steps_and_they_are_read_when_their_times_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    device = Late()
+    with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
+        device.num_waits, device.is_done = 0, False
+        step(engine, FIRST_READ + 2)
+        assert engine.report().step_seconds is None and device._timeline is None and not caplog.text
+        device.is_done = True
+        step(engine)
+        assert caplog.text.count("steps 3-4: ") == 1 and device.num_waits == 0
+        assert (engine.report().step_seconds or 0) > 0 and engine.report().busy_seconds["host"] > 0
+
+
+def test_a_run_that_ends_before_its_times_are_there_is_read_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    device = Late()
+    with caplog.at_level(logging.INFO, "outsize"), cells.closing(cells.prepare(STREAMED, device)) as engine:
+        device.is_done = False
+        step(engine, FIRST_READ)
+        assert not caplog.text
+    assert "steps 3-4: " in caplog.text
+
+
+def test_under_a_plan_with_nothing_to_tell_of_visits_only_the_step_is_compared(caplog: pytest.LogCaptureFixture) -> None:
+    with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), CpuDevice())) as engine, caplog.at_level(logging.INFO, "outsize"):
+        assert not engine.now.executor.sees_visits
+        step(engine, FIRST_READ)
+        report = engine.report()
+        assert report.step_seconds is not None and "compute" not in report.busy_seconds
+        assert caplog.records[-1].message.endswith(" %)"), "and no lane is told of"
