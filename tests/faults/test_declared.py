@@ -122,9 +122,18 @@ def test_a_failed_update_on_another_thread_can_be_made_up_for_by_one_load(update
         assert set(engine.now.updates.steps.values()) == {2}
 
 
-@pytest.mark.parametrize("stride", [1, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_updates_on_another_thread_give_the_plain_loops_bits(stride: int, accumulate: int) -> None:
-    cell = Cell(kind=KIND, dtype="bf16", weights="host", optimizer="host", update="in_backward", accumulate=accumulate)
-    how = dict(weights="host", optimizer="host", stride=stride)
+@pytest.mark.parametrize(
+    ("homes", "strategy", "update", "accumulate", "stride"),
+    [
+        (("host", "host"), "keep", "in_backward", 1, 1), (("host", "host"), "offload", "in_backward", 2, 3), (("host", "host"), "swap", "after_step", 1, 1),
+        (("gpu", "host"), "recompute", "in_backward", 1, 3), (("gpu", "host"), "offload", "after_step", 2, 1), (("host", "gpu"), "swap", "after_step", 1, 1),
+    ],
+)  # fmt: skip
+def test_copies_and_updates_on_threads_of_their_own_give_the_plain_loops_bits(
+    homes: tuple[Any, Any], strategy: Any, update: Any, accumulate: int, stride: int
+) -> None:
+    """As on CUDA, where a copy that waits for an update on the host is issued by another thread, later."""
+    weights, optimizer = homes
+    cell = Cell(kind=KIND, dtype="bf16", weights=weights, optimizer=optimizer, strategy=strategy, update=update, accumulate=accumulate)
+    how = dict(weights=weights, optimizer=optimizer, strategy=strategy, stride=stride)
     cells.assert_same(cells.run(cell, ThreadedCpu(), decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096), cells.expected(cell))

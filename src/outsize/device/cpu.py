@@ -79,6 +79,3 @@ class CpuDevice(Device):
             yield observer
         finally:
             remove_mode(observer)
-
-    def seconds(self, wall_seconds: float, flops: float, num_bytes: int) -> float:
-        return wall_seconds

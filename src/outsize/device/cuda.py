@@ -1,5 +1,6 @@
-"""Device `cuda`: one NVIDIA GPU. Lanes are streams (compute: whatever stream the model runs on; copies: two of our own) and one worker thread for
-updates on the host. An event is a CUDA event, or the future of a host update; a stream that must wait for the latter makes the issuing thread wait.
+"""Device `cuda`: one NVIDIA GPU. Lanes are streams (compute: whatever stream the model runs on; copies: two of our own) and a thread for updates on the
+host. An event is a CUDA event, or the future of what a thread does. A stream cannot wait for a future: a copy that must is issued by a thread of its lane,
+and only the compute lane makes the issuing thread wait.
 
 Memory: homes, slots and arenas are allocated once; after that only the model's own operators use the allocator, on the compute stream. A tensor
 that a copy stream reads stays referenced until the compute stream has waited for that copy, so its memory cannot be reused too early.
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -24,10 +26,12 @@ from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
 from outsize.hardware.lanes import Lane
 from outsize.hardware.probed import Identity, describe, keep_learnt
-from outsize.hardware.spec import ALLOCATOR_SHARE, Residue
+from outsize.hardware.spec import Residue
 
 _SLACK_BYTES = 64 * 2**20
 """Kept free beside the allocator's share: small plans lose more than in proportion."""
+_HEAD_START_CYCLES = 100_000_000
+"""Some 50 ms: as long as it takes to issue a trial run."""
 
 
 class CudaDevice(Device):
@@ -41,8 +45,10 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()
         self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="outsize-update")
-        self._tasks: list[Future[tuple[float, float]]] = []
+        self._threads: dict[Lane, ThreadPoolExecutor] = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"outsize-{lane}") for lane in ("h2d", "d2h", "host")}
+        self._tasks: list[Future[tuple[Any, Any]]] = []
+        self._last: dict[Lane, Future[tuple[Any, Any]]] = {}
+        """Of what was handed to a lane's thread, the latest."""
         self._began: dict[Lane, tuple[str, torch.cuda.Event]] = {}
         self._zero: tuple[float, torch.cuda.Event] = (0.0, torch.cuda.Event())
         self.spec = describe(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
@@ -50,7 +56,6 @@ class CudaDevice(Device):
         self._at_start = (self._outside, torch.cuda.memory_allocated(self.torch_device))
         """What was taken outside of the allocator, and inside it by the user."""
         self._workspaces = 0
-        self._fragments = 0
         self._expected = Residue()
         self.trial_peak_bytes = 0
         """Most that was allocated before the engine opened: in the trial run."""
@@ -79,7 +84,7 @@ class CudaDevice(Device):
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         copy = tensor.detach().to("cpu", non_blocking=True)
-        event = self._mark("compute")
+        event = self._mark("compute", timed=False)
 
         def wait() -> Tensor:
             event.synchronize()
@@ -115,7 +120,7 @@ class CudaDevice(Device):
         gc.collect()
         torch.cuda.empty_cache()
         return Residue(
-            code_bytes=self._loaded, workspace_bytes=max(0, self._allocated_by_libraries - self._at_start[1]), fragment_bytes=self._fragments,
+            code_bytes=self._loaded, workspace_bytes=max(0, self._allocated_by_libraries - self._at_start[1]),
             host_bytes=psutil.Process().memory_info().rss,
         )  # fmt: skip
 
@@ -127,7 +132,7 @@ class CudaDevice(Device):
         """Context, kernels, library workspaces, and the allocator's loss."""
         torch.cuda.empty_cache()
         workspaces = max(self._allocated_by_libraries, self._expected.workspace_bytes)
-        return self._outside_soon + workspaces + _SLACK_BYTES + int(self._limit * ALLOCATOR_SHARE)
+        return self._outside_soon + workspaces + _SLACK_BYTES + int(self._limit * self.spec.allocator_share)
 
     def limit(self, num_bytes: int) -> None:
         """`num_bytes` is the total with the context; the allocator gets the rest, beside what other engines were promised."""
@@ -158,23 +163,25 @@ class CudaDevice(Device):
         return self._streams.get(lane) or torch.cuda.current_stream(self.torch_device)
 
     def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
-        stream = self._stream(lane)
-        for event in waits:
-            if isinstance(event, Future):
-                event.result()
-            else:
-                stream.wait_event(event)
+        self._wait(lane, waits)
         if self._timeline is not None:
-            self._began[lane] = (name, self._mark(lane))
+            self._began[lane] = (name, self._mark(lane, timed=True))
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
-        event = self._mark(lane)
+        event = self._mark(lane, timed=self._timeline is not None)
         if self._timeline is not None and lane in self._began:
             self._timeline.add_later(partial(_span, lane, *self._began.pop(lane), event, zero=self._zero[1]))
         return event
 
-    def _mark(self, lane: Lane) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=self._timeline is not None)
+    def _wait(self, lane: Lane, waits: Sequence[Event]) -> None:
+        """The lane's stream waits for what the device does; this thread, for what another has yet to do or to issue."""
+        for event in waits:
+            done = event.result()[1] if isinstance(event, Future) else event
+            if isinstance(done, torch.cuda.Event):
+                self._stream(lane).wait_event(done)
+
+    def _mark(self, lane: Lane, *, timed: bool) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=timed)
         with torch.cuda.device(self.torch_device):
             event.record(self._stream(lane))
         return event
@@ -184,21 +191,49 @@ class CudaDevice(Device):
         name: str = "",
     ) -> Event:  # fmt: skip
         if lane == "host":
-            self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
-            task = self._worker.submit(self._after, tuple(waits), work)
-            self._tasks.append(task)
+            task = self._hand_over(lane, partial(self._update, tuple(waits), work))
             if self._timeline is not None:
                 self._timeline.add_later(partial(_host_span, name, task, zero=self._zero[0]))
             return task
-        self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
+        issue = partial(self._issue, lane, tuple(waits), work, timed=self._timeline is not None)
+        if self._is_held_up(lane, waits):
+            task = self._hand_over(lane, issue)
+            if self._timeline is not None:
+                self._timeline.add_later(partial(_issued_span, lane, name, task, zero=self._zero[1]))
+            return task
+        start, end = issue()
+        if self._timeline is not None and start is not None:
+            self._timeline.add_later(partial(_span, lane, name, start, end, zero=self._zero[1]))
+        return end
+
+    def _is_held_up(self, lane: Lane, waits: Sequence[Event]) -> bool:
+        """Whether a copy would keep the issuing thread waiting for an update on the host. The lane's own thread waits for it then, and for the copies after it
+        too, since a lane keeps its order: without this, a resident weight that the host updates held up all forwards until the last update."""
+        last = self._last.get(lane)
+        if lane not in self._streams:
+            return False
+        return (last is not None and not last.done()) or any(isinstance(event, Future) and not event.done() for event in waits)
+
+    def _hand_over(self, lane: Lane, work: Callable[[], tuple[Any, Any]]) -> "Future[tuple[Any, Any]]":
+        self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
+        task = self._last[lane] = self._threads[lane].submit(work)
+        self._tasks.append(task)
+        return task
+
+    def _issue(self, lane: Lane, waits: tuple[Event, ...], work: Callable[[], None], *, timed: bool) -> tuple[torch.cuda.Event | None, torch.cuda.Event]:
+        """Returns when the device begins it, if that is to be timed, and when it ends it."""
+        self._wait(lane, waits)
+        start = self._mark(lane, timed=True) if timed else None
         with torch.cuda.stream(self._stream(lane)):
             work()
-        return self.end(lane, reads=reads, writes=writes, seconds=seconds)
+        return start, self._mark(lane, timed=timed)
 
-    def _after(self, waits: tuple[Event, ...], work: Callable[[], None]) -> tuple[float, float]:
-        """Runs on the worker; returns when the work began and ended."""
+    def _update(self, waits: tuple[Event, ...], work: Callable[[], None]) -> tuple[float, float]:
+        """Runs on the host lane's thread; returns when the work began and ended."""
         for event in waits:
-            event.result() if isinstance(event, Future) else event.synchronize()
+            done = event.result()[1] if isinstance(event, Future) else event
+            if isinstance(done, torch.cuda.Event):
+                done.synchronize()
         start = time.perf_counter()
         work()
         return start, time.perf_counter()
@@ -215,7 +250,7 @@ class CudaDevice(Device):
 
     def _begin_timeline(self) -> None:
         self._began = {}
-        self._zero = (time.perf_counter(), self._mark("compute"))
+        self._zero = (time.perf_counter(), self._mark("compute", timed=True))
 
     def learn_rates(self, seen: Mapping[str, float]) -> None:
         keep_learnt(seen, self.identity, self.spec)
@@ -223,13 +258,17 @@ class CudaDevice(Device):
     @contextmanager
     def meter(self) -> Iterator[Meter]:
         torch.cuda.synchronize(self.torch_device)
-        torch.cuda.empty_cache()
-        meter = _AllocatorMeter(self.torch_device)
-        yield meter
-        self._fragments = max(self._fragments, torch.cuda.memory_reserved(self.torch_device) - meter.most)
+        yield _AllocatorMeter(self.torch_device)
 
-    def seconds(self, wall_seconds: float, flops: float, num_bytes: int) -> float:
-        return wall_seconds
+    def mark(self) -> torch.cuda.Event:
+        return self._mark("compute", timed=True)
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def fall_behind(self) -> None:
+        torch.cuda._sleep(_HEAD_START_CYCLES)
 
     # Random numbers.
 
@@ -248,7 +287,11 @@ def _span(lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event,
     return Span(lane, name, began, began + start.elapsed_time(end) / 1e3)
 
 
-def _host_span(name: str, task: "Future[tuple[float, float]]", *, zero: float) -> Span | None:
+def _issued_span(lane: Lane, name: str, task: "Future[tuple[Any, Any]]", *, zero: torch.cuda.Event) -> Span | None:
+    return _span(lane, name, *task.result(), zero=zero) if task.done() and task.exception() is None else None
+
+
+def _host_span(name: str, task: "Future[tuple[Any, Any]]", *, zero: float) -> Span | None:
     if not task.done() or task.exception() is not None:  # a failure is for `synchronize` to raise
         return None
     start, end = task.result()
@@ -261,16 +304,12 @@ class _AllocatorMeter:
     def __init__(self, device: torch.device):
         self._device = device
         self._base = torch.cuda.memory_allocated(device)
-        self.most = self._base
-        """Allocated at one time, as far as was asked for."""
 
     def level(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._base
 
     def peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        self.most = max(self.most, peak)
-        return peak - self._base
+        return torch.cuda.max_memory_allocated(self._device) - self._base
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -5,6 +5,7 @@ event that others wait for); `submit` is the three in one for work that is known
 an action touches: only `sim` looks at them, to find accesses that nothing orders (`finds_races`), elsewhere they may be left out.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -162,9 +163,16 @@ class Device(ABC):
     @abstractmethod
     def meter(self) -> AbstractContextManager[Meter]: ...
 
-    @abstractmethod
-    def seconds(self, wall_seconds: float, flops: float, num_bytes: int) -> float:
-        """How long work takes here that took `wall_seconds` in this process."""
+    def mark(self) -> Any:
+        """Where the compute lane will have come to, without waiting for it."""
+        return time.perf_counter()
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to another. Waits for the lane to come there."""
+        return float(end - start)
+
+    def fall_behind(self) -> None:  # noqa: B027 - only what runs beside the issuing thread can
+        """Give the issuing thread a head start, so that marks tell how long the device computes and not how long it waits to be told."""
 
     # Random numbers.
 

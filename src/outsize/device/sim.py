@@ -18,7 +18,7 @@ from outsize.device.cpu import CpuDevice
 from outsize.device.device import Event
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.timeline import Span
-from outsize.hardware.lanes import LANES, Lane, LaneClock, compute_seconds
+from outsize.hardware.lanes import LANES, Lane, LaneClock
 from outsize.hardware.spec import HardwareSpec
 
 _Known = dict[Lane, int]
@@ -179,11 +179,6 @@ class SimDevice(CpuDevice):
                 seen.write, seen.reads = (lane, count), {}
             else:
                 seen.reads[lane] = count
-
-    # Measuring.
-
-    def seconds(self, wall_seconds: float, flops: float, num_bytes: int) -> float:
-        return compute_seconds(self.spec, flops, num_bytes)
 
 
 @contextmanager

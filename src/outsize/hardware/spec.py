@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-ALLOCATOR_SHARE = 0.03
-"""Of a card's memory, kept free for what the caching allocator loses to rounding and fragments. A constant until it is measured."""
+ALLOCATOR_SHARE = 0.015
+"""Of a card's memory, kept free for what the caching allocator loses to rounding and fragments: the most that was seen of runs on an H200."""
 CONTEXT_BYTES = 600 * 2**20
 """What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` and `outsize probe` measure it."""
 
@@ -16,8 +16,6 @@ class Residue:
     """Kernels that were loaded. The driver has them, not the allocator."""
     workspace_bytes: int = 0
     """That libraries allocate and keep."""
-    fragment_bytes: int = 0
-    """Most that the allocator held beyond what was allocated."""
     host_bytes: int = 0
     """Of the process: Python, libraries, the driver's."""
 

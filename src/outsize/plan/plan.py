@@ -7,7 +7,7 @@ what walking the schedule gave. A plan file holds all four, so a run can be repe
 from dataclasses import dataclass
 from typing import Literal
 
-from outsize.hardware.spec import Residue
+from outsize.hardware.spec import ALLOCATOR_SHARE, Residue
 from outsize.model.work import Shared, Strategy, Work
 
 Home = Literal["gpu", "host"]
@@ -103,7 +103,7 @@ class Plan:
     @property
     def reserved_bytes(self) -> int:
         """Most that the allocator should hold: with what libraries keep, and what it loses itself."""
-        return self.estimate.gpu_bytes + self.residue.workspace_bytes + self.residue.fragment_bytes
+        return int(self.estimate.gpu_bytes * (1 + ALLOCATOR_SHARE)) + self.residue.workspace_bytes
 
     @property
     def process_bytes(self) -> int:

@@ -4,7 +4,7 @@ Plain characters only, about a hundred columns: the same text goes to a terminal
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outsize.base.units import show_bytes, show_seconds
@@ -37,8 +37,11 @@ class Row:
     """Of the weights that the visit is the first to use."""
 
 
-def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> str:
-    return "\n\n".join(["\n".join(head(plan, graph)), "\n".join(_table(plan, graph, layout)), "\n".join(_memory(plan)), "\n".join(_time(plan))])
+def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout, notes: Mapping[str, str] | None = None) -> str:
+    """`notes`: more to say at the end, by a label of at most five letters; what is empty is left out."""
+    said = [line for label, text in (notes or {}).items() if text for line in _wrap(f"{label:<6}", text)]
+    parts = [head(plan, graph), _table(plan, graph, layout), _memory(plan), [*_time(plan), *said]]
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def summary(plan: Plan) -> str:

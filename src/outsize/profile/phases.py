@@ -4,11 +4,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
+from outsize.hardware.lanes import compute_seconds
 
 
 @dataclass(slots=True)
@@ -58,16 +60,22 @@ class Phases:
         self._late: list[_Late] = []
         self._open: Phase | None = None
         self._level = 0
-        self._since = 0.0
+        self._since: tuple[Any, float] = (None, 0.0)
+        self._timed: list[tuple[Phase, tuple[Any, float], tuple[Any, float]]] = []
         self._cost = (0.0, 0)
         self._start = 0
         self._end = 0
 
     def begin(self) -> None:
         self._start = self._read()
+        if self._meter is None:
+            self._device.fall_behind()
 
     def finish(self) -> None:
         self.held_bytes = self._read() - self._start
+        # A visit takes as long as the device computes, or as long as it takes to tell it to, whichever is more.
+        for phase, (start, issued), (end, done) in self._timed:
+            phase.seconds = max(self._device.between(start, end), done - issued)
 
     def open_forward(self) -> None:
         self.forward.append(ForwardPhase())
@@ -156,18 +164,17 @@ class Phases:
         if self._meter is not None:
             self._meter.reset_peak()
         else:
-            self._device.synchronize()
-        self._since = time.perf_counter()
+            self._since = self._now()
+
+    def _now(self) -> tuple[Any, float]:
+        return self._device.mark(), time.perf_counter()
 
     def _take(self, phase: Phase) -> None:
-        if self._meter is None:
-            self._device.synchronize()
-        wall = time.perf_counter() - self._since
-        flops, moved = 0.0, 0
         if isinstance(self._meter, Observer):
-            flops, moved = self._meter.flops - self._cost[0], self._meter.moved_bytes - self._cost[1]
-        phase.seconds = self._device.seconds(wall, flops, moved)
-        if self._meter is not None:
+            phase.seconds = compute_seconds(self._device.spec, self._meter.flops - self._cost[0], self._meter.moved_bytes - self._cost[1])
+        if self._meter is None:
+            self._timed.append((phase, self._since, self._now()))
+        else:
             phase.peak_bytes = self._meter.peak() - self._level
             self._end = self._read()
             phase.delta_bytes = self._end - self._level

@@ -26,7 +26,7 @@ from outsize.hardware.host import container_limit, free_host_bytes
 from outsize.hardware.lanes import Lane, steady_rate, together
 from outsize.hardware.machine import Machine
 from outsize.hardware.probed import ASSUMED
-from outsize.hardware.spec import ALLOCATOR_SHARE, CONTEXT_BYTES, HardwareSpec
+from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
 from outsize.optim.adamw import Hyper, Scratch, update
 from outsize.progress import counted
 
@@ -256,7 +256,7 @@ class Prober:
         seconds = (time.perf_counter() - started) / 200
         found = self.found.setdefault("allocator", {})
         found["cached_allocation_seconds"] = _rounded(seconds)
-        context = self._device.overhead_bytes - int(self._device.spec.gpu_bytes * ALLOCATOR_SHARE)
+        context = self._device.overhead_bytes - int(self._device.spec.gpu_bytes * self._device.spec.allocator_share)
         found["taken_on_the_card_bytes"] = max(0, context)
         found["context_bytes"] = context if 0 < context <= _MOST_CONTEXT_BYTES else CONTEXT_BYTES
 

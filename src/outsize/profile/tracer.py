@@ -34,6 +34,8 @@ from outsize.profile.passes import Pass
 from outsize.profile.trace import ModelTrace
 
 Loss = Callable[[nn.Module, Any], Tensor]
+WARM = 2
+"""Passes that are timed, of which the last one counts: the first has its memory to find."""
 _NOTHING = (True, ())
 """A layer's output goes on to the next layer as it is, and no weights are read in between."""
 
@@ -98,7 +100,7 @@ class Tracer:
                 scout = self._run("keep", scout=True)
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._run(strategy) for strategy in STRATEGIES}
-            timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute")} if self.device.kind != "sim" else {}
+            timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute") for _ in range(WARM)} if self.device.kind != "sim" else {}
         graph = self._graph(passes["keep"])
         self._require_landings(graph)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
@@ -226,7 +228,7 @@ class Tracer:
         device_rng = self.device.rng_state()
         python_rng, numpy_rng = random.getstate(), np.random.get_state()
         owned = [(module, name, b) for module in self.model.modules() for name, b in module._buffers.items() if b is not None]
-        buffers = [(module, name, b, b.clone()) for module, name, b in owned]
+        buffers = [(module, name, b, b.data, b.clone()) for module, name, b in owned]
         grads = [(p, p.grad) for p in self.model.parameters()]
         for param, _ in grads:
             param.grad = None
@@ -236,6 +238,8 @@ class Tracer:
         torch.set_autocast_cache_enabled(False)
         outside = nn.ParameterList([p for p in self.model.parameters() if id(p) not in inside])
         self.bring(outside)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.device.torch_device)
         self._static |= {b.untyped_storage()._cdata for b in self.model.buffers()}
         try:
             with torch.enable_grad():
@@ -247,8 +251,9 @@ class Tracer:
             for param, grad in grads:
                 param.grad = grad
             with torch.no_grad():
-                for module, name, buffer, saved in buffers:
+                for module, name, buffer, data, saved in buffers:
                     module._buffers[name] = buffer
+                    buffer.data = data
                     # An expanded buffer cannot have been written to, nor can it be.
                     if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
                         buffer.copy_(saved)

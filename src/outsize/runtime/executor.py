@@ -217,7 +217,8 @@ class Executor:
                 store.owner[self.place.slots.slot_of[i]] = i
                 return _copy(store.weights(i), store.home(i))
             case "S":
-                return lambda: self._sent(i).copy_to(store.host["arena", i])
+                parcel, arena = self._sent(i), store.host["arena", i]
+                return lambda: parcel.copy_to(arena)
             case "R":
                 return self._sent(i).let_go
             case "P":

@@ -13,7 +13,7 @@ from outsize.base.errors import DeviceOutOfMemory, OutsizeError, RaceDetected
 from outsize.device.choose import choose_device
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
-from outsize.hardware.lanes import LANES, LaneClock, compute_seconds
+from outsize.hardware.lanes import LANES, LaneClock
 
 
 @pytest.fixture
@@ -284,11 +284,6 @@ def test_virtual_time_is_that_of_the_lane_clock(items: list[tuple[str, float, li
         ends.append(clock.run(lane, seconds, [ends[i] for i in known]))
     assert [event.ends for event in events] == ends
     assert (sim.clock.free, sim.clock.busy, sim.elapsed(123.0)) == (clock.free, clock.busy, clock.now)
-
-
-def test_compute_takes_what_the_roofline_says_and_not_what_this_process_took() -> None:
-    sim = SimDevice(lookup("rtx4090"))
-    assert sim.seconds(99.0, 1e12, 10**6) == compute_seconds(sim.spec, 1e12, 10**6)
 
 
 def test_the_meter_counts_from_when_it_was_started(device: SimDevice) -> None:
