@@ -9,6 +9,7 @@ without the seconds that importing takes. What a run writes is kept as it ends, 
 """
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import statistics
@@ -30,11 +31,14 @@ class Case:
     seq: int
     clip: float | None = None
     accumulate: int = 1
+    pins: tuple[tuple[str, int], ...] = ()
+    """Of a plan that is made by hand."""
 
     @property
     def name(self) -> str:
         extra = (f" ×{self.accumulate}" if self.accumulate > 1 else "") + (" clip" if self.clip else "")
-        return f"{self.model.removeprefix('llama-')} {self.gib}GiB {self.rows}×{self.seq}{extra}"
+        by_hand = f" [{', '.join(f'{name}={value}' for name, value in self.pins)}]" if self.pins else ""
+        return f"{self.model.removeprefix('llama-')} {self.gib}GiB {self.rows}×{self.seq}{extra}{by_hand}"
 
     @property
     def seconds(self) -> float:
@@ -129,10 +133,28 @@ def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
     )  # fmt: skip
     plan = out.with_name("plan.json")
     try:
+        if case.pins:
+            bench = dataclasses.replace(bench, plan=str(_plan_by_hand(bench, dict(case.pins), out.with_name("by-hand.json"))))
         result = run_bench(bench, say=lambda _: None, save_plan=plan)
         out.write_text(json.dumps({"result": to_json(result), "plan": json.loads(plan.read_text())}))
     except (OutsizeError, RuntimeError) as error:
         out.write_text(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+
+
+def _plan_by_hand(bench: Any, pins: dict[str, int], path: Path) -> Path:
+    from outsize.plan.check import save
+    from outsize.plan.pins import Pins
+    from outsize.run.random_weights import random_batches, random_model
+    from outsize.runtime.optimizer import AdamW
+    from outsize.train.build import preview
+
+    model, weights = random_model(bench.model, seq=bench.seq)
+    planned = preview(
+        model, random_batches(model, bench)[0], optimizer=AdamW(lr=1e-5, update=bench.update, max_grad_norm=bench.clip), gpu_memory=bench.gpu_memory,
+        device="cuda", accumulate=bench.accumulate, weights=weights, pins=Pins(**pins),
+    )  # fmt: skip
+    save(planned.plan, path)
+    return path
 
 
 # Reading off.

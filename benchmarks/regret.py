@@ -1,0 +1,104 @@
+"""The plan that is chosen against plans that people make by hand: how much slower is it than the best of them?
+
+    python3 benchmarks/regret.py --out found.json --limit 580      # where the GPU is
+    python3 benchmarks/regret.py --show found.json
+
+A plan by hand is one of the usual recipes (everything streamed; weights resident and the optimizer on the host; all resident with checkpointing; halves of
+these): the pins of `outsize.prepare`, so memory is as exact as ever and only what was pinned is fixed. Those that do not fit are left out.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from accuracy import Case, in_a_child
+
+LAYERS = {"llama-1b": 16, "llama-3b": 28}
+CHUNKS = {"llama-1b": 18, "llama-3b": 30}
+SETTINGS = [
+    Case(model="llama-1b", gib=12, rows=8, seq=1024),
+    Case(model="llama-1b", gib=16, rows=4, seq=4096, clip=1.0),
+    Case(model="llama-3b", gib=24, rows=8, seq=1024),
+    Case(model="llama-3b", gib=48, rows=8, seq=1024, clip=1.0),
+]
+
+
+def recipes(layers: int, chunks: int) -> list[tuple[tuple[str, int], ...]]:
+    """By the share of weights and of optimizer state on the GPU, and what layers do with their activations."""
+    keep = {"n_swap": 0, "n_checkpoint": 0, "n_offload": 0}
+    third = chunks // 3
+    homes = [(0, 0), (chunks, 0), (chunks, chunks), (chunks // 2, 0), (chunks, chunks // 2), (chunks // 2, chunks // 4), (0, third), (third, third)]
+    ways = [{"n_checkpoint": layers}, {"n_offload": layers}]
+    found = [{"n_persist": weights, "n_optimizer_gpu": optimizer, **keep, **way} for weights, optimizer in homes for way in ways]
+    found += [
+        {"n_persist": 0, "n_optimizer_gpu": 0, **keep, "n_checkpoint": layers, "n_buffer": 3},
+        {"n_persist": chunks, "n_optimizer_gpu": chunks, **keep},
+        {"n_persist": chunks, "n_optimizer_gpu": 0, **keep, "n_swap": layers // 2, "n_checkpoint": layers - layers // 2},
+    ]
+    return [tuple(pins.items()) for pins in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit", type=float, default=580, help="seconds in all")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--settings", default="", help="numbers from 0, with commas; all by default")
+    parser.add_argument("--show", type=Path, nargs="+")
+    args = parser.parse_args()
+    if args.show:
+        for path in args.show:
+            print(verdict(json.loads(path.read_text())))
+        return
+    started = time.monotonic()
+    # What children share: imported here, once.
+    import torch  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import outsize.run.bench  # noqa: F401
+
+    found: dict[str, Any] = {"command": sys.argv, "settings": []}
+    chosen_settings = [SETTINGS[int(i)] for i in args.settings.split(",")] if args.settings else SETTINGS
+    for case in chosen_settings:
+        rows: list[dict[str, Any]] = []
+        found["settings"].append({"setting": case.name, "rows": rows})
+        for pins in [(), *recipes(LAYERS[case.model], CHUNKS[case.model])]:
+            left = args.limit - (time.monotonic() - started)
+            if left < case.seconds:
+                break
+            row = in_a_child(replace(case, pins=pins), args.steps, 2, timeout=left)
+            row.pop("plan", None)
+            rows.append(row)
+            args.out.write_text(json.dumps(found, ensure_ascii=False))
+            print(f"{time.monotonic() - started:5.0f} s  {_seconds(row)}", flush=True)
+    print("\n" + verdict(found))
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    if "result" not in row:
+        return f"{row['case']}: {row['problem'][:90]}"
+    result = row["result"]
+    return f"{row['case']}: {result['speed']['median_step_seconds']:.3f} s, planned {result['plan']['step_seconds']:.3f}"
+
+
+def verdict(found: dict[str, Any]) -> str:
+    lines = []
+    for setting in found["settings"]:
+        runs = [row for row in setting["rows"] if "result" in row]
+        seconds = {row["case"]: row["result"]["speed"]["median_step_seconds"] for row in runs}
+        chosen = seconds.pop(setting["setting"], None)
+        if chosen is None or not seconds:
+            continue
+        best = min(seconds, key=lambda name: seconds[name])
+        behind = chosen / seconds[best] - 1
+        lines.append(f"{setting['setting']}: chosen {chosen:.3f} s; best of {len(seconds)} by hand {seconds[best]:.3f} s ({behind:+.1%}) {best}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
