@@ -5,6 +5,7 @@ Every answer is a search of its own with one thing changed, so it is as right as
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import show_bytes, show_seconds
@@ -40,18 +41,18 @@ class Problem:
             self.graph, self.layout, self.trace, self.spec, self.terms, gpu_budget_bytes=self.gpu_bytes, host_budget_bytes=self.host_bytes, pins=self.pins
         )
 
-    @property
-    def space(self) -> Space:
-        return Space(self.graph, self.layout, self.trace, self.terms, self.spec)
+    @cached_property
+    def budgets(self) -> Budgets:
+        return Budgets(Space(self.graph, self.layout, self.trace, self.terms, self.spec), self.pins, self.gpu_bytes, self.host_bytes)
 
     def least_gpu_bytes(self, host_bytes: int | None = None) -> int | None:
         """The least GPU memory that would do beside this much on the host (the problem's own by default); None if no amount does."""
-        least = Budgets(self.space, self.pins, self.gpu_bytes, self.host_bytes if host_bytes is None else host_bytes).least_gpu()
+        least = self.budgets.least_gpu(host_bytes=host_bytes)
         return least[0] if least else None
 
     def least_host_bytes(self) -> int | None:
         """The least host memory that would do beside the GPU as it is."""
-        least = Budgets(self.space, self.pins, self.gpu_bytes, self.host_bytes).least_host()
+        least = self.budgets.least_host()
         return least[0] if least else None
 
 
@@ -111,7 +112,7 @@ def outlook(problem: Problem, plan: Plan, smallest: str | None) -> str:
 
 
 def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
-    space = problem.space
+    space = problem.budgets.space
     chunks, states, layers = len(space.weight_order), len(space.state_order), space.num_layers
     keep = Pins(n_swap=0, n_offload=0, n_checkpoint=0)
     recompute = replace(keep, n_checkpoint=layers["recompute"])

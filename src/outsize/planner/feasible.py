@@ -90,16 +90,18 @@ class Budgets:
                     best = (*found, counts)
         return None if best is None else (best[0], best[2])
 
-    def least_gpu(self, *, any_host: bool = False) -> tuple[int, Counts] | None:
+    def least_gpu(self, *, any_host: bool = False, host_bytes: int | None = None) -> tuple[int, Counts] | None:
+        """`host_bytes`: another host budget than this one."""
+        allowed = self.host_bytes if host_bytes is None else host_bytes
         if not self._mixes:
             return None
         # Weights, states and activations each at their least: the minimum, unless the host is too small for just that.
         space = self.space
         counts = Counts(resident=self._least_resident, optimizer=self._least_optimizer, swap=0, offload=0, recompute=0, depth=self.depth)
         counts = counts.with_mix(min(self._mixes)[2])
-        if any_host or space.host_bytes(counts) <= self.host_bytes:
+        if any_host or space.host_bytes(counts) <= allowed:
             return space.gpu_bytes(counts), counts
-        return self._minimum(self.host_bytes, None)
+        return self._minimum(allowed, None)
 
     @property
     def _least_resident(self) -> int:
