@@ -41,7 +41,25 @@ def _alone(key: str, other: str, value: str) -> Contradiction:
     return Contradiction((key, other), lambda config, given: key in given and not getattr(config, other), expected, "that is not given", do)
 
 
+_SPLIT = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
+
+
+def _does_not_divide(config: RunConfig, given: Set[str]) -> bool:
+    rows, passes = config.micro_batch_size, config.gradient_accumulation_steps
+    if config.batch_size is None:
+        return False
+    return rows * passes != config.batch_size if rows and passes else config.batch_size % (rows or passes or 1) > 0
+
+
 CONTRADICTIONS = (
+    Contradiction(
+        _SPLIT, _does_not_divide, "it is micro_batch_size × gradient_accumulation_steps",
+        "it is {config.batch_size} and they are {config.micro_batch_size} and {config.gradient_accumulation_steps}", "Leave one of them out, or correct it",
+    ),
+    Contradiction(
+        (*_SPLIT, "plan"), lambda config, given: config.plan_file is not None and given & set(_SPLIT) == {"batch_size"},
+        "a plan is for one micro-batch", "it is left open", "Give micro_batch_size as in the plan, or leave the plan out",
+    ),
     _both_given("max_steps", "num_epochs", "the length of a run is told once"),
     _both_given("warmup_steps", "warmup_ratio", "the length of the warmup is told once"),
     Contradiction(

@@ -27,7 +27,7 @@ REFUSED = {
     "load_in_4bit": _QUANTISED,
     "load_in_8bit": _QUANTISED,
     "fp16": ("weights are bf16 with exact fp32 masters, or fp32", "Write bf16: true, or bf16: false for fp32"),
-    "auto_find_batch_size": ("memory is planned before the first step, so no batch has to fail", "Set micro_batch_size; `outsize plan` tells what fits"),
+    "auto_find_batch_size": ("memory is planned before the first step, so no batch has to fail", "Give batch_size alone: the micro-batch is then chosen"),
     "tensor_parallel_size": _PARALLEL,
     "context_parallel_size": _PARALLEL,
     "torch_compile": ("layers run as they are, since the plan is carried out between them", "Leave it out"),

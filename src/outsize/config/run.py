@@ -76,12 +76,14 @@ class RunConfig:
     chat_template_jinja: Text | None = None
     """A template's text or the path of one. None: the tokenizer's own."""
 
-    micro_batch_size: Count = 1
-    """Rows in a forward pass."""
+    batch_size: Count | None = None
+    """Rows in an optimizer step. None: `micro_batch_size` × `gradient_accumulation_steps`."""
+    micro_batch_size: Count | None = None
+    """Rows in a forward pass. None: 1; with `batch_size`, what `gradient_accumulation_steps` makes of it, or the fastest."""
     eval_batch_size: Count | None = None
-    """None: `micro_batch_size`."""
-    gradient_accumulation_steps: Count = 1
-    """Backward passes per step."""
+    """None: as in training."""
+    gradient_accumulation_steps: Count | None = None
+    """Backward passes per step. None: 1, or what `batch_size` makes of it."""
     num_epochs: Positive = 1.0
     max_steps: Count | None = None
     """In place of `num_epochs`."""

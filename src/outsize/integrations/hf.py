@@ -152,6 +152,9 @@ class OutsizeMixin(KeepsRuns):
             batch = dict(self._plan_batch)
         else:
             batch = first_batch(dataloader if dataloader is not None else self.get_train_dataloader())
+        return self._as_in_training(batch)
+
+    def _as_in_training(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self._with_num_items(batch, self._get_num_items_in_batch([batch], torch.device("cpu")))
 
     @staticmethod

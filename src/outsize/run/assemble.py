@@ -3,7 +3,8 @@
 import json
 import os
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,19 @@ from outsize.data.collate import Collator, pad_id_of, widest_batch
 from outsize.data.packing import keeps_documents_apart
 from outsize.data.sources import Source
 from outsize.device.choose import choose_device
+from outsize.integrations.arguments import update_mode
 from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.plan.pins import Pins
+from outsize.profile.trace import ModelTrace
 from outsize.run.adapters import adapt
 from outsize.run.fit import first_line, make_trackers, require_language_model, require_packable, require_positions, require_scheduler, require_vocabulary
-from outsize.run.recipe import RECIPE, recipe, require_same
+from outsize.run.recipe import RECIPE, recipe, require_same, split_of
+from outsize.runtime.engine import Planned
+from outsize.runtime.optimizer import AdamW
+from outsize.train.build import choose_micro_batch, trace_shorter
+from outsize.train.micro_batch import Choice, Split, splits_of
 
 _NEVER = 2**31
 """Steps between saves, where only the end is saved."""
@@ -39,12 +46,37 @@ class Assembled:
     """To go on from."""
     num_rows: int
     num_eval_rows: int
+    split: str
+    """How the micro-batch was chosen, if it was."""
 
 
 class RunTrainer(OutsizeTrainer):
     """A Trainer whose checkpoints say which run they are of."""
 
     recipe: dict[str, Any]
+    half_batch: dict[str, Any] | None = None
+    """A batch half as long as the longest; None where all are as long."""
+
+    def trace_half(self) -> ModelTrace | None:
+        """Of the half batch, before the engine starts. None also on `cpu`, whose memory is not planned."""
+        if self.half_batch is None or choose_device(self._device_name).kind == "cpu":
+            return None
+        return trace_shorter(self.model, shorter=self._as_in_training(self.half_batch), **self._preparation(None))
+
+    def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[Planned]:
+        """Split every step into the micro-batches that train fastest. `batch_of`: the batch to plan for, of so many rows."""
+
+        def optimizer_for(split: Split) -> AdamW:
+            self.args.gradient_accumulation_steps = split.passes
+            return AdamW(update=update_mode(self.args, self._nonfinite))
+
+        of_one_size = ("batch", "optimizer", "accumulate", "max_shape")
+        settings = {name: value for name, value in self._preparation(None).items() if name not in of_one_size}
+        choice = choose_micro_batch(self.model, splits, batch_of=lambda rows: self._as_in_training(batch_of(rows)), optimizer_for=optimizer_for, **settings)
+        self._plan_batch = batch_of(choice.split.rows)
+        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = choice.split.rows, choice.split.passes
+        self._train_batch_size = self.args.train_batch_size  # which Trainer keeps for its loaders
+        return choice
 
     def _write_common(self, folder: Path) -> None:
         super()._write_common(folder)
@@ -61,10 +93,13 @@ def assemble(config: RunConfig) -> Assembled:
     device = choose_device(config.device)
     _require_writable(Path(config.output_dir))
     checkpoint = find_checkpoint(config)
+    splits = _splits(config)
     if checkpoint is not None:
-        require_same(checkpoint, config)
+        splits = [split_of(checkpoint, splits)]
+        require_same(checkpoint, _split(config, splits[0]))
     else:
         _tell_of_earlier_run(config)
+    config = _split(config, splits[0])
     arguments = training_arguments(config, on_gpu=device.kind == "cuda")
     trackers, arguments.report_to = make_trackers(arguments.report_to), []
     require_scheduler(config)
@@ -84,18 +119,36 @@ def assemble(config: RunConfig) -> Assembled:
     collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
     vocabulary: int = built.model.config.vocab_size  # type: ignore[union-attr, assignment]
     patience = config.early_stopping_patience
+
+    def batch_of(rows: int, tokens: int = config.sequence_len) -> dict[str, Any]:
+        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
+
     trainer = RunTrainer(
         model=built.model, args=arguments, train_dataset=train, eval_dataset=evaluated, data_collator=collator, processing_class=tokenizer,
         callbacks=[*trackers, *([EarlyStoppingCallback(patience)] if patience else [])],
         gpu_memory=config.gpu_memory, host_memory=config.host_memory, device=config.device, plan=config.plan_file, pins=_pins(config),
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES, weights=built.weights, nonfinite=config.nonfinite, chunked_loss=config.chunked_loss,
-        plan_batch=widest_batch(
-            collator, rows=config.micro_batch_size, tokens=config.sequence_len, packed=config.sample_packing, vocab_size=vocabulary
-        ),
+        plan_batch=batch_of(splits[0].rows),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
+    chosen_by = ""
+    if len(splits) > 1:
+        choice = trainer.choose_split(splits, batch_of)
+        config, chosen_by = _split(config, choice.split), choice.words
+        arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
+        log.info(chosen_by)
     trainer.recipe = recipe(config)
-    return Assembled(trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0)
+    if not config.sample_packing and not config.pad_to_sequence_len and config.sequence_len > 3:
+        trainer.half_batch = batch_of(trainer.args.per_device_train_batch_size, config.sequence_len // 2)
+    return Assembled(trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by)
+
+
+def _splits(config: RunConfig) -> list[Split]:
+    return splits_of(config.batch_size, config.micro_batch_size, config.gradient_accumulation_steps, name="gradient_accumulation_steps")
+
+
+def _split(config: RunConfig, split: Split) -> RunConfig:
+    return replace(config, micro_batch_size=split.rows, gradient_accumulation_steps=split.passes)
 
 
 def _build(config: RunConfig, checkpoint: Path | None) -> Built:
@@ -119,7 +172,7 @@ def start(assembled: Assembled, config: RunConfig) -> None:
     trainer = assembled.trainer
     trainer.start_engine()
     vocabulary = trainer.model.config.vocab_size
-    if config.sample_packing and not keeps_documents_apart(trainer.model, vocabulary, rows=config.micro_batch_size):
+    if config.sample_packing and not keeps_documents_apart(trainer.model, vocabulary, rows=trainer.args.per_device_train_batch_size):
         do = "Use sample_packing: false, or another attn_implementation"
         raise ConfigError(tell("documents of a packed row do not see each other", f"in {type(trainer.model).__name__} they do", do))
 
@@ -173,11 +226,12 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any]:
 
 
 def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
+    split = _splits(config)[0]
     save_steps = config.save_steps or (config.eval_steps if config.load_best_model_at_end else None) or _NEVER
     save_strategy = config.evaluates if config.load_best_model_at_end and config.save_steps is None else config.save_strategy
     return TrainingArguments(
-        output_dir=config.output_dir, per_device_train_batch_size=config.micro_batch_size,
-        per_device_eval_batch_size=config.eval_batch_size or config.micro_batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
+        output_dir=config.output_dir, per_device_train_batch_size=split.rows,
+        per_device_eval_batch_size=config.eval_batch_size or split.rows, gradient_accumulation_steps=split.passes,
         num_train_epochs=config.num_epochs, max_steps=config.max_steps or -1, learning_rate=config.learning_rate, lr_scheduler_type=config.lr_scheduler,
         lr_scheduler_kwargs=config.lr_scheduler_kwargs or {}, warmup_steps=config.warmup_steps or config.warmup_ratio or 0, optim="adamw_torch",
         adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2, adam_epsilon=config.adam_epsilon, weight_decay=config.weight_decay,

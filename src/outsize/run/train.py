@@ -9,7 +9,9 @@ from rich.panel import Panel
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
 from outsize.plan.render import render
-from outsize.run.assemble import assemble, start
+from outsize.planner.headroom import of_half_length
+from outsize.profile.trace import ModelTrace
+from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import Showing
 from outsize.runtime.engine import Planned
@@ -32,8 +34,10 @@ class Outcome:
 def preview_run(config: RunConfig, console: Console) -> Planned:
     """Plan and stop."""
     _show_notes(config, console)
-    planned = assemble(config).trainer.preview()
-    _show(planned, console)
+    assembled = assemble(config)
+    half = assembled.trainer.trace_half()
+    planned = assembled.trainer.preview()
+    _show(planned, console, assembled, half)
     return planned
 
 
@@ -43,6 +47,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     trainer = assembled.trainer
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
     console.print(f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False)
+    half = trainer.trace_half()  # of a model that is not prepared yet
     start(assembled, config)
     engine = trainer.engine
     showing = Showing(trainer, console)
@@ -51,7 +56,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         trainer.add_callback(showing)
         trainer.add_callback(interrupt)
         with interrupt.listening():
-            _show(engine.now.planned, console)
+            _show(engine.now.planned, console, assembled, half)
             if assembled.checkpoint is not None:
                 console.print(f"Going on from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
@@ -85,8 +90,12 @@ def _show_notes(config: RunConfig, console: Console) -> None:
         console.print(f"[yellow]note[/yellow] {note}", highlight=False)
 
 
-def _show(planned: Planned, console: Console) -> None:
-    console.print(Panel(render(planned.plan, planned.graph, planned.layout), title="the plan", title_align="left", expand=False))
+def _show(planned: Planned, console: Console, assembled: Assembled, half: ModelTrace | None) -> None:
+    """`half`: of batches half as long as those that the plan is for."""
+    plan, graph, layout = planned.plan, planned.graph, planned.layout
+    short = of_half_length(plan, graph, layout, half) if half is not None else ""
+    text = render(plan, graph, layout, {"split": assembled.split, "short": short})
+    console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
 
 def _show_cursor(console: Console) -> None:

@@ -1,6 +1,6 @@
 """Wires the rooms in the order of the design: model, profile, layout, plan, engine. `prepare` and `plan` of the public interface."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,14 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
 from outsize.planner.search import search
 from outsize.profile.cache import traced
+from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Loss
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
-from outsize.train.loss import ChosenLoss, trace_with_loss
+from outsize.train.batches import grown, num_rows, require_something
+from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
+from outsize.train.micro_batch import Choice, Split, Traced, fastest
+from outsize.train.trial import try_out
 
 
 def prepare(
@@ -84,6 +88,32 @@ def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **s
     return ready.planner(model, batch, ready.terms)
 
 
+def trace_shorter(model: nn.Module, batch: Any, shorter: Any, *, optimizer: AdamW | None = None, **settings: Any) -> ModelTrace:
+    """The trace of a shorter batch than the plan is for, its loss made as the plan's is. The arguments are those of `preview`."""
+    ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
+    planned_for = choose_loss(model, batch, wanted=settings.get("chunked_loss"), is_custom=settings.get("loss") is not None)
+    return ready.measure(shorter, planned_for).trace
+
+
+def choose_micro_batch(
+    model: nn.Module, splits: Sequence[Split], *, batch_of: Callable[[int], Any], optimizer_for: Callable[[Split], AdamW], **settings: Any
+) -> Choice[Planned]:
+    """Which of the splits of a batch trains fastest here. The model is not touched.
+
+    Args:
+        batch_of: a batch to plan for, of so many rows.
+        optimizer_for: the optimizer of a run that is split so: whether it updates in backward may depend on that.
+        settings: the other arguments of `prepare`.
+    """
+    ready = _get_ready(model, optimizer=optimizer_for(splits[0]), **settings)
+
+    def solve(found: Traced, split: Split) -> Planned:
+        optimizer = optimizer_for(split)
+        return ready.solve(found, Terms(update=optimizer.update, accumulate=split.passes, fp32_grads=optimizer.fp32_grads))
+
+    return fastest(splits, lambda rows: ready.measure(batch_of(rows), None), solve)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ready:
     """Everything that is settled before the trial run."""
@@ -93,7 +123,11 @@ class _Ready:
     optimizer: AdamW
     terms: Terms
     weights: Weights | None
+    measure: Callable[[Any, ChosenLoss | None], Traced]
+    """Traces a batch, its loss made as before."""
+    solve: Callable[[Traced, Terms], Planned]
     planner: Planner
+    """One after the other, for a batch at its largest."""
 
 
 def _get_ready(
@@ -117,21 +151,22 @@ def _get_ready(
     if given is not None:
         _agree(given, terms, gpu_budget, host_budget, pins, chunked_loss)
         chunked_loss = given.loss_chunk > 0
-    chosen: ChosenLoss | None = None
 
-    def planner(model: nn.Module, batch: Any, terms: Terms) -> Planned:
-        nonlocal chosen
-        largest = _grown(batch, max_shape)
-        # The trial run may need more than the plan will: it keeps what a plan would send away.
-        where.limit(where.spec.gpu_bytes)
+    def measure(batch: Any, before: ChosenLoss | None) -> Traced:
+        require_something(batch)
         try:
             (graph, trace), chosen = trace_with_loss(
-                model, largest, lambda words: traced(model, largest, layers, where, source, loss, model_loss=words),
-                wanted=chunked_loss, is_custom=loss is not None, before=chosen,
+                model, batch, lambda words: try_out(
+                    lambda part: traced(model, part, layers, where, source, loss, model_loss=words), batch, device=where, budget_bytes=gpu_budget
+                ), wanted=chunked_loss, is_custom=loss is not None, before=before,
             )  # fmt: skip
             where.expect(trace.residue)
         finally:
             where.limit(gpu_budget)
+        return Traced(rows=num_rows(batch) or 1, graph=graph, trace=trace, loss=chosen)
+
+    def solve(found: Traced, terms: Terms) -> Planned:
+        graph, trace, chosen = found.graph, found.trace, found.loss
         layout = pack(graph, given.chunk_bytes if given is not None else size)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
@@ -143,7 +178,15 @@ def _get_ready(
         check(made, graph, layout)
         return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
 
-    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, planner=planner)
+    before: ChosenLoss | None = None
+
+    def planner(_: nn.Module, batch: Any, terms: Terms) -> Planned:
+        nonlocal before
+        found = measure(grown(batch, max_shape), before)
+        before = found.loss
+        return solve(found, terms)
+
+    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve, planner=planner)
 
 
 def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None, chunked_loss: bool | None) -> None:
@@ -212,51 +255,3 @@ def _one_owner_of_recompute(model: nn.Module) -> None:
     if getattr(model, "is_gradient_checkpointing", False):
         log.warning("gradient checkpointing is turned off: the plan decides per block what is recomputed")
         model.gradient_checkpointing_disable()  # type: ignore[operator]
-
-
-def _grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
-    """The batch at its largest: rows and tokens repeated up to `max_shape`; with a mask, one that masks something, since that is dearer."""
-    if max_shape is None or not isinstance(batch, dict):
-        return batch
-    lead = next((t for t in batch.values() if isinstance(t, torch.Tensor) and t.dim() >= 2), None)
-    if lead is None:
-        return batch
-    old = lead.shape[:2]
-    if any(name.startswith("pixel_values") for name in batch):
-        return _grown_with_images(batch, old, max_shape)
-
-    def grow(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return value
-        sizes = [max(max_shape[0], old[0]) if value.shape[0] == old[0] else value.shape[0]]
-        if value.dim() >= 2:
-            sizes.append(max(max_shape[1], old[1]) if value.shape[1] == old[1] else value.shape[1])
-        for dim, wanted in enumerate(sizes):
-            repeats = -(-wanted // value.shape[dim])
-            value = torch.cat([value] * repeats, dim).narrow(dim, 0, wanted)
-        return value.contiguous()
-
-    grown = {name: grow(value) for name, value in batch.items()}
-    mask = grown.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] > 1 and bool(mask.all()):
-        mask[-1, -1] = 0
-    return grown
-
-
-def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tuple[int, int]) -> dict[str, Any]:
-    """Whole rows are repeated with their images, and text is added behind them: tokens that stand for images must be as many as the images have."""
-    times = -(-max_shape[0] // old[0])
-    extra = max(0, max_shape[1] - old[1])
-    labels = batch.get("labels")
-    is_text = (labels != -100).nonzero() if isinstance(labels, torch.Tensor) and labels.shape[:2] == old else None
-    row, column = (int(i) for i in is_text[-1][:2]) if is_text is not None and len(is_text) else (0, old[1] - 1)
-
-    def grow(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return value
-        if extra and value.shape[:2] == old:
-            text = value[row : row + 1, column : column + 1].expand(old[0], extra, *value.shape[2:])
-            value = torch.cat([value, text], 1)
-        return torch.cat([value] * times) if times > 1 else value
-
-    return {name: grow(value) for name, value in batch.items()}

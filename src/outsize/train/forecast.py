@@ -8,7 +8,7 @@ What depends on a model's weights has no value here: a model that branches on th
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_leaves
 
-from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.sim import SimDevice
@@ -32,16 +32,16 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
 from outsize.plan.render import render
 from outsize.planner.explain import Explanation, Problem, explain, outlook
-from outsize.planner.search import TIE
+from outsize.planner.headroom import of_half_length
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
-from outsize.progress import counted
 from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
 from outsize.runtime.optimizer import AdamW
 from outsize.train.example import Images, example_batch
 from outsize.train.loss import ChosenLoss, trace_with_loss
+from outsize.train.micro_batch import Split, Traced, fastest, splits_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _UNKNOWABLE = (
@@ -60,6 +60,8 @@ class Forecast:
     layout: ChunkLayout
     problem: Problem
     """What it is the solution of, for further questions."""
+    trace_half: Callable[[], ModelTrace | None] = field(repr=False, compare=False)
+    """Takes a trace of batches half as long; None where there are none."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,8 +73,10 @@ class Forecast:
         return explain(self.problem, self.plan)
 
     def outlook(self) -> str:
-        """What 4 GiB more would buy, and the least that would do."""
-        return outlook(self.problem, self.plan, self.smallest_machine())
+        """What 4 GiB more would buy, the least that would do, and what shorter batches leave free."""
+        half = self.trace_half()
+        short = of_half_length(self.plan, self.graph, self.layout, half) if half is not None else ""
+        return "\n".join([outlook(self.problem, self.plan, self.smallest_machine()), *([f"short {short}"] if short else [])])
 
     def smallest_machine(self) -> str | None:
         """Of the catalog, by GPU memory and then by name; None if no one is large enough."""
@@ -150,49 +154,31 @@ def plan(
 
     pictures = Images(per_row=images, pixels=image_size)
 
-    def solve(rows: int, passes: int) -> Forecast:
-        graph, trace, loss = fake_trace(
-            copy.deepcopy(config), spec, rows=rows, tokens=sequence_len, dtype=DTYPES[dtype], chunked_loss=chunked_loss, images=pictures
-        )
+    def trace(rows: int, tokens: int = sequence_len, in_chunks: bool | None = chunked_loss) -> Traced:
+        graph, found, loss = fake_trace(copy.deepcopy(config), spec, rows=rows, tokens=tokens, dtype=DTYPES[dtype], chunked_loss=in_chunks, images=pictures)
+        return Traced(rows=rows, graph=graph, trace=found, loss=loss)
+
+    def trace_half(rows: int, loss: ChosenLoss) -> ModelTrace | None:
+        try:
+            return trace(rows, sequence_len // 2, loss.in_chunks).trace if sequence_len > 1 else None
+        except ConfigError:  # the images of a row alone are longer
+            return None
+
+    def solve(found: Traced, split: Split) -> Forecast:
+        graph, loss = found.graph, found.loss
         layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
-        terms = Terms(update=settings.update, accumulate=passes, fp32_grads=settings.fp32_grads)
-        problem = Problem(graph=graph, layout=layout, trace=trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins())
+        terms = Terms(update=settings.update, accumulate=split.passes, fp32_grads=settings.fp32_grads)
+        problem = Problem(
+            graph=graph, layout=layout, trace=found.trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins()
+        )
         made = problem.solve()
         check(made, graph, layout)
-        return Forecast(plan=replace(made, loss=loss.text, loss_chunk=loss.chunk), graph=graph, layout=layout, problem=problem)
+        told = replace(made, loss=loss.text, loss_chunk=loss.chunk)
+        return Forecast(plan=told, graph=graph, layout=layout, problem=problem, trace_half=lambda: trace_half(split.rows, loss))
 
-    return _fastest(solve, _splits(batch_size, micro_batch_size, accumulate))
-
-
-# The batch.
-
-
-def _splits(batch_size: int | None, micro_batch_size: int | None, accumulate: int | None) -> list[tuple[int, int]]:
-    """(micro-batch, passes) that are left to choose from, the smallest micro-batch first."""
-    if batch_size is None:
-        return [(micro_batch_size or 1, accumulate or 1)]
-    splits = [(rows, batch_size // rows) for rows in range(1, batch_size + 1) if batch_size % rows == 0]
-    left = [(rows, passes) for rows, passes in splits if rows == (micro_batch_size or rows) and passes == (accumulate or passes)]
-    if not left:
-        found = f"batch_size is {batch_size}, micro_batch_size {micro_batch_size}, accumulate {accumulate}"
-        raise ConfigError(tell("batch_size = micro_batch_size × accumulate", found, "Leave one of them out, or correct it"))
-    return left
-
-
-def _fastest(solve: Callable[[int, int], Forecast], splits: list[tuple[int, int]]) -> Forecast:
-    """Of equal ones the one with the smaller micro-batch. What does not fit at one size does not fit at a larger one."""
-    best: Forecast | None = None
-    for rows, passes in counted(splits, "Trying micro-batches", total=len(splits)):
-        try:
-            found = solve(rows, passes)
-        except PlanInfeasible:
-            if best is None:
-                raise
-            break
-        if best is None or found.tokens_per_second > best.tokens_per_second * (1 + TIE):
-            best = found
-    assert best is not None, "there is at least one split"
-    return best
+    choice = fastest(splits_of(batch_size, micro_batch_size, accumulate), trace, solve)
+    made = choice.answer
+    return replace(made, plan=replace(made.plan, search=f"{made.plan.search}; {choice.words}")) if choice.words else made
 
 
 # The machine.

@@ -182,7 +182,7 @@ def trace_with_loss(
         is_custom: the loop makes a loss of its own, which may read the logits.
         before: what was chosen for the same model: a loss that was made in chunks stays so.
     """
-    chosen = _choose(model, batch, wanted, is_custom, before)
+    chosen = choose_loss(model, batch, wanted=wanted, is_custom=is_custom, before=before)
     if not chosen.in_chunks:
         return trace(""), chosen
     chosen.attach()
@@ -197,8 +197,8 @@ def trace_with_loss(
     return trace(""), ChosenLoss(text=f"full logits: {reason}")
 
 
-def _choose(model: nn.Module, batch: Any, wanted: bool | None, is_custom: bool, before: ChosenLoss | None) -> ChosenLoss:
-    """As far as it can be told without a trial."""
+def choose_loss(model: nn.Module, batch: Any, *, wanted: bool | None, is_custom: bool, before: ChosenLoss | None = None) -> ChosenLoss:
+    """As far as it can be told without a trial. The arguments are those of `trace_with_loss`."""
     if wanted is False:
         return ChosenLoss(text="full logits, as asked")
     if is_custom and not wanted:

@@ -138,6 +138,9 @@ def test_one_fault_is_one_line_with_its_key(change: dict[str, Any], line: str) -
     ("change", "key", "part"),
     [
         ({"max_steps": 3, "num_epochs": 1}, "max_steps", "num_epochs is given too"),
+        ({"batch_size": 6, "micro_batch_size": 4}, "batch_size", "it is 6 and they are 4 and None"),
+        ({"batch_size": 6, "micro_batch_size": 3, "gradient_accumulation_steps": 3}, "batch_size", "it is 6 and they are 3 and 3"),
+        ({"batch_size": 6, "plan": "plan.json"}, "batch_size", "a plan is for one micro-batch"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_steps", "warmup_ratio is given too"),
         ({"warmup_steps": 3, "lr_scheduler": "constant"}, "lr_scheduler", "constant_with_warmup"),
         ({**EVAL, "test_datasets": ["t"]}, "test_datasets", "val_set_size is 0.1"),

@@ -13,10 +13,9 @@ import zoo
 
 import outsize
 from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
-from outsize.base.units import exact_bytes
+from outsize.base.units import exact_bytes, show_bytes
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
-from outsize.hardware.spec import ALLOCATOR_SHARE, CONTEXT_BYTES
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
 from outsize.train.example import Images, batch_for, example_batch
@@ -77,7 +76,8 @@ def test_eight_billion_parameters_take_no_memory_and_leave_the_random_numbers_al
     assert torch.equal(torch.get_rng_state(), state)
     text = str(made)
     assert "rtx4090" in text and "model.layers" in text and "tokens/s" in text
-    assert made.plan.estimate.gpu_bytes <= 24 * 2**30 - CONTEXT_BYTES - int(24 * 2**30 * ALLOCATOR_SHARE) == made.plan.gpu_budget_bytes
+    spec = lookup("rtx4090")
+    assert made.plan.estimate.gpu_bytes <= 24 * 2**30 - spec.context_bytes - int(24 * 2**30 * spec.allocator_share) == made.plan.gpu_budget_bytes
     assert made.smallest_machine() == "rtx3090"
 
 
@@ -157,28 +157,41 @@ def test_more_tokens_than_positions_is_told_by_name(caplog: pytest.LogCaptureFix
 
 
 def test_of_a_global_batch_the_fastest_micro_batch_is_chosen_and_pins_are_obeyed() -> None:
-    config = config_of("llama")
+    config = config_of("one-block")
     how: dict[str, Any] = dict(sequence_len=TOKENS, hardware="1MiB", host_memory="1GiB", chunk_bytes="8KiB")
     made = plan(config, batch_size=6, **how)
     rows = made.plan.inputs["input_ids"][0]
     assert rows * made.plan.terms.accumulate == 6
     each = {r: plan(config, micro_batch_size=r, accumulate=6 // r, **how).tokens_per_second for r in (1, 2, 3, 6)}
     assert made.tokens_per_second == each[rows] >= max(each.values()) / 1.02 and rows == min(r for r in each if each[r] >= each[rows])
+    assert f"micro-batches {rows} × {6 // rows} of 6 rows a step" in made.plan.search and "scaled" not in made.plan.provenance
     assert plan(config, batch_size=6, accumulate=3, **how).plan.inputs["input_ids"][0] == 2
     assert plan(config, batch_size=6, micro_batch_size=3, **how).plan.terms.accumulate == 2
 
 
+def test_two_sizes_and_the_chosen_one_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+
+    def counting(*args: Any, rows: int, **kwargs: Any) -> Any:
+        traced.append(rows)
+        return fake_trace(*args, rows=rows, **kwargs)
+
+    monkeypatch.setattr("outsize.train.forecast.fake_trace", counting)
+    made = plan(config_of("one-block"), sequence_len=TOKENS, hardware="64MiB", batch_size=24)
+    assert traced == [2, 3, made.plan.inputs["input_ids"][0]] and traced[-1] > 3
+
+
 def test_micro_batches_that_do_not_fit_are_not_chosen_and_if_none_fits_the_smallest_says_why() -> None:
-    config = config_of("llama")
+    config = config_of("one-block")
     how: dict[str, Any] = dict(sequence_len=TOKENS, host_memory="1GiB", chunk_bytes="8KiB")
     with pytest.raises(PlanInfeasible) as refused:
-        plan(config, micro_batch_size=4, hardware="64KiB", **how)
-    enough = exact_bytes(refused.value.needed_bytes)
-    assert plan(config, batch_size=16, hardware=enough, **how).plan.inputs["input_ids"][0] <= 4
+        plan(config, micro_batch_size=4, hardware="32KiB", **how)
+    made = plan(config, batch_size=16, hardware=exact_bytes(refused.value.needed_bytes), **how)
+    assert made.plan.inputs["input_ids"][0] <= 4 and "16 × 1 does not fit" in made.plan.search
     with pytest.raises(PlanInfeasible) as least:
-        plan(config, micro_batch_size=1, hardware="64KiB", **how)
+        plan(config, micro_batch_size=1, hardware="32KiB", **how)
     with pytest.raises(PlanInfeasible) as none:
-        plan(config, batch_size=16, hardware="64KiB", **how)
+        plan(config, batch_size=16, hardware="32KiB", **how)
     assert none.value.needed_bytes <= least.value.needed_bytes
 
 
@@ -186,6 +199,16 @@ def test_micro_batches_that_do_not_fit_are_not_chosen_and_if_none_fits_the_small
 def test_a_batch_that_does_not_divide_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="batch_size = micro_batch_size × accumulate"):
         plan(config_of("llama"), batch_size=6, **given)
+
+
+def test_the_outlook_tells_what_batches_half_as_long_leave_free() -> None:
+    made = plan(config_of("one-block"), sequence_len=TOKENS, hardware="64MiB", micro_batch_size=2)
+    (line,) = [line for line in made.outlook().splitlines() if line.startswith("short ")]
+    half = plan(config_of("one-block"), sequence_len=TOKENS // 2, hardware="64MiB", micro_batch_size=2).plan
+    assert half.decision == made.plan.decision, "everything is on the GPU"
+    assert line.endswith(f"(GPU {show_bytes(half.estimate.gpu_bytes)})")
+    filled = plan(zoo.make("qwen2.5-vl").config, sequence_len=16, hardware="1GiB", image_size=24)
+    assert "short" not in filled.outlook(), "half a row has no room for its image"
 
 
 # --- images

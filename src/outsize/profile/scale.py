@@ -1,0 +1,71 @@
+"""A trace at another number of rows, on the line through two that were taken. No torch.
+
+Rows of a batch do not know of each other, so what a visit allocates, sends and takes is so much for each row and so much whatever their number: two
+sizes tell both. Where a maximum of such terms changes hands (a weight's gradient is larger than the activations of few rows), the line beyond the two
+points says too little, and never too much; between them it is the other way round. One row is a case of its own: models that copy something for each row
+only look at it where there is one. So points of two rows and more are better ones, and what was scaled should be traced before it is relied upon.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from outsize.model.work import Work
+from outsize.profile.trace import ModelTrace
+
+_SECONDS = ("forward_seconds", "backward_seconds")
+_SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes")
+_CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
+"""May be below zero."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A trace, and the rows of the batch that it was taken with."""
+
+    rows: int
+    trace: ModelTrace
+
+
+def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
+    """The trace at `rows`; None where the two do not tell, since the model takes another way at another size. All else of a batch is equal in both."""
+    for point in (one, other):
+        if point.rows == rows:
+            return point.trace
+    if one.rows == other.rows or _way(one.trace) != _way(other.trace):
+        return None
+    low, high = sorted((one, other), key=lambda point: point.rows)
+    line = _Line(Fraction(rows - low.rows, high.rows - low.rows))
+    a, b = low.trace, high.trace
+    inputs = {name: tuple(line.size(m, n) for m, n in zip(shape, b.inputs[name], strict=True)) for name, shape in a.inputs.items()}
+    visits = tuple({s: line.work(work, other[s]) for s, work in visit.items()} for visit, other in zip(a.visits, b.visits, strict=True))
+    shared = tuple(replace(t, num_bytes=line.size(t.num_bytes, u.num_bytes)) for t, u in zip(a.shared, b.shared, strict=True))
+    provenance = f"{b.provenance}, scaled to {rows} rows from {low.rows} and {high.rows}"
+    return replace(b, inputs=inputs, visits=visits, shared=shared, held_bytes=line.size(a.held_bytes, b.held_bytes), provenance=provenance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    at: Fraction
+    """0: at the first of two values, 1: at the second."""
+
+    def change(self, a: int, b: int) -> int:
+        return -int(-(a + (b - a) * self.at) // 1)  # rounded up
+
+    def size(self, a: int, b: int) -> int:
+        return max(0, self.change(a, b))
+
+    def seconds(self, a: float, b: float) -> float:
+        return max(0.0, a + (b - a) * float(self.at))
+
+    def work(self, a: Work, b: Work) -> Work:
+        kinds = ((_SECONDS, self.seconds), (_SIZES, self.size), (_CHANGES, self.change))
+        fields: dict[str, Any] = {name: of(getattr(a, name), getattr(b, name)) for names, of in kinds for name in names}
+        return replace(b, **fields)
+
+
+def _way(trace: ModelTrace) -> tuple[object, ...]:
+    """All that does not depend on how much there is."""
+    visits = [{strategy: work.late_visit for strategy, work in visit.items()} for visit in trace.visits]
+    shared = [(tensor.visits, tensor.kept_by, tensor.dies_at) for tensor in trace.shared]
+    return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, visits, shared

@@ -1,0 +1,153 @@
+"""The rows of an optimizer step, split into micro-batches: which split is the fastest.
+
+Two sizes are traced, the others are scaled from them, and each is planned. Beyond what was traced a scaled trace never says too much, so a split that
+loses by it loses; the one that wins is traced itself before it is taken. Fewer rows save memory, more rows share one pass over the weights: the plan knows
+what either is worth.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.model.graph import BlockGraph
+from outsize.plan.plan import Plan
+from outsize.planner.search import TIE
+from outsize.profile.scale import Point, scaled
+from outsize.profile.trace import ModelTrace
+from outsize.progress import counted
+from outsize.train.loss import ChosenLoss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    rows: int
+    """Of a micro-batch."""
+    passes: int
+    """Micro-batches of a step."""
+
+    def __str__(self) -> str:
+        return f"{self.rows} × {self.passes}"
+
+
+def splits_of(batch_size: int | None, micro_batch_size: int | None, passes: int | None, *, name: str = "accumulate") -> list[Split]:
+    """The splits that are left to choose from, the smallest micro-batch first. `name`: what `passes` is called where the user gives it."""
+    if batch_size is None:
+        return [Split(rows=micro_batch_size or 1, passes=passes or 1)]
+    every = [Split(rows=rows, passes=batch_size // rows) for rows in range(1, batch_size + 1) if batch_size % rows == 0]
+    left = [split for split in every if split.rows == (micro_batch_size or split.rows) and split.passes == (passes or split.passes)]
+    if not left:
+        found = f"batch_size is {batch_size}, micro_batch_size {micro_batch_size}, {name} {passes}"
+        raise ConfigError(tell(f"batch_size = micro_batch_size × {name}", found, "Leave one of them out, or correct it"))
+    return left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    rows: int
+    graph: BlockGraph
+    trace: ModelTrace
+    loss: ChosenLoss
+
+    @property
+    def point(self) -> Point:
+        return Point(rows=self.rows, trace=self.trace)
+
+    def makes_its_loss_alike(self, rows: int) -> bool:
+        """At so many rows: in chunks of tokens there and here, or neither."""
+        seam, labels = self.loss.seam, math.prod(self.trace.inputs.get("labels", (0,)))
+        return seam is None or (labels * rows > seam.chunk * self.rows) == (labels > seam.chunk)
+
+
+class HasPlan(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+
+
+A = TypeVar("A", bound=HasPlan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Generic[A]):
+    split: Split
+    answer: A
+    words: str
+    """What the other splits would take; empty if there are none."""
+
+
+def fastest(splits: Sequence[Split], trace: Callable[[int], Traced], solve: Callable[[Traced, Split], A]) -> Choice[A]:
+    """Of equal ones the one with the smaller micro-batch. What does not fit at one size does not fit at a larger one.
+
+    Args:
+        splits: of one batch, the smallest micro-batch first.
+        trace: takes a trace with so many rows.
+        solve: plans; raises PlanInfeasible.
+    """
+    if len(splits) == 1:
+        return Choice(split=splits[0], answer=solve(trace(splits[0].rows), splits[0]), words="")
+    sizes = _Sizes(trace, [split.rows for split in splits])
+    found: dict[Split, A] = {}
+    for split in counted(splits, "Trying micro-batches", total=len(splits)):
+        try:
+            found[split] = solve(sizes.estimated(split.rows), split)
+        except (PlanInfeasible, DeviceOutOfMemory):
+            break
+    while found:
+        best = _best(found)
+        if best.rows in sizes.taken:
+            return Choice(split=best, answer=found[best], words=_words(splits, found, best))
+        try:
+            found[best] = solve(sizes.take(best.rows), best)
+        except (PlanInfeasible, DeviceOutOfMemory):
+            found = {split: answer for split, answer in found.items() if split.rows < best.rows}
+    # By its own trace, so that it may fit after all, and else says what would do.
+    return Choice(split=splits[0], answer=solve(sizes.take(splits[0].rows), splits[0]), words=_words(splits, {}, splits[0]))
+
+
+class _Sizes:
+    """Traces by rows: taken where they must be, else scaled."""
+
+    def __init__(self, trace: Callable[[int], Traced], rows: Sequence[int]):
+        self._trace = trace
+        self.taken: dict[int, Traced] = {}
+        try:
+            for size in [size for size in rows if size > 1][:2]:  # see profile/scale.py for what is wrong with one row
+                self.take(size)
+        except DeviceOutOfMemory:
+            pass  # whoever asks for it is told
+
+    def take(self, rows: int) -> Traced:
+        if rows not in self.taken:
+            self.taken[rows] = self._trace(rows)
+        return self.taken[rows]
+
+    def estimated(self, rows: int) -> Traced:
+        near = sorted((one for one in self.taken.values() if one.rows > 1 and one.makes_its_loss_alike(rows)), key=lambda one: abs(one.rows - rows))[:2]
+        if rows not in self.taken and len(near) == 2 and near[0].loss.chunk == near[1].loss.chunk:
+            trace = scaled(near[0].point, near[1].point, rows)
+            if trace is not None:
+                return Traced(rows=rows, graph=near[0].graph, trace=trace, loss=near[0].loss)
+        return self.take(rows)
+
+
+def _best(found: dict[Split, A]) -> Split:
+    best, *others = found
+    for split in others:
+        if _seconds(found[split]) * (1 + TIE) < _seconds(found[best]):
+            best = split
+    return best
+
+
+def _seconds(answer: HasPlan) -> float:
+    return answer.plan.estimate.step_seconds
+
+
+def _words(splits: Sequence[Split], found: dict[Split, A], best: Split) -> str:
+    others = []
+    for split in splits:
+        if split in found and split != best:
+            others.append(f"{split} takes {_seconds(found[split]) / _seconds(found[best]):.2f} times as long")
+        elif split != best:
+            others.append(f"{split} does not fit")
+    return f"micro-batches {best} of {best.rows * best.passes} rows a step; {', '.join(others)}"

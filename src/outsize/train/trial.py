@@ -1,0 +1,63 @@
+"""The trial run of a batch, within the memory that its plan may use; where that is too little for it, of fewer rows.
+
+A trial keeps what a plan would send away or make again, so it may need more than the plan that is made of it.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from outsize.base.errors import DeviceOutOfMemory
+from outsize.base.log import log
+from outsize.base.units import show_bytes
+from outsize.device.device import Device
+from outsize.model.graph import BlockGraph
+from outsize.profile.scale import Point, scaled
+from outsize.profile.trace import ModelTrace
+from outsize.train.batches import num_rows, with_rows
+
+Found = tuple[BlockGraph, ModelTrace]
+
+
+def try_out(trace: Callable[[Any], Found], batch: Any, *, device: Device, budget_bytes: int) -> Found:
+    """The trace of a batch; where memory runs out, the one on the line through two of fewer rows.
+
+    If there are no two (of one row or two, or where a batch is not rows alone), a device that is larger than the budget may lend what is missing, as long as
+    the trial lasts. Raises DeviceOutOfMemory where that is not enough. The caller sets the device's limit back.
+    """
+    device.limit(budget_bytes)
+    found, ran_out = _of_fewer_rows(trace, batch)
+    if found is None and budget_bytes < device.spec.gpu_bytes:
+        log.info("the trial run does not fit %s: it may use more of the device, and the plan may not", show_bytes(budget_bytes))
+        device.limit(device.spec.gpu_bytes)
+        found = trace(batch)
+    if found is None:
+        raise DeviceOutOfMemory(ran_out)
+    return found
+
+
+def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | None, str]:
+    """The batch's own trace if it fits, else through the two largest of its halves that do; and why it did not fit."""
+    ran_out = ""
+    rows = size = num_rows(batch) or 1
+    part = batch
+    taken: list[tuple[BlockGraph, Point]] = []
+    while part is not None and len(taken) < 2:
+        try:
+            graph, found = trace(part)
+            if size == rows:
+                return (graph, found), ""
+            taken.append((graph, Point(rows=size, trace=found)))
+        except DeviceOutOfMemory as error:
+            ran_out = ran_out or str(error)
+        gc.collect()  # the exception is gone, and with it the frames that held the activations of what failed
+        size //= 2
+        part = with_rows(batch, size) if size else None
+    if len(taken) < 2:
+        return None, ran_out
+    (graph, larger), (_, smaller) = taken
+    made = scaled(larger, smaller, rows)
+    if made is None:
+        return None, ran_out
+    log.warning("the trial run of %d rows does not fit the device: its numbers are scaled from %d and %d rows", rows, larger.rows, smaller.rows)
+    return (graph, made), ""

@@ -1,0 +1,136 @@
+"""The trial run of `prepare` on a card that is too small for it, and the choice of a micro-batch on a device that is there."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cells
+import pytest
+import zoo
+
+import outsize
+from outsize.base.errors import DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.base.units import show_bytes
+from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.device.sim import SimDevice
+from outsize.hardware.catalog import lookup
+from outsize.planner.headroom import gpu_bytes_with, of_half_length
+from outsize.train.build import choose_micro_batch, preview, trace_shorter
+from outsize.train.micro_batch import Split, splits_of
+
+HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
+LITTLE = 600 * 1024
+"""Of 8 × 16 tokens, a plan fits; its trial run does not, and those of 4 rows and 2 do."""
+
+
+class Card(SimDevice):
+    """`sim` with a limit on trial runs, as a real card has one."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__(lookup(size))
+        self.limits: list[int] = []
+
+    def limit(self, num_bytes: int) -> None:
+        self.limits.append(num_bytes)
+
+    @contextmanager
+    def meter(self) -> Iterator[Observer]:
+        most = self.limits[-1]
+
+        def birth(num_bytes: int, live_bytes: int) -> None:
+            if live_bytes > most:
+                raise DeviceOutOfMemory(tell(f"{most} bytes", f"there would be {live_bytes}", "Give more"))
+
+        observer = Observer(birth)
+        push_mode(observer)
+        try:
+            yield observer
+        finally:
+            remove_mode(observer)
+
+
+def test_a_trial_that_does_not_fit_is_scaled_from_fewer_rows_and_the_plan_is_as_good(caplog: pytest.LogCaptureFixture) -> None:
+    batch = zoo.batch("llama", size=8)
+    spec = outsize.AdamW(lr=1e-2)
+    expected = cells.plain(zoo.make("llama"), [batch], spec=spec, steps=2)
+    measured = preview(zoo.make("llama"), batch, device=SimDevice(lookup("64MiB")), gpu_memory=LITTLE, **HOW).plan
+    card = Card(f"{LITTLE}B")
+    model = zoo.make("llama")
+    with caplog.at_level(logging.WARNING), cells.closing(outsize.prepare(model, batch, optimizer=spec, device=card, **HOW)) as engine:
+        assert "the trial run of 8 rows does not fit the device: its numbers are scaled from 4 and 2 rows" in caplog.text
+        assert "scaled to 8 rows from 2 and 4" in engine.plan.provenance
+        assert engine.plan.decision == measured.decision and engine.plan.inputs == measured.inputs
+        assert engine.plan.estimate.gpu_bytes == measured.estimate.gpu_bytes
+        assert engine.plan.estimate.step_seconds == pytest.approx(measured.estimate.step_seconds, rel=1e-3)
+        got = cells.train(model, engine.optimizer, [batch], steps=2, accumulate=1, engine=engine)
+        assert card.observer.peak_bytes == engine.plan.estimate.gpu_bytes <= LITTLE
+    cells.assert_same(got, expected)
+    assert set(card.limits) == {LITTLE}
+
+
+@pytest.mark.parametrize("name", ["llama", "llava"])
+def test_what_cannot_be_halved_borrows_of_a_larger_card_and_fails_on_a_small_one(name: str) -> None:
+    """Two rows have only one smaller size, and rows with images are not cut."""
+    batch = zoo.batch(name, size=2 if name == "llama" else 8)
+    with pytest.raises(PlanInfeasible) as least:
+        preview(zoo.make(name), batch, device=SimDevice(lookup("64MiB")), gpu_memory=1, **HOW)
+    enough = least.value.needed_bytes
+    card = Card("64MiB")
+    assert preview(zoo.make(name), batch, device=card, gpu_memory=enough, **HOW).plan.estimate.gpu_bytes <= enough
+    assert card.limits == [enough, 64 * 2**20, enough]
+    small = Card(f"{enough}B")
+    with pytest.raises(DeviceOutOfMemory, match="there would be"):
+        preview(zoo.make(name), batch, device=small, **HOW)
+    assert set(small.limits) == {enough}
+
+
+# --- shorter batches
+
+
+@pytest.mark.parametrize("gpu_memory", ["240KiB", "64MiB"])
+def test_what_shorter_batches_leave_free_is_so_to_the_byte(gpu_memory: str) -> None:
+    device = SimDevice(lookup("64MiB"))
+    how: dict[str, Any] = dict(device=device, gpu_memory=gpu_memory, **HOW)
+    longest, short = zoo.batch("llama", tokens=16), zoo.batch("llama", tokens=8)
+    model = zoo.make("llama")
+    trace = trace_shorter(model, longest, short, **how)
+    with cells.closing(outsize.prepare(model, longest, **how)) as engine:
+        expected = gpu_bytes_with(engine.plan, engine.graph, engine.layout, trace)
+        assert expected is not None and expected < engine.plan.estimate.gpu_bytes
+        cells.train(model, engine.optimizer, [short], steps=2, accumulate=1, engine=engine)
+        assert device.observer.peak_bytes == expected
+        said = of_half_length(engine.plan, engine.graph, engine.layout, trace)
+        assert said == f"batches half as long leave {show_bytes(engine.plan.estimate.gpu_bytes - expected)} more free (GPU {show_bytes(expected)})"
+        keep_alone = dataclasses.replace(trace, visits=tuple({"keep": works["keep"]} for works in trace.visits))
+        assert (of_half_length(engine.plan, engine.graph, engine.layout, keep_alone) == "") == (gpu_memory == "240KiB"), "layers there recompute"
+
+
+# --- micro-batches
+
+
+def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
+    def optimizer_for(split: Split) -> outsize.AdamW:
+        return outsize.AdamW(update="after_step" if split.passes > 1 else "in_backward")
+
+    def batch_of(rows: int) -> Any:
+        return zoo.batch("one-block", size=rows)
+
+    model = zoo.make("one-block")
+    splits = splits_of(8, None, None)
+    for size in ("160KiB", "64MiB"):
+        how: dict[str, Any] = dict(device=SimDevice(lookup(size)), **HOW)
+        seconds = {}
+        for split in splits:
+            try:
+                planned = preview(model, batch_of(split.rows), optimizer=optimizer_for(split), accumulate=split.passes, **how)
+                seconds[split] = planned.plan.estimate.step_seconds
+            except PlanInfeasible:
+                break
+        chosen = choose_micro_batch(model, splits, batch_of=batch_of, optimizer_for=optimizer_for, **how)
+        plan = chosen.answer.plan
+        assert plan.estimate.step_seconds == seconds[chosen.split] <= min(seconds.values()) * 1.01
+        assert plan.inputs["input_ids"] == (chosen.split.rows, 16) and plan.terms.accumulate == chosen.split.passes
+        assert plan.terms.update == optimizer_for(chosen.split).update and "scaled" not in plan.provenance
+        assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "160KiB")
