@@ -253,10 +253,10 @@ def train_cell(cell: Cell, engine: Engine, *, steps: int = STEPS, **how: Any) ->
     )  # fmt: skip
 
 
-def run(cell: Cell, device: str | Device = "cpu", **how: Any) -> Outcome:
+def run(cell: Cell, device: str | Device = "cpu", *, steps: int = STEPS, **how: Any) -> Outcome:
     """Train the cell through the engine. The plain model that it leaves has the weights it trained."""
     with closing(prepare(cell, device, **how)) as engine:
-        outcome = train_cell(cell, engine)
+        outcome = train_cell(cell, engine, steps=steps)
     for name, param in engine.model.named_parameters():
         assert torch.equal(param.detach(), outcome.weights[name]), f"{name} after detach"
     return outcome

@@ -1,4 +1,5 @@
 """A run that can be killed, in a process of its own: `python tests/killed.py run.yaml record.jsonl --at 7` (or `--in-save 25`, `--set key=value`).
+One that is not to be killed may go in the caller's: `main([...])`.
 
 Writes a line for every micro-batch (step, token ids) and for every logged loss. Killing is SIGKILL to itself: at the end of a step, or
 at the third `fsync` of a save, when files are written and the folder is not yet there.
@@ -8,10 +9,13 @@ import argparse
 import json
 import os
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import trainers
 from transformers import TrainerCallback
 
 from outsize.config.read import read_config
@@ -56,21 +60,26 @@ def watch_batches(trainer: RunTrainer, record: Record) -> None:
     trainer.training_step = training_step
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("record", type=Path)
     parser.add_argument("--at", type=int)
     parser.add_argument("--in-save", type=int)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
+    asked = parser.parse_args(arguments)
     config = read_config(asked.run, asked.overrides)
     assembled = assemble(config)
-    start(assembled, config)
-    record = Record(asked.record, asked.at, asked.in_save)
-    assembled.trainer.add_callback(record)
-    watch_batches(assembled.trainer, record)
-    record.write(process=os.getpid())
-    assembled.trainer.train(str(assembled.checkpoint) if assembled.checkpoint else None)
-    assembled.trainer.save_model()
+    with trainers.closing(assembled.trainer) as trainer:
+        start(assembled, config)
+        record = Record(asked.record, asked.at, asked.in_save)
+        trainer.add_callback(record)
+        watch_batches(trainer, record)
+        record.write(process=os.getpid())
+        trainer.train(str(assembled.checkpoint) if assembled.checkpoint else None)
+        trainer.save_model()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

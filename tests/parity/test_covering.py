@@ -13,9 +13,11 @@ import cells
 import pytest
 import zoo
 from cells import Cell
-from parity.covering import Row, covering
+from parity.covering import covering
 
-MAX_CELLS = 24
+STEPS = 3
+"""The first has no moments, the second has, the third is like all that follow. Five, in which a plan is held against its run, are in test_mixed_plans.py."""
+NUM_CELLS = 12
 FACTORS: dict[str, tuple[Any, ...]] = {
     "strategy": ("keep", "recompute", "offload", "swap"),
     "weights": ("gpu", "host"),
@@ -45,30 +47,24 @@ def factors_of(kind: str) -> dict[str, tuple[Any, ...]]:
     return FACTORS | FIXED.get(kind, {})
 
 
-def is_legal(row: Row) -> bool:
-    """A plan that keeps no gradient cannot clip (AdamW refuses it). A loop may declare anything: where it clips, that changes nothing."""
-    return not (row.get("clip") and row.get("update") == "in_backward")
-
-
 def array(kind: str) -> list[Cell]:
-    return [Cell(kind=kind, **row) for row in covering(factors_of(kind), is_legal, seed=zoo.NAMES.index(kind))]
+    return [Cell(kind=kind, **row) for row in covering(factors_of(kind), seed=zoo.NAMES.index(kind))]
 
 
 ARRAYS = {kind: array(kind) for kind in zoo.NAMES}
 
 
 @pytest.mark.parametrize("cell", [cell for some in ARRAYS.values() for cell in some], ids=str)
-def test_five_steps_equal_the_plain_loop(cell: Cell, parity_cell: Callable[[object], None]) -> None:
-    cells.assert_same(cells.run(cell), cells.expected(cell))
+def test_training_equals_the_plain_loop(cell: Cell, parity_cell: Callable[[object], None]) -> None:
+    cells.assert_same(cells.run(cell, steps=STEPS), cells.expected(cell, steps=STEPS))
     parity_cell(cell)
 
 
 @pytest.mark.parametrize("kind", zoo.NAMES)
 def test_array_covers_every_legal_pair(kind: str) -> None:
-    """Counted here by itself, not by the generator."""
+    """A plan that keeps no gradient cannot clip (AdamW refuses it). A loop may declare anything: where it clips, that changes nothing."""
     for (one, values), (other, others) in itertools.combinations(factors_of(kind).items(), 2):
         for a, b in itertools.product(values, others):
             if {one: a, other: b} != {"clip": True, "update": "in_backward"}:
                 assert any(getattr(cell, one) == a and getattr(cell, other) == b for cell in ARRAYS[kind]), (one, a, other, b)
-    assert 12 <= len(ARRAYS[kind]) <= MAX_CELLS
-    assert len(set(ARRAYS[kind])) == len(ARRAYS[kind])
+    assert len(set(ARRAYS[kind])) == len(ARRAYS[kind]) == NUM_CELLS
