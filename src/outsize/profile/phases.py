@@ -73,9 +73,12 @@ class Phases:
 
     def finish(self) -> None:
         self.held_bytes = self._read() - self._start
-        # A visit takes as long as the device computes, or as long as it takes to tell it to, whichever is more.
-        for phase, (start, issued), (end, done) in self._timed:
-            phase.seconds = max(self._device.between(start, end), done - issued)
+        computing = [self._device.between(start, end) for _, (start, _), (end, _) in self._timed]
+        telling = sum(done - issued for _, (_, issued), (_, done) in self._timed)
+        # The issuing thread runs ahead, so a visit that is quickly computed hides in others: only a pass that takes longer to tell than to compute is so long.
+        slower = max(1.0, telling / sum(computing)) if sum(computing) else 1.0
+        for (phase, _, _), seconds in zip(self._timed, computing, strict=True):
+            phase.seconds = seconds * slower
 
     def open_forward(self) -> None:
         self.forward.append(ForwardPhase())

@@ -98,8 +98,8 @@ def run_bench(
         clock = Clock.of_host(engine.drain, lambda: engine.report().seconds)
         if device.kind == "cuda":
             clock = Clock.of_stream(device.torch_device, engine.drain)
-            # As from a loader that prefetches: a copy from pageable memory would wait for the step before.
-            batches = [{name: device.put(ids) for name, ids in batch.items()} for batch in batches]
+            # As from a loader that pins: a copy from pageable memory would wait for the step before, and images on the device are memory that no plan knows.
+            batches = [{name: values.pin_memory() for name, values in batch.items()} for batch in batches]
         step = _stepper(engine, batches, bench)
         timed = time_steps(step, clock, warm_up=bench.warm_up, steps=bench.steps)
         memory = _memory(engine, before)

@@ -61,7 +61,7 @@ NONSENSE = {
     "a negative size": (GOOD.replace("context_bytes: 600MiB", "context_bytes: -600"), ["context_bytes: expected a size", "-600"]),
     "false for a size": (GOOD.replace("context_bytes: 600MiB", "context_bytes: false"), ["context_bytes: expected a size", "False"]),
     "a list for a size": (GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: [24GiB]"), ["gpu_bytes: expected a size", "['24GiB']"]),
-    "all of the memory lost": (GOOD.replace("allocator_share: 0.015", "allocator_share: 1"), ["allocator_share: expected a number from 0 to below 1, found 1"]),
+    "all of the memory lost": (GOOD.replace("allocator_share: 0.02", "allocator_share: 1"), ["allocator_share: expected a number from 0 to below 1, found 1"]),
     "an unknown key": (GOOD + "h2d_bytes_per_sec: 1\n", ["h2d_bytes_per_sec: unknown key; did you mean h2d_bytes_per_second?"]),
     "a key that is no word": (GOOD + "7: 1\n", ["7: unknown key"]),
     "a key twice": (GOOD + "name: other\n", ["name: a key is given once"]),
