@@ -215,6 +215,7 @@ def count_fake(path: Path) -> None:
     from outsize.plan.plan import Plan
     from outsize.plan.schedule import compile_schedule
     from outsize.planner.memory import high_water
+    from outsize.profile.trace import added_in_place
     from outsize.run.shapes import shape_config
     from outsize.train.forecast import fake_trace
 
@@ -225,6 +226,7 @@ def count_fake(path: Path) -> None:
         plan, bench = from_json(Plan, row["plan"]), row["result"]["bench"]
         config = shape_config(bench["model"], seq=bench["seq"])
         graph, trace, _ = fake_trace(config, lookup("h200"), rows=bench["micro_batch"], tokens=bench["seq"], dtype=torch.bfloat16)
+        trace = added_in_place(trace, graph)
         layout = pack(graph, plan.chunk_bytes)
         decision = plan.decision
         work = tuple(trace.work(visit, strategy) for visit, strategy in enumerate(decision.strategies))

@@ -33,7 +33,7 @@ from outsize.plan.plan import Plan, Terms
 from outsize.plan.render import render
 from outsize.planner.explain import Explanation, Problem, explain, outlook
 from outsize.planner.headroom import of_half_length
-from outsize.profile.trace import ModelTrace
+from outsize.profile.trace import ModelTrace, added_in_place
 from outsize.profile.tracer import Tracer
 from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
@@ -156,7 +156,8 @@ def plan(
 
     def trace(rows: int, tokens: int = sequence_len, in_chunks: bool | None = chunked_loss) -> Traced:
         graph, found, loss = fake_trace(copy.deepcopy(config), spec, rows=rows, tokens=tokens, dtype=DTYPES[dtype], chunked_loss=in_chunks, images=pictures)
-        return Traced(rows=rows, graph=graph, trace=found, loss=loss)
+        is_real = spec.context_bytes > 0  # else it is for `sim`, which counts as we do
+        return Traced(rows=rows, graph=graph, trace=added_in_place(found, graph) if is_real else found, loss=loss)
 
     def trace_half(rows: int, loss: ChosenLoss) -> ModelTrace | None:
         try:
