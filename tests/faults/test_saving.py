@@ -591,7 +591,7 @@ def test_a_load_that_breaks_off_is_not_trained_on(at: str, checkpoint: Path, tmp
 # --- killed
 
 KILLED = r"""
-import json, os, signal, sys
+import json, os, shutil, signal, sys
 sys.path[:0] = ["src", "tests"]
 import torch; torch.set_num_threads(1)
 from pathlib import Path
@@ -599,18 +599,16 @@ import cells
 from faults.test_saving import CELL, bits, names, same, step
 from outsize.checkpoint.folder import newest, read_manifest
 
-folder, background, replace = Path(sys.argv[1]), sys.argv[2] == "background", sys.argv[3] == "replace"
-place = folder / ("checkpoint-1" if replace else "checkpoint-2")
+spare = Path(sys.argv[1]) / "spare"
 engine = cells.prepare(CELL, chunk_bytes=2**14)
 other = cells.prepare(CELL, chunk_bytes=2**14)
 step(engine)
-engine.save(folder / "checkpoint-1")
+engine.save(spare)
 old = bits(engine)
-engine.save(folder / "spare")
 step(engine, 1)
 new = bits(engine)
 
-def save(kill_at):
+def save(place, background, replace, kill_at):
     '''In a child: every write, sync, rename and removal is a moment at which it may be killed.'''
     pipe = os.pipe()
     if child := os.fork():
@@ -635,34 +633,40 @@ def save(kill_at):
     os.write(pipe[1], str(count).encode())
     os._exit(0)
 
-def reset():
-    import shutil
-    shutil.rmtree(folder / "checkpoint-2", ignore_errors=True)
-    shutil.rmtree(folder / "checkpoint-1", ignore_errors=True)
-    shutil.copytree(folder / "spare", folder / "checkpoint-1")
+def outcomes(folder, background, replace):
+    def begin():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(spare, folder / "checkpoint-1")
+        return folder / ("checkpoint-1" if replace else "checkpoint-2"), background, replace
+    moments = save(*begin(), None)
+    for moment in sorted({*range(1, moments, 15), *range(moments - 12, moments + 1)}):  # all of the last ones: there it becomes a checkpoint
+        assert save(*begin(), moment) == signal.SIGKILL, moment
+        found = newest(folder)
+        other.load(found)
+        now = bits(other)
+        which = "old" if same(now, old) else "new" if same(now, new) else "torn"
+        assert names(folder) == sorted({"checkpoint-1", found.name}), names(folder)
+        yield moment, found.name, which
 
-moments = save(None)
-reset()
-outcomes = []
-for moment in sorted({*range(1, moments, 6), *range(moments - 12, moments + 1)}):  # all of the last ones: there it becomes a checkpoint
-    assert save(moment) == signal.SIGKILL, moment
-    found = newest(folder)
-    other.load(found)
-    now = bits(other)
-    which = "old" if same(now, old) else "new" if same(now, new) else "torn"
-    outcomes.append((moment, found.name, which))
-    assert names(folder) == sorted({"spare", "checkpoint-1", found.name}), names(folder)
-    reset()
-print(json.dumps(outcomes))
+ways = [(background, replace) for background in ("foreground", "background") for replace in ("fresh", "replace")]
+print(json.dumps({"-".join(way): list(outcomes(spare.parent / "-".join(way), way[0] == "background", way[1] == "replace")) for way in ways}))
 """
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, str]]]:
+    """One process for all of them: to start it takes longer than to be killed."""
+    run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path_factory.mktemp("killed"))], capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("replace", ["fresh", "replace"])
 @pytest.mark.parametrize("background", ["foreground", "background"])
-def test_a_save_that_is_killed_at_any_moment_leaves_one_whole_checkpoint_to_go_on_from(tmp_path: Path, background: str, replace: str) -> None:
-    run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), background, replace], capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    outcomes = json.loads(run.stdout.splitlines()[-1])
+def test_a_save_that_is_killed_at_any_moment_leaves_one_whole_checkpoint_to_go_on_from(
+    background: str, replace: str, killed: dict[str, list[tuple[int, str, str]]]
+) -> None:
+    outcomes = killed[f"{background}-{replace}"]
     assert {which for _, _, which in outcomes} == {"old", "new"}, outcomes
     kept = [which for _, _, which in outcomes]
     assert kept == sorted(kept, reverse=True), "old ones until it is complete, new ones from then on"

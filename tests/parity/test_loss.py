@@ -63,7 +63,10 @@ PINS = {
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(cell: Cell, parity_cell: Callable[[object], None]) -> None:
+def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parity_cell: Callable[[object], None]
+) -> None:
+    monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))  # one trace for each device
     expected = plain(cell.model(), cell)
     for device, pins in [(device, pins) for device in ("cpu", "sim") for pins in PINS]:
         where = machine() if device == "sim" else "cpu"

@@ -21,7 +21,7 @@ from outsize.plan.plan import Decision, Homes, Terms
 from outsize.plan.schedule import compile_schedule
 from outsize.profile.trace import ModelTrace
 
-NUM_PLANS = 4
+NUM_PLANS = 3
 CHUNK_BYTES = 4 * 1024
 CELLS = [
     Cell(kind=kind, dtype=("bf16", "fp32")[i % 2], clip=bool(i % 3), accumulate=(3, 1, 2)[i % 3], update=("declared", "after_step")[i % 2])

@@ -76,7 +76,7 @@ KILLS = (["--at", "7"], ["--in-save", "12"], [])
 def test_sixteen_steps_killed_twice_and_resumed_under_another_plan_each_time_equal_an_uninterrupted_run(
     tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
-    """Killed between two checkpoints, and in the middle of one. Only what is to be killed has a process of its own."""
+    """Of sixteen steps: killed once between two checkpoints, and once in the middle of one. Only what is to be killed has a process of its own."""
     yaml = folders.write_run(tmp_path, **{**PACKED, "sequence_len": 96}, max_steps=16, save_steps=4, save_total_limit=2, auto_resume_from_checkpoints=True)
 
     def run(name: str, *arguments: str, kill: Sequence[str] = ()) -> None:

@@ -51,7 +51,7 @@ def test_below_the_smallest_budget_the_error_names_it(cell: Cell) -> None:
     assert (raised.value.resource, raised.value.allowed_bytes, raised.value.needed_bytes) == ("gpu", least - 1, least)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_mixed_plan_of_a_model_whose_vision_features_enter_deep_layers(seed: int) -> None:
     cell, rng = any_cell("qwen3-vl", seed)
     decide = functools.partial(random_decision, rng=rng)

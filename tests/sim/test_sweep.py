@@ -25,7 +25,7 @@ from outsize.runtime.engine import Engine
 
 GiB = 2**30
 CHUNK_BYTES = 4 * 1024
-NUM_BUDGETS = 8
+NUM_BUDGETS = 5
 SWEPT = [
     Cell(kind="llama", dtype="fp32", clip=True), Cell(kind="llama", dtype="bf16", accumulate=2), Cell(kind="gpt2", dtype="fp32", update="in_backward"),
     Cell(kind="gpt2", dtype="bf16", update="declared"), Cell(kind="bert", dtype="fp32", accumulate=3, clip=True), Cell(kind="bert", dtype="bf16"),
@@ -99,6 +99,7 @@ def train_and_compare(cell: Cell, engine: Engine) -> int:
 @pytest.mark.parametrize("cell", SWEPT, ids=str)
 def test_every_budget_keeps_its_promise_to_the_byte_and_to_the_second(cell: Cell, number: int) -> None:
     with cells.closing(prepare(cell, machine(budgets(cell)[number]))) as engine:
+        assert number > 0 or engine.plan.estimate.gpu_bytes == ends(cell)[0], "the smallest one that does"
         assert train_and_compare(cell, engine) == 0
 
 
@@ -116,9 +117,6 @@ def test_below_the_smallest_budget_the_error_names_it(cell: Cell) -> None:
     with pytest.raises(PlanInfeasible) as raised:
         prepare(cell, f"sim:{least - 1}B")
     assert (raised.value.resource, raised.value.allowed_bytes, raised.value.needed_bytes) == ("gpu", least - 1, least)
-    with cells.closing(prepare(cell, f"sim:{least}B")) as engine:
-        assert engine.plan.estimate.gpu_bytes == least
-        cells.train_cell(cell, engine, steps=1)
 
 
 @pytest.mark.parametrize("cell", SWEPT, ids=str)
@@ -149,7 +147,7 @@ def any_cell(kind: str, seed: int) -> tuple[Cell, random.Random]:
     return cell, rng
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", EXACT)
 def test_random_mixed_plan_keeps_its_promise_to_the_byte(kind: str, seed: int) -> None:
     """Each layer its own strategy, each chunk its own homes; the device has exactly what the plan says it needs."""
@@ -159,7 +157,7 @@ def test_random_mixed_plan_keeps_its_promise_to_the_byte(kind: str, seed: int) -
         assert train_and_compare(cell, engine) == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_mixed_plan_of_t5_stays_below_its_estimate(seed: int, record_property: Callable[[str, object], None]) -> None:
     cell, rng = any_cell("t5", seed)
     decide = functools.partial(random_decision, rng=rng)
