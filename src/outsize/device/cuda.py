@@ -30,8 +30,8 @@ from outsize.hardware.spec import Residue
 
 _SLACK_BYTES = 64 * 2**20
 """Kept free beside the allocator's share: small plans lose more than in proportion."""
-_HEAD_START_CYCLES = 100_000_000
-"""Some 50 ms: as long as it takes to issue a trial run."""
+_HEAD_START_CYCLES = 40_000_000
+"""Some 20 ms: longer than it takes to issue a few layers."""
 
 
 class CudaDevice(Device):
@@ -268,7 +268,8 @@ class CudaDevice(Device):
         return start.elapsed_time(end) / 1e3
 
     def fall_behind(self) -> None:
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        if torch.cuda.current_stream(self.torch_device).query():
+            torch.cuda._sleep(_HEAD_START_CYCLES)
 
     # Random numbers.
 

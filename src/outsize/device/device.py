@@ -172,7 +172,7 @@ class Device(ABC):
         return float(end - start)
 
     def fall_behind(self) -> None:  # noqa: B027 - only what runs beside the issuing thread can
-        """Give the issuing thread a head start, so that marks tell how long the device computes and not how long it waits to be told."""
+        """Give the issuing thread a head start if it has none, so that marks tell how long the device computes and not how long it waits to be told."""
 
     # Random numbers.
 

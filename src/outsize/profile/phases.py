@@ -1,6 +1,5 @@
 """Phases: turns a meter's readings at the borders of visits into peaks and deltas, and a clock's into seconds."""
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -49,9 +48,9 @@ class SharedTensor:
 
 
 class Phases:
-    def __init__(self, meter: Meter | None, device: Device):
-        """Without a meter only seconds are taken."""
-        self._meter, self._device = meter, device
+    def __init__(self, meter: Meter | None, device: Device, *, ahead: bool = False):
+        """Without a meter only seconds are taken. `ahead`: with the issuing thread ahead of the device, as in the midst of a run."""
+        self._meter, self._device, self._ahead = meter, device, ahead
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
@@ -60,25 +59,28 @@ class Phases:
         self._late: list[_Late] = []
         self._open: Phase | None = None
         self._level = 0
-        self._since: tuple[Any, float] = (None, 0.0)
-        self._timed: list[tuple[Phase, tuple[Any, float], tuple[Any, float]]] = []
+        self._since: Any = None
+        """A mark of the device's."""
+        self._timed: list[tuple[Phase, Any, Any]] = []
         self._cost = (0.0, 0)
         self._start = 0
         self._end = 0
 
     def begin(self) -> None:
         self._start = self._read()
-        if self._meter is None:
-            self._device.fall_behind()
 
     def finish(self) -> None:
         self.held_bytes = self._read() - self._start
-        computing = [self._device.between(start, end) for _, (start, _), (end, _) in self._timed]
-        telling = sum(done - issued for _, (_, issued), (_, done) in self._timed)
-        # The issuing thread runs ahead, so a visit that is quickly computed hides in others: only a pass that takes longer to tell than to compute is so long.
-        slower = max(1.0, telling / sum(computing)) if sum(computing) else 1.0
-        for (phase, _, _), seconds in zip(self._timed, computing, strict=True):
-            phase.seconds = seconds * slower
+        for phase, start, end in self._timed:
+            phase.seconds = self._device.between(start, end)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(phase.seconds for phase in (*self.forward, *self.backward.values()))
+
+    def slow_down(self, factor: float) -> None:
+        for phase in (*self.forward, *self.backward.values()):
+            phase.seconds *= factor
 
     def open_forward(self) -> None:
         self.forward.append(ForwardPhase())
@@ -167,16 +169,15 @@ class Phases:
         if self._meter is not None:
             self._meter.reset_peak()
         else:
-            self._since = self._now()
-
-    def _now(self) -> tuple[Any, float]:
-        return self._device.mark(), time.perf_counter()
+            if self._ahead:
+                self._device.fall_behind()
+            self._since = self._device.mark()
 
     def _take(self, phase: Phase) -> None:
         if isinstance(self._meter, Observer):
             phase.seconds = compute_seconds(self._device.spec, self._meter.flops - self._cost[0], self._meter.moved_bytes - self._cost[1])
         if self._meter is None:
-            self._timed.append((phase, self._since, self._now()))
+            self._timed.append((phase, self._since, self._device.mark()))
         else:
             phase.peak_bytes = self._meter.peak() - self._level
             self._end = self._read()

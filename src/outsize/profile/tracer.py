@@ -34,8 +34,8 @@ from outsize.profile.passes import Pass
 from outsize.profile.trace import ModelTrace
 
 Loss = Callable[[nn.Module, Any], Tensor]
-WARM = 2
-"""Passes that are timed, of which the last one counts: the first has its memory to find."""
+SLOW_TO_TELL = 1.2
+"""A pass that takes so many times as long as its visits compute is held up by the thread that issues it: then a run is too."""
 _NOTHING = (True, ())
 """A layer's output goes on to the next layer as it is, and no weights are read in between."""
 
@@ -100,7 +100,7 @@ class Tracer:
                 scout = self._run("keep", scout=True)
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._run(strategy) for strategy in STRATEGIES}
-            timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute") for _ in range(WARM)} if self.device.kind != "sim" else {}
+            timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute")} if self.device.kind != "sim" else {}
         graph = self._graph(passes["keep"])
         self._require_landings(graph)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
@@ -184,9 +184,14 @@ class Tracer:
             self._readers.setdefault(id(param), set()).add(len(run.layer_of) - 1)
 
     def _time(self, strategy: Strategy) -> Pass:
-        run = Pass(self, strategy, None)
-        self._once(run)
-        return run
+        """What visits compute, with the issuing thread ahead; all the longer where it cannot keep ahead by itself."""
+        alone, ahead = Pass(self, strategy, None), Pass(self, strategy, None, ahead=True)
+        self._once(alone)
+        self._once(ahead)
+        slower = alone.phases.total_seconds / (ahead.phases.total_seconds or 1.0)
+        if slower > SLOW_TO_TELL:
+            ahead.phases.slow_down(slower)
+        return ahead
 
     def _once(self, run: Pass) -> None:
         course = Course(self.model, run)
