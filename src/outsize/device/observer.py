@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _WHERE = torch.ops.prim.device.default
@@ -43,6 +42,17 @@ _FLOPS = {
 """Where torch's own counter has no formula."""
 
 
+def tensors_of(*values: Any) -> Iterator[Tensor]:
+    """Among an operator's arguments or results: tensors, lists of such, or neither. All operators come by here, and walking a general tree takes too long."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Tensor):
+                    yield item
+
+
 def push_mode(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called it.
 
@@ -66,9 +76,9 @@ def remove_mode(mode: TorchDispatchMode) -> None:
         _push_mode(other)
 
 
-def _aliases(key: int, inputs: Any) -> bool:
+def _aliases(key: int, args: Any, kwargs: Any) -> bool:
     """A view of (or a write into) memory that was there before the observer: not a birth."""
-    return any(isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == key for leaf in tree_leaves(inputs))
+    return any(leaf.untyped_storage()._cdata == key for leaf in tensors_of(*args, *kwargs.values()))
 
 
 def _dies(observer: "weakref.ref[Observer]", key: int) -> None:
@@ -94,19 +104,20 @@ class Observer(TorchDispatchMode):
         self._on_birth = on_birth
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if self.active and func is not _WHERE:
             if self.on_parameter is not None:
-                for leaf in tree_leaves((args, kwargs)):
+                for leaf in tensors_of(*args, *kwargs.values()):
                     if isinstance(leaf, torch.nn.Parameter):
                         self.on_parameter(leaf)
-            leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            leaves = list(tensors_of(*out) if isinstance(out, (list, tuple)) else tensors_of(out))
             for leaf in leaves:
                 key = leaf.untyped_storage()._cdata
-                if key not in self._alive and not _aliases(key, (args, kwargs)):
+                if key not in self._alive and not _aliases(key, args, kwargs):
                     self.adopt(leaf)
             if self.wants_cost:
-                self._count(func, args, kwargs or {}, out, leaves)
+                self._count(func, args, kwargs, out, leaves)
         return out
 
     def adopt(self, tensor: Tensor) -> None:
@@ -129,7 +140,7 @@ class Observer(TorchDispatchMode):
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         if not func.is_view and func._overloadpacket not in _NO_TRAFFIC:
-            self.moved_bytes += sum(t.nbytes for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)) + sum(t.nbytes for t in leaves)
+            self.moved_bytes += sum(t.nbytes for t in tensors_of(*args, *kwargs.values())) + sum(t.nbytes for t in leaves)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

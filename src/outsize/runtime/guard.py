@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from outsize.base.errors import StaleParameter, tell
+from outsize.device.observer import tensors_of
 from outsize.runtime.store import Store
 
 
@@ -29,7 +29,7 @@ class Guard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _harmless(func, args):
-            for leaf in tree_leaves((args, kwargs)):
+            for leaf in tensors_of(*args, *(kwargs or {}).values()):
                 if isinstance(leaf, torch.nn.Parameter) and id(leaf) in self._where:
                     self._check(func, leaf)
         return func(*args, **(kwargs or {}))
