@@ -19,7 +19,7 @@ from outsize.model.weights import Weights
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Loss, Tracer, batch_shapes
 
-TRACE_FORMAT = 4
+TRACE_FORMAT = 5
 
 
 def traced(

@@ -104,7 +104,7 @@ def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
         gpu_bytes_per_second=measured["gpu_copy_bytes_per_second"], h2d_bytes_per_second=_rounded(steady_rate("h2d", rates)),
         d2h_bytes_per_second=_rounded(steady_rate("d2h", rates)), host_adam_params_per_second=_rounded(steady_rate("host", rates)),
         gpu_adam_params_per_second=measured["gpu_adam_params_per_second"], launch_seconds=max(measured["launch_seconds"].values()),
-        provenance=f"probed on {measured['date']}", context_bytes=measured["allocator"]["context_bytes"],
+        provenance=f"probed on {measured['date']}", context_bytes=measured["allocator"]["context_bytes"], boost=device.spec.boost,
     )  # fmt: skip
 
 

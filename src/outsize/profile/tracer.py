@@ -189,8 +189,7 @@ class Tracer:
         self._once(alone)
         self._once(ahead)
         slower = alone.phases.total_seconds / (ahead.phases.total_seconds or 1.0)
-        if slower > SLOW_TO_TELL:
-            ahead.phases.slow_down(slower)
+        ahead.phases.slow_down(slower if slower > SLOW_TO_TELL else self.device.spec.boost)
         return ahead
 
     def _once(self, run: Pass) -> None:
