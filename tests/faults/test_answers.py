@@ -8,7 +8,9 @@ import zoo
 from torch import Tensor, nn
 
 import outsize
-from outsize.base.errors import ConfigError, PlanInfeasible
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
+from outsize.model.weights import is_hollow
+from outsize.run.random_weights import RandomWeights, random_model
 
 KIND = "llama"
 
@@ -40,6 +42,39 @@ def test_a_host_that_is_too_small_says_how_much_it_takes_there_and_what_a_larger
 def test_a_batch_of_nothing_is_refused_before_the_model_breaks_off(batch: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=f"a batch to plan for has rows and tokens, but {found}"):
         outsize.prepare(llama(), batch, device="sim:64MiB")
+
+
+class Full(RandomWeights):
+    """As if the device were full before the first layer runs."""
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_weights_that_do_not_even_fit_a_trial_leave_the_model_as_it_was() -> None:
+    """Embedding and head are brought to the device before anything runs: a card may be too small for them alone."""
+    model, _ = random_model("tiny", seq=16)
+    config: Any = model.config
+    config.use_cache = True
+    param = next(model.parameters())
+    param.grad = torch.ones(param.shape, dtype=param.dtype)
+    ids = torch.ones(2, 16, dtype=torch.long)
+    with pytest.raises(DeviceOutOfMemory, match="memory ran out around the weights outside of layers"):
+        outsize.prepare(model, {"input_ids": ids, "labels": ids}, device="sim:64MiB", weights=Full())
+    assert config.use_cache and param.grad is not None and is_hollow(param) and torch.is_autocast_cache_enabled()
+
+
+def test_t5_trains_with_its_cache_on_by_default() -> None:
+    """Its decoder has a config of its own."""
+    model = zoo.make("t5", torch.float32)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = True
+    engine = outsize.prepare(model, zoo.batch("t5"), device="sim:64MiB", pins=outsize.Pins(n_checkpoint=2))
+    engine.model(**zoo.batch("t5")).loss.backward()
+    engine.optimizer.step()
+    engine.detach()
+    assert model.config.use_cache and model.decoder.config.use_cache
 
 
 class WithoutLayers(nn.Module):

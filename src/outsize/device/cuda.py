@@ -30,6 +30,8 @@ from outsize.hardware.spec import Residue
 
 _SLACK_BYTES = 64 * 2**20
 """Kept free beside the allocator's share: small plans lose more than in proportion."""
+_MOST_RESIDUE_BYTES = 2**30
+"""Of kernels, and of workspaces. A decoder's are 240 and 64 MiB."""
 _HEAD_START_CYCLES = 40_000_000
 """Some 20 ms: longer than it takes to issue a few layers."""
 
@@ -57,6 +59,7 @@ class CudaDevice(Device):
         """What was taken outside of the allocator, and inside it by the user."""
         self._workspaces = 0
         self._expected = Residue()
+        self._has_opened = False
         self.trial_peak_bytes = 0
         """Most that was allocated before the engine opened: in the trial run."""
 
@@ -117,10 +120,14 @@ class CudaDevice(Device):
         return self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
 
     def residue(self) -> Residue:
+        if self._has_opened:  # what is there now may be of an engine, or of its loop
+            return self._expected
         gc.collect()
         torch.cuda.empty_cache()
+        # Others may have come to the card meanwhile, and users may keep tensors there: neither is for later processes to expect.
+        workspaces = torch.cuda.memory_allocated(self.torch_device) - self._at_start[1]
         return Residue(
-            code_bytes=self._loaded, workspace_bytes=max(0, self._allocated_by_libraries - self._at_start[1]),
+            code_bytes=min(self._loaded, _MOST_RESIDUE_BYTES), workspace_bytes=min(max(0, workspaces), _MOST_RESIDUE_BYTES),
             host_bytes=psutil.Process().memory_info().rss,
         )  # fmt: skip
 
@@ -131,7 +138,7 @@ class CudaDevice(Device):
     def overhead_bytes(self) -> int:
         """Context, kernels, library workspaces, and the allocator's loss."""
         torch.cuda.empty_cache()
-        workspaces = max(self._allocated_by_libraries, self._expected.workspace_bytes)
+        workspaces = max(self._allocated_by_libraries, self._at_start[1] + self._expected.workspace_bytes)
         return self._outside_soon + workspaces + _SLACK_BYTES + int(self._limit * self.spec.allocator_share)
 
     def limit(self, num_bytes: int) -> None:
@@ -144,7 +151,8 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
         self.trial_peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
         if len(self.promised) == 1:
-            self._workspaces = max(torch.cuda.memory_allocated(self.torch_device), self._expected.workspace_bytes)
+            self._workspaces = max(torch.cuda.memory_allocated(self.torch_device), self._at_start[1] + self._expected.workspace_bytes)
+        self._has_opened = True
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def close(self, owner: int) -> None:
@@ -175,10 +183,8 @@ class CudaDevice(Device):
 
     def _wait(self, lane: Lane, waits: Sequence[Event]) -> None:
         """The lane's stream waits for what the device does; this thread, for what another has yet to do or to issue."""
-        for event in waits:
-            done = event.result()[1] if isinstance(event, Future) else event
-            if isinstance(done, torch.cuda.Event):
-                self._stream(lane).wait_event(done)
+        for event in _on_the_device(waits):
+            self._stream(lane).wait_event(event)
 
     def _mark(self, lane: Lane, *, timed: bool) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=timed)
@@ -230,10 +236,8 @@ class CudaDevice(Device):
 
     def _update(self, waits: tuple[Event, ...], work: Callable[[], None]) -> tuple[float, float]:
         """Runs on the host lane's thread; returns when the work began and ended."""
-        for event in waits:
-            done = event.result()[1] if isinstance(event, Future) else event
-            if isinstance(done, torch.cuda.Event):
-                done.synchronize()
+        for event in _on_the_device(waits):
+            event.synchronize()
         start = time.perf_counter()
         work()
         return start, time.perf_counter()
@@ -279,6 +283,14 @@ class CudaDevice(Device):
     def set_rng_state(self, state: Tensor | None) -> None:
         if state is not None:
             torch.cuda.set_rng_state(state, self.torch_device)
+
+
+def _on_the_device(waits: Sequence[Event]) -> Iterator[torch.cuda.Event]:
+    """Waits for what threads do; what they have issued, and all else, is for the device to be waited for."""
+    for event in waits:
+        done = event.result()[1] if isinstance(event, Future) else event
+        if isinstance(done, torch.cuda.Event):
+            yield done
 
 
 def _span(lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event, *, zero: torch.cuda.Event) -> Span | None:

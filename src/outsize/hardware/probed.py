@@ -7,7 +7,6 @@ Beside it lie the rates of the lanes as training saw them, under the same identi
 moment, training runs them as plans do. A run moves them half-way, so that an odd one does not spoil the plans after it.
 """
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -109,17 +108,19 @@ class Learnt:
 
 
 def keep_learnt(seen: Mapping[str, float], identity: Identity, spec: HardwareSpec) -> None:
-    """Move rates half-way to those that training saw, for the plans to come. `spec`: what plans took so far, where nothing was learnt."""
+    """Move rates half-way to those that training saw, for the plans to come. `spec`: of this machine, for its sizes."""
     path = probe_path(identity)
     if path is None:
         return
-    learnt = find_learnt(identity)
+    untrained = _describe_untrained(identity, gpu_bytes=spec.gpu_bytes, host_bytes=spec.host_bytes)
+    learnt = find_learnt(identity, untrained)
     known = learnt.rates if learnt is not None else {}
     new = {}
     for name, rate in seen.items():
-        now = known.get(name, getattr(spec, name))
-        if not now / MOST_FACTOR <= rate <= now * MOST_FACTOR:
-            log.warning("%s was %.3g in training and is %.3g in plans: too far off to learn from; `outsize probe` measures it", name, rate, now)
+        now = known.get(name, getattr(untrained, name))
+        if not _is_plausible(name, rate, untrained):
+            before = getattr(untrained, name)
+            log.warning("%s was %.3g in training and %.3g before: too far off to learn from; `outsize probe` measures it", name, rate, before)
         elif abs(rate - now) > CLOSE_SHARE * now:
             new[name] = float(f"{(now + rate) / 2:.4g}")
     if new:
@@ -130,7 +131,12 @@ def keep_learnt(seen: Mapping[str, float], identity: Identity, spec: HardwareSpe
             log.warning("the rates of this run are not kept: %s. Set OUTSIZE_CACHE to a folder that can be written", error)
 
 
-def find_learnt(identity: Identity) -> Learnt | None:
+def _is_plausible(name: str, rate: float, untrained: HardwareSpec) -> bool:
+    """Held against what is known without training, not against what was learnt last: small steps must not lead anywhere."""
+    return getattr(untrained, name) / MOST_FACTOR <= rate <= getattr(untrained, name) * MOST_FACTOR
+
+
+def find_learnt(identity: Identity, untrained: HardwareSpec) -> Learnt | None:
     """What training has taught about this machine, if it still holds. The next run replaces what does not: nobody need be warned."""
     probe = probe_path(identity)
     if probe is None or not (path := _learnt_path(probe)).exists():
@@ -145,7 +151,9 @@ def find_learnt(identity: Identity) -> Learnt | None:
         log.info("%s is stale (%s) and passed over", path, "; ".join(changed))
         return None
     rates = data.get("rates")
-    if not isinstance(rates, dict) or not all(name in LEARNT_RATES and isinstance(rate, float) and 0 < rate < math.inf for name, rate in rates.items()):
+    if not isinstance(rates, dict) or not all(
+        name in LEARNT_RATES and isinstance(rate, float) and _is_plausible(name, rate, untrained) for name, rate in rates.items()
+    ):
         log.info("%s holds %r where rates are expected, and is passed over", path, rates)
         return None
     return Learnt(rates=rates, date=str(data.get("date")))
@@ -154,7 +162,7 @@ def find_learnt(identity: Identity) -> Learnt | None:
 def describe(identity: Identity, *, gpu_bytes: int, host_bytes: int) -> HardwareSpec:
     """This machine as plans take it: its probe or what stands in for one, with the rates of lanes that training has seen since. Sizes are as given."""
     spec = _describe_untrained(identity, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    learnt = find_learnt(identity)
+    learnt = find_learnt(identity, spec)
     if learnt is None:
         return spec
     return replace(spec, **learnt.rates, provenance=f"{spec.provenance}, lanes as seen in training on {learnt.date}")  # type: ignore[arg-type]

@@ -6,13 +6,13 @@ from torch import nn
 
 
 def turn_caches_off(model: nn.Module) -> list[Any]:
-    """The configs whose `use_cache` was on, also nested ones; `turn_caches_on` takes them back."""
-    top = getattr(model, "config", None)
+    """The configs whose `use_cache` was on: the model's, nested ones, and those that a part has for itself (T5's decoder). `turn_caches_on` takes them back."""
     found = []
-    for config in [top, *(getattr(top, name, None) for name in ("text_config", "decoder", "encoder"))]:
-        if config is not None and getattr(config, "use_cache", False) is True:
-            config.use_cache = False
-            found.append(config)
+    for config in [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]:
+        for one in (config, *(getattr(config, name, None) for name in ("text_config", "decoder", "encoder"))):
+            if getattr(one, "use_cache", False) is True:
+                one.use_cache = False
+                found.append(one)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.base.records import fingerprint, from_json, to_json
 from outsize.device.device import Device
+from outsize.hardware.spec import Residue
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import map_tensors
-from outsize.model.weights import Weights
+from outsize.model.weights import Weights, is_hollow
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Loss, Tracer, batch_shapes
 
@@ -36,6 +38,7 @@ def traced(
         except (ConfigError, ValueError, KeyError, TypeError):
             log.warning("the cached trace %s is not readable and is taken again", path)
     graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
+    trace = replace(trace, residue=_residue(model, device))  # not sooner: a tracer holds tensors as long as it runs
     if folder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +48,12 @@ def traced(
         except OSError as error:
             log.warning("the trace is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written, or to nothing", error)
     return graph, trace
+
+
+def _residue(model: nn.Module, device: Device) -> Residue:
+    found = device.residue()
+    own = sum(p.untyped_storage().nbytes() for p in model.parameters() if not is_hollow(p))
+    return replace(found, host_bytes=max(0, found.host_bytes - own))  # weights move into the plan's host memory
 
 
 def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, model_loss: str = "") -> str:
@@ -65,7 +74,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "loss": model_loss,
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
             "contents": repr(map_tensors(_Described, batch)),
-            "device": [device.kind, to_json(device.spec) if device.kind == "sim" else device.spec.name],  # the seconds of `sim` are the spec's
+            "device": [device.kind, to_json(device.spec) if device.kind == "sim" else [device.spec.name, device.spec.boost]],  # what its seconds depend on
             "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }

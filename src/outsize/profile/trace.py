@@ -34,10 +34,12 @@ def added_in_place(trace: ModelTrace, graph: BlockGraph) -> ModelTrace:
 
     Under a mode the sum is a tensor of its own, made at the end of each use's backward but the first that comes; nothing else as large is made after it.
     """
-    visits = [dict(works) for works in trace.visits]
+    largest: dict[int, int] = {}
     for param in graph.params:
         for visit in [v for v in graph.users[param.name] if graph.has_backward[v]][:-1] if param.trainable else []:
-            for strategy, work in visits[visit].items():
-                peak = max(work.backward_peak_bytes - param.nbytes, work.backward_delta_bytes)
-                visits[visit][strategy] = replace(work, backward_peak_bytes=peak)
+            largest[visit] = max(largest.get(visit, 0), param.nbytes)  # sums are made one after the other
+    visits = [
+        {s: replace(w, backward_peak_bytes=max(w.backward_peak_bytes - largest.get(visit, 0), w.backward_delta_bytes)) for s, w in works.items()}
+        for visit, works in enumerate(trace.visits)
+    ]  # fmt: skip
     return replace(trace, visits=tuple(visits))

@@ -10,7 +10,6 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
 from outsize.base.records import fingerprint
 from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
-from outsize.hardware.spec import Residue
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
 from outsize.model.discover import Layer
@@ -38,6 +36,16 @@ SLOW_TO_TELL = 1.2
 """A pass that takes so many times as long as its visits compute is held up by the thread that issues it: then a run is too."""
 _NOTHING = (True, ())
 """A layer's output goes on to the next layer as it is, and no weights are read in between."""
+
+
+@contextmanager
+def _out_of_memory(around: Callable[[], str]) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = f"memory ran out around {around()}"
+        do = "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the largest part"
+        raise DeviceOutOfMemory(tell("one layer of each kind and the head fit the device at this batch", found, do)) from error
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -107,13 +115,8 @@ class Tracer:
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
-            provenance=f"seconds {provenance}, bytes measured", residue=self._residue(),
+            provenance=f"seconds {provenance}, bytes measured",
         )  # fmt: skip
-
-    def _residue(self) -> Residue:
-        found = self.device.residue()
-        weights = sum(p.untyped_storage().nbytes() for p in self.model.parameters() if not is_hollow(p))
-        return replace(found, host_bytes=max(0, found.host_bytes - weights))  # they move into the plan's host memory
 
     def around(self, visit: int) -> Any:
         before = self._sequels.get(visit - 1, _NOTHING)
@@ -134,8 +137,9 @@ class Tracer:
             asides.update(ends[:1] if self._list_of(scout, earlier) != self._list_of(scout, later) else [])
         aside = [layer for layer in self.layers if layer.name.rpartition(".")[0] in asides]
         self.layers = tuple(layer for layer in self.layers if layer not in aside)
-        for layer in aside:
-            self.bring(layer.module)
+        with _out_of_memory(lambda: f"the weights of {aside[-1].name}"):
+            for layer in aside:
+                self.bring(layer.module)
         return bool(aside)
 
     def _list_of(self, run: Pass, visit: int) -> str:
@@ -197,15 +201,12 @@ class Tracer:
         course.attach(self.layers)
         drop = [p.register_post_accumulate_grad_hook(self._drop_grad) for p in self.model.parameters() if p.requires_grad]
         try:
-            run.phases.begin()
-            loss, outputs = self._loss(run)
-            loss.backward()
-            run.phases.finish()
-            del loss, outputs
-        except torch.OutOfMemoryError as error:
-            where = self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"
-            do = "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the largest part"
-            raise DeviceOutOfMemory(tell("one layer of each kind and the head fit the device at this batch", f"memory ran out around {where}", do)) from error
+            with _out_of_memory(lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"):
+                run.phases.begin()
+                loss, outputs = self._loss(run)
+                loss.backward()
+                run.phases.finish()
+                del loss, outputs
         finally:
             course.detach()
             for handle in drop:
@@ -241,11 +242,12 @@ class Tracer:
         autocast_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         outside = nn.ParameterList([p for p in self.model.parameters() if id(p) not in inside])
-        self.bring(outside)
-        for buffer in self.model.buffers():
-            buffer.data = buffer.data.to(self.device.torch_device)
-        self._static |= {b.untyped_storage()._cdata for b in self.model.buffers()}
         try:
+            with _out_of_memory(lambda: "the weights outside of layers"):
+                self.bring(outside)
+                for buffer in self.model.buffers():
+                    buffer.data = buffer.data.to(self.device.torch_device)
+            self._static |= {b.untyped_storage()._cdata for b in self.model.buffers()}
             with torch.enable_grad():
                 yield
         finally:

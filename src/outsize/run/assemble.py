@@ -46,7 +46,7 @@ class Assembled:
     """To go on from."""
     num_rows: int
     num_eval_rows: int
-    split: str
+    chosen_by: str
     """How the micro-batch was chosen, if it was."""
 
 
@@ -61,7 +61,11 @@ class RunTrainer(OutsizeTrainer):
         """Of the half batch, before the engine starts. None also on `cpu`, whose memory is not planned."""
         if self.half_batch is None or choose_device(self._device_name).kind == "cpu":
             return None
-        return trace_shorter(self.model, shorter=self._as_in_training(self.half_batch), **self._preparation(None))
+        try:
+            return trace_shorter(self.model, shorter=self._as_in_training(self.half_batch), **self._preparation(None))
+        except (OutsizeError, RuntimeError, ValueError) as error:  # it is for one line of text: no reason not to train
+            log.info("what shorter batches leave free is not known: %s", first_line(error))
+            return None
 
     def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[Planned]:
         """Split every step into the micro-batches that train fastest. `batch_of`: the batch to plan for, of so many rows."""

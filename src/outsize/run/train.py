@@ -94,7 +94,7 @@ def _show(planned: Planned, console: Console, assembled: Assembled, half: ModelT
     """`half`: of batches half as long as those that the plan is for."""
     plan, graph, layout = planned.plan, planned.graph, planned.layout
     short = of_half_length(plan, graph, layout, half) if half is not None else ""
-    text = render(plan, graph, layout, {"split": assembled.split, "short": short})
+    text = render(plan, graph, layout, {"split": assembled.chosen_by, "short": short})
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
 

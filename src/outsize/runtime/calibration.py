@@ -102,11 +102,11 @@ class Calibration:
     def _mark(self) -> None:
         self._device.submit("compute", lambda: None, waits=(), reads=(), writes=(), seconds=0.0, name=_MARK)
 
-    def drained(self) -> None:
-        """The lanes ran empty: a step that this happened in is longer than others."""
-        if self._timeline is not None and self._timeline.is_open:
-            self._stop()
-            self._timeline = None
+    def interrupted(self) -> None:
+        """The lanes ran empty, or a forward without a step came between: a step that this happened in is not like others."""
+        self.look()
+        self._stop()
+        self._timeline = None
         self._warm = 0
 
     def end(self) -> None:

@@ -52,7 +52,7 @@ class Engine:
         self._planner = planner
         self._holder = Holder()
         self._steps = Steps(optimizer, self._holder)
-        self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit)
+        self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.interrupted())
         self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
         self._started = time.perf_counter()
         # Whoever drops an engine without a word has its memory back with it, and the device its promise.
@@ -198,8 +198,10 @@ class Engine:
 
     def drain(self) -> None:
         """Until everything issued is done; what is read after this is the sequential algorithm's."""
-        self.device.synchronize()
-        self._calibration.drained()
+        try:
+            self.device.synchronize()
+        finally:
+            self._calibration.interrupted()
 
     def _drain_before_read(self) -> None:
         self.drain()

@@ -4,6 +4,7 @@ Such a read gives finite, wrong numbers and no error, so a dispatch mode looks a
 `sim`; elsewhere for the first step after prepare or a re-plan, and with OUTSIZE_GUARD=1.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from outsize.runtime.store import Store
 class Guard(TorchDispatchMode):
     def __init__(self, store: Store):
         super().__init__()
-        # Not the store itself: a mode lives until it is removed, and would keep a dropped engine's memory.
+        # Neither the store itself nor its parameters: a mode lives until it is removed (from its own thread's stack), and would keep a dropped engine's memory.
         self._place, self._owner = store.place, store.owner
         place = store.place
         self._where = {
-            id(store.params[piece.name]): (piece.name, chunk.index, place.slots.slot_of[chunk.index])
+            id(store.params[piece.name]): (weakref.ref(store.params[piece.name]), piece.name, chunk.index, place.slots.slot_of[chunk.index])
             for chunk in place.layout.chunks
             if place.streams(chunk.index)
             for piece in chunk.pieces
@@ -30,12 +31,11 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _harmless(func, args):
             for leaf in tensors_of(*args, *(kwargs or {}).values()):
-                if isinstance(leaf, torch.nn.Parameter) and id(leaf) in self._where:
-                    self._check(func, leaf)
+                if isinstance(leaf, torch.nn.Parameter) and (known := self._where.get(id(leaf))) is not None and known[0]() is leaf:
+                    self._check(func, *known[1:])
         return func(*args, **(kwargs or {}))
 
-    def _check(self, func: Any, param: torch.nn.Parameter) -> None:
-        name, chunk, slot = self._where[id(param)]
+    def _check(self, func: Any, name: str, chunk: int, slot: int) -> None:
         owner = self._owner[slot]
         if owner != chunk:
             place = self._place

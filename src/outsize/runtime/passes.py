@@ -26,10 +26,10 @@ from outsize.runtime.steps import Steps
 class Passes:
     def __init__(
         self, model: nn.Module, layers: tuple[Layer, ...], device: Device, holder: Holder, steps: Steps, *,
-        fit: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        fit: Callable[[tuple[Any, ...], dict[str, Any]], None], beside: Callable[[], None],
     ):  # fmt: skip
-        """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch."""
-        self._model, self._device, self._holder, self._steps, self._fit = model, device, holder, steps, fit
+        """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch, `beside()` before any other."""
+        self._model, self._device, self._holder, self._steps, self._fit, self._beside = model, device, holder, steps, fit, beside
         self._found, self._layers = layers, layers
         """Those of the module tree, and of them those that the plan knows as such: the trial run may have seen that a list is no stack."""
         self._course = Course(model, self)
@@ -71,8 +71,10 @@ class Passes:
         if self._training:
             self._begin_training()
             self._fit(args, kwargs)
-        elif now.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
-            self.roll_back()
+        else:
+            self._beside()
+            if now.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
+                self.roll_back()
         # The cache keeps a cast of every block's weights alive, and would serve those of a slot's earlier owner.
         self._autocast_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)

@@ -77,7 +77,7 @@ class Choice(Generic[A]):
 
 
 def fastest(splits: Sequence[Split], trace: Callable[[int], Traced], solve: Callable[[Traced, Split], A]) -> Choice[A]:
-    """Of equal ones the one with the smaller micro-batch. What does not fit at one size does not fit at a larger one.
+    """Of equal ones the one with the smaller micro-batch.
 
     Args:
         splits: of one batch, the smallest micro-batch first.
@@ -91,8 +91,10 @@ def fastest(splits: Sequence[Split], trace: Callable[[int], Traced], solve: Call
     for split in counted(splits, "Trying micro-batches", total=len(splits)):
         try:
             found[split] = solve(sizes.estimated(split.rows), split)
-        except (PlanInfeasible, DeviceOutOfMemory):
-            break
+        except PlanInfeasible:
+            continue  # a larger one may fit: in a single pass, gradients need not be held
+        except DeviceOutOfMemory:
+            break  # a trial run of a larger one takes more
     while found:
         best = _best(found)
         if best.rows in sizes.taken:
@@ -100,7 +102,7 @@ def fastest(splits: Sequence[Split], trace: Callable[[int], Traced], solve: Call
         try:
             found[best] = solve(sizes.take(best.rows), best)
         except (PlanInfeasible, DeviceOutOfMemory):
-            found = {split: answer for split, answer in found.items() if split.rows < best.rows}
+            del found[best]
     # By its own trace, so that it may fit after all, and else says what would do.
     return Choice(split=splits[0], answer=solve(sizes.take(splits[0].rows), splits[0]), words=_words(splits, {}, splits[0]))
 

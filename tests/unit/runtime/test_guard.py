@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import cells
 import pytest
@@ -11,6 +12,7 @@ from cells import Cell
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from outsize.device.cpu import CpuDevice
+from outsize.device.observer import remove_mode
 from outsize.runtime.guard import Guard
 
 
@@ -63,3 +65,20 @@ def test_an_engine_that_is_dropped_without_a_word_leaves_nothing_behind() -> Non
     gc.collect()
     assert [ref() for ref in kept] == [None, None, None]
     assert not guarded() and not device.promised
+
+
+def test_a_guard_that_outlives_its_engine_does_not_mistake_new_parameters_for_old_ones() -> None:
+    """The garbage collector may run on another thread, which cannot take the guard off this one's stack. Addresses are used again."""
+    device = CpuDevice()
+    engine = cells.prepare(Cell(kind="llama", dtype="bf16", weights="host", optimizer="host"), device)
+    with ThreadPoolExecutor(1) as other:
+        box = [engine]
+        del engine
+        other.submit(lambda: (box.clear(), gc.collect())).result()
+    try:
+        assert guarded()
+        for _ in range(3):
+            zoo.make("llama", torch.bfloat16)  # fills the places of the old parameters
+    finally:
+        for mode in [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Guard)]:
+            remove_mode(mode)
