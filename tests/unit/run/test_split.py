@@ -72,6 +72,6 @@ def test_a_run_that_goes_on_keeps_the_split_of_its_checkpoint(chosen: tuple[Path
 def test_what_is_given_is_not_chosen(given: dict[str, int], split: tuple[int, int], tmp_path: Path) -> None:
     assembled = assemble(read_config(folders.write_run(tmp_path, **{**OPEN, **given})))
     args = assembled.trainer.args
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == split and assembled.split == ""
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == split and assembled.chosen_by == ""
     assert args.per_device_eval_batch_size == split[0]
     assert tuple(assembled.trainer._plan_batch["input_ids"].shape) == (split[0], 16)
