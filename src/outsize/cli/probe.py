@@ -91,7 +91,7 @@ def _card(measured: dict[str, Any]) -> Iterator[str]:
     yield f"card      {measured['gpu_copy_bytes_per_second'] / 1e9:,.0f} GB/s; AdamW {measured['gpu_adam_params_per_second'] / 1e9:.3g} G parameters/s"
     for label, key in (("matrices", "gemm_flops"), ("attention", "attention_flops")):
         yield f"{label:<9} " + ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured[key].items()) + " TFLOP/s"
-    yield f"layer     {measured['layer_flops'] / 1e12:.3g} TFLOP/s forward and backward, which plans take"
+    yield f"layer     {measured['layer_flops'] / 1e12:.3g} TFLOP/s forward and backward"
     launch = ", ".join(f"{way} {show_seconds(seconds)}" for way, seconds in measured["launch_seconds"].items())
     allocator = measured["allocator"]
     taken = f"{show_bytes(allocator['taken_on_the_card_bytes'])} on the card taken by the process (and others)"

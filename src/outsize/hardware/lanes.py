@@ -51,7 +51,7 @@ def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int) -> float:
 
 
 def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:
-    """Roofline: the longer of arithmetic and memory traffic."""
+    """Of one operator, by the roofline: the longer of arithmetic and memory traffic. A layer is the sum of its operators, which come one after the other."""
     return max(flops / spec.flops, num_bytes / spec.gpu_bytes_per_second)
 
 

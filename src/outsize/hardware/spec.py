@@ -26,8 +26,9 @@ class HardwareSpec:
     gpu_bytes: int
     host_bytes: int
     flops: float
-    """Matrix FLOP/s that training really reaches in bf16, not the datasheet's."""
+    """Of large matrix products in bf16 under a long load, not the datasheet's."""
     gpu_bytes_per_second: float
+    """That operators on activations reach, not a plain copy."""
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
     host_bytes_per_second: float

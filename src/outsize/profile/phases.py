@@ -9,7 +9,6 @@ import torch
 
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
-from outsize.hardware.lanes import compute_seconds
 
 
 @dataclass(slots=True)
@@ -62,7 +61,7 @@ class Phases:
         self._since: Any = None
         """A mark of the device's."""
         self._timed: list[tuple[Phase, Any, Any]] = []
-        self._cost = (0.0, 0)
+        self._counted = 0.0
         self._start = 0
         self._end = 0
 
@@ -165,7 +164,7 @@ class Phases:
         self._open = phase
         self._level = self._read()
         if isinstance(self._meter, Observer):
-            self._cost = (self._meter.flops, self._meter.moved_bytes)
+            self._counted = self._meter.seconds
         if self._meter is not None:
             self._meter.reset_peak()
         else:
@@ -175,7 +174,7 @@ class Phases:
 
     def _take(self, phase: Phase) -> None:
         if isinstance(self._meter, Observer):
-            phase.seconds = compute_seconds(self._device.spec, self._meter.flops - self._cost[0], self._meter.moved_bytes - self._cost[1])
+            phase.seconds = self._meter.seconds - self._counted
         if self._meter is None:
             self._timed.append((phase, self._since, self._device.mark()))
         else:

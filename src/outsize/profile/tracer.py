@@ -10,6 +10,7 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
 from outsize.base.records import fingerprint
 from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.hardware.lanes import compute_seconds
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
 from outsize.model.discover import Layer
@@ -169,7 +171,7 @@ class Tracer:
     def _run(self, strategy: Strategy, *, scout: bool = False) -> Pass:
         with self.device.meter() as meter:
             if isinstance(meter, Observer):
-                meter.wants_cost = self.device.kind == "sim"
+                meter.cost_of = partial(compute_seconds, self.device.spec) if self.device.kind == "sim" else None
             run = Pass(self, strategy, meter, scout=scout)
             if not scout:
                 self._once(run)

@@ -173,13 +173,14 @@ def test_the_parameters_that_operators_read_are_told() -> None:
 
 def test_cost_counts_products_and_traffic_but_no_views() -> None:
     seen = Observer()
-    seen.wants_cost = True
+    seen.cost_of = lambda flops, moved: flops + moved
     a, b = torch.ones(4, 8), torch.ones(8, 16)
     with seen:
         a.t()
         assert (seen.flops, seen.moved_bytes) == (0.0, 0)
         a @ b
     assert seen.flops == 2 * 4 * 8 * 16 and seen.moved_bytes == 4 * (32 + 128 + 64)
+    assert seen.seconds == seen.flops + seen.moved_bytes
 
 
 # --- the stack of modes
