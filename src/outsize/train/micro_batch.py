@@ -1,8 +1,8 @@
 """The rows of an optimizer step, split into micro-batches: which split is the fastest.
 
-Two sizes are traced, the others are scaled from them, and each is planned. Beyond what was traced a scaled trace never says too much, so a split that
-loses by it loses; the one that wins is traced itself before it is taken. Fewer rows save memory, more rows share one pass over the weights: the plan knows
-what either is worth.
+Two sizes are traced, the others are scaled from them, and each is planned. Beyond what was traced, bytes that are scaled are never too many, so a split that
+does not fit by them does not fit; the one that wins is traced itself before it is taken. Fewer rows save memory, more rows share one pass over the weights:
+the plan knows what either is worth.
 """
 
 import math
