@@ -5,19 +5,13 @@ ended. The planner's simulator and the `sim` device both keep time with this cla
 it, so an estimate and a simulated run can only differ if their actions do.
 """
 
-import math
-from collections.abc import Iterable, Mapping
-from itertools import product
+from collections.abc import Iterable
 from typing import Literal
 
 from outsize.hardware.spec import HardwareSpec
 
 Lane = Literal["compute", "h2d", "d2h", "host"]
 LANES: tuple[Lane, ...] = ("compute", "h2d", "d2h", "host")
-
-BUSY_SHARES: dict[Lane, float] = {"h2d": 1 / 3, "d2h": 1 / 6, "host": 1 / 2}
-"""How much of a step each lane works that shares the host's memory with the others: the mean of 20 runs. A weight comes in twice a step and its gradient leaves
-once. See docs/decisions/0012-the-probe.md."""
 
 
 class LaneClock:
@@ -58,17 +52,4 @@ def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:
 def together(lanes: Iterable[Lane]) -> str:
     """The name of what was measured with these lanes at work: `h2d+host`."""
     at_work = set(lanes)
-    return "+".join(lane for lane in BUSY_SHARES if lane in at_work)
-
-
-def steady_rate(lane: Lane, measured: Mapping[str, Mapping[str, float]]) -> float:
-    """One rate for a lane whose speed depends on what runs beside it: the mean over a step, the others at work by chance, as much as BUSY_SHARES says.
-
-    `measured`: for each set of lanes that run at once (`h2d+host`), the rate of each of them.
-    """
-    others = [other for other in BUSY_SHARES if other != lane]
-    rate = 0.0
-    for at_work in product((False, True), repeat=len(others)):
-        share = math.prod(BUSY_SHARES[other] if works else 1 - BUSY_SHARES[other] for other, works in zip(others, at_work, strict=True))
-        rate += share * measured[together([lane, *(other for other, works in zip(others, at_work, strict=True) if works)])][lane]
-    return rate
+    return "+".join(lane for lane in LANES if lane in at_work)

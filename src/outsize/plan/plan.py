@@ -7,7 +7,7 @@ what walking the schedule gave. A plan file holds all four, so a run can be repe
 from dataclasses import dataclass
 from typing import Literal
 
-from outsize.hardware.spec import ALLOCATOR_SHARE, Residue
+from outsize.hardware.spec import Residue
 from outsize.model.work import Shared, Strategy, Work
 
 Home = Literal["gpu", "host"]
@@ -99,13 +99,3 @@ class Plan:
     """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made from full logits."""
     residue: Residue = Residue()
     """What the model's run takes beside the estimate, as the trial run found it."""
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Most that the allocator should hold: with what libraries keep, and what it loses itself."""
-        return int(self.estimate.gpu_bytes * (1 + ALLOCATOR_SHARE)) + self.residue.workspace_bytes
-
-    @property
-    def process_bytes(self) -> int:
-        """Most host memory that the process should have."""
-        return self.estimate.host_bytes + self.residue.host_bytes

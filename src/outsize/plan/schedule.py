@@ -175,6 +175,8 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> tuple[Action,
     actions = slots.loads(slots.all)
     actions += _first_per_slot(returning, place.return_slot, "P")
     actions += _first_per_slot(summed, place.stages.slot_of, "Q")
+    deferred = _updates(place, place.deferred) if update else []
+    last_landing = min((visit for visit, chunks in place.landing_at.items() if any(map(place.updates_on_host, chunks))), default=-1)
     for position, visit in enumerate(visits):
         actions.append(Action("B", visit))
         for chunk in place.landing_at.get(visit, ()):
@@ -184,11 +186,14 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> tuple[Action,
                     actions.append(Action("Q", next_summed[chunk]))
             if update and chunk not in place.deferred:
                 actions += _update_chunk(place, chunk, loaded=True)
+        if visit == last_landing:
+            # The host has all it will get: it shall go on at once, not when the thread that issues has come to the end. The copies into the device would
+            # hold up those that the rest of the backward needs.
+            actions += [action for action in deferred if action.kind == "U"]
         actions += slots.loads(slots.used(position))
         if visit in next_returning:
             actions.append(Action("P", next_returning[visit]))
-    if update:
-        actions += _updates(place, place.deferred)
+    actions += [action for action in deferred if action.kind == "W"]
     return tuple(actions)
 
 

@@ -23,6 +23,8 @@ class Trial(Protocol):
 
     layers: tuple[Layer, ...]
     device: Device
+    aside: torch.device
+    """Where activations go that a strategy sends away."""
 
     def bring(self, module: nn.Module) -> None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
@@ -38,10 +40,10 @@ class Trial(Protocol):
 class Pass:
     """One forward and backward under one strategy, listening to the model's course."""
 
-    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False, ahead: bool = False):
-        """`scout`: also find out which layer takes what which other made. Its bytes are not to be used. `ahead`: see Phases."""
+    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False):
+        """`scout`: also find out which layer takes what which other made. Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
-        self.phases = Phases(meter, tracer.device, ahead=ahead)
+        self.phases = Phases(meter, tracer.device)
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
         self.is_forward = False
@@ -133,7 +135,7 @@ class Pass:
         parcel = self._parcels.get(visit)
         if parcel is not None and parcel.num_bytes:
             with self.tracer.device.on_host(), _paused(self.meter):
-                arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8)
+                arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self.tracer.aside)
                 parcel.copy_to(arena)
             phase.sent_bytes = parcel.num_bytes
         if visit in self._inputs and visit not in self.skipped and not self._sends_input(visit):

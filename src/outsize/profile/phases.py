@@ -1,5 +1,6 @@
 """Phases: turns a meter's readings at the borders of visits into peaks and deltas, and a clock's into seconds."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ class Phase:
     peak_bytes: int = 0
     delta_bytes: int = 0
     seconds: float = 0.0
+    issue_seconds: float = 0.0
+    """That the issuing thread took over it, if seconds are timed."""
 
 
 @dataclass(slots=True)
@@ -47,9 +50,9 @@ class SharedTensor:
 
 
 class Phases:
-    def __init__(self, meter: Meter | None, device: Device, *, ahead: bool = False):
-        """Without a meter only seconds are taken. `ahead`: with the issuing thread ahead of the device, as in the midst of a run."""
-        self._meter, self._device, self._ahead = meter, device, ahead
+    def __init__(self, meter: Meter | None, device: Device):
+        """Without a meter only seconds are taken, with the issuing thread ahead of the device, as in the midst of a run."""
+        self._meter, self._device = meter, device
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
@@ -60,6 +63,7 @@ class Phases:
         self._level = 0
         self._since: Any = None
         """A mark of the device's."""
+        self._issued_since = 0.0
         self._timed: list[tuple[Phase, Any, Any]] = []
         self._counted = 0.0
         self._start = 0
@@ -72,10 +76,6 @@ class Phases:
         self.held_bytes = self._read() - self._start
         for phase, start, end in self._timed:
             phase.seconds = self._device.between(start, end)
-
-    @property
-    def total_seconds(self) -> float:
-        return sum(phase.seconds for phase in (*self.forward, *self.backward.values()))
 
     def slow_down(self, factor: float) -> None:
         for phase in (*self.forward, *self.backward.values()):
@@ -168,14 +168,15 @@ class Phases:
         if self._meter is not None:
             self._meter.reset_peak()
         else:
-            if self._ahead:
-                self._device.fall_behind()
+            self._device.fall_behind()
             self._since = self._device.mark()
+            self._issued_since = time.perf_counter()
 
     def _take(self, phase: Phase) -> None:
         if isinstance(self._meter, Observer):
             phase.seconds = self._meter.seconds - self._counted
         if self._meter is None:
+            phase.issue_seconds = time.perf_counter() - self._issued_since
             self._timed.append((phase, self._since, self._device.mark()))
         else:
             phase.peak_bytes = self._meter.peak() - self._level

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, tell
-from outsize.device.device import Device
+from outsize.device.device import Device, Event
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.host import container_limit, free_host_bytes
-from outsize.hardware.lanes import Lane, steady_rate, together
+from outsize.hardware.lanes import Lane, together
 from outsize.hardware.machine import Machine
 from outsize.hardware.probed import ASSUMED
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
@@ -48,8 +48,7 @@ class Sizes:
     window_seconds: float = 0.25
     """For each figure."""
     state_numel: int = 2**26
-    update_numel: int = 2**24
-    """Of one update on the host."""
+    """Of one update: a chunk of some layers' size. Smaller ones are slower, by 6 % at a quarter of it."""
     copy_bytes: tuple[int, ...] = (64 * 2**10, MiB, 16 * MiB, 256 * MiB)
     """The last one is that of chunks."""
     gemms: tuple[tuple[int, int, int], ...] = ((8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336))
@@ -67,8 +66,7 @@ class _Load:
     lane: Lane
     amount: float
     """Bytes, parameters or FLOPs of one time."""
-    work: Callable[[int], object]
-    """Called with 0, 1, 2, …"""
+    work: Callable[[], object]
 
 
 def probe(device: Device, sizes: Sizes | None = None) -> Machine:
@@ -97,15 +95,15 @@ def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
         "host_bytes": measured["host_memory"]["bytes"],
         "host_bytes_per_second": max(measured["host_copy_bytes_per_second"], measured["host_adam_bytes_per_second"]),
     }
-    rates = measured["lanes_per_second"]
+    rates = measured.get("step_per_second", {})
     if "gpu_adam_params_per_second" not in measured:
         words = f"host probed on {measured['date']}; the card is assumed as of {ASSUMED}: there is none here"
-        return replace(CATALOG[ASSUMED], **host, name="host", host_adam_params_per_second=rates["host"]["host"], provenance=words)
+        return replace(CATALOG[ASSUMED], **host, name="host", host_adam_params_per_second=measured["lanes_per_second"]["host"]["host"], provenance=words)
     return HardwareSpec(
         **host, name=device.spec.name, gpu_bytes=device.spec.gpu_bytes, boost=device.spec.boost,
         flops=_rounded(statistics.mean(measured["gemm_flops"].values()) / device.spec.boost),
-        gpu_bytes_per_second=_rounded(measured["gpu_copy_bytes_per_second"] * OPERATOR_SHARE), h2d_bytes_per_second=_rounded(steady_rate("h2d", rates)),
-        d2h_bytes_per_second=_rounded(steady_rate("d2h", rates)), host_adam_params_per_second=_rounded(steady_rate("host", rates)),
+        gpu_bytes_per_second=_rounded(measured["gpu_copy_bytes_per_second"] * OPERATOR_SHARE), h2d_bytes_per_second=rates["h2d"],
+        d2h_bytes_per_second=rates["d2h"], host_adam_params_per_second=rates["host"],
         gpu_adam_params_per_second=measured["gpu_adam_params_per_second"], launch_seconds=max(measured["launch_seconds"].values()),
         provenance=f"probed on {measured['date']}", context_bytes=measured["allocator"]["context_bytes"],
     )  # fmt: skip
@@ -120,8 +118,10 @@ class Prober:
         self._draws = torch.Generator(device.torch_device).manual_seed(0)
 
     def stages(self, with_card: bool) -> list[Callable[[], None]]:
-        card = [self.copies, self.contention, self.launches, self.gpu_memory, self.gpu_adam, self.matrices, self.attention, self.layer, self.allocator]
-        return [self.host_memory, self.host_lanes, *(card if with_card else [])]
+        host = [self.host_memory, self.host_lanes]
+        lanes = [self.copies, self.contention, self.step, self.launches]
+        card = [self.gpu_memory, self.gpu_adam, self.matrices, self.attention, self.layer, self.allocator]
+        return host + (lanes + card if with_card else [])
 
     # The host.
 
@@ -135,22 +135,16 @@ class Prober:
         self.found["lanes_per_second"] = {"host": {"host": rate}}
         self.found["host_adam_bytes_per_second"] = _rounded(rate * TRAFFIC_BYTES)
         source, target = self._state[2], self._state[3]
-        copy = _Load("host", 2 * source.nbytes, lambda _: target.copy_(source))
+        copy = _Load("host", 2 * source.nbytes, lambda: target.copy_(source))
         self.found["host_copy_bytes_per_second"] = self._rates([copy])["host"]
         target.fill_(1.0)
 
     def _host_load(self) -> _Load:
         # A quarter of what is free at most: a probe shall not push anything out.
         numel = min(self._sizes.state_numel, 2 ** int(math.log2(max(2**20, free_host_bytes() / 4 / STATE_BYTES))))
-        piece = min(self._sizes.update_numel, numel)
         self._state = state = _adam_state(numel, partial(self._device.host_empty, pinned=False))
         scratch = Scratch(torch.empty(Scratch.num_bytes(2**18), dtype=torch.uint8))
-
-        def work(i: int) -> None:
-            at = slice(i * piece % numel, i * piece % numel + piece)
-            update(*(part[at] for part in state), hyper=HYPER, clip=1.0, scratch=scratch)
-
-        return _Load("host", piece, work)
+        return _Load("host", numel, lambda: update(*state, hyper=HYPER, clip=1.0, scratch=scratch))
 
     # Copies, and what they do to each other and to updates on the host.
 
@@ -165,12 +159,32 @@ class Prober:
     def _copy_load(self, way: Any, num_bytes: int) -> _Load:
         ends = (self._pinned[way][:num_bytes], self._card[way][:num_bytes])
         source, target = ends if way == "h2d" else ends[::-1]
-        return _Load(way, num_bytes, lambda _: target.copy_(source, non_blocking=True))
+        return _Load(way, num_bytes, lambda: target.copy_(source, non_blocking=True))
 
     def contention(self) -> None:
         into, out, host = self._copies["h2d"], self._copies["d2h"], self._host
         for loads in ([into], [out], [into, out], [into, host], [out, host], [into, out, host]):
             self.found["lanes_per_second"][together(load.lane for load in loads)] = self._rates(loads)
+
+    def step(self) -> None:
+        """The lanes as a step has them that streams: what the card has computed comes out, the host updates it, and twice as much goes in for the next one.
+
+        A lane slows the others only while it works, and here they work about as long as in training: these are the rates that plans take.
+        """
+        chunk, multiply = self._host.amount * 2, self._product(self._sizes.gemms[-1])
+        loads = {way: self._copy_load(way, int(min(chunk, max(self._sizes.copy_bytes)))) for way in ("h2d", "d2h")}
+        seconds = self._seconds([self._host], {"host": 3})["host"]
+        products = max(1, round(0.8 * seconds / self._seconds([multiply], {"compute": 3})["compute"]))
+        loaded: tuple[Event, ...] = ()
+        with self._device.timeline() as line:
+            for _ in range(max(4, math.ceil(4 * self._sizes.window_seconds / seconds))):
+                computed = [self._submit(multiply, loaded) for _ in range(products)]
+                updated = self._submit(self._host, [self._submit(loads["d2h"], computed[-1:])])
+                loaded = (self._submit(loads["h2d"]),)
+                self._submit(loads["h2d"], [updated])
+        amounts: dict[Lane, float] = {"h2d": loads["h2d"].amount, "d2h": loads["d2h"].amount, "host": self._host.amount}
+        spans = {lane: [span.end - span.start for span in line.spans if span.lane == lane] for lane in amounts}
+        self.found["step_per_second"] = {lane: _rounded(amounts[lane] * len(found) / max(sum(found), 1e-9)) for lane, found in spans.items()}
 
     def launches(self) -> None:
         """What a copy costs beyond its bytes: many small ones, from the first call to the last one's end."""
@@ -182,8 +196,8 @@ class Prober:
             for _ in range(5):
                 self._device.synchronize()
                 start = time.perf_counter()
-                for i in range(times):
-                    self._submit(load, i)
+                for _ in range(times):
+                    self._submit(load)
                 self._device.synchronize()
                 taken.append((time.perf_counter() - start) / times)
             seconds[way] = _rounded(statistics.median(taken))
@@ -195,22 +209,23 @@ class Prober:
 
     def gpu_memory(self) -> None:
         source, target = (self._device.empty(max(self._sizes.copy_bytes)) for _ in range(2))
-        self.found["gpu_copy_bytes_per_second"] = self._rates([_Load("compute", 2 * source.nbytes, lambda _: target.copy_(source))])["compute"]
+        self.found["gpu_copy_bytes_per_second"] = self._rates([_Load("compute", 2 * source.nbytes, lambda: target.copy_(source))])["compute"]
 
     def gpu_adam(self) -> None:
         numel = self._sizes.state_numel
         state = _adam_state(numel, self._device.empty)
         scratch = Scratch(self._device.empty(Scratch.num_bytes(2**20)))
-        load = _Load("compute", numel, lambda _: update(*state, hyper=HYPER, clip=1.0, scratch=scratch))
+        load = _Load("compute", numel, lambda: update(*state, hyper=HYPER, clip=1.0, scratch=scratch))
         rate = self._rates([load])["compute"]
         self.found |= {"gpu_adam_params_per_second": rate, "gpu_adam_bytes_per_second": _rounded(rate * TRAFFIC_BYTES)}
 
     def matrices(self) -> None:
-        found = {}
-        for tokens, width_in, width_out in self._sizes.gemms:
-            work = partial(F.linear, self._random(tokens, width_in), self._random(width_out, width_in))
-            found[f"{tokens}x{width_in}x{width_out}"] = self._flops(work, 2 * tokens * width_in * width_out)
-        self.found["gemm_flops"] = found
+        products = {f"{tokens}x{width_in}x{width_out}": self._product((tokens, width_in, width_out)) for tokens, width_in, width_out in self._sizes.gemms}
+        self.found["gemm_flops"] = {shape: self._flops(product) for shape, product in products.items()}
+
+    def _product(self, shape: tuple[int, int, int]) -> _Load:
+        tokens, width_in, width_out = shape
+        return _Load("compute", 2 * tokens * width_in * width_out, partial(F.linear, self._random(tokens, width_in), self._random(width_out, width_in)))
 
     def attention(self) -> None:
         """Forward and backward, causal."""
@@ -221,7 +236,7 @@ class Prober:
             def work(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> None:
                 torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], grad)
 
-            found[f"{tokens} tokens"] = self._flops(work, attention_flops(self._sizes.heads * 128, tokens))
+            found[f"{tokens} tokens"] = self._flops(_Load("compute", attention_flops(self._sizes.heads * 128, tokens), work))
         self.found["attention_flops"] = found
 
     def layer(self) -> None:
@@ -245,7 +260,7 @@ class Prober:
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats(self._device.torch_device)
         products = 6 * rows * tokens * sum(weight.numel() for weight in weights)
-        self.found["layer_flops"] = self._flops(work, products + rows * attention_flops(hidden, tokens))
+        self.found["layer_flops"] = self._flops(_Load("compute", products + rows * attention_flops(hidden, tokens), work))
         if self._device.kind == "cuda":
             most = [peak(self._device.torch_device) for peak in (torch.accelerator.max_memory_allocated, torch.accelerator.max_memory_reserved)]
             self.found["allocator"] = {"lost_share_of_a_layer": _rounded(1 - most[0] / most[1])}
@@ -268,14 +283,14 @@ class Prober:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self._device.torch_device, generator=self._draws) * 0.02
 
-    def _flops(self, work: Callable[[], object], flops: float) -> float:
-        return self._rates([_Load("compute", flops, lambda _: work())])["compute"]
+    def _flops(self, load: _Load) -> float:
+        return self._rates([load])[load.lane]
 
-    def _submit(self, load: _Load, i: int) -> None:
+    def _submit(self, load: _Load, waits: Sequence[Event] = ()) -> Event:
         def work() -> None:
-            load.work(i)
+            load.work()
 
-        self._device.submit(load.lane, work, waits=(), reads=(), writes=(), seconds=0.0)
+        return self._device.submit(load.lane, work, waits=waits, reads=(), writes=(), seconds=0.0)
 
     def _rates(self, loads: Sequence[_Load]) -> dict[str, float]:
         """Amount per second of each load while all of them run."""
@@ -288,12 +303,12 @@ class Prober:
     def _seconds(self, loads: Sequence[_Load], times: dict[Lane, int]) -> dict[Lane, float]:
         """The median of one time of each load, of those that ran while every lane had work."""
         for load in loads:
-            self._submit(load, 0)
+            self._submit(load)
         with self._device.timeline() as line:
             for i in range(max(times.values())):
                 for load in loads:
                     if i < times[load.lane]:
-                        self._submit(load, i)
+                        self._submit(load)
         spans = {load.lane: sorted((span.start, span.end) for span in line.spans if span.lane == load.lane) for load in loads}
         start, end = max(found[0][0] for found in spans.values()), min(found[-1][1] for found in spans.values())
         common = {lane: [span for span in found if start <= span[0] and span[1] <= end] or found for lane, found in spans.items()}

@@ -7,6 +7,7 @@ are put on the device. Each activation strategy is measured in a pass of its own
 Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
 """
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +32,10 @@ from outsize.model.tensors import with_grad
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.passes import Pass
+from outsize.profile.phases import Phase
 from outsize.profile.trace import ModelTrace
 
 Loss = Callable[[nn.Module, Any], Tensor]
-SLOW_TO_TELL = 1.2
-"""A pass that takes so many times as long as its visits compute is held up by the thread that issues it: then a run is too."""
 _NOTHING = (True, ())
 """A layer's output goes on to the next layer as it is, and no weights are read in between."""
 
@@ -77,6 +77,8 @@ class Tracer:
     def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None):
         """`weights`: where the values of hollow parameters are read from. `loss`: as the loop makes it, where that is not the model's own."""
         self.model, self.batch, self.layers, self.device, self.weights, self.loss = model, batch, layers, device, weights, loss
+        # What is allocated between two visits is in no visit's numbers: the device can keep what is sent away, and the host need not.
+        self.aside = device.torch_device
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._brought: dict[nn.Parameter, Tensor] = {}
         self._static: set[int] = set()
@@ -109,7 +111,7 @@ class Tracer:
                 self._readers = {}
                 scout = self._run("keep", scout=True)
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
-            passes = {strategy: self._run(strategy) for strategy in STRATEGIES}
+            passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute")} if self.device.kind != "sim" else {}
         graph = self._graph(passes["keep"])
         self._require_landings(graph)
@@ -168,6 +170,16 @@ class Tracer:
 
     # Running.
 
+    def _measure(self, strategy: Strategy) -> Pass:
+        try:
+            return self._run(strategy)
+        except DeviceOutOfMemory:
+            if strategy not in SENDS or self.aside.type == "cpu":
+                raise
+        gc.collect()  # the exception is gone, and with it the frames that held activations
+        self.aside = torch.device("cpu")
+        return self._run(strategy)
+
     def _run(self, strategy: Strategy, *, scout: bool = False) -> Pass:
         with self.device.meter() as meter:
             if isinstance(meter, Observer):
@@ -190,13 +202,19 @@ class Tracer:
             self._readers.setdefault(id(param), set()).add(len(run.layer_of) - 1)
 
     def _time(self, strategy: Strategy) -> Pass:
-        """What visits compute, with the issuing thread ahead; all the longer where it cannot keep ahead by itself."""
-        alone, ahead = Pass(self, strategy, None), Pass(self, strategy, None, ahead=True)
-        self._once(alone)
-        self._once(ahead)
-        slower = alone.phases.total_seconds / (ahead.phases.total_seconds or 1.0)
-        ahead.phases.slow_down(slower if slower > SLOW_TO_TELL else self.device.spec.boost)
-        return ahead
+        """What visits compute, with the issuing thread ahead. Where it takes longer over a step than the device, it cannot keep ahead: a run is as slow."""
+        run = Pass(self, strategy, None)
+        self._once(run)
+        phases = [phase for visit in range(len(run.layer_of)) for phase in self._phases(run, visit)]
+        computed, issued = sum(phase.seconds for phase in phases), sum(phase.issue_seconds for phase in phases)
+        run.phases.slow_down(max(self.device.spec.boost, issued / computed if computed else 1.0))
+        return run
+
+    def _phases(self, run: Pass, visit: int) -> Iterator[Phase]:
+        twin = self._twin(run, visit)
+        yield run.phases.forward[twin]
+        if twin in run.phases.backward:
+            yield run.phases.backward[twin]
 
     def _once(self, run: Pass) -> None:
         course = Course(self.model, run)

@@ -190,13 +190,23 @@ def _result(
     best = limit(demand_of(engine.now.place, engine.device.spec), engine.device.spec)
     return Result(
         bench=bench, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command, machine=machine,
-        num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up, plan=Promise(
-            fingerprint=fingerprint(plan), summary=summary(plan), step_seconds=plan.estimate.step_seconds, gpu_bytes=plan.estimate.gpu_bytes,
-            gpu_reserved_bytes=plan.reserved_bytes, gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=plan.estimate.host_bytes,
-            host_process_bytes=plan.process_bytes, provenance=plan.provenance, search=plan.search,
-        ),
+        num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up, plan=_promise(engine),
         lanes=_lanes(timeline, speed.median_step_seconds), limit=best, limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
         losses_finite=all(loss - loss == 0.0 for loss in timed.losses), within_budget=_within_budget(bench, memory, plan.gpu_budget_bytes), rivals={},
+    )  # fmt: skip
+
+
+def _promise(engine: Engine) -> Promise:
+    plan, place = engine.plan, engine.now.place
+    estimate, residue = plan.estimate, plan.residue
+    # Weights that live on the card alone come through the host one by one, before anything else of the plan is there.
+    alone = [chunk for chunk in place.layout.chunks if not place.has_host_weights(chunk.index)]
+    passing = max((chunk.nbytes * piece.numel // chunk.numel for chunk in alone for piece in chunk.pieces), default=0)
+    return Promise(
+        fingerprint=fingerprint(plan), summary=summary(plan), step_seconds=estimate.step_seconds, gpu_bytes=estimate.gpu_bytes,
+        gpu_reserved_bytes=int(estimate.gpu_bytes * (1 + engine.device.spec.allocator_share)) + residue.workspace_bytes,
+        gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=estimate.host_bytes, host_process_bytes=max(estimate.host_bytes, passing) + residue.host_bytes,
+        provenance=plan.provenance, search=plan.search,
     )  # fmt: skip
 
 

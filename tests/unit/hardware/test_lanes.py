@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.hardware.catalog import MACHINES, lookup
-from outsize.hardware.lanes import BUSY_SHARES, LANES, Lane, LaneClock, compute_seconds, copy_seconds, steady_rate, together, update_seconds
-from outsize.hardware.machine import read_machine
+from outsize.hardware.catalog import lookup
+from outsize.hardware.lanes import LANES, LaneClock, compute_seconds, copy_seconds, together, update_seconds
 
 MACHINE = dataclasses.replace(
     lookup("64MiB"), flops=1e12, gpu_bytes_per_second=100e9, h2d_bytes_per_second=10e9, d2h_bytes_per_second=5e9, host_adam_params_per_second=1e9,
@@ -73,16 +72,5 @@ def test_compute_is_bound_by_arithmetic_or_by_memory_whichever_is_longer() -> No
     assert compute_seconds(MACHINE, 1.0, 300_000_000_000) == pytest.approx(3.0)
 
 
-def test_a_lane_that_nothing_slows_keeps_its_rate() -> None:
-    names = [together(lanes) for lanes in (["h2d"], ["d2h", "h2d"], ["host", "h2d"], ["h2d", "host", "d2h"])]
-    assert names == ["h2d", "h2d+d2h", "h2d+host", "h2d+d2h+host"]
-    assert steady_rate("h2d", {name: {"h2d": 7.0} for name in names}) == pytest.approx(7.0)
-
-
-@pytest.mark.parametrize(("lane", "rate"), [("h2d", 47.4e9), ("d2h", 53.7e9), ("host", 4.59e9)])
-def test_the_rates_of_the_h200_under_load_are_between_its_best_and_its_worst(lane: Lane, rate: float) -> None:
-    """The figures of docs/decisions/0012-the-probe.md."""
-    measured = read_machine(MACHINES / "h200.yaml").measured["lanes_per_second"]
-    found = steady_rate(lane, measured)
-    assert found == pytest.approx(rate, rel=2e-3)
-    assert measured[together(BUSY_SHARES)][lane] < found < measured[lane][lane]
+def test_lanes_at_work_have_one_name_in_any_order() -> None:
+    assert [together(lanes) for lanes in (["h2d"], ["d2h", "h2d"], ["host", "h2d"], ["h2d", "host", "d2h"])] == ["h2d", "h2d+d2h", "h2d+host", "h2d+d2h+host"]

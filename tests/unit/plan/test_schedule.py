@@ -127,6 +127,14 @@ def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_
     assert place.parts(place.host)["host_gradient"] == sum(case.layout.chunks[c].nbytes for c in set(landing) - set(early))
 
 
+def test_deferred_updates_are_issued_with_the_last_gradient_for_the_host_and_their_copies_when_no_load_can_wait_for_them() -> None:
+    """Blocks 0 to 2 stay on the device: the host has its last gradient when three of eight backwards are still to come."""
+    case = make_case(6, terms=Terms(update="in_backward"))
+    place = case.place(case.decide(["gpu/gpu"] * 3 + ["gpu/host"] * 5, stride=2))
+    text = " ".join(map(str, compile_schedule(place).backward["first+update"]))
+    assert text == "B7 G7 U7 W7 B6 G6 B5 G5 U5 W5 B4 G4 B3 G3 U3 W3 U4 U6 B2 U2 B1 U1 B0 U0 W4 W6"
+
+
 def test_a_stride_means_nothing_where_updates_come_after_the_step_or_on_the_device() -> None:
     after, during = make_case(4), make_case(4, terms=Terms(update="in_backward"))
     for case, homes in ((after, "host/host"), (during, "host/gpu")):

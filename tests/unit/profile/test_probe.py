@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -19,7 +19,7 @@ from outsize.hardware.machine import Machine, read_machine, write_machine
 from outsize.profile.probe import Prober, Sizes, _Load, make_spec, probe
 
 SMALL = Sizes(
-    window_seconds=0.01, state_numel=2**20, update_numel=2**18, copy_bytes=(4096, 2**20), gemms=((64, 32, 64),), attention_tokens=(64,), heads=2,
+    window_seconds=0.01, state_numel=2**20, copy_bytes=(4096, 2**20), gemms=((64, 32, 64),), attention_tokens=(64,), heads=2,
     layer=(1, 64, 128, 256),
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_every_stage_of_the_card_runs_and_every_figure_is_a_rate() -> None:
     assert all(found.keys() == set(key.split("+")) for key, found in measured["lanes_per_second"].items())
     assert set(measured["copy_bytes_per_second"]["h2d"]) == {"4KiB", "1MiB"}
     rates = [key for key in measured if key.endswith(("per_second", "flops"))]
-    assert len(rates) == 10 and all(math.isfinite(x) and x > 0 for key in rates for x in numbers({"": measured[key]}))
+    assert len(rates) == 11 and all(math.isfinite(x) and x > 0 for key in rates for x in numbers({"": measured[key]}))
     spec = make_spec(device, measured)
     assert spec.provenance == "probed on 2026-11-16" and spec.flops == pytest.approx(statistics.mean(measured["gemm_flops"].values()), rel=1e-3)
     text = show(Machine(spec=spec, measured=measured))
@@ -66,10 +66,11 @@ def test_flops_count_as_in_the_trial_run(stage: str) -> None:
     seen = Observer()
     seen.cost_of = lambda flops, moved: 0.0
 
-    def once(work: Callable[[], object], flops: float) -> float:
+    def once(load: _Load) -> float:
+        already = seen.flops
         with seen:
-            work()
-        assert seen.flops == flops
+            load.work()
+        assert seen.flops - already == load.amount
         return 1.0
 
     prober._flops = once  # type: ignore[method-assign]
@@ -101,5 +102,5 @@ def test_only_what_ran_while_every_lane_had_work_counts() -> None:
                 self._timeline.spans.append(Span(lane, "", start, self.free[lane]))
 
     prober = Prober(Shared(), SMALL)
-    loads = [_Load("h2d", 1, lambda _: None), _Load("host", 1, lambda _: None)]
+    loads = [_Load("h2d", 1, lambda: None), _Load("host", 1, lambda: None)]
     assert prober._seconds(loads, {"h2d": 4, "host": 20}) == {"h2d": 1.0, "host": 2.0}
