@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
+from outsize.activation.again import made_again
 from outsize.activation.parcel import Handle, Parcel
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
@@ -27,26 +27,24 @@ def keep(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
     """Only the input stays; backward runs the forward again, with the same random numbers and autocast."""
     first = next(tensors_in((args, kwargs)), None)
-    if first is None:
-        return forward(*args, **kwargs)
-    # The checkpoint takes the device's random state from positional tensors alone, and a block may be called by keyword.
-    return checkpoint(lambda _: forward(*args, **kwargs), first.new_empty(0), use_reentrant=False)
+    return forward(*args, **kwargs) if first is None else made_again(lambda: forward(*args, **kwargs), first.device)
 
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
     """`recompute`, with the input on the host. The input is the first tensor argument; others (masks, encoder output) are shared by many blocks."""
     hidden = next(tensors_in((args, kwargs)))
     handle, requires_grad = parcel.pack(hidden), hidden.requires_grad
-    present = [hidden]  # during the forward alone: the checkpoint must not hold it
-    empty = hidden.new_empty(0)  # stands for the input among the arguments, and tells the checkpoint which device's random state to keep
+    present = [hidden]  # during the forward alone: backward takes it from the parcel
+    empty = hidden.new_empty(0)  # stands for the input among the arguments
+    device = hidden.device
     args, kwargs = map_tensors(lambda t: empty if t is hidden else t, (args, kwargs))
 
-    def run(_: Tensor) -> Any:
+    def run() -> Any:
         x = present.pop() if present else parcel.unpack(handle).requires_grad_(requires_grad)
         positional, named = map_tensors(lambda t: x if t is empty else t, (args, kwargs))
         return forward(*positional, **named)
 
-    return checkpoint(run, empty, use_reentrant=False)
+    return made_again(run, device)
 
 
 def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:

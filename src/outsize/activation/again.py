@@ -1,0 +1,130 @@
+"""A forward that is made again in backward: autograd keeps nothing of what it saved, and the first tensor that backward asks for has all of them made.
+
+What torch.utils.checkpoint does, with less Python for every saved tensor: there it costs more than the forward itself (docs/decisions/0014), and a GPU that
+is fast waits for Python.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from outsize.base.errors import ModelUnsupported, tell
+
+
+class _Enough(Exception):
+    """All that backward will ask for is there, or something else than it will ask for: the rest of the forward need not run."""
+
+
+def made_again(forward: Callable[[], Any], device: torch.device) -> Any:
+    """Run `forward`, and have backward run it again: with the same random numbers and autocast, as far as its last saved tensor. `device`: whose numbers."""
+    if not torch.is_grad_enabled():
+        return forward()
+    saved = _Saved(forward, _Surroundings(device))
+    with saved_tensors_hooks(saved.note, saved.get):
+        return forward()
+
+
+class _Ticket:
+    """What autograd keeps of a tensor. If it is gone before the backward, nobody will ask for the tensor."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+class _Saved:
+    """Of one call: what autograd saved, first as tickets and kinds, in backward as tensors, each given away once."""
+
+    def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings"):
+        self._forward, self._surroundings = forward, surroundings
+        self._tickets: list[weakref.ref[_Ticket]] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._tensors: list[Tensor | None] = []
+
+    def note(self, tensor: Tensor) -> _Ticket:
+        ticket = _Ticket(len(self._kinds))
+        self._tickets.append(weakref.ref(ticket))
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return ticket
+
+    def get(self, ticket: _Ticket) -> Tensor:
+        if not self._tensors or self._tensors[ticket.number] is None:  # the first one, or another backward over the same graph
+            self._make()
+        tensor, self._tensors[ticket.number] = self._tensors[ticket.number], None
+        assert tensor is not None
+        return tensor
+
+    def _make(self) -> None:
+        tensors: list[Tensor | None] = []
+        found = ""
+
+        def add(tensor: Tensor) -> None:
+            nonlocal found
+            was, now = self._kinds[len(tensors)], (tensor.shape, tensor.dtype)
+            if was != now:
+                found = f"number {len(tensors)} was {_show(*was)} and is {_show(*now)}"
+                raise _Enough
+            tensors.append(tensor.detach() if self._tickets[len(tensors)]() is not None else None)
+            if len(tensors) == len(self._kinds):
+                raise _Enough
+
+        try:
+            with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(add, _unasked):
+                self._forward()
+            found = f"{len(self._kinds)} tensors were saved in forward and {len(tensors)} in backward"
+        except _Enough:
+            self._tensors = tensors
+        if found:  # not raised in the middle of an operator: torch takes some errors there for its own
+            self._tensors = []
+            raise _differs(found)
+
+
+def _unasked(_: None) -> Tensor:
+    raise AssertionError("nobody goes backward through a forward that is made again")
+
+
+def _show(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def _differs(found: str) -> ModelUnsupported:
+    do = "Take out of its forward what varies (a counter, a cache, Python's random), or keep its activations (pins n_checkpoint=0, n_offload=0)"
+    return ModelUnsupported(tell("a layer that is recomputed saves the same tensors both times", found, do))
+
+
+class _Surroundings:
+    """What a forward depends on beside its inputs: random state, and autocast, which no thread of autograd has by itself."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._random = self._states()
+        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}}
+        self._caches = torch.is_autocast_cache_enabled()
+
+    def _states(self) -> tuple[Tensor, Tensor | None]:
+        has_own = self._device.type != "cpu" and torch.accelerator.is_available()
+        return torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(self._device) if has_own else None
+
+    def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        now = self._states()
+        self._set(self._random)
+        try:
+            with ExitStack() as contexts:
+                for kind, (enabled, dtype) in self._autocast.items():
+                    if enabled or torch.is_autocast_enabled(kind):
+                        contexts.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._caches))
+                yield
+        finally:
+            self._set(now)
