@@ -122,14 +122,14 @@ class Detour(nn.Module):
 
 @pytest.mark.parametrize(
     ("order", "expected", "found"),
-    [([0, 2, 1, 3], "layers.1", "layers.2"), ([0, 1, 1, 2, 3], "layers.2", "layers.1"), ([0, 1, 3], "layers.2", "layers.3")],
+    [([0, 2, 1, 3], "layers.3", "layers.1"), ([0, 1, 1, 2, 3], "layers.2", "layers.1"), ([3, 0], "the end of forward", "layers.0")],
 )
 def test_another_order_of_blocks_stops_with_both_named_and_the_next_step_is_clean(order: list[int], expected: str, found: str) -> None:
     x = {"x": torch.ones(2, 8)}
     plain, model = Detour(), Detour()
     engine = cells.prepare_by_hand(model, x, spec=SPEC, weights="host", optimizer="host", chunk_bytes=512)
     model.order = order
-    with pytest.raises(OrderMismatch, match=rf"{expected}\).*{found}"):
+    with pytest.raises(OrderMismatch, match=rf"{expected}.*{found}"):
         model(**x)
     model.order = [0, 1, 2, 3]
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)

@@ -4,7 +4,8 @@ The tracer and the engine listen to the same course, so what is measured is what
 opens when the one before it closes, and whatever runs between two layers belongs to the earlier one.
 
 [Note: Where visits open]
-Forward: the stem opens with the root's forward, a layer with its own, a region when the last layer of a list returns.
+Forward: the stem opens with the root's forward, a layer with its own, a region when the last layer of a list returns, or when a module runs that the listener
+knows to be in it (the last layer may have been left out).
 Backward: a layer opens when a gradient reaches one of its outputs, which is before any recompute of it; the head when one
 reaches an output of the root; any other region when one reaches an input of the layer after it that was made in the region, or an output of a module with
 weights that was called in it: what a stem makes may pass a whole stack by (token embeddings beside a frozen vision tower). Autograd runs nodes in the
@@ -31,6 +32,14 @@ from outsize.model.tensors import with_grad
 class Listener(Protocol):
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The root is called; returns its arguments, moved where they are wanted."""
+        ...
+
+    def finds(self, layer: int, after: int) -> int:
+        """Which visit opens with this layer, after that one."""
+        ...
+
+    def reads(self, module: nn.Module, visit: int) -> int:
+        """Which visit a module with weights that is in no layer runs in, if it runs in this visit or later."""
         ...
 
     def forward_enters(self, visit: int, layer: int | None) -> None:
@@ -91,6 +100,8 @@ class Course:
         for module in root.modules() if layers else ():
             if id(module) not in inside and any(param is not None for param in module._parameters.values()):
                 self._handles.append(module.register_forward_hook(self._loose_closes))
+                if not any(id(part) in inside for part in module.modules()):
+                    self._handles.append(module.register_forward_pre_hook(self._loose_opens, with_kwargs=True))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -114,10 +125,9 @@ class Course:
         return args, kwargs
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._visit >= 0 and self._in_region:
-            self._opens_backward(self._visit, self._fresh((args, kwargs)))
         if self._visit >= 0:
-            self._visit += 1
+            self._leaves_region((args, kwargs))
+            self._visit = self._listener.finds(index, self._visit)
         self._in_region = False
         self._listener.forward_enters(self._visit, index)
 
@@ -131,6 +141,16 @@ class Course:
         if self._layers[index].is_last:
             self._visit, self._in_region = self._visit + 1, True
             self._listener.forward_enters(self._visit, None)
+
+    def _leaves_region(self, inputs: Any) -> None:
+        if self._in_region:
+            self._opens_backward(self._visit, self._fresh(inputs))
+
+    def _loose_opens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._visit >= 0 and (visit := self._listener.reads(module, self._visit)) != self._visit:
+            self._leaves_region((args, kwargs))
+            self._visit, self._in_region = visit, True
+            self._listener.forward_enters(visit, None)
 
     def _loose_closes(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A module with weights that is in no layer has run."""

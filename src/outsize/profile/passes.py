@@ -76,6 +76,12 @@ class Pass:
             self.phases.open_forward()
         return map_tensors(put, args), map_tensors(put, kwargs)
 
+    def finds(self, layer: int, after: int) -> int:
+        return after + 1
+
+    def reads(self, module: nn.Module, visit: int) -> int:
+        return visit
+
     def forward_enters(self, visit: int, layer: int | None) -> None:
         if self._beside:
             return

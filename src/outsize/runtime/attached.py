@@ -63,13 +63,11 @@ class Attached:
         executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
         self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
         self.patches = Patches(model, self.store, drain=drain, before_write=before_write, zero_grad=zero_grad)
-        self._guard: Guard | None = Guard(self.store)
-        weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
+        self._guard: Guard | None = None
         # Under a mode, the gradients of a parameter with several uses are added up out of place. A plan that was measured without one has no room for that.
         adds_up = any(chunk.trainable and len(chunk.visits) > 1 for chunk in layout.chunks)
         self._guards_backward = device.observes_by_mode or not adds_up
-        if self._guards_backward:
-            push_mode(self._guard)
+        self._arm_guard()
         static = {t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))}
         self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
         self._chunks_of = {graph.visit_name(v): layout.used_by(v) for v in range(len(graph.visits))}
@@ -77,6 +75,13 @@ class Attached:
         for visit in range(1, len(graph.visits)):
             if graph.blocks[graph.visits[visit]].kind != "layer":
                 self._region_after.setdefault(graph.visit_name(visit - 1), visit)
+        self._visits_of: dict[str, list[int]] = {}
+        for visit in range(len(graph.visits)):
+            self._visits_of.setdefault(graph.visit_name(visit), []).append(visit)
+        self._jumps: set[tuple[int, int]] = set()
+        """From which visit to which forwards have gone that left out what is between."""
+        self._readers: dict[int, frozenset[int]] = {}
+        """By id of a module: the visits that read its own parameters."""
         if planned.loss is not None:
             planned.loss.attach()
 
@@ -91,6 +96,35 @@ class Attached:
         """Of the region that follows a layer (None: the start), for forwards that the schedule does not know."""
         visit = self._region_after.get(after)
         return self.planned.layout.used_by(visit) if visit is not None else ()
+
+    def next_visit(self, layer: str, after: int) -> int:
+        """The plan's next visit of a layer: what lies between is left out of this forward. Without one, the next visit at all, which is another layer's."""
+        return self._jumps_to(after, next((visit for visit in self._visits_of.get(layer, ()) if visit > after), after + 1))
+
+    def reading_visit(self, module: nn.Module, visit: int) -> int:
+        """Where the plan has this module, from a visit on: later where a region's way in, the last layer of a list, was left out."""
+        if id(module) not in self._readers:
+            own = {id(param) for param in module._parameters.values()}
+            names = [name for name, param in self.store.params.items() if id(param) in own]
+            self._readers[id(module)] = frozenset(v for name in names for v in self.planned.graph.users[name])
+        readers = self._readers[id(module)]
+        return visit if visit in readers else self._jumps_to(visit, min((reader for reader in readers if reader > visit), default=visit))
+
+    def _jumps_to(self, start: int, end: int) -> int:
+        """The first time that blocks are left out, the rest of the step is guarded as the first step was: it is a way that nobody has seen."""
+        if end > start + 1 and (start, end) not in self._jumps:
+            self._jumps.add((start, end))
+            if self._guard is None:
+                self._arm_guard()
+                if not self._guards_backward:
+                    self.begin_forward()
+        return end
+
+    def _arm_guard(self) -> None:
+        self._guard = Guard(self.store)
+        weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
+        if self._guards_backward:
+            push_mode(self._guard)
 
     def begin_forward(self) -> None:
         """Forwards are guarded also where backwards are not."""

@@ -1,7 +1,8 @@
 """Executor: walks the schedule with tensors.
 
 The model's course says which visit opens; everything the schedule lists before it is issued first, in order, on the device's lanes. What to wait
-for comes from Hazards alone. A model that runs its blocks in another order than the schedule stops here, with both named.
+for comes from Hazards alone. A forward may leave blocks out (images that a batch has not, a layer that is dropped): their loads are made, what they would have
+sent or computed is passed over. A model that runs others, or in another order, stops here, with both named.
 Forwards without grad are not in the schedule: they load what they need when they need it.
 
 Under a plain plan (Placement.is_plain) nothing must be issued between visits, so nobody tells of them: the model runs as it would without an engine,
@@ -20,7 +21,7 @@ from outsize.base.units import show_bytes
 from outsize.device.device import Device, Event
 from outsize.plan.hazards import Hazards, Token
 from outsize.plan.placement import Buffer, Placement
-from outsize.plan.schedule import Action, Effect, Schedule, action_seconds, backward_key, effect
+from outsize.plan.schedule import Action, Effect, Kind, Schedule, action_seconds, backward_key, effect
 from outsize.runtime.store import Store
 
 
@@ -55,6 +56,8 @@ class Executor:
         self._next = 0
         self._updating = False
         self._open: tuple[Effect, float] | None = None
+        self._left_out: set[int] = set()
+        """Visits that this forward has passed over."""
         self._parcels: dict[int, Parcel] = {}
         self._known: dict[tuple[Action, bool], tuple[Effect, float]] = {}
 
@@ -63,12 +66,15 @@ class Executor:
     def begin_forward(self) -> None:
         self.stage, self._queue, self._next, self._updating = Stage.FORWARD, self.schedule.forward, 0, False
         self.issued = []
+        self._left_out.clear()
 
     def enter_forward(self, visit: int, layer: str | None) -> None:
         """`layer`: the name of the layer that opens, None for a region."""
-        planned = self.place.graph.blocks[self.place.graph.visits[visit]] if self.sees_visits and visit < len(self.place.graph.visits) else None
-        if planned is not None and (planned.name != layer if planned.kind == "layer" else layer is not None):
-            raise self._mismatch(Action("F", visit), f"ran {layer or 'past its last layer'}")
+        graph = self.place.graph
+        if self.sees_visits:
+            planned = graph.blocks[graph.visits[visit]] if visit < len(graph.visits) else None
+            if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
+                raise self._mismatch(Action("F", visit) if planned is not None else None, f"ran {layer or 'past its last layer'}")
         self._advance_to(Action("F", visit))
 
     def end_forward(self) -> None:
@@ -131,14 +137,13 @@ class Executor:
             self.current_visit = ALL_VISITS
             return
         self._close_open()
-        while self._next < len(self._queue) and self._queue[self._next].kind != action.kind:
-            self._issue(self._queue[self._next])
-            self._next += 1
-        expected = self._queue[self._next] if self._next < len(self._queue) else None
+        expected = self._walk_to(action.kind)
+        if expected != action and action.kind == "F" and action in self._queue[self._next :]:
+            while expected is not None and expected != action:
+                self._left_out.add(expected.index)
+                expected = self._walk_to("F")
         if expected != action:
-            graph = self.place.graph
-            name = graph.visit_name(action.index) if action.index < len(graph.visits) else "one block more than planned"
-            raise self._mismatch(expected, f"ran {action} ({name})")
+            raise self._mismatch(expected, f"ran {action} ({self.place.graph.visit_name(action.index)})")
         self._next += 1
         if action.kind == "B":
             # A forward without grad may have passed through the slots since.
@@ -146,6 +151,18 @@ class Executor:
         self.current_visit = action.index
         self.issued.append(str(action))
         self._begin(*self._effect(action), str(action))
+
+    def _walk_to(self, kind: Kind) -> Action | None:
+        """Issue what comes before the next action of this kind, without what is left out. None at the end of the segment."""
+        while self._next < len(self._queue):
+            action = self._queue[self._next]
+            is_left_out = action.kind in "FBSRP" and action.index in self._left_out
+            if action.kind == kind and not is_left_out:
+                return action
+            if not is_left_out:
+                self._issue(action)
+            self._next += 1
+        return None
 
     def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
         what = "forward" if self.stage is Stage.FORWARD else "backward"
@@ -155,12 +172,8 @@ class Executor:
 
     def _finish_segment(self, what: str) -> None:
         self._close_open()
-        while self.sees_visits and self._next < len(self._queue):
-            action = self._queue[self._next]
-            if action.kind in "FB":
-                raise self._mismatch(action, f"ended its {what} without it")
-            self._issue(action)
-            self._next += 1
+        if self.sees_visits and (missing := self._walk_to("F" if self.stage is Stage.FORWARD else "B")) is not None:
+            raise self._mismatch(missing, f"ended its {what} without it")
         if not self.sees_visits and self._updating:
             for action in self._queue:
                 if action.kind == "U":

@@ -1,7 +1,7 @@
 """The guard: no operator reads a parameter while its slot holds another chunk.
 
 Such a read gives finite, wrong numbers and no error, so a dispatch mode looks at every operator's Parameter arguments. Always on for `cpu` and
-`sim`; elsewhere for the first step after prepare or a re-plan, and with OUTSIZE_GUARD=1.
+`sim`; elsewhere for the first step after prepare or a re-plan, for the first that leaves certain blocks out, and with OUTSIZE_GUARD=1.
 """
 
 import weakref

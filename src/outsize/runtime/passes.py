@@ -97,6 +97,12 @@ class Passes:
         if executor.stage is not Stage.IDLE:
             self.roll_back()
 
+    def finds(self, layer: int, after: int) -> int:
+        return self._holder.now.next_visit(self._layers[layer].name, after) if self._training else after + 1
+
+    def reads(self, module: nn.Module, visit: int) -> int:
+        return self._holder.now.reading_visit(module, visit) if self._training else visit
+
     def forward_enters(self, visit: int, layer: int | None) -> None:
         now = self._holder.now
         name = self._layers[layer].name if layer is not None else None

@@ -26,6 +26,12 @@ class Recorder:
         self.log.append("begin")
         return args, kwargs
 
+    def finds(self, layer: int, after: int) -> int:
+        return after + 1
+
+    def reads(self, module: nn.Module, visit: int) -> int:
+        return visit
+
     def forward_enters(self, visit: int, layer: int | None) -> None:
         self.forward.append((visit, layer))
         self.log.append(f"F{visit}")
