@@ -14,7 +14,6 @@ from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
 pytestmark = pytest.mark.gpu
-MiB = 2**20
 
 
 def decoder() -> LlamaForCausalLM:
@@ -47,10 +46,10 @@ def test_a_trial_with_little_room_sends_activations_to_the_host_and_measures_the
         tracer._run("keep")
     least = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
-    # As much as the pass that keeps everything takes, and not the half of a layer more.
+    # As much as the pass that keeps everything takes, with what the allocator loses; another layer or two, as for keeping aside what is sent, are not there.
     total = torch.cuda.get_device_properties(0).total_memory
     try:
-        torch.cuda.set_per_process_memory_fraction((least + 64 * MiB) / total)
+        torch.cuda.set_per_process_memory_fraction(1.25 * least / total)
         tracer = Tracer(model, batch(), layers, device)
         _, narrow = tracer.trace()
     finally:
