@@ -58,22 +58,28 @@ def test_a_trial_with_little_room_sends_activations_to_the_host_and_measures_the
     assert bytes_of(narrow) == bytes_of(wide)
 
 
-class Slow(nn.Module):
-    """Computes next to nothing, and its Python takes 5 ms."""
+class Layer(nn.Module):
+    """Its Python takes so many seconds, its device so many cycles, and then it may wait for the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0, cycles: int = 0, waits: bool = False) -> None:
         super().__init__()
         self.inner = nn.Linear(64, 64)
+        self.seconds, self.cycles, self.waits = seconds, cycles, waits
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.005)
-        return x + self.inner(x)
+        time.sleep(self.seconds)
+        if self.cycles:
+            torch.cuda._sleep(self.cycles)
+        x = x + self.inner(x)
+        if self.waits:
+            x.sum().item()
+        return x
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **how: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Slow() for _ in range(5))
+        self.layers = nn.ModuleList(Layer(**how) for _ in range(12))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -81,8 +87,16 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def test_where_issuing_takes_longer_than_computing_a_step_takes_as_long_as_issuing() -> None:
-    model = Stack()
+def planned_seconds(**how: Any) -> float:
+    model = Stack(**how)
     _, trace = Tracer(model, [torch.randn(4, 64)], find_layers(model, None), choose_device("cuda")).trace()
-    seconds = sum(visit["keep"].forward_seconds + visit["keep"].backward_seconds for visit in trace.visits)
-    assert seconds > 5 * 0.005
+    return sum(visit["keep"].forward_seconds + visit["keep"].backward_seconds for visit in trace.visits)
+
+
+def test_where_issuing_takes_longer_than_computing_a_step_takes_as_long_as_issuing() -> None:
+    assert planned_seconds(seconds=0.005) > 12 * 0.005
+
+
+def test_waiting_for_the_device_is_not_issuing() -> None:
+    """The head start that the trial gives itself would else be counted, for every layer that the measured one stands for."""
+    assert planned_seconds(cycles=5_000_000, waits=True) < 1.5 * planned_seconds(cycles=5_000_000)

@@ -83,6 +83,21 @@ def test_the_first_batch_with_images_after_a_plan_without_them_is_planned_for(ki
     assert same(plain, model)
 
 
+def test_text_and_images_that_are_each_larger_than_planned_for_are_planned_for_together() -> None:
+    """A plan that forgot the images when it grew for the text would be made anew with every batch."""
+    kind = "qwen2.5-vl"
+    model = zoo.make(kind)
+    long = {name: torch.cat([value] * 3, 1) for name, value in text_only(kind, 0).items()}
+    engine = outsize.prepare(model, text_only(kind, 0), optimizer=outsize.AdamW(), device="sim:64GiB", chunked_loss=False)
+    plans = []
+    with cells.closing(engine):
+        for batch in (zoo.batch(kind), long, zoo.batch(kind), long):
+            step(engine, [batch], "after_step")
+            plans.append(engine.plan)
+    assert plans[1] is plans[2] is plans[3] is not plans[0]
+    assert plans[1].inputs["input_ids"] == (2, 48) and plans[1].inputs["pixel_values"] == tuple(zoo.batch(kind)["pixel_values"].shape)
+
+
 class Dropping(nn.Module):
     """Two stacks with weights between and behind them, which run the layers they are told to."""
 

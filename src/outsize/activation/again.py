@@ -15,6 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.base.errors import ModelUnsupported, tell
 
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+
 
 class _Enough(Exception):
     """All that backward will ask for is there, or something else than it will ask for: the rest of the forward need not run."""
@@ -44,71 +46,74 @@ class _Saved:
     def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings"):
         self._forward, self._surroundings = forward, surroundings
         self._tickets: list[weakref.ref[_Ticket]] = []
-        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._kinds: list[_Kind] = []
         self._tensors: list[Tensor | None] = []
 
     def note(self, tensor: Tensor) -> _Ticket:
         ticket = _Ticket(len(self._kinds))
         self._tickets.append(weakref.ref(ticket))
-        self._kinds.append((tensor.shape, tensor.dtype))
+        self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
         return ticket
 
     def get(self, ticket: _Ticket) -> Tensor:
-        if not self._tensors or self._tensors[ticket.number] is None:  # the first one, or another backward over the same graph
+        # The first one, or of another backward over the same graph, or asked for while the forward still runs.
+        if ticket.number >= len(self._tensors) or self._tensors[ticket.number] is None:
             self._make()
         tensor, self._tensors[ticket.number] = self._tensors[ticket.number], None
         assert tensor is not None
         return tensor
 
     def _make(self) -> None:
+        wanted = len(self._kinds)
         tensors: list[Tensor | None] = []
-        found = ""
+        found = f"{wanted} tensors were saved in forward and fewer in backward"
 
-        def add(tensor: Tensor) -> None:
+        def add(tensor: Tensor) -> Tensor:
             nonlocal found
-            was, now = self._kinds[len(tensors)], (tensor.shape, tensor.dtype)
+            value, was, now = tensor.detach(), self._kinds[len(tensors)], (tensor.shape, tensor.dtype, tensor.device)
             if was != now:
                 found = f"number {len(tensors)} was {_show(*was)} and is {_show(*now)}"
                 raise _Enough
-            tensors.append(tensor.detach() if self._tickets[len(tensors)]() is not None else None)
-            if len(tensors) == len(self._kinds):
+            tensors.append(value if self._tickets[len(tensors)]() is not None else None)
+            if len(tensors) == wanted:
+                found = ""
                 raise _Enough
+            return value
 
         try:
-            with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(add, _unasked):
+            with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(add, _itself):
                 self._forward()
-            found = f"{len(self._kinds)} tensors were saved in forward and {len(tensors)} in backward"
         except _Enough:
-            self._tensors = tensors
+            pass
+        except Exception:
+            if found:  # what torch made of ours on the way, else
+                raise
         if found:  # not raised in the middle of an operator: torch takes some errors there for its own
-            self._tensors = []
-            raise _differs(found)
+            do = "Take out of its forward what varies from call to call (a counter, a cache, Python's random)"
+            raise ModelUnsupported(tell("a layer that is recomputed saves the same tensors both times", found, do))
+        self._tensors = tensors
 
 
-def _unasked(_: None) -> Tensor:
-    raise AssertionError("nobody goes backward through a forward that is made again")
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
-def _show(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
-
-
-def _differs(found: str) -> ModelUnsupported:
-    do = "Take out of its forward what varies (a counter, a cache, Python's random), or keep its activations (pins n_checkpoint=0, n_offload=0)"
-    return ModelUnsupported(tell("a layer that is recomputed saves the same tensors both times", found, do))
+def _show(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
 
 
 class _Surroundings:
-    """What a forward depends on beside its inputs: random state, and autocast, which no thread of autograd has by itself."""
+    """What a forward depends on beside its inputs: random state, the default device, and autocast, which no thread of autograd has by itself."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self._default = device, torch.get_default_device()
         self._random = self._states()
-        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}}
+        kinds = (kind for kind in {device.type, "cpu"} if torch.amp.is_autocast_available(kind))
+        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._caches = torch.is_autocast_cache_enabled()
 
     def _states(self) -> tuple[Tensor, Tensor | None]:
-        has_own = self._device.type != "cpu" and torch.accelerator.is_available()
+        has_own = self._device.type not in ("cpu", "meta") and torch.accelerator.is_available()
         return torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(self._device) if has_own else None
 
     def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
@@ -122,6 +127,8 @@ class _Surroundings:
         self._set(self._random)
         try:
             with ExitStack() as contexts:
+                if torch.get_default_device() != self._default:
+                    contexts.enter_context(self._default)
                 for kind, (enabled, dtype) in self._autocast.items():
                     if enabled or torch.is_autocast_enabled(kind):
                         contexts.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._caches))

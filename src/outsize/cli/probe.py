@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _DOC = """How fast are the lanes of this machine: copies, updates, matrices?
 
-Takes about ten seconds, during which nothing else should run. What it finds is kept (OUTSIZE_CACHE) and used by every plan for this machine until the driver or
-torch changes. Without a GPU, only the host is measured.
+Takes about twenty seconds, during which nothing else should run. What it finds is kept (OUTSIZE_CACHE) and used by every plan for this machine until
+the driver or torch changes. Without a GPU, only the host is measured.
 
 [bold]Examples[/bold]
 

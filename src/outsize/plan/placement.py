@@ -81,7 +81,7 @@ class Placement:
 
     @cached_property
     def deferred(self) -> frozenset[int]:
-        """Chunks that a backward with updates leaves for after it. See [Note: Which update comes when]."""
+        """Chunks that a backward with updates leaves until the last gradient for the host has come. See [Note: Which update comes when]."""
         if self.terms.update != "in_backward":
             return frozenset()
         on_host = [c for visit in sorted(self.landing_at, reverse=True) for c in self.landing_at[visit] if self.updates_on_host(c)]

@@ -52,7 +52,7 @@ class Decision:
     """How many streamed visits ahead weights are loaded; slots follow from it."""
     stride: int = 1
     """With updates in backward: every so many of the chunks that are updated on the host, in the order their gradients land, are updated while the
-    backward runs. The gradients of the others wait on the host, and their updates follow in forward order, under the next forward."""
+    backward runs. The gradients of the others wait on the host; their updates follow the last gradient, in forward order, and go on under the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,7 +60,7 @@ def head(plan: Plan, graph: BlockGraph) -> list[str]:
     batch = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.inputs.items() if shape)
     update = {"after_step": "updated after the step", "in_backward": "updated in backward"}[plan.terms.update]
     if plan.decision.stride > 1:
-        update += f" (on the host: 1 of {plan.decision.stride}, the others under the next forward)"
+        update += f" (on the host: 1 of {plan.decision.stride}, the others after these)"
     accumulate = f", {plan.terms.accumulate} micro-batches a step" if plan.terms.accumulate > 1 else ""
     trainable = "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
     loss = [f"loss {plan.loss}"] if plan.loss else []

@@ -18,7 +18,7 @@ by runtime/executor.py with tensors, in the same order. Actions print as `F12` o
 After the step, updates come in forward order: the next forward begins under them. With updates in backward, the host is slower than the backward
 (a layer's update takes two or three times its backward), so what lands cannot all be updated as it lands. Were it queued, the last layers' updates
 would come first and the first layers', which the next forward waits for, last. So the host takes every `stride`-th chunk that lands, as many
-as it can do while the backward runs, and the others in forward order after it: it works from the first gradient to the last layer's forward.
+as it can do until the last has landed, and then the others in forward order: it works from the first gradient to the last layer's forward.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Pass: one forward and backward of a trial run under one strategy, listening to the model's course and measuring it."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class Pass:
         self.backward: list[int] = []
         self.keys: dict[int, Any] = {}
         self._ran: dict[Any, int] = {}
-        self._pass_through: dict[Any, Callable[[Tensor], Any] | None] = {}
+        self._pass_through: dict[Any, Callable[[list[Tensor]], Any] | None] = {}
         self._parcels: dict[int, Parcel] = {}
         self._arenas: dict[int, Tensor] = {}
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -109,7 +109,7 @@ class Pass:
         if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:
                 self.skipped.add(visit)
-            answer = skip(inputs[0].view_as(inputs[0]) if self.scout else inputs[0])
+            answer = skip([inputs[0].view_as(inputs[0]) if self.scout else inputs[0], *inputs[1:]])
             self._makes(visit, answer)
             return answer
         self._ran[key] = self._ran.get(key, 0) + 1
@@ -121,7 +121,7 @@ class Pass:
             parcel = self._parcels[visit] = Parcel()
             outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
             self._makes(visit, outputs)
-        self._pass_through[key] = _pass_through(inputs[0], outputs) if inputs else None
+        self._pass_through[key] = _pass_through(inputs, outputs) if inputs else None
         return outputs
 
     def _takes(self, visit: int, hidden: Tensor) -> None:
@@ -187,21 +187,30 @@ class Pass:
         self._returned = None
 
 
-def _pass_through(hidden: Tensor, outputs: Any) -> "Callable[[Tensor], Any] | None":
-    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state."""
-    shape, dtype = hidden.shape, hidden.dtype
-    places = [i for i, t in enumerate(tensors_in(outputs)) if t is not hidden and t.shape == shape and t.dtype == dtype]
-    if not places:
+def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]], Any] | None":
+    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state, and of whatever else was handed on."""
+    hidden, results = inputs[0], list(tensors_in(outputs))
+    place = next((i for i, t in enumerate(results) if t is not hidden and t.shape == hidden.shape and t.dtype == hidden.dtype), None)
+    if place is None:
         return None
-    # What else comes out (a position bias, say) is handed on; the hidden state itself must not be kept alive here.
-    count = iter(range(1 << 30))
-    template = map_tensors(lambda t: t.new_empty(0) if next(count) == places[0] else t, outputs)
+    sources = [0 if i == place else next((n for n, given in enumerate(inputs) if given is t), None) for i, t in enumerate(results)]
 
-    def skip(x: Tensor) -> Any:
-        number = iter(range(1 << 30))
-        return map_tensors(lambda t: x if next(number) == places[0] else t, template)
+    # What else comes out is as this layer made it, without its graph: that knows of the hooks of this pass, and both would live for ever.
+    def without_graph(t: Tensor, source: int | None) -> Tensor:
+        return t.new_empty(0) if source is not None else t.detach().requires_grad_(t.requires_grad)
+
+    template = _replaced(outputs, [without_graph(t, source) for t, source in zip(results, sources, strict=True)])
+
+    def skip(inputs: list[Tensor]) -> Any:
+        return _replaced(template, [t if source is None else inputs[source] for t, source in zip(tensors_in(template), sources, strict=True)])
 
     return skip
+
+
+def _replaced(values: Any, tensors: Iterable[Tensor]) -> Any:
+    """The same structure with other tensors, in order."""
+    others = iter(tensors)
+    return map_tensors(lambda _: next(others), values)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """`probe`: the rates of this machine, measured on the lanes that training uses, into a Machine: a HardwareSpec with the figures behind it.
 
 Everything goes through the device seam, so a copy or an update costs here what it costs in a run. Whatever is timed repeats for a window and counts with
-its median. Without a GPU only the host is measured, and the card is assumed. Takes about ten seconds, 2 GiB of the host and less of the card, for the while.
+its median (a step's lanes: with their mean). Without a GPU only the host is measured, and the card is assumed. Takes about twenty seconds, 2 GiB of the
+host and less of the card, for the while.
 """
 
 import gc

@@ -199,13 +199,15 @@ def _result(
 def _promise(engine: Engine) -> Promise:
     plan, place = engine.plan, engine.now.place
     estimate, residue = plan.estimate, plan.residue
-    # Weights that live on the card alone come through the host one by one, before anything else of the plan is there.
+    # Weights that live on the card alone come through the host one by one, among the homes of others and before all else of the plan.
     alone = [chunk for chunk in place.layout.chunks if not place.has_host_weights(chunk.index)]
     passing = max((chunk.nbytes * piece.numel // chunk.numel for chunk in alone for piece in chunk.pieces), default=0)
+    homes = place.parts(place.host).get("home", 0)
     return Promise(
         fingerprint=fingerprint(plan), summary=summary(plan), step_seconds=estimate.step_seconds, gpu_bytes=estimate.gpu_bytes,
         gpu_reserved_bytes=int(estimate.gpu_bytes * (1 + engine.device.spec.allocator_share)) + residue.workspace_bytes,
-        gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=estimate.host_bytes, host_process_bytes=max(estimate.host_bytes, passing) + residue.host_bytes,
+        gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=estimate.host_bytes,
+        host_process_bytes=max(estimate.host_bytes, homes + passing) + residue.host_bytes,
         provenance=plan.provenance, search=plan.search,
     )  # fmt: skip
 

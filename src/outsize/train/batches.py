@@ -53,6 +53,17 @@ def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tupl
     return {name: grow(value) for name, value in batch.items()}
 
 
+def with_images_of(batch: Any, earlier: Any) -> Any:
+    """What to plan for where an earlier batch had images and this one has none: that one, at this one's rows and tokens too. Else the two would be planned
+    for by turns, for ever. Returned on the CPU, since whoever keeps it keeps its memory."""
+    if not isinstance(batch, dict):
+        return batch
+    if isinstance(earlier, dict) and _has_images(earlier) and not _has_images(batch):
+        (rows, tokens), (old_rows, old_tokens) = (lead.shape[:2] if (lead := _lead(b)) is not None else (0, 0) for b in (batch, earlier))
+        batch = grown(earlier, (max(rows, old_rows), max(tokens, old_tokens)))
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
 def require_something(batch: Any) -> None:
     """Models break off in many ways at a batch of nothing, none of which says so."""
     tensors = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else [("batch", batch)]

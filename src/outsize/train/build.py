@@ -26,7 +26,7 @@ from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Loss
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
-from outsize.train.batches import grown, num_rows, require_something
+from outsize.train.batches import grown, num_rows, require_something, with_images_of
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
 from outsize.train.trial import try_out
@@ -179,11 +179,13 @@ def _get_ready(
         return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
 
     before: ChosenLoss | None = None
+    latest: Any = None
 
     def planner(_: nn.Module, batch: Any, terms: Terms) -> Planned:
-        nonlocal before
+        nonlocal before, latest
+        batch = with_images_of(batch, latest)
         found = measure(grown(batch, max_shape), before)
-        before = found.loss
+        before, latest = found.loss, batch
         return solve(found, terms)
 
     return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve, planner=planner)
