@@ -8,9 +8,10 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
+from transformers import BartConfig, BartForConditionalGeneration
 
 import outsize
-from outsize.base.errors import StaleParameter
+from outsize.base.errors import ModelUnsupported, OrderMismatch, StaleParameter
 from outsize.runtime.engine import Engine
 
 SEES = ["qwen2.5-vl", "qwen3-vl", "llava"]
@@ -98,6 +99,115 @@ def test_text_and_images_that_are_each_larger_than_planned_for_are_planned_for_t
     assert plans[1].inputs["input_ids"] == (2, 48) and plans[1].inputs["pixel_values"] == tuple(zoo.batch(kind)["pixel_values"].shape)
 
 
+def test_images_that_are_smaller_than_the_text_are_planned_for_when_they_first_come() -> None:
+    kind = "qwen2.5-vl"
+    plain, model = zoo.make(kind), zoo.make(kind)
+    ids = torch.randint(3, 80, (40, 100), generator=torch.Generator().manual_seed(0))
+    engine = outsize.prepare(model, {"input_ids": ids, "labels": ids}, optimizer=outsize.AdamW(lr=1e-2), device="sim:64GiB", chunked_loss=False)
+    reference = cells.Reference(plain.parameters(), lr=1e-2)
+    with cells.closing(engine):
+        assert step(engine, [zoo.batch(kind)], "after_step") == plain_step(plain, reference, [zoo.batch(kind)])
+        assert "pixel_values" in engine.plan.inputs and engine.plan.inputs["input_ids"] == (2, 16)
+
+
+@pytest.mark.parametrize("first", ["pixel_values", "input_ids"])
+def test_images_are_kept_in_mind_whatever_comes_first_in_a_batch(first: str) -> None:
+    """And `pixel_values=None` is no image."""
+    kind = "llava"
+    images = zoo.batch(kind)
+    images = {first: images.pop(first), **images}
+    long = {name: torch.cat([value] * 3, 1) for name, value in text_only(kind, 0).items()} | {"pixel_values": None}
+    engine = outsize.prepare(zoo.make(kind), images, optimizer=outsize.AdamW(), device="sim:64GiB", chunked_loss=False)
+    with cells.closing(engine):
+        for batch in (long, images, long):
+            step(engine, [batch], "after_step")
+            assert engine.plan.inputs["input_ids"] == (2, 48) and engine.plan.inputs["pixel_values"] == (2, 3, 8, 8)
+
+
+def test_text_that_does_not_fit_together_with_images_is_planned_for_alone() -> None:
+    kind = "qwen2.5-vl"
+    few, ids = zoo.batch(kind, size=2, tokens=64), torch.randint(3, 80, (17, 8), generator=torch.Generator().manual_seed(0))
+    many = {"input_ids": ids, "labels": ids}
+    engine = outsize.prepare(zoo.make(kind), few, optimizer=outsize.AdamW(), device="sim:64GiB", chunked_loss=False, gpu_memory=700_000, chunk_bytes=8192)
+    with cells.closing(engine):
+        for batch, rows in ((many, 17), (few, 2), (many, 17)):
+            step(engine, [batch], "after_step")
+            assert engine.plan.inputs["input_ids"][0] == rows
+
+
+class VisionFirst(nn.Module):
+    """What sees begins: a batch without images leaves the stem without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.tower, self.into = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
+        self.embed, self.layers, self.head = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> dict[str, Tensor]:
+        seen = None
+        if image is not None:
+            seen = self.patches(image)
+            for layer in self.tower:
+                seen = torch.tanh(layer(seen))
+            seen = self.into(seen)
+        x = self.embed(x) if seen is None else self.embed(x) + seen
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": self.head(x).square().sum()}
+
+
+@pytest.mark.parametrize("update", ["after_step", "in_backward"])
+def test_blocks_that_no_gradient_reaches_are_passed_over(update: Any) -> None:
+    plain, model = VisionFirst(), VisionFirst()
+    spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, update=update)
+    both = {"x": torch.ones(2, 8), "image": torch.full((2, 8), 0.5)}
+    engine = cells.prepare_by_hand(model, both, spec=spec, device="sim:64GiB", weights="host", optimizer="host", strategy="offload", chunk_bytes=512)
+    reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    with cells.closing(engine):
+        for batch in (both, {"x": both["x"]}, both, {"x": both["x"]}):
+            assert step(engine, [batch], update) == plain_step(plain, reference, [batch])
+    assert same(plain, model)
+
+
+def bart() -> BartForConditionalGeneration:
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=64, d_model=16, encoder_layers=4, decoder_layers=4, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, max_position_embeddings=32, encoder_layerdrop=0.35, decoder_layerdrop=0.35,
+    )  # fmt: skip
+    return BartForConditionalGeneration(config).train()
+
+
+@pytest.mark.parametrize(("weights", "optimizer", "strategy", "update"), [("host", "host", "offload", "in_backward"), ("host", "gpu", "swap", "after_step")])
+def test_a_model_of_transformers_with_layerdrop_trains_to_the_same_bits(weights: Any, optimizer: Any, strategy: Any, update: Any) -> None:
+    """Trial passes drop nothing; training drops as it would, from the same random numbers."""
+    ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    plain, model = bart(), bart()
+    spec = outsize.AdamW(lr=1e-3, weight_decay=0.1, update=update)
+    engine = cells.prepare_by_hand(model, batch, spec=spec, device="sim:64GiB", weights=weights, optimizer=optimizer, strategy=strategy, chunk_bytes=4096)
+    reference = cells.Reference(plain.named_parameters(), lr=1e-3, weight_decay=0.1)
+    with cells.closing(engine):
+        assert model.model.encoder.layerdrop == 0.35 and sum(block.kind == "layer" for block in engine.graph.blocks) == 8
+        for seed in range(12):
+            torch.manual_seed(seed)
+            expected = plain_step(plain, reference, [batch])
+            torch.manual_seed(seed)
+            assert step(engine, [batch], update) == expected, seed
+    assert same(plain, model)
+
+
+def test_a_way_that_differs_from_pass_to_pass_of_the_trial_is_refused() -> None:
+    class Random(Dropping):
+        def forward(self, x: Tensor, order: str = "012/012") -> dict[str, Tensor]:
+            return super().forward(x, "012/012" if torch.rand(1) < 0.5 else "01/2")
+
+    torch.manual_seed(0)
+    with pytest.raises(ModelUnsupported, match="the same way through its layers"):
+        outsize.prepare(Random(), inputs(0), optimizer=outsize.AdamW(), device="cpu")
+
+
 class Dropping(nn.Module):
     """Two stacks with weights between and behind them, which run the layers they are told to."""
 
@@ -157,7 +267,7 @@ def test_a_way_that_nobody_has_seen_is_guarded_once() -> None:
         for order, is_guarded in (("012/012", False), ("01/012", True), ("01/012", False), ("/012", True), ("012/012", False)):
             engine.now.drop_guard()
             engine.model(**inputs(1, order))["loss"].backward()
-            assert (engine.now._guard is not None) == is_guarded, order
+            assert engine.now._is_guarded == is_guarded, order
             engine.optimizer.step()
             engine.optimizer.zero_grad()
 
@@ -176,3 +286,85 @@ def test_weights_of_a_block_that_is_left_out_are_not_there_to_be_read() -> None:
         engine.now.drop_guard()
         with pytest.raises(StaleParameter, match=r"first\.0"):
             engine.model(**inputs(1, "12/012"))
+
+
+@pytest.mark.parametrize("evaluated", ["0/0", "012/012", "/"])
+@pytest.mark.parametrize("trained", ["012/012", "012/01", "1/1"])
+def test_what_an_evaluation_leaves_in_the_slots_is_not_updated_in_place_of_a_block_left_out(trained: str, evaluated: str) -> None:
+    """Weights that stream and are updated on the device, in backward: the update of a block that was passed over writes its slot back all the same."""
+    plain, model = Dropping(), Dropping()
+    spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, update="in_backward")
+    engine = cells.prepare_by_hand(model, inputs(0), spec=spec, device="sim:64GiB", accumulate=2, weights="host", optimizer="gpu", chunk_bytes=512)
+    reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    with cells.closing(engine):
+        plain_step(plain, reference, [inputs(1), inputs(2, trained)])
+        engine.model(**inputs(1))["loss"].backward()
+        loss = engine.model(**inputs(2, trained))["loss"]
+        with torch.no_grad():
+            engine.model(**inputs(3, evaluated))
+        with engine.last_backward():
+            loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert same(plain, model)
+
+
+class Query(Dropping):
+    """Reads a weight outside of its module, between the stacks or behind them."""
+
+    def forward(self, x: Tensor, order: str = "012/012") -> dict[str, Tensor]:
+        first, second = order.split("/")
+        x = self.stem(x)
+        for i in first:
+            x = torch.tanh(self.first[int(i)](x))
+        x = x + self.between.weight
+        for i in second:
+            x = torch.tanh(self.second[int(i)](x))
+        return {"loss": (x @ self.head.weight + self.head(x)).square().sum()}
+
+
+@pytest.mark.parametrize("order", ["01/012", "/012", "012/01", "012/"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_region_whose_beginning_nobody_sees_cannot_be_entered_late(order: str, trains: bool) -> None:
+    """Without the guard, as on a GPU after the first step: it would read whatever is in the slot."""
+    model = Query()
+    model.between.requires_grad_(trains)
+    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    with cells.closing(engine):
+        engine.now.drop_guard()
+        with pytest.raises(OrderMismatch, match="the plan's next action in forward"):
+            engine.model(**inputs(1, order))
+        engine.now.drop_guard()
+        step(engine, [inputs(1, "12/02")], "after_step")
+
+
+class Shared(Dropping):
+    """The head's weight is that of a layer, its bias its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.second[1].weight
+
+
+def test_a_module_is_in_the_region_that_reads_all_of_it() -> None:
+    plain, model = Shared(), Shared()
+    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="host", optimizer="host", chunk_bytes=512)
+    reference = cells.Reference(plain.parameters(), lr=1e-2)
+    with cells.closing(engine):
+        for seed, order in enumerate(["012/012", "012/01", "012/1"]):
+            engine.now.drop_guard()
+            assert step(engine, [inputs(seed, order)], "after_step") == plain_step(plain, reference, [inputs(seed, order)])
+    assert same(plain, model)
+
+
+@pytest.mark.parametrize("update", ["after_step", "in_backward"])
+def test_a_shared_weight_whose_gradient_is_planned_with_a_block_left_out_is_refused_before_the_backward(update: Any) -> None:
+    plain, model = Shared(), Shared()
+    spec = outsize.AdamW(lr=1e-2, update=update)
+    engine = cells.prepare_by_hand(model, inputs(0), spec=spec, weights="host", optimizer="host", chunk_bytes=512)
+    reference = cells.Reference(plain.parameters(), lr=1e-2)
+    with cells.closing(engine):
+        with pytest.raises(OrderMismatch, match=r"second\.1.*several blocks use.*left that out and ran head"):
+            engine.model(**inputs(1, "012/02"))
+        assert step(engine, [inputs(2)], update) == plain_step(plain, reference, [inputs(2)])
+    assert same(plain, model)

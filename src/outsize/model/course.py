@@ -71,6 +71,8 @@ class Course:
         self._in_backward = False
         self._known: dict[int, weakref.ref[Tensor]] = {}
         """Tensors of this forward whose visit is known, by id."""
+        self.running: list[nn.Module] = []
+        """Modules with weights, in no layer and with none in them, that are being called: the innermost last."""
         self.number = 0
         """Counts forward passes."""
 
@@ -118,7 +120,7 @@ class Course:
     def _root_opens(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.number += 1
         self._in_backward = False
-        self._known = {}
+        self._known, self.running = {}, []
         args, kwargs = self._listener.forward_begins(args, kwargs)
         self._visit, self._in_region = 0, True
         self._listener.forward_enters(0, None)
@@ -151,9 +153,12 @@ class Course:
             self._leaves_region((args, kwargs))
             self._visit, self._in_region = visit, True
             self._listener.forward_enters(visit, None)
+        self.running.append(module)
 
     def _loose_closes(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A module with weights that is in no layer has run."""
+        if self.running and self.running[-1] is module:
+            self.running.pop()
         if self._visit >= 0:
             self._opens_backward(self._visit, self._fresh(output))
 

@@ -64,6 +64,8 @@ class BlockGraph:
     """In the order of `named_parameters()`."""
     buffer_bytes: int
     """Buffers are resident on the device."""
+    bare: tuple[int, ...] = ()
+    """Regions that read weights outside of the module that has them: only the end of the layer before tells that they have begun."""
 
     @cached_property
     def param(self) -> dict[str, Param]:

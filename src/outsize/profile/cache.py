@@ -21,7 +21,7 @@ from outsize.model.weights import Weights, is_hollow
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Loss, Tracer, batch_shapes
 
-TRACE_FORMAT = 7
+TRACE_FORMAT = 8
 
 
 def traced(

@@ -28,6 +28,7 @@ from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
+from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.tensors import with_grad
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
@@ -83,6 +84,9 @@ class Tracer:
         self._brought: dict[nn.Parameter, Tensor] = {}
         self._static: set[int] = set()
         self._readers: dict[int, set[int]] = {}
+        self._bare: set[int] = set()
+        self._path: list[int | None] | None = None
+        """The layers of the visits, as in every pass."""
         self._sequels: dict[int, Any] = {}
         self._got_gradient: set[int] = set()
 
@@ -108,7 +112,7 @@ class Tracer:
         with self._model_untouched():
             scout = self._run("keep", scout=True)
             if self._set_aside(scout):
-                self._readers = {}
+                self._readers, self._bare, self._path = {}, set(), None
                 scout = self._run("keep", scout=True)
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
@@ -188,18 +192,21 @@ class Tracer:
             if not scout:
                 self._once(run)
                 return run
-            reader = Observer()
-            reader.on_parameter = lambda p: self._reads(p, run)
+            reader, course = Observer(), Course(self.model, run)
+            reader.on_parameter = lambda p: self._reads(p, run, course)
             push_mode(reader)
             try:
-                self._once(run)
+                self._once(run, course)
             finally:
                 remove_mode(reader)
         return run
 
-    def _reads(self, param: Tensor, run: Pass) -> None:
+    def _reads(self, param: Tensor, run: Pass, course: Course) -> None:
         if run.is_forward:
-            self._readers.setdefault(id(param), set()).add(len(run.layer_of) - 1)
+            visit = len(run.layer_of) - 1
+            self._readers.setdefault(id(param), set()).add(visit)
+            if run.layer_of[visit] is None and not any(own is param for module in course.running for own in module._parameters.values()):
+                self._bare.add(visit)
 
     def _time(self, strategy: Strategy) -> Pass:
         """What visits compute, with the issuing thread ahead. Where it takes longer over a step than the device, it cannot keep ahead: a run is as slow."""
@@ -218,8 +225,8 @@ class Tracer:
         if twin in run.phases.backward:
             yield run.phases.backward[twin]
 
-    def _once(self, run: Pass) -> None:
-        course = Course(self.model, run)
+    def _once(self, run: Pass, course: Course | None = None) -> None:
+        course = course or Course(self.model, run)
         course.attach(self.layers)
         drop = [p.register_post_accumulate_grad_hook(self._drop_grad) for p in self.model.parameters() if p.requires_grad]
         try:
@@ -233,6 +240,11 @@ class Tracer:
             course.detach()
             for handle in drop:
                 handle.remove()
+        if self._path is not None and run.layer_of != self._path:
+            found = f"it ran {len(run.layer_of)} blocks where it had run {len(self._path)}, or others"
+            do = "Turn off what drops layers at random until the model is prepared; training may drop them"
+            raise ModelUnsupported(tell("a model takes the same way through its layers every time that it is looked at", found, do))
+        self._path = run.layer_of
 
     def _drop_grad(self, param: Tensor) -> None:
         self._got_gradient.add(id(param))
@@ -260,6 +272,7 @@ class Tracer:
         for param, _ in grads:
             param.grad = None
         cached = turn_caches_off(self.model)
+        dropped = turn_layerdrop_off(self.model)
         # As the engine does in training: casts of weights are made where they are used, and die there.
         autocast_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -288,6 +301,7 @@ class Tracer:
             torch.set_rng_state(rng)
             torch.set_autocast_cache_enabled(autocast_cache)
             turn_caches_on(cached)
+            turn_layerdrop_on(dropped)
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
             self.device.set_rng_state(device_rng)
@@ -319,6 +333,7 @@ class Tracer:
             has_backward=tuple(self._twin(run, v) in run.backward for v in range(len(labels))),
             params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
             buffer_bytes=sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
+            bare=tuple(sorted(self._bare)),
         )
 
     def _label(self, layer_of: list[int | None], visit: int) -> str:

@@ -63,7 +63,9 @@ class Attached:
         executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
         self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
         self.patches = Patches(model, self.store, drain=drain, before_write=before_write, zero_grad=zero_grad)
-        self._guard: Guard | None = None
+        self._guard = Guard(self.store)
+        weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
+        self._is_guarded = False
         # Under a mode, the gradients of a parameter with several uses are added up out of place. A plan that was measured without one has no room for that.
         adds_up = any(chunk.trainable and len(chunk.visits) > 1 for chunk in layout.chunks)
         self._guards_backward = device.observes_by_mode or not adds_up
@@ -81,7 +83,7 @@ class Attached:
         self._jumps: set[tuple[int, int]] = set()
         """From which visit to which forwards have gone that left out what is between."""
         self._readers: dict[int, frozenset[int]] = {}
-        """By id of a module: the visits that read its own parameters."""
+        """By id of a module: the visits that read all of its own parameters that are read at all."""
         if planned.loss is not None:
             planned.loss.attach()
 
@@ -105,8 +107,8 @@ class Attached:
         """Where the plan has this module, from a visit on: later where a region's way in, the last layer of a list, was left out."""
         if id(module) not in self._readers:
             own = {id(param) for param in module._parameters.values()}
-            names = [name for name, param in self.store.params.items() if id(param) in own]
-            self._readers[id(module)] = frozenset(v for name in names for v in self.planned.graph.users[name])
+            users = [frozenset(self.planned.graph.users[name]) for name, param in self.store.params.items() if id(param) in own]
+            self._readers[id(module)] = frozenset.intersection(*used) if (used := [visits for visits in users if visits]) else frozenset()
         readers = self._readers[id(module)]
         return visit if visit in readers else self._jumps_to(visit, min((reader for reader in readers if reader > visit), default=visit))
 
@@ -114,31 +116,29 @@ class Attached:
         """The first time that blocks are left out, the rest of the step is guarded as the first step was: it is a way that nobody has seen."""
         if end > start + 1 and (start, end) not in self._jumps:
             self._jumps.add((start, end))
-            if self._guard is None:
+            if not self._is_guarded:
                 self._arm_guard()
-                if not self._guards_backward:
-                    self.begin_forward()
+                self.begin_forward()
         return end
 
     def _arm_guard(self) -> None:
-        self._guard = Guard(self.store)
-        weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
+        self._is_guarded = True
         if self._guards_backward:
             push_mode(self._guard)
 
     def begin_forward(self) -> None:
         """Forwards are guarded also where backwards are not."""
-        if self._guard is not None and not self._guards_backward:
+        if self._is_guarded and not self._guards_backward:
             push_mode(self._guard)
 
     def end_forward(self) -> None:
-        if self._guard is not None and not self._guards_backward:
+        if self._is_guarded and not self._guards_backward:
             remove_mode(self._guard)
 
     def drop_guard(self) -> None:
-        if self._guard is not None and self._guards_backward:
+        if self._is_guarded and self._guards_backward:
             remove_mode(self._guard)
-        self._guard = None
+        self._is_guarded = False
 
     def release(self, *, keep: bool = True) -> None:
         """A plain model on the CPU again; without `keep`, a hollow one."""

@@ -307,12 +307,19 @@ class Engine:
     # Another batch than planned.
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Re-plan before a batch that is larger than planned for. Lists of places in a row (where its documents begin) may be longer: they are small."""
-        given = {name: tuple(t.shape) for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 1}
+        """Re-plan before a batch that is larger than planned for, or has numbers that none had yet (the first images). Lists of places in a row (where its
+        documents begin) may be longer: they are small."""
+        tensors = {name: t for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 1}
         planned = self.plan.inputs
         largest = max((math.prod(shape) for shape in planned.values()), default=0)
-        if any(math.prod(shape) > math.prod(planned[name]) if name in planned else math.prod(shape) > largest for name, shape in given.items()):
-            log.info("a batch of %s is larger than the plan's %s: planning again", given, planned)
+
+        def is_more(name: str, tensor: Tensor) -> bool:
+            if name in planned:
+                return tensor.numel() > math.prod(planned[name])
+            return tensor.numel() > largest or (name in kwargs and tensor.is_floating_point())
+
+        if any(is_more(name, tensor) for name, tensor in tensors.items()):
+            log.info("a batch of %s is larger than the plan's %s: planning again", {name: tuple(t.shape) for name, t in tensors.items()}, planned)
             bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
             self.replan({**bound.arguments, **bound.arguments.pop("kwargs", {})}, self.plan.terms)
 

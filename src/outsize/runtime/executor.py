@@ -1,8 +1,8 @@
 """Executor: walks the schedule with tensors.
 
 The model's course says which visit opens; everything the schedule lists before it is issued first, in order, on the device's lanes. What to wait
-for comes from Hazards alone. A forward may leave blocks out (images that a batch has not, a layer that is dropped): their loads are made, what they would have
-sent or computed is passed over. A model that runs others, or in another order, stops here, with both named.
+for comes from Hazards alone. A forward may leave blocks out (images that a batch has not, a layer that is dropped), and a backward those that no gradient
+reaches: their loads are made, what they would have sent or computed is passed over. A model that runs others, or in another order, stops here, both named.
 Forwards without grad are not in the schedule: they load what they need when they need it.
 
 Under a plain plan (Placement.is_plain) nothing must be issued between visits, so nobody tells of them: the model runs as it would without an engine,
@@ -56,8 +56,9 @@ class Executor:
         self._next = 0
         self._updating = False
         self._open: tuple[Effect, float] | None = None
+        self._bare = frozenset(place.graph.bare) - {0}
         self._left_out: set[int] = set()
-        """Visits that this forward has passed over."""
+        """Visits that this forward, or its backward, has passed over."""
         self._parcels: dict[int, Parcel] = {}
         self._known: dict[tuple[Action, bool], tuple[Effect, float]] = {}
 
@@ -79,7 +80,19 @@ class Executor:
 
     def end_forward(self) -> None:
         self._finish_segment("forward")
+        self._require_landings()
         self.stage = Stage.WAITING
+
+    def _require_landings(self) -> None:
+        """A gradient waits in its stage from the visit that the plan has it land in: one that comes earlier would overwrite another's."""
+        graph = self.place.graph
+        for visit in self._left_out:
+            for piece in (piece for chunk in self.place.landing_at.get(visit, ()) for piece in self.place.chunk(chunk).pieces):
+                ran = [user for user in graph.users[piece.name] if user not in self._left_out and graph.has_backward[user]]
+                if ran and graph.param[piece.name].trainable:
+                    found = f"the model left that out and ran {graph.visit_name(ran[0])}"
+                    do = "Prepare it with a batch that takes this way, or have it leave out neither"
+                    raise OrderMismatch(tell(f"the gradient of {piece.name}, which several blocks use, is complete with {graph.visit_name(visit)}", found, do))
 
     def parcel(self, visit: int) -> Parcel:
         """A fresh parcel for the activations of a visit."""
@@ -137,11 +150,13 @@ class Executor:
             self.current_visit = ALL_VISITS
             return
         self._close_open()
-        expected = self._walk_to(action.kind)
-        if expected != action and action.kind == "F" and action in self._queue[self._next :]:
+        expected = first = self._walk_to(action.kind)
+        if expected != action and action in self._queue[self._next :]:
             while expected is not None and expected != action:
-                self._left_out.add(expected.index)
-                expected = self._walk_to("F")
+                self._leave_out(expected, f"ran {action} ({self.place.graph.visit_name(action.index)})")
+                expected = self._walk_to(action.kind)
+            if action.kind == "F" and action.index in self._bare:
+                raise self._mismatch(first, f"ran {action} ({self.place.graph.visit_name(action.index)}), and part of that perhaps before")
         if expected != action:
             raise self._mismatch(expected, f"ran {action} ({self.place.graph.visit_name(action.index)})")
         self._next += 1
@@ -159,10 +174,18 @@ class Executor:
             is_left_out = action.kind in "FBSRP" and action.index in self._left_out
             if action.kind == kind and not is_left_out:
                 return action
+            if is_left_out and action.kind == "B":
+                # Its updates follow all the same, and a forward without grad may have passed through its slots since.
+                self.ensure(self.place.layout.used_by(action.index))
             if not is_left_out:
                 self._issue(action)
             self._next += 1
         return None
+
+    def _leave_out(self, action: Action, found: str) -> None:
+        if action.kind == "F" and action.index in self._bare:
+            raise self._mismatch(action, found)
+        self._left_out.add(action.index)
 
     def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
         what = "forward" if self.stage is Stage.FORWARD else "backward"
@@ -172,8 +195,8 @@ class Executor:
 
     def _finish_segment(self, what: str) -> None:
         self._close_open()
-        if self.sees_visits and (missing := self._walk_to("F" if self.stage is Stage.FORWARD else "B")) is not None:
-            raise self._mismatch(missing, f"ended its {what} without it")
+        while self.sees_visits and (missing := self._walk_to("F" if self.stage is Stage.FORWARD else "B")) is not None:
+            self._leave_out(missing, f"ended its {what} without it")
         if not self.sees_visits and self._updating:
             for action in self._queue:
                 if action.kind == "U":

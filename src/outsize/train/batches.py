@@ -53,15 +53,25 @@ def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tupl
     return {name: grow(value) for name, value in batch.items()}
 
 
-def with_images_of(batch: Any, earlier: Any) -> Any:
-    """What to plan for where an earlier batch had images and this one has none: that one, at this one's rows and tokens too. Else the two would be planned
-    for by turns, for ever. Returned on the CPU, since whoever keeps it keeps its memory."""
-    if not isinstance(batch, dict):
-        return batch
-    if isinstance(earlier, dict) and _has_images(earlier) and not _has_images(batch):
-        (rows, tokens), (old_rows, old_tokens) = (lead.shape[:2] if (lead := _lead(b)) is not None else (0, 0) for b in (batch, earlier))
-        batch = grown(earlier, (max(rows, old_rows), max(tokens, old_tokens)))
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
+class Images:
+    """The latest batch with images that was planned for. A plan that grows for longer text without any is made for both: else the two would be planned for by
+    turns, for ever."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Any] | None = None
+
+    def keep(self, batch: Any) -> None:
+        """A copy, on the CPU: what a loop lets go of shall be gone."""
+        if isinstance(batch, dict) and _has_images(batch):
+            self._latest = {name: value.detach().cpu().clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+    def added_to(self, batch: Any) -> dict[str, Any] | None:
+        """That batch at this one's rows and tokens; None where this one has images itself, or there were none."""
+        lead, old = (_lead(b) if isinstance(b, dict) else None for b in (batch, self._latest))
+        if lead is None or old is None or _has_images(batch):
+            return None
+        made = grown(self._latest, (max(lead.shape[0], old.shape[0]), max(lead.shape[1], old.shape[1])))
+        return dict(made)
 
 
 def require_something(batch: Any) -> None:
@@ -91,12 +101,13 @@ def with_rows(batch: Any, rows: int) -> dict[str, Any] | None:
 
 
 def _lead(batch: dict[str, Any]) -> Tensor | None:
-    """The tensor whose first two dimensions are the batch's."""
-    return next((value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2), None)
+    """The tensor whose first two dimensions are the batch's: its text, if it has some."""
+    found = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() >= 2}
+    return found["input_ids"] if "input_ids" in found else next(iter(found.values()), None)
 
 
 def _has_images(batch: dict[str, Any]) -> bool:
-    return any(name.startswith("pixel_values") for name in batch)
+    return any(name.startswith("pixel_values") and isinstance(value, Tensor) for name, value in batch.items())
 
 
 def _is_full(mask: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported, tell
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, ModelUnsupported, PlanInfeasible, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
@@ -26,7 +26,7 @@ from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Loss
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
-from outsize.train.batches import grown, num_rows, require_something, with_images_of
+from outsize.train.batches import Images, grown, num_rows, require_something
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
 from outsize.train.trial import try_out
@@ -179,14 +179,23 @@ def _get_ready(
         return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
 
     before: ChosenLoss | None = None
-    latest: Any = None
+    images = Images()
+
+    def plan_for(batch: Any, terms: Terms) -> Planned:
+        nonlocal before
+        found = measure(grown(batch, max_shape), before)
+        before = found.loss
+        return solve(found, terms)
 
     def planner(_: nn.Module, batch: Any, terms: Terms) -> Planned:
-        nonlocal before, latest
-        batch = with_images_of(batch, latest)
-        found = measure(grown(batch, max_shape), before)
-        before, latest = found.loss, batch
-        return solve(found, terms)
+        # Nothing may keep the error: its frames hold the activations of what did not fit.
+        if (both := images.added_to(batch)) is not None:
+            try:
+                return plan_for(both, terms)
+            except (PlanInfeasible, DeviceOutOfMemory) as error:
+                log.warning("this batch does not fit together with the images of earlier ones, and is planned for alone: %s", str(error))
+        images.keep(batch)
+        return plan_for(batch, terms)
 
     return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve, planner=planner)
 
