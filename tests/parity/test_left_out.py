@@ -338,6 +338,81 @@ def test_a_region_whose_beginning_nobody_sees_cannot_be_entered_late(order: str,
         step(engine, [inputs(1, "12/02")], "after_step")
 
 
+@pytest.mark.parametrize("order", ["01/012", "/012", "012/01", "012/"])
+def test_nor_in_a_forward_without_grad(order: str) -> None:
+    plain, model = Query(), Query()
+    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    with cells.closing(engine), torch.no_grad():
+        for way in ("012/012", "2/2", "02/12"):
+            engine.now.drop_guard()
+            assert torch.equal(engine.model(**inputs(1, way))["loss"], plain(**inputs(1, way))["loss"])
+        with pytest.raises(OrderMismatch, match="a forward without grad left one of these out"):
+            engine.model(**inputs(1, order))
+
+
+class Looped(nn.Module):
+    """Its layers run twice, and its head is read outside of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.layers, self.head = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, loops: int = 2) -> dict[str, Tensor]:
+        x = self.stem(x)
+        for _ in range(loops):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+        return {"loss": (x @ self.head.weight).square().sum()}
+
+
+def test_an_evaluation_of_a_looped_model_has_the_weights_of_the_region_it_is_in() -> None:
+    plain, model, x = Looped(), Looped(), torch.ones(2, 8)
+    engine = cells.prepare_by_hand(model, {"x": x}, spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    with cells.closing(engine):
+        engine.now.drop_guard()
+        with torch.no_grad():
+            assert torch.equal(engine.model(x=x)["loss"], plain(x)["loss"])
+            with pytest.raises(OrderMismatch):
+                engine.model(x=x, loops=1)
+        with pytest.raises(OrderMismatch, match="ended its forward without it"):
+            engine.model(x=x, loops=1)
+        step(engine, [{"x": x}], "after_step")
+
+
+class Gated(nn.Module):
+    """Reads a scale behind every layer, whether or not that ran, outside of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.layers, self.head = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8)
+        self.scales = nn.ParameterList(torch.rand(8) + i for i in range(4))
+
+    def forward(self, x: Tensor, order: str = "0123") -> dict[str, Tensor]:
+        x = self.stem(x)
+        for i, (layer, scale) in enumerate(zip(self.layers, self.scales, strict=True)):
+            x = (torch.tanh(layer(x)) if str(i) in order else x) * scale
+        return {"loss": self.head(x).square().sum()}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_read_behind_a_layer_belongs_to_it_in_backward_too_and_it_cannot_be_left_out(trains: bool) -> None:
+    plain, model, x = Gated(), Gated(), torch.linspace(-1, 1, 16).view(2, 8)
+    for one in (plain, model):
+        one.scales.requires_grad_(trains)
+    engine = cells.prepare_by_hand(model, {"x": x}, spec=outsize.AdamW(lr=1e-2), weights="host", optimizer="host", depth=1, chunk_bytes=512)
+    reference = cells.Reference([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    with cells.closing(engine):
+        assert step(engine, [{"x": x}], "after_step") == plain_step(plain, reference, [{"x": x}])
+        for grad in (True, False):
+            engine.now.drop_guard()
+            with torch.set_grad_enabled(grad), pytest.raises(OrderMismatch):
+                engine.model(x=x, order="013")
+        assert step(engine, [{"x": x}], "after_step") == plain_step(plain, reference, [{"x": x}])
+    assert same(plain, model)
+
+
 class Shared(Dropping):
     """The head's weight is that of a layer, its bias its own."""
 
@@ -368,3 +443,31 @@ def test_a_shared_weight_whose_gradient_is_planned_with_a_block_left_out_is_refu
             engine.model(**inputs(1, "012/02"))
         assert step(engine, [inputs(2)], update) == plain_step(plain, reference, [inputs(2)])
     assert same(plain, model)
+
+
+class Extra(Dropping):
+    """May call its stem a second time, in the head."""
+
+    def forward(self, x: Tensor, order: str = "012/012", again: bool = False) -> dict[str, Tensor]:
+        first, second = order.split("/")
+        x = self.stem(x)
+        for layer in (*(self.first[int(i)] for i in first), self.between, *(self.second[int(i)] for i in second)):
+            x = torch.tanh(layer(x))
+        return {"loss": self.head(self.stem(x) if again else x).square().sum()}
+
+
+def test_a_module_that_runs_where_the_trial_never_saw_it_is_guarded_every_time() -> None:
+    engine = cells.prepare_by_hand(Extra(), inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    with cells.closing(engine):
+        for _ in range(2):
+            engine.now.drop_guard()
+            with pytest.raises(StaleParameter, match="stem"):
+                engine.model(**inputs(1), again=True)
+        step(engine, [inputs(1)], "after_step")
+
+
+def test_a_refusal_at_the_end_of_a_forward_leaves_the_engine_free() -> None:
+    engine = cells.prepare_by_hand(Shared(), inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    with pytest.raises(OrderMismatch):
+        engine.model(**inputs(1, "012/02"))
+    engine.detach()

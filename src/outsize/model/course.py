@@ -67,7 +67,6 @@ class Course:
         self._forwards: list[tuple[nn.Module, Any]] = []
         """Modules with the `forward` that somebody had set on the instance, or None."""
         self._visit = -1  # no forward is open
-        self._in_region = False
         self._in_backward = False
         self._known: dict[int, weakref.ref[Tensor]] = {}
         """Tensors of this forward whose visit is known, by id."""
@@ -122,15 +121,14 @@ class Course:
         self._in_backward = False
         self._known, self.running = {}, []
         args, kwargs = self._listener.forward_begins(args, kwargs)
-        self._visit, self._in_region = 0, True
+        self._visit = 0
         self._listener.forward_enters(0, None)
         return args, kwargs
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0:
-            self._leaves_region((args, kwargs))
+            self._leaves((args, kwargs))
             self._visit = self._listener.finds(index, self._visit)
-        self._in_region = False
         self._listener.forward_enters(self._visit, index)
 
     def _layer_runs(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,17 +139,17 @@ class Course:
             return
         self._opens_backward(self._visit, with_grad(output))
         if self._layers[index].is_last:
-            self._visit, self._in_region = self._visit + 1, True
+            self._visit += 1
             self._listener.forward_enters(self._visit, None)
 
-    def _leaves_region(self, inputs: Any) -> None:
-        if self._in_region:
-            self._opens_backward(self._visit, self._fresh(inputs))
+    def _leaves(self, inputs: Any) -> None:
+        """For the next visit, with these: what was made of the last one's outputs since is its own too, and backward comes to that first."""
+        self._opens_backward(self._visit, self._fresh(inputs))
 
     def _loose_opens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0 and (visit := self._listener.reads(module, self._visit)) != self._visit:
-            self._leaves_region((args, kwargs))
-            self._visit, self._in_region = visit, True
+            self._leaves((args, kwargs))
+            self._visit = visit
             self._listener.forward_enters(visit, None)
         self.running.append(module)
 

@@ -65,7 +65,7 @@ class BlockGraph:
     buffer_bytes: int
     """Buffers are resident on the device."""
     bare: tuple[int, ...] = ()
-    """Regions that read weights outside of the module that has them: only the end of the layer before tells that they have begun."""
+    """Visits that read weights outside of the module that has them, in a region or behind a layer: nothing but the order of layers tells when."""
 
     @cached_property
     def param(self) -> dict[str, Param]:

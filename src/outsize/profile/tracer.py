@@ -205,7 +205,9 @@ class Tracer:
         if run.is_forward:
             visit = len(run.layer_of) - 1
             self._readers.setdefault(id(param), set()).add(visit)
-            if run.layer_of[visit] is None and not any(own is param for module in course.running for own in module._parameters.values()):
+            layer = run.layer_of[visit]
+            around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
+            if not any(own is param for module in around for own in module._parameters.values()):
                 self._bare.add(visit)
 
     def _time(self, strategy: Strategy) -> Pass:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, tell
+from outsize.base.errors import EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
 from outsize.layout.chunks import ChunkLayout
@@ -73,17 +73,13 @@ class Attached:
         static = {t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))}
         self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
         self._chunks_of = {graph.visit_name(v): layout.used_by(v) for v in range(len(graph.visits))}
-        self._region_after: dict[str | None, int] = {None: 0}
-        for visit in range(1, len(graph.visits)):
-            if graph.blocks[graph.visits[visit]].kind != "layer":
-                self._region_after.setdefault(graph.visit_name(visit - 1), visit)
         self._visits_of: dict[str, list[int]] = {}
         for visit in range(len(graph.visits)):
             self._visits_of.setdefault(graph.visit_name(visit), []).append(visit)
         self._jumps: set[tuple[int, int]] = set()
         """From which visit to which forwards have gone that left out what is between."""
-        self._readers: dict[int, frozenset[int]] = {}
-        """By id of a module: the visits that read all of its own parameters that are read at all."""
+        self._readers: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+        """By id of a module: the visits that read all of its own parameters that are read at all, and those that read any."""
         if planned.loss is not None:
             planned.loss.attach()
 
@@ -94,32 +90,57 @@ class Attached:
     def layer_chunks(self, name: str) -> tuple[int, ...]:
         return self._chunks_of.get(name, ())
 
-    def region_chunks(self, after: str | None) -> tuple[int, ...]:
-        """Of the region that follows a layer (None: the start), for forwards that the schedule does not know."""
-        visit = self._region_after.get(after)
-        return self.planned.layout.used_by(visit) if visit is not None else ()
+    def region_chunks(self, visit: int) -> tuple[int, ...]:
+        """For forwards that the schedule does not know, and that may be elsewhere."""
+        return self.planned.layout.used_by(visit) if visit < len(self.planned.graph.visits) else ()
 
     def next_visit(self, layer: str, after: int) -> int:
         """The plan's next visit of a layer: what lies between is left out of this forward. Without one, the next visit at all, which is another layer's."""
         return self._jumps_to(after, next((visit for visit in self._visits_of.get(layer, ()) if visit > after), after + 1))
+
+    def free_visit(self, layer: str, after: int) -> int:
+        """The same in a forward without grad, which may take any way but past the beginning of a region that nobody sees begin."""
+        visits = self._visits_of.get(layer, ())
+        visit = next((visit for visit in visits if visit > after), None)
+        if visit is None:
+            return visits[0] if visits else after + 1
+        self.require_seen(after, visit)
+        return visit
+
+    def require_seen(self, after: int, before: int) -> None:
+        """That nothing is between two visits that reads weights outside of the modules that have them: it may have read them where they were not."""
+        graph = self.planned.graph
+        if passed := [visit for visit in graph.bare if after < visit < before]:
+            wanted = f"{graph.visit_name(passed[0])}, where weights are read outside of their modules, comes after {graph.visit_name(passed[0] - 1)}"
+            do = "Leave neither out, or read the weights inside of the forward of their module"
+            raise OrderMismatch(tell(wanted, "a forward without grad left one of these out", do))
 
     def reading_visit(self, module: nn.Module, visit: int) -> int:
         """Where the plan has this module, from a visit on: later where a region's way in, the last layer of a list, was left out."""
         if id(module) not in self._readers:
             own = {id(param) for param in module._parameters.values()}
             users = [frozenset(self.planned.graph.users[name]) for name, param in self.store.params.items() if id(param) in own]
-            self._readers[id(module)] = frozenset.intersection(*used) if (used := [visits for visits in users if visits]) else frozenset()
-        readers = self._readers[id(module)]
-        return visit if visit in readers else self._jumps_to(visit, min((reader for reader in readers if reader > visit), default=visit))
+            used = [visits for visits in users if visits]
+            self._readers[id(module)] = (frozenset.intersection(*used), frozenset.union(*used)) if used else (frozenset(), frozenset())
+        common, any_of_it = self._readers[id(module)]
+        if visit in common:
+            return visit
+        if not any_of_it or max(any_of_it) < visit:  # the trial run did not see it read anything here
+            self._guard_now()
+        return self._jumps_to(visit, min((reader for reader in common if reader > visit), default=visit))
 
     def _jumps_to(self, start: int, end: int) -> int:
         """The first time that blocks are left out, the rest of the step is guarded as the first step was: it is a way that nobody has seen."""
         if end > start + 1 and (start, end) not in self._jumps:
             self._jumps.add((start, end))
-            if not self._is_guarded:
-                self._arm_guard()
-                self.begin_forward()
+            self._guard_now()
         return end
+
+    def _guard_now(self) -> None:
+        """In the middle of a forward, until the step is made."""
+        if not self._is_guarded:
+            self._arm_guard()
+            self.begin_forward()
 
     def _arm_guard(self) -> None:
         self._is_guarded = True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, SENDS
-from outsize.base.errors import EngineMisuse, tell
+from outsize.base.errors import EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
 from outsize.model.course import Course
 from outsize.model.discover import Layer
@@ -37,7 +37,8 @@ class Passes:
         self._training = False
         self._forward_number = 0
         """Of the training forward that the next backward belongs to."""
-        self._last_layer: str | None = None
+        self._free_visit = 0
+        """Where a forward without grad is."""
         self._alive: Callable[[], _Alive | None] = lambda: None
         self._autocast_cache: bool | None = None
 
@@ -67,7 +68,7 @@ class Passes:
             do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
             raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
         self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
-        self._last_layer = None
+        self._free_visit = 0
         if self._training:
             self._begin_training()
             self._fit(args, kwargs)
@@ -98,7 +99,8 @@ class Passes:
             self.roll_back()
 
     def finds(self, layer: int, after: int) -> int:
-        return self._holder.now.next_visit(self._layers[layer].name, after) if self._training else after + 1
+        now, name = self._holder.now, self._layers[layer].name
+        return now.next_visit(name, after) if self._training else now.free_visit(name, after)
 
     def reads(self, module: nn.Module, visit: int) -> int:
         return self._holder.now.reading_visit(module, visit) if self._training else visit
@@ -113,11 +115,9 @@ class Passes:
             now.executor.enter_unscheduled(now.layer_chunks(name))
         elif self._training:
             now.executor.enter_forward(visit, name)
-        elif name is not None:
-            self._last_layer = name
-            now.executor.enter_unscheduled(now.layer_chunks(name))
         else:
-            now.executor.enter_unscheduled(now.region_chunks(self._last_layer))
+            self._free_visit = visit
+            now.executor.enter_unscheduled(now.layer_chunks(name) if name is not None else now.region_chunks(visit))
 
     def _loose_opens(self, module: nn.Module, args: Any) -> None:
         # Inside a forward without grad, too: it may read what no training forward reads.
@@ -142,11 +142,17 @@ class Passes:
         try:
             if not self._training:
                 executor.leave_unscheduled()
+                if not failed:
+                    self._holder.now.require_seen(self._free_visit, len(self._holder.now.planned.graph.visits))
             elif failed:
                 if executor.stage is Stage.FORWARD:  # else it was refused before it began, and an earlier one still waits
                     executor.roll_back()
             else:
-                executor.end_forward()
+                try:
+                    executor.end_forward()
+                except OrderMismatch:
+                    executor.roll_back()
+                    raise
                 self._alive = _mark_graph(with_grad(outputs))
                 if self._alive() is None:
                     executor.roll_back()
