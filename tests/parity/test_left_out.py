@@ -471,3 +471,16 @@ def test_a_refusal_at_the_end_of_a_forward_leaves_the_engine_free() -> None:
     with pytest.raises(OrderMismatch):
         engine.model(**inputs(1, "012/02"))
     engine.detach()
+
+
+def test_under_a_plain_plan_nobody_looks_at_the_way() -> None:
+    plain, model = Query(), Query()
+    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="gpu", optimizer="gpu", chunk_bytes=512)
+    reference = cells.Reference(plain.parameters(), lr=1e-2)
+    with cells.closing(engine):
+        assert not engine.now.executor.sees_visits
+        for seed, order in enumerate(["012/012", "01/", "/"]):
+            with torch.no_grad():
+                assert torch.equal(engine.model(**inputs(seed, order))["loss"], plain(**inputs(seed, order))["loss"])
+            assert step(engine, [inputs(seed, order)], "after_step") == plain_step(plain, reference, [inputs(seed, order)])
+    assert same(plain, model)

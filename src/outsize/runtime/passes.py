@@ -142,7 +142,7 @@ class Passes:
         try:
             if not self._training:
                 executor.leave_unscheduled()
-                if not failed:
+                if not failed and executor.sees_visits:
                     self._holder.now.require_seen(self._free_visit, len(self._holder.now.planned.graph.visits))
             elif failed:
                 if executor.stage is Stage.FORWARD:  # else it was refused before it began, and an earlier one still waits
