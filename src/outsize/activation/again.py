@@ -85,9 +85,6 @@ class _Saved:
                 self._forward()
         except _Enough:
             pass
-        except Exception:
-            if found:  # what torch made of ours on the way, else
-                raise
         if found:  # not raised in the middle of an operator: torch takes some errors there for its own
             do = "Take out of its forward what varies from call to call (a counter, a cache, Python's random)"
             raise ModelUnsupported(tell("a layer that is recomputed saves the same tensors both times", found, do))

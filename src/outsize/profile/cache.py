@@ -18,8 +18,9 @@ from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights, is_hollow
+from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Loss, Tracer, batch_shapes
+from outsize.profile.tracer import Tracer
 
 TRACE_FORMAT = 8
 

@@ -29,14 +29,13 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
-from outsize.model.tensors import with_grad
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
+from outsize.profile.calling import Loss, batch_shapes, call, loss_of
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase
 from outsize.profile.trace import ModelTrace
 
-Loss = Callable[[nn.Module, Any], Tensor]
 _NOTHING = (True, ())
 """A layer's output goes on to the next layer as it is, and no weights are read in between."""
 
@@ -49,29 +48,6 @@ def _out_of_memory(around: Callable[[], str]) -> Iterator[None]:
         found = f"memory ran out around {around()}"
         do = "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the largest part"
         raise DeviceOutOfMemory(tell("one layer of each kind and the head fit the device at this batch", found, do)) from error
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """The model's own loss, or the sum of what can be differentiated where the loss is computed outside."""
-    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        return loss
-    terms = with_grad(outputs)
-    if not terms:
-        found = "no output of the model requires grad"
-        raise ModelUnsupported(tell("the model has something to train", found, "Set requires_grad on what shall be trained, or give a batch with labels"))
-    return torch.stack([t.float().sum() for t in terms]).sum()
-
-
-def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    items = batch.items() if isinstance(batch, dict) else ((str(i), v) for i, v in enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
-    return {name: tuple(value.shape) for name, value in items if isinstance(value, Tensor)}
 
 
 class Tracer:

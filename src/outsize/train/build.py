@@ -22,8 +22,8 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
 from outsize.planner.search import search
 from outsize.profile.cache import traced
+from outsize.profile.calling import Loss
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Loss
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
 from outsize.train.batches import Images, grown, num_rows, require_something

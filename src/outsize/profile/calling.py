@@ -1,0 +1,35 @@
+"""How a model is called with a batch, and what it is differentiated from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ModelUnsupported, tell
+from outsize.model.tensors import with_grad
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The model's own loss, or the sum of what can be differentiated where the loss is computed outside."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return loss
+    terms = with_grad(outputs)
+    if not terms:
+        found = "no output of the model requires grad"
+        raise ModelUnsupported(tell("the model has something to train", found, "Set requires_grad on what shall be trained, or give a batch with labels"))
+    return torch.stack([t.float().sum() for t in terms]).sum()
+
+
+def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    items = batch.items() if isinstance(batch, dict) else ((str(i), v) for i, v in enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
+    return {name: tuple(value.shape) for name, value in items if isinstance(value, Tensor)}
