@@ -4,7 +4,7 @@ What torch.utils.checkpoint does, with less Python for every saved tensor: there
 is fast waits for Python.
 """
 
-import weakref
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from outsize.base.errors import ModelUnsupported, tell
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
+_OUR_REFERENCES = 2
+"""To a ticket, while they are counted: the list's and the argument's."""
 
 
 class _Enough(Exception):
@@ -31,35 +33,35 @@ def made_again(forward: Callable[[], Any], device: torch.device) -> Any:
         return forward()
 
 
-class _Ticket:
-    """What autograd keeps of a tensor. If it is gone before the backward, nobody will ask for the tensor."""
-
-    __slots__ = ("__weakref__", "number")
-
-    def __init__(self, number: int):
-        self.number = number
-
-
 class _Saved:
     """Of one call: what autograd saved, first as tickets and kinds, in backward as tensors, each given away once."""
 
     def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings"):
         self._forward, self._surroundings = forward, surroundings
-        self._tickets: list[weakref.ref[_Ticket]] = []
+        self._tickets: list[float] = []
+        """What autograd keeps of each tensor, its number. Floats: every one is an object of its own, so it can be told whether autograd still has it, and the
+        garbage collector does not count them. A layer with windows of attention saves thousands of tensors, and objects for each had it come in every step."""
         self._kinds: list[_Kind] = []
+        self._known: dict[_Kind, _Kind] = {}
         self._tensors: list[Tensor | None] = []
 
-    def note(self, tensor: Tensor) -> _Ticket:
-        ticket = _Ticket(len(self._kinds))
-        self._tickets.append(weakref.ref(ticket))
-        self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
+    def note(self, tensor: Tensor) -> float:
+        kind = (tensor.shape, tensor.dtype, tensor.device)
+        self._kinds.append(self._known.setdefault(kind, kind))
+        ticket = float(len(self._tickets))
+        self._tickets.append(ticket)
         return ticket
 
-    def get(self, ticket: _Ticket) -> Tensor:
+    def _is_kept(self, number: int) -> bool:
+        """If autograd has let go of a ticket, nobody will ask for the tensor."""
+        return sys.getrefcount(self._tickets[number]) > _OUR_REFERENCES
+
+    def get(self, ticket: float) -> Tensor:
+        number = int(ticket)
         # The first one, or of another backward over the same graph, or asked for while the forward still runs.
-        if ticket.number >= len(self._tensors) or self._tensors[ticket.number] is None:
+        if number >= len(self._tensors) or self._tensors[number] is None:
             self._make()
-        tensor, self._tensors[ticket.number] = self._tensors[ticket.number], None
+        tensor, self._tensors[number] = self._tensors[number], None
         assert tensor is not None
         return tensor
 
@@ -74,7 +76,7 @@ class _Saved:
             if was != now:
                 found = f"number {len(tensors)} was {_show(*was)} and is {_show(*now)}"
                 raise _Enough
-            tensors.append(value if self._tickets[len(tensors)]() is not None else None)
+            tensors.append(value if self._is_kept(len(tensors)) else None)
             if len(tensors) == wanted:
                 found = ""
                 raise _Enough

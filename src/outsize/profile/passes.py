@@ -40,10 +40,10 @@ class Trial(Protocol):
 class Pass:
     """One forward and backward under one strategy, listening to the model's course."""
 
-    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False):
+    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False, ahead: bool = True):
         """`scout`: also find out which layer takes what which other made. Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
-        self.phases = Phases(meter, tracer.device)
+        self.phases = Phases(meter, tracer.device, ahead=ahead)
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
         self.is_forward = False

@@ -18,7 +18,7 @@ class Phase:
     delta_bytes: int = 0
     seconds: float = 0.0
     issue_seconds: float = 0.0
-    """That the issuing thread took over it, if seconds are timed: not longer than the device, if it may have waited for that."""
+    """That the issuing thread took over it, if seconds are timed."""
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class SharedTensor:
 
 
 class Phases:
-    def __init__(self, meter: Meter | None, device: Device):
-        """Without a meter only seconds are taken, with the issuing thread ahead of the device, as in the midst of a run."""
-        self._meter, self._device = meter, device
+    def __init__(self, meter: Meter | None, device: Device, *, ahead: bool):
+        """Without a meter only seconds are taken: with the issuing thread `ahead` of the device, as in the midst of a run, or each phase from a standstill."""
+        self._meter, self._device, self._ahead = meter, device, ahead
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
@@ -64,7 +64,7 @@ class Phases:
         self._since: Any = None
         """A mark of the device's."""
         self._issued_since = 0.0
-        self._timed: list[tuple[Phase, Any, Any, bool]] = []
+        self._timed: list[tuple[Phase, Any, Any]] = []
         self._counted = 0.0
         self._start = 0
         self._end = 0
@@ -74,13 +74,12 @@ class Phases:
 
     def finish(self) -> None:
         self.held_bytes = self._read() - self._start
-        for phase, start, end, may_have_waited in self._timed:
+        for phase, start, end in self._timed:
             phase.seconds = self._device.between(start, end)
-            if may_have_waited:
-                phase.issue_seconds = min(phase.issue_seconds, phase.seconds)
 
     def at_best(self, other: "Phases") -> None:
-        """The less of what two passes took: what is more was a hiccup, and a layer's stands for many layers."""
+        """The less of what two passes took, one ahead and one from standstills: what is more was a hiccup, and a layer's stands for many layers; or waiting, of
+        the device for the issuing thread, or of a thread that is ahead and asks the device for a number."""
         for one, two in (*zip(self.forward, other.forward, strict=True), *((phase, other.backward[visit]) for visit, phase in self.backward.items())):
             one.seconds, one.issue_seconds = min(one.seconds, two.seconds), min(one.issue_seconds, two.issue_seconds)
 
@@ -175,7 +174,7 @@ class Phases:
         if self._meter is not None:
             self._meter.reset_peak()
         else:
-            self._device.fall_behind()
+            self._device.fall_behind() if self._ahead else self._device.synchronize()
             self._since = self._device.mark()
             self._issued_since = time.perf_counter()
 
@@ -184,7 +183,7 @@ class Phases:
             phase.seconds = self._meter.seconds - self._counted
         if self._meter is None:
             phase.issue_seconds = time.perf_counter() - self._issued_since
-            self._timed.append((phase, self._since, self._device.mark(), self._device.is_past(self._since)))
+            self._timed.append((phase, self._since, self._device.mark()))
         else:
             phase.peak_bytes = self._meter.peak() - self._level
             self._end = self._read()

@@ -188,7 +188,7 @@ class Tracer:
 
     def _time(self, strategy: Strategy) -> Pass:
         """What visits compute, with the issuing thread ahead. Where it takes longer over a step than the device, it cannot keep ahead: a run is as slow."""
-        run, again = Pass(self, strategy, None), Pass(self, strategy, None)
+        run, again = Pass(self, strategy, None), Pass(self, strategy, None, ahead=False)
         self._once(run)
         self._once(again)
         run.phases.at_best(again.phases)
