@@ -125,7 +125,7 @@ def test_two_hundred_steps_at_the_tightest_plan_take_no_more_memory_than_five() 
 
 
 def test_after_the_first_step_collections_in_passes_leave_alone_what_was_there_before() -> None:
-    with closing(prepare(gpu_memory="2GiB")) as engine:
+    with closing(prepare(gpu_memory="4GiB")) as engine:
         assert gc.get_freeze_count() == 0
         step(engine, 0)
         frozen = gc.get_freeze_count()

@@ -20,13 +20,23 @@ class LaneClock:
     def __init__(self) -> None:
         self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        self.issued = 0.0
+        """When the thread that issues everything has issued what was put on lanes so far."""
 
-    def run(self, lane: Lane, seconds: float, after: Iterable[float] = ()) -> float:
-        """Put work on a lane; returns when it ends."""
-        start = max((self.free[lane], *after))
-        self.free[lane] = start + seconds
+    def run(self, lane: Lane, seconds: float, after: Iterable[float] = (), *, issue: float = 0.0) -> float:
+        """Put work on a lane; returns when it ends. What takes `issue` seconds to issue neither starts before its turn nor ends before it is issued."""
+        start = max((self.free[lane], *after, self.issued))
+        self.issued += issue
+        end = start + seconds
+        if self.issued > end:
+            end, seconds = self.issued, self.issued - start
+        self.free[lane] = end
         self.busy[lane] += seconds
-        return start + seconds
+        return end
+
+    def wait(self) -> None:
+        """The thread that issues waits until all that was to be computed is."""
+        self.issued = max(self.issued, self.free["compute"])
 
     @property
     def now(self) -> float:

@@ -42,5 +42,7 @@ class HardwareSpec:
     context_bytes: int = CONTEXT_BYTES
     """Of a card's memory, what a process takes by itself; 0 where the card is imaginary."""
     allocator_share: float = ALLOCATOR_SHARE
+    busy_issue: float = 1.0
+    """How many times as long the thread that issues work takes over it while the host updates."""
     boost: float = 1.0
     """How many times as fast a trial run of a moment computes as a long run, whose clocks sink under the load. Measured seconds are taken times this."""

@@ -50,6 +50,11 @@ class Placement:
         return stays and self.terms.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
+    def knows_issuing(self) -> bool:
+        """Somebody measured what issuing takes."""
+        return any(work.forward_issue_seconds for work in self.work)
+
+    @cached_property
     def slots(self) -> SlotMap:
         return assign_slots(self.layout, [c.index for c in self.layout.chunks if self.streams(c.index)], self.decision.depth)
 

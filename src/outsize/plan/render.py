@@ -178,8 +178,13 @@ def what_binds(plan: Plan) -> str:
     """What the step takes so long for."""
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
-    most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
+    word = "Python, which tells the GPU what to compute" if busiest == "compute" and _issuing_binds(plan) else _LANE_WORDS.get(busiest, busiest)
+    most = f"{word}, {shares.get(busiest, 0.0):.0%} of the step"
     return most if shares.get(busiest, 0.0) >= BINDS else f"dependencies: no lane works all the time (most: {most})"
+
+
+def _issuing_binds(plan: Plan) -> bool:
+    return sum(w.forward_issue_seconds + w.backward_issue_seconds for w in plan.work) > sum(w.forward_seconds + w.backward_seconds for w in plan.work)
 
 
 def _time(plan: Plan) -> list[str]:

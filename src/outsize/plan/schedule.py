@@ -268,6 +268,18 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
             return Effect("d2h", (place.weights_buffer(i),), (("home", i),))
 
 
+def issuing(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
+    """Seconds of the thread that issues it, and whether that thread waits for the device in it. Nothing where nobody measured what issuing takes."""
+    kind, i = action
+    if not place.knows_issuing or kind == "R":
+        return 0.0, False
+    if kind == "F":
+        return place.work[i].forward_issue_seconds, place.work[i].forward_waits
+    if kind == "B":
+        return place.work[i].backward_issue_seconds, place.work[i].backward_waits
+    return spec.launch_seconds, False
+
+
 def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: Lane) -> float:
     kind, i = action
     match kind:

@@ -11,6 +11,9 @@ import torch
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
 
+WAITED_SECONDS = 5e-3
+"""That a thread which is 20 ms ahead of the device takes longer than one that is not, if it waits for it."""
+
 
 @dataclass(slots=True)
 class Phase:
@@ -19,6 +22,8 @@ class Phase:
     seconds: float = 0.0
     issue_seconds: float = 0.0
     """That the issuing thread took over it, if seconds are timed."""
+    waits: bool = False
+    """It waited for the device in it."""
 
 
 @dataclass(slots=True)
@@ -78,9 +83,10 @@ class Phases:
             phase.seconds = self._device.between(start, end)
 
     def at_best(self, other: "Phases") -> None:
-        """The less of what two passes took, one ahead and one from standstills: what is more was a hiccup, and a layer's stands for many layers; or waiting, of
-        the device for the issuing thread, or of a thread that is ahead and asks the device for a number."""
+        """The less of what two passes took, this one ahead and the other from standstills: what is more was a hiccup, and a layer's stands for many layers;
+        or waiting, of the device for the issuing thread, or of a thread that is ahead and asks the device for a number."""
         for one, two in (*zip(self.forward, other.forward, strict=True), *((phase, other.backward[visit]) for visit, phase in self.backward.items())):
+            one.waits = one.issue_seconds - two.issue_seconds > WAITED_SECONDS
             one.seconds, one.issue_seconds = min(one.seconds, two.seconds), min(one.issue_seconds, two.issue_seconds)
 
     def slow_down(self, factor: float) -> None:

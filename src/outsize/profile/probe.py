@@ -106,6 +106,7 @@ def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
         gpu_bytes_per_second=_rounded(measured["gpu_copy_bytes_per_second"] * OPERATOR_SHARE), h2d_bytes_per_second=rates["h2d"],
         d2h_bytes_per_second=rates["d2h"], host_adam_params_per_second=rates["host"],
         gpu_adam_params_per_second=measured["gpu_adam_params_per_second"], launch_seconds=max(measured["launch_seconds"].values()),
+        busy_issue=max(1.0, _rounded(measured["issue_seconds"]["beside updates"] / measured["issue_seconds"]["alone"])),
         provenance=f"probed on {measured['date']}", context_bytes=measured["allocator"]["context_bytes"],
     )  # fmt: skip
 
@@ -120,7 +121,7 @@ class Prober:
 
     def stages(self, with_card: bool) -> list[Callable[[], None]]:
         host = [self.host_memory, self.host_lanes]
-        lanes = [self.copies, self.contention, self.step, self.launches]
+        lanes = [self.copies, self.contention, self.step, self.issuing, self.launches]
         card = [self.gpu_memory, self.gpu_adam, self.matrices, self.attention, self.layer, self.allocator]
         return host + (lanes + card if with_card else [])
 
@@ -186,6 +187,28 @@ class Prober:
         amounts: dict[Lane, float] = {"h2d": loads["h2d"].amount, "d2h": loads["d2h"].amount, "host": self._host.amount}
         spans = {lane: [span.end - span.start for span in line.spans if span.lane == lane] for lane in amounts}
         self.found["step_per_second"] = {lane: _rounded(amounts[lane] * len(found) / max(sum(found), 1e-9)) for lane, found in spans.items()}
+
+    def issuing(self) -> None:
+        """What the thread that issues takes over many small operators, forward and backward: alone, and while the host updates."""
+        x, grad = self._random(64, 64).requires_grad_(), self._random(64, 64)
+
+        def issue() -> float:
+            start = time.perf_counter()
+            y = x
+            for _ in range(100):
+                y = F.silu(y) * x
+            torch.autograd.grad(y, x, grad)
+            return time.perf_counter() - start
+
+        issue()
+        times = 9
+        alone = statistics.median(issue() for _ in range(times))
+        updates = math.ceil(3 * times * alone / self._seconds([self._host], {"host": 3})["host"])
+        for _ in range(updates):
+            self._submit(self._host)
+        beside = statistics.median(issue() for _ in range(times))
+        self._device.synchronize()
+        self.found["issue_seconds"] = {"alone": _rounded(alone), "beside updates": _rounded(beside)}
 
     def launches(self) -> None:
         """What a copy costs beyond its bytes: many small ones, from the first call to the last one's end."""

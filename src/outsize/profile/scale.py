@@ -13,7 +13,7 @@ from typing import Any
 from outsize.model.work import Work
 from outsize.profile.trace import ModelTrace
 
-_SECONDS = ("forward_seconds", "backward_seconds")
+_SECONDS = ("forward_seconds", "backward_seconds", "forward_issue_seconds", "backward_issue_seconds")
 _SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
 """May be below zero."""

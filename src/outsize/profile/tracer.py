@@ -187,21 +187,13 @@ class Tracer:
                 self._bare.add(visit)
 
     def _time(self, strategy: Strategy) -> Pass:
-        """What visits compute, with the issuing thread ahead. Where it takes longer over a step than the device, it cannot keep ahead: a run is as slow."""
+        """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in planner/simulate.py."""
         run, again = Pass(self, strategy, None), Pass(self, strategy, None, ahead=False)
         self._once(run)
         self._once(again)
         run.phases.at_best(again.phases)
-        phases = [phase for visit in range(len(run.layer_of)) for phase in self._phases(run, visit)]
-        computed, issued = sum(phase.seconds for phase in phases), sum(phase.issue_seconds for phase in phases)
-        run.phases.slow_down(max(self.device.spec.boost, issued / computed if computed else 1.0))
+        run.phases.slow_down(self.device.spec.boost)
         return run
-
-    def _phases(self, run: Pass, visit: int) -> Iterator[Phase]:
-        twin = self._twin(run, visit)
-        yield run.phases.forward[twin]
-        if twin in run.phases.backward:
-            yield run.phases.backward[twin]
 
     def _once(self, run: Pass, course: Course | None = None) -> None:
         course = course or Course(self.model, run)
@@ -352,10 +344,15 @@ class Tracer:
         # An input that a frame holds until after the stack (all hidden states in a tuple) is held alike of layers that did not run.
         is_late = twin == visit or forward.late_visit > visit
         clock = timed["keep" if strategy in ("keep", "swap") else "recompute"] if timed else run
-        back = clock.phases.backward.get(twin)
+        ahead, back = clock.phases.forward[twin], clock.phases.backward.get(twin) or Phase()
+        runs_beside = self.device.kind == "cuda"
         return Work(
-            forward_seconds=clock.phases.forward[twin].seconds,
-            backward_seconds=back.seconds if back else 0.0,
+            forward_seconds=ahead.seconds,
+            backward_seconds=back.seconds,
+            forward_issue_seconds=ahead.issue_seconds if runs_beside else 0.0,
+            backward_issue_seconds=back.issue_seconds if runs_beside else 0.0,
+            forward_waits=ahead.waits,
+            backward_waits=back.waits,
             forward_peak_bytes=forward.peak_bytes,
             forward_delta_bytes=forward.delta_bytes,
             backward_peak_bytes=backward.peak_bytes if backward else 0,

@@ -16,7 +16,7 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
-from outsize.plan.schedule import Action, Schedule, action_seconds, compile_schedule, effect, parse_action
+from outsize.plan.schedule import Action, Schedule, compile_schedule, effect, parse_action
 from outsize.planner.memory import ledger
 from outsize.planner.simulate import STEPS, Walk
 
@@ -109,20 +109,19 @@ def _issue(place: Placement, schedule: Schedule, spec: HardwareSpec, num_steps: 
     """Every action of so many steps, and when the last backward of each ends."""
     in_backward = place.terms.update == "in_backward"
     walk = Walk(place, spec)
-    known: dict[Action, tuple[Lane, float]] = {}
+    lanes: dict[Action, Lane] = {}
     spans, ends = [], []
     for step in range(num_steps):
         last = 0.0
         for segment, actions in schedule.step(place.terms.accumulate, in_backward):
             for action in actions:
-                if action not in known:
-                    lane = effect(place, action).lane
-                    known[action] = lane, action_seconds(place, action, spec, lane)
-                lane, seconds = known[action]
-                free = walk.clock.free[lane]
+                if action not in lanes:
+                    lanes[action] = effect(place, action).lane
+                lane = lanes[action]
+                free, worked = walk.clock.free[lane], walk.clock.busy[lane]
                 end = walk.run(action, update_in_backward=in_backward and segment == "backward")
                 # Not before the lane was free, which the difference may be by a rounding.
-                spans.append(StepSpan(lane, str(action), max(free, end - seconds), end, step))
+                spans.append(StepSpan(lane, str(action), max(free, end - (walk.clock.busy[lane] - worked)), end, step))
                 if action.kind == "B":
                     last = end
         ends.append(last)

@@ -1,11 +1,13 @@
 """Time: lanes, waits and steady state, on schedules small enough to add up by hand."""
 
 import dataclasses
+import random
 
 import pytest
 from synthetic import Case, make_case, random_case, random_decision
 
 from outsize.hardware.lanes import copy_seconds, update_seconds
+from outsize.model.work import Work
 from outsize.plan.plan import Estimate, Terms
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import high_water
@@ -63,6 +65,75 @@ def test_the_quick_walk_gives_the_floats_of_the_walk_through_hazards() -> None:
         walk = Walk(place, case.spec)
         ends = [walk.run_step(schedule) for _ in range(3)]
         assert step_seconds(place, schedule, case.spec)[0] == ends[2] - ends[1]
+
+
+def issued_by_a_thread(case: Case, seed: int = 0, *, forward: float = 0.0, backward: float = 0.0, busy_issue: float = 1.0, waits: bool = False) -> Case:
+    """The same with a thread that takes time to issue; with a `seed`, random times."""
+    rng = random.Random(seed)
+
+    def timed(work: Work) -> Work:
+        if not seed:
+            return dataclasses.replace(work, forward_issue_seconds=forward, backward_issue_seconds=backward, forward_waits=waits)
+        seconds = {f"{way}_issue_seconds": rng.choice((0.5, 1.0, 2.0)) * getattr(work, f"{way}_seconds") for way in ("forward", "backward")}
+        return dataclasses.replace(work, **seconds, forward_waits=rng.random() < 0.3, backward_waits=rng.random() < 0.2)
+
+    visits = tuple({strategy: timed(work) for strategy, work in visit.items()} for visit in case.trace.visits)
+    spec = dataclasses.replace(case.spec, busy_issue=rng.uniform(1.0, 2.0) if seed else busy_issue)
+    return dataclasses.replace(case, trace=dataclasses.replace(case.trace, visits=visits), spec=spec)
+
+
+def test_both_walks_know_the_thread_that_issues() -> None:
+    longer = 0
+    for seed in range(1, 150):
+        plain = random_case(seed, max_layers=5)
+        case = issued_by_a_thread(plain, seed)
+        decision = random_decision(case, seed + 1)
+        place = case.place(decision)
+        schedule = compile_schedule(place)
+        walk = Walk(place, case.spec)
+        ends = []
+        for step in range(3):
+            before = dict(walk.clock.busy)
+            ends.append(walk.run_step(schedule))
+            if step == 2:
+                took = {lane: seconds - before[lane] for lane, seconds in walk.clock.busy.items()}
+        seconds, busy = step_seconds(place, schedule, case.spec)
+        assert seconds == ends[2] - ends[1] and busy == pytest.approx(took)
+        ahead = step_seconds(plain.place(decision), schedule, plain.spec)
+        assert busy["compute"] >= ahead[1]["compute"] * (1 - 1e-9)
+        longer += seconds > ahead[0]
+    assert longer > 100
+
+
+def test_a_thread_that_is_faster_than_the_device_costs_nothing_and_a_slower_one_is_the_step() -> None:
+    case = make_case(6)
+    work = case.trace.work(1, "keep")
+    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, launch_seconds=0.0))
+    fast = issued_by_a_thread(case, forward=0.9 * work.forward_seconds, backward=0.9 * work.backward_seconds)
+    slow = issued_by_a_thread(case, forward=2 * work.forward_seconds, backward=2 * work.backward_seconds)
+    assert estimate(fast, "gpu/gpu").step_seconds == pytest.approx(estimate(case, "gpu/gpu").step_seconds)
+    assert estimate(slow, "gpu/gpu").step_seconds == pytest.approx(8 * 2 * (work.forward_seconds + work.backward_seconds))
+
+
+def test_a_lead_of_the_backward_carries_over_until_the_thread_waits() -> None:
+    """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward nothing of the lead is left."""
+    case = make_case(6)
+    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, launch_seconds=0.0))
+    forward = case.trace.work(1, "keep").forward_seconds
+    ahead, waiting = (issued_by_a_thread(case, forward=2 * forward, waits=waits) for waits in (False, True))
+    computed = estimate(case, "gpu/gpu").step_seconds
+    assert estimate(ahead, "gpu/gpu").step_seconds == pytest.approx(computed)
+    assert estimate(waiting, "gpu/gpu").step_seconds == pytest.approx(computed + 8 * forward)
+
+
+def test_a_host_that_updates_slows_the_thread_that_issues() -> None:
+    case = make_case(8, terms=Terms(update="in_backward"))
+    work = case.trace.work(1, "keep")
+    beside = [
+        estimate(issued_by_a_thread(case, forward=work.forward_seconds, backward=work.backward_seconds, busy_issue=slower), homes).busy_seconds["compute"]
+        for homes in ("gpu/host", "gpu/gpu") for slower in (1.0, 1.5)
+    ]  # fmt: skip
+    assert beside[1] > 1.05 * beside[0] and beside[3] == beside[2]
 
 
 def test_three_steps_reach_the_steady_state() -> None:

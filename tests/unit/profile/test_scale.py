@@ -63,7 +63,7 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
         fixed, each = (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
         return fixed + each * rows
 
-    numbers = [f for f in dataclasses.fields(synthetic.NOTHING) if f.name != "late_visit"]
+    numbers = [f for f in dataclasses.fields(synthetic.NOTHING) if f.name != "late_visit" and not isinstance(getattr(synthetic.NOTHING, f.name), bool)]
     visits = tuple({s: dataclasses.replace(w, **{f.name: grown(getattr(w, f.name)) for f in numbers}) for s, w in v.items()} for v in case.trace.visits)
     shared = tuple(dataclasses.replace(tensor, num_bytes=grown(tensor.num_bytes)) for tensor in case.trace.shared)
     inputs = {"input_ids": (rows, 7), "pixel_values": (3 * rows, 5), "position_ids": (3, rows, 7)}
