@@ -259,6 +259,32 @@ def test_layers_that_are_dropped_are_passed_over(weights: Any, optimizer: Any, s
     assert same(plain, model)
 
 
+class Frozen(Dropping):
+    """What trains first is the first layer of the first list: without it, the second one's input needs no grad and it saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+        for param in (*self.stem.parameters(), *self.first[1].parameters()):
+            param.requires_grad_(False)
+
+
+@pytest.mark.parametrize("strategy", ["swap", "offload", "recompute"])
+def test_a_frozen_layer_behind_one_that_is_dropped_has_nothing_to_send(strategy: Any) -> None:
+    plain, model = Frozen(), Frozen()
+    spec = outsize.AdamW(lr=1e-2)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=spec, device="sim:64GiB", weights="host", optimizer="host", strategy=strategy, depth=1, chunk_bytes=256
+    )
+    assert engine.plan.decision.strategies[2] == strategy
+    reference = cells.Reference([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
+    with cells.closing(engine):
+        for seed, order in enumerate(["12/012", "012/012", "1/1", "12/", "012/12"]):
+            batch = inputs(seed, order)
+            assert step(engine, [batch], "after_step") == plain_step(plain, reference, [batch]), order
+    assert same(plain, model)
+
+
 def test_a_way_that_nobody_has_seen_is_guarded_once() -> None:
     """As on a GPU, where the guard goes after the first step."""
     model = Dropping()

@@ -171,7 +171,7 @@ class Executor:
         """Issue what comes before the next action of this kind, without what is left out. None at the end of the segment."""
         while self._next < len(self._queue):
             action = self._queue[self._next]
-            is_left_out = action.kind in "FBSRP" and action.index in self._left_out
+            is_left_out = (action.kind in "FBSRP" and action.index in self._left_out) or (action.kind in "SRP" and self._saved_nothing(action.index))
             if action.kind == kind and not is_left_out:
                 return action
             if is_left_out and action.kind == "B":
@@ -277,6 +277,11 @@ class Executor:
             case "W":
                 return _copy(store.weights(i), store.home(i)) if self.place.updates_on_host(i) else _copy(store.home(i), store.weights(i))
         raise AssertionError(f"{action} is opened by the model's course, not issued")
+
+    def _saved_nothing(self, visit: int) -> bool:
+        """A layer that swaps whose input needed no grad this time, since what trains before it was left out."""
+        parcel = self._parcels.get(visit)
+        return parcel is not None and not parcel.num_bytes and bool(self._left_out)
 
     def _sent(self, visit: int) -> Parcel:
         """The parcel of a visit whose activations leave; a strategy that quietly does nothing, or too much, is an error."""
