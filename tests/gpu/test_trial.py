@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outsize.base.errors import DeviceOutOfMemory
 from outsize.device.choose import choose_device
 from outsize.model.discover import find_layers
+from outsize.model.work import Work
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
@@ -99,16 +100,20 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def planned_seconds(**how: Any) -> float:
+def traced(**how: Any) -> list[Work]:
     model = Stack(**how)
     _, trace = Tracer(model, [torch.randn(4, 64)], find_layers(model, None), choose_device("cuda")).trace()
-    return sum(visit["keep"].forward_seconds + visit["keep"].backward_seconds for visit in trace.visits)
+    return [trace.work(visit, "keep") for visit in range(1, 13)]
 
 
-def test_where_issuing_takes_longer_than_computing_a_step_takes_as_long_as_issuing() -> None:
-    assert planned_seconds(seconds=0.005) > 12 * 0.005
+def test_a_trial_tells_issuing_from_computing() -> None:
+    layers = traced(seconds=0.005)
+    assert all(0.005 < work.forward_issue_seconds < 0.015 and work.forward_seconds < 0.005 and not work.forward_waits for work in layers)
+    layers = traced(cycles=20_000_000)
+    assert all(work.forward_issue_seconds < 0.5 * work.forward_seconds and not work.forward_waits for work in layers)
 
 
-def test_waiting_for_the_device_is_not_issuing() -> None:
-    """The head start that the trial gives itself would else be counted, for every layer that the measured one stands for."""
-    assert planned_seconds(cycles=5_000_000, waits=True) < 1.5 * planned_seconds(cycles=5_000_000)
+def test_a_visit_that_asks_the_device_is_known_and_the_head_start_is_in_none_of_its_seconds() -> None:
+    asking, silent = traced(cycles=5_000_000, waits=True), traced(cycles=5_000_000)
+    for one, other in zip(asking, silent, strict=True):
+        assert one.forward_waits and one.forward_seconds < 1.5 * other.forward_seconds and one.forward_issue_seconds < 2 * other.forward_seconds

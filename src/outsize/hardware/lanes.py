@@ -14,34 +14,83 @@ Lane = Literal["compute", "h2d", "d2h", "host"]
 LANES: tuple[Lane, ...] = ("compute", "h2d", "d2h", "host")
 
 
+LEAD_SECONDS = 0.1
+"""So far the thread that issues gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B decoder, 120 of an 8B one."""
+
+
 class LaneClock:
     """When each lane is free, and how long it has worked."""
 
     def __init__(self) -> None:
         self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
-        self.issued = 0.0
-        """When the thread that issues everything has issued what was put on lanes so far."""
 
-    def run(self, lane: Lane, seconds: float, after: Iterable[float] = (), *, issue: float = 0.0) -> float:
-        """Put work on a lane; returns when it ends. What takes `issue` seconds to issue neither starts before its turn nor ends before it is issued."""
-        start = max((self.free[lane], *after, self.issued))
-        self.issued += issue
-        end = start + seconds
-        if self.issued > end:
-            end, seconds = self.issued, self.issued - start
-        self.free[lane] = end
+    def run(self, lane: Lane, seconds: float, after: Iterable[float] = ()) -> float:
+        """Put work on a lane; returns when it ends."""
+        return self._put(lane, max((self.free[lane], *after)), seconds)
+
+    def _put(self, lane: Lane, start: float, seconds: float) -> float:
+        self.free[lane] = start + seconds
         self.busy[lane] += seconds
-        return end
-
-    def wait(self) -> None:
-        """The thread that issues waits until all that was to be computed is."""
-        self.issued = max(self.issued, self.free["compute"])
+        return start + seconds
 
     @property
     def now(self) -> float:
         """When everything that was put on any lane has ended."""
         return max(self.free.values())
+
+
+class IssuedClock(LaneClock):
+    """The same with the thread that puts the work there: no action starts before that thread comes to it, nor ends before it is issued.
+
+    [Note: The thread that issues]
+    Lanes work on what they have been told. One thread tells all of them: it runs the model's Python, and where a layer is small that takes longer than its
+    computing. It takes longer still while the host updates: the cores are shared. It runs ahead of the device, no further than LEAD_SECONDS, until it is
+    held up: by a visit that asks the device for something (most transformers' decoders look at their position ids), by the end of a step that reads its
+    norm, and by work to compute that needs what the host has not updated yet, since a stream cannot wait for a thread. Copies in such need are handed to a
+    thread of their lane, and the next ones with them.
+    """
+
+    def __init__(self, busy_issue: float) -> None:
+        super().__init__()
+        self.issued = 0.0
+        """When the thread has issued what was put on lanes so far."""
+        self.told = 0.0
+        """When the device knew of what was put there last: until then nothing can wait for that but a thread."""
+        self._busy_issue = busy_issue
+        self._held: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+
+    def issue(self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool) -> float:
+        """Put work on a lane that takes `issue` seconds to put there; returns when it ends. `after`: when what it needs ends, and when the device was told of
+        that. `waits`: the thread waits in it until the device has come so far."""
+        after = tuple(after)
+        told = max((told for _, told in after), default=0.0)
+        if lane == "compute" and told > self.issued:
+            self.issued = told
+        start = max((self.free[lane], self.issued, *(end for end, _ in after)))
+        if waits:
+            self.issued = start
+        elif lane == "compute" and start - LEAD_SECONDS > self.issued:
+            self.issued = start - LEAD_SECONDS
+        self.issued += slowed(issue, seconds if waits else 0.0, self.free["host"] - self.issued, self._busy_issue)
+        end = self._put(lane, start, max(seconds, self.issued - start))
+        if lane != "compute":
+            self._held[lane] = end if lane == "host" else max(self._held[lane], told)
+        self.told = self._held[lane]
+        return end
+
+    def wait(self) -> None:
+        """The thread waits until all that was to be computed is."""
+        self.issued = max(self.issued, self.free["compute"])
+
+
+def slowed(issue: float, computing: float, busy: float, busy_issue: float) -> float:
+    """What issuing takes with the host at work for another `busy` seconds: but for what of it is waiting for the device, so much longer meanwhile."""
+    python = max(0.0, issue - computing)
+    extra = (busy_issue - 1.0) * python
+    if busy < python + extra:
+        extra = max(0.0, busy) * (1.0 - 1.0 / busy_issue)
+    return issue + extra
 
 
 def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:

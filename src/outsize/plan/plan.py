@@ -68,6 +68,8 @@ class Estimate:
     """Per lane, in one step."""
     peak_at: str
     """The action during which the device is fullest."""
+    starved_seconds: float = 0.0
+    """Of the compute lane's, that it waits for the thread which tells it what to compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

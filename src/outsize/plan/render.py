@@ -15,6 +15,8 @@ from outsize.plan.plan import Home, Plan
 BAR_WIDTH = 40
 BINDS = 0.9
 """A lane that works this share of the step is what the step takes so long for."""
+TELLING = 0.05
+"""Of the step: less than that of waiting for Python is not worth a word."""
 _LANE_WORDS = {"compute": "computing on the GPU", "h2d": "copies to the GPU", "d2h": "copies to the host", "host": "optimizer updates on the host"}
 _GPU_WORDS = {
     "weights": "weights", "slot": "slots", "state": "optimizer", "gradient": "gradients", "stage": "gradients", "return": "activations", "norms": "other",
@@ -178,13 +180,11 @@ def what_binds(plan: Plan) -> str:
     """What the step takes so long for."""
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
-    word = "Python, which tells the GPU what to compute" if busiest == "compute" and _issuing_binds(plan) else _LANE_WORDS.get(busiest, busiest)
-    most = f"{word}, {shares.get(busiest, 0.0):.0%} of the step"
+    most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
+    starved = plan.estimate.starved_seconds / plan.estimate.step_seconds if plan.estimate.step_seconds else 0.0
+    if busiest == "compute" and starved >= TELLING:
+        most += f", {starved:.0%} of it waiting for Python to say what"
     return most if shares.get(busiest, 0.0) >= BINDS else f"dependencies: no lane works all the time (most: {most})"
-
-
-def _issuing_binds(plan: Plan) -> bool:
-    return sum(w.forward_issue_seconds + w.backward_issue_seconds for w in plan.work) > sum(w.forward_seconds + w.backward_seconds for w in plan.work)
 
 
 def _time(plan: Plan) -> list[str]:

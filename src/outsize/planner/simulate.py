@@ -5,16 +5,13 @@ same with its own hazards and clock, so both give the same seconds. `step_second
 thousands of actions in milliseconds: a wait that follows from other waits cannot move a start, so it keeps the time of the
 last write and the last use of every buffer and derives no minimal waits. Both give equal floats; a test holds them to it.
 
-[Note: The thread that issues]
-Lanes work on what they have been told. One thread tells all of them: it runs the model's Python, and where a layer is small that takes longer than its
-computing. So it has a clock too, which each action moves by what issuing it takes (longer while the host updates: the cores are shared), and no action starts
-before its turn. It runs ahead of the device as far as it can, until a visit has it wait: most transformers' decoders look at their position ids. What issuing
-takes is measured by the trial run on a GPU; without one it counts as nothing, on `sim` too.
+What issuing takes is measured by the trial run on a GPU, and then the thread that does it has a clock too: [Note: The thread that issues] in
+hardware/lanes.py. Without such figures, and on `sim`, issuing takes no time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from outsize.hardware.lanes import LANES, LaneClock
+from outsize.hardware.lanes import LANES, LEAD_SECONDS, IssuedClock, LaneClock, slowed
 from outsize.hardware.spec import HardwareSpec
 from outsize.plan.hazards import Hazards, Token
 from outsize.plan.placement import Buffer, Placement
@@ -35,8 +32,9 @@ class Walk:
 
     def __init__(self, place: Placement, spec: HardwareSpec):
         self.place, self.spec = place, spec
-        self.clock = LaneClock()
+        self.clock = IssuedClock(spec.busy_issue) if place.knows_issuing else LaneClock()
         self.ends: dict[Token, float] = {}
+        self._told: dict[Token, float] = {}
         self._hazards = Hazards()
         self._known: dict[tuple[Action, bool], tuple[Effect, float, float, bool]] = {}
 
@@ -47,24 +45,33 @@ class Walk:
             touched = effect(self.place, action, update_in_backward=update_in_backward)
             self._known[key] = touched, action_seconds(self.place, action, self.spec, touched.lane), *issuing(self.place, action, self.spec)
         (lane, reads, writes), seconds, issue, thread_waits = self._known[key]
-        if thread_waits:
-            self.clock.wait()
-        if self.clock.issued < self.clock.free["host"]:
-            issue *= self.spec.busy_issue
         waits = self._hazards.before(lane, reads, writes)
-        end = self.clock.run(lane, seconds, [self.ends[token] for token in waits], issue=issue)
-        self.ends[self._hazards.after(lane, reads, writes)] = end
+        if isinstance(self.clock, IssuedClock):
+            end = self.clock.issue(lane, seconds, [(self.ends[token], self._told[token]) for token in waits], issue, waits=thread_waits)
+        else:
+            end = self.clock.run(lane, seconds, [self.ends[token] for token in waits])
+        token = self._hazards.after(lane, reads, writes)
+        self.ends[token] = end
+        if isinstance(self.clock, IssuedClock):
+            self._told[token] = self.clock.told
         return end
+
+    def segments(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
+        """The actions of one optimizer step, each with whether it stands in a backward that updates; to be run one by one, as they come."""
+        in_backward = self.place.terms.update == "in_backward"
+        for name, actions in schedule.step(self.place.terms.accumulate, in_backward):
+            if name == "update" and isinstance(self.clock, IssuedClock):
+                self.clock.wait()
+            for action in actions:
+                yield action, in_backward and name == "backward"
 
     def run_step(self, schedule: Schedule) -> float:
         """Issue one optimizer step; returns when its last backward ends. Updates may still run then, under the next forward."""
-        in_backward = self.place.terms.update == "in_backward"
         last = 0.0
-        for name, actions in schedule.step(self.place.terms.accumulate, in_backward):
-            for action in actions:
-                end = self.run(action, update_in_backward=in_backward and name == "backward")
-                if action.kind == "B":
-                    last = end
+        for action, updates in self.segments(schedule):
+            end = self.run(action, update_in_backward=updates)
+            if action.kind == "B":
+                last = end
         return last
 
 
@@ -77,55 +84,82 @@ def simulate(place: Placement, schedule: Schedule, spec: HardwareSpec, *, held_b
         gpu_parts["buffers"] = place.graph.buffer_bytes
     return Estimate(
         step_seconds=seconds, gpu_bytes=peak.gpu_bytes, host_bytes=place.host_bytes, gpu_parts=gpu_parts, host_parts=place.parts(place.host),
-        busy_seconds=busy, peak_at=peak.peak_at,
+        busy_seconds=busy, peak_at=peak.peak_at, starved_seconds=_starved_seconds(place, schedule, spec, busy["compute"]),
     )  # fmt: skip
+
+
+def _starved_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec, busy: float) -> float:
+    if not place.knows_issuing:
+        return 0.0
+    actions = (action for _, actions in schedule.step(place.terms.accumulate, place.terms.update == "in_backward") for action in actions)
+    return max(0.0, busy - sum(action_seconds(place, action, spec, "compute") for action in actions if effect(place, action).lane == "compute"))
 
 
 def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[float, dict[str, float]]:
     """Seconds from the end of one step's last backward to that of the next, and how long each lane works in that time."""
     segments, num_buffers = _compile(place, schedule, spec)
+    has_thread, busy_issue = place.knows_issuing, spec.busy_issue
     wrote = [0.0] * num_buffers
     used = [0.0] * num_buffers  # last read or write
-    free = [0.0] * len(LANES)
-    issued, busy_issue = 0.0, spec.busy_issue
+    told_written, told_used = [0.0] * num_buffers, [0.0] * num_buffers
+    free, held = [0.0] * len(LANES), [0.0] * len(LANES)
+    issued = told = 0.0
     ends = [0.0]
     for _ in range(STEPS):
         last = 0.0
         busy = [0.0] * len(LANES)
-        for ops, last_backward in segments:
+        for ops, last_backward, is_update in segments:
+            if has_thread and is_update:
+                issued = max(issued, free[_COMPUTE])
             for number, (lane, reads, writes, seconds, issue, thread_waits) in enumerate(ops):
-                if thread_waits and free[_COMPUTE] > issued:
-                    issued = free[_COMPUTE]
-                end = free[lane]
-                if issued > end:
-                    end = issued
+                start = free[lane]
                 for buffer in reads:
-                    if wrote[buffer] > end:
-                        end = wrote[buffer]
+                    if wrote[buffer] > start:
+                        start = wrote[buffer]
                 for buffer in writes:
-                    if used[buffer] > end:
-                        end = used[buffer]
-                issued += issue * busy_issue if issued < free[_HOST] else issue
-                if issued > end + seconds:
-                    busy[lane] += issued - end
-                    end = issued
-                else:
-                    busy[lane] += seconds
-                    end += seconds
+                    if used[buffer] > start:
+                        start = used[buffer]
+                if has_thread:
+                    told = 0.0
+                    for buffer in reads:
+                        if told_written[buffer] > told:
+                            told = told_written[buffer]
+                    for buffer in writes:
+                        if told_used[buffer] > told:
+                            told = told_used[buffer]
+                    if lane == _COMPUTE and told > issued:
+                        issued = told
+                    if issued > start:
+                        start = issued
+                    if thread_waits:
+                        issued = start
+                    elif lane == _COMPUTE and start - LEAD_SECONDS > issued:
+                        issued = start - LEAD_SECONDS
+                    issued += slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, busy_issue)
+                    if issued - start > seconds:
+                        seconds = issued - start
+                    if lane != _COMPUTE:
+                        held[lane] = start + seconds if lane == _HOST else max(held[lane], told)
+                    told = held[lane]
+                end = start + seconds
                 free[lane] = end
+                busy[lane] += seconds
                 for buffer in reads:
                     if end > used[buffer]:
                         used[buffer] = end
+                    if told > told_used[buffer]:
+                        told_used[buffer] = told
                 for buffer in writes:
                     wrote[buffer] = used[buffer] = end
+                    told_written[buffer] = told_used[buffer] = told
                 if number == last_backward:
                     last = end
         ends.append(last)
     return ends[-1] - ends[-2], {str(lane): seconds for lane, seconds in zip(LANES, busy, strict=True)}
 
 
-def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[list[tuple[list[_Op], int]], int]:
-    """Per segment of a step: its actions as numbers, and which of them is the last backward (-1: none)."""
+def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[list[tuple[list[_Op], int, bool]], int]:
+    """Per segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is the update."""
     in_backward = place.terms.update == "in_backward"
     number: dict[Buffer, int] = {}
     known: dict[bool, dict[Action, _Op]] = {False: {}, True: {}}
@@ -148,5 +182,5 @@ def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[
             ops.append(op)
             if action.kind == "B":
                 last_backward = i
-        segments.append((ops, last_backward))
+        segments.append((ops, last_backward, name == "update"))
     return segments, len(number)

@@ -328,6 +328,17 @@ class Tracer:
             return visit
         return next(v for v in range(visit - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[visit])
 
+    def _issuing(self, timed: dict[str, Pass], strategy: Strategy, twin: int) -> dict[str, Any]:
+        """What of a visit is the issuing thread's, where there is one beside the device. Packing what is swapped takes it about as long as making it again."""
+        if self.device.kind != "cuda":
+            return {}
+        phases = timed["keep" if strategy == "keep" else "recompute"].phases
+        forward, back = phases.forward[twin], phases.backward.get(twin) or Phase()
+        return {
+            "forward_issue_seconds": forward.issue_seconds, "backward_issue_seconds": back.issue_seconds,
+            "forward_waits": forward.waits, "backward_waits": back.waits,
+        }  # fmt: skip
+
     def _works(self, passes: dict[Strategy, Pass], timed: dict[str, Pass], visit: int) -> dict[str, Work]:
         run = passes["keep"]
         is_layer = run.layer_of[visit] is not None
@@ -345,14 +356,10 @@ class Tracer:
         is_late = twin == visit or forward.late_visit > visit
         clock = timed["keep" if strategy in ("keep", "swap") else "recompute"] if timed else run
         ahead, back = clock.phases.forward[twin], clock.phases.backward.get(twin) or Phase()
-        runs_beside = self.device.kind == "cuda"
         return Work(
             forward_seconds=ahead.seconds,
             backward_seconds=back.seconds,
-            forward_issue_seconds=ahead.issue_seconds if runs_beside else 0.0,
-            backward_issue_seconds=back.issue_seconds if runs_beside else 0.0,
-            forward_waits=ahead.waits,
-            backward_waits=back.waits,
+            **self._issuing(timed, strategy, twin),
             forward_peak_bytes=forward.peak_bytes,
             forward_delta_bytes=forward.delta_bytes,
             backward_peak_bytes=backward.peak_bytes if backward else 0,

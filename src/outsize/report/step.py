@@ -16,7 +16,7 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
-from outsize.plan.schedule import Action, Schedule, compile_schedule, effect, parse_action
+from outsize.plan.schedule import Schedule, compile_schedule, effect, parse_action
 from outsize.planner.memory import ledger
 from outsize.planner.simulate import STEPS, Walk
 
@@ -107,23 +107,18 @@ def walk_step(place: Placement, spec: HardwareSpec, *, held_bytes: int) -> Step:
 
 def _issue(place: Placement, schedule: Schedule, spec: HardwareSpec, num_steps: int) -> tuple[list[StepSpan], list[float]]:
     """Every action of so many steps, and when the last backward of each ends."""
-    in_backward = place.terms.update == "in_backward"
     walk = Walk(place, spec)
-    lanes: dict[Action, Lane] = {}
     spans, ends = [], []
     for step in range(num_steps):
         last = 0.0
-        for segment, actions in schedule.step(place.terms.accumulate, in_backward):
-            for action in actions:
-                if action not in lanes:
-                    lanes[action] = effect(place, action).lane
-                lane = lanes[action]
-                free, worked = walk.clock.free[lane], walk.clock.busy[lane]
-                end = walk.run(action, update_in_backward=in_backward and segment == "backward")
-                # Not before the lane was free, which the difference may be by a rounding.
-                spans.append(StepSpan(lane, str(action), max(free, end - (walk.clock.busy[lane] - worked)), end, step))
-                if action.kind == "B":
-                    last = end
+        for action, updates in walk.segments(schedule):
+            lane = effect(place, action).lane
+            free, worked = walk.clock.free[lane], walk.clock.busy[lane]
+            end = walk.run(action, update_in_backward=updates)
+            # Not before the lane was free, which the difference may be by a rounding.
+            spans.append(StepSpan(lane, str(action), max(free, end - (walk.clock.busy[lane] - worked)), end, step))
+            if action.kind == "B":
+                last = end
         ends.append(last)
     return spans, ends
 

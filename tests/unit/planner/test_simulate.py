@@ -6,7 +6,7 @@ import random
 import pytest
 from synthetic import Case, make_case, random_case, random_decision
 
-from outsize.hardware.lanes import copy_seconds, update_seconds
+from outsize.hardware.lanes import LEAD_SECONDS, IssuedClock, copy_seconds, slowed, update_seconds
 from outsize.model.work import Work
 from outsize.plan.plan import Estimate, Terms
 from outsize.plan.schedule import compile_schedule
@@ -116,14 +116,51 @@ def test_a_thread_that_is_faster_than_the_device_costs_nothing_and_a_slower_one_
 
 
 def test_a_lead_of_the_backward_carries_over_until_the_thread_waits() -> None:
-    """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward nothing of the lead is left."""
-    case = make_case(6)
-    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, launch_seconds=0.0))
-    forward = case.trace.work(1, "keep").forward_seconds
-    ahead, waiting = (issued_by_a_thread(case, forward=2 * forward, waits=waits) for waits in (False, True))
-    computed = estimate(case, "gpu/gpu").step_seconds
-    assert estimate(ahead, "gpu/gpu").step_seconds == pytest.approx(computed)
-    assert estimate(waiting, "gpu/gpu").step_seconds == pytest.approx(computed + 8 * forward)
+    """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward, or at the end of a step that reads its norm, nothing
+    of the lead is left."""
+    for update in ("in_backward", "after_step"):
+        case = make_case(6, terms=Terms(update=update))
+        case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, launch_seconds=0.0))
+        forward = case.trace.work(1, "keep").forward_seconds
+        ahead, waiting = (issued_by_a_thread(case, forward=2 * forward, waits=waits) for waits in (False, True))
+        computed = estimate(case, "gpu/gpu").step_seconds
+        assert estimate(waiting, "gpu/gpu").step_seconds == pytest.approx(computed + 8 * forward)
+        if update == "in_backward":
+            assert estimate(ahead, "gpu/gpu").step_seconds == pytest.approx(computed)
+        else:
+            assert computed < estimate(ahead, "gpu/gpu").step_seconds <= computed + 8 * forward
+
+
+def test_the_thread_gets_ahead_no_further_than_the_device_queues() -> None:
+    """Layers of a second, and a head that is issued in no time and computes for an hour: of that hour, a tenth of a second is a lead."""
+    clock = IssuedClock(1.0)
+    clock.issue("compute", 3600.0, (), 0.0, waits=False)
+    end = clock.issue("compute", 1.0, (), 2.0, waits=False)
+    assert end == pytest.approx(3600 - LEAD_SECONDS + 2.0)
+
+
+def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
+    """A copy that waits for an update is handed over, and the copies behind it; what computes with it cannot be."""
+    clock = IssuedClock(1.0)
+    update = clock.issue("host", 5.0, (), 0.1, waits=False), clock.told
+    assert clock.issued == pytest.approx(0.1)
+    copy = clock.issue("h2d", 1.0, [update], 0.1, waits=False), clock.told
+    other = clock.issue("h2d", 1.0, (), 0.1, waits=False), clock.told
+    assert copy == pytest.approx((6.0, 5.0)) and other == pytest.approx((7.0, 5.0)) and clock.issued == pytest.approx(0.3)
+    clock.issue("compute", 1.0, [other], 0.1, waits=False)
+    assert clock.issued == pytest.approx(6.9 + 0.1), "told at 5, and no more than the queue's depth before it starts at 7"
+    clock = IssuedClock(1.0)
+    late = clock.issue("h2d", 9.0, (), 0.1, waits=False), clock.told
+    clock.issue("compute", 1.0, [late], 0.1, waits=False)
+    assert late[1] == 0.0, "what the device does, the device waits for"
+
+
+@pytest.mark.parametrize(
+    ("issue", "computing", "busy", "taken"),
+    [(2.0, 0.0, 9.0, 3.0), (2.0, 0.0, -1.0, 2.0), (2.0, 0.0, 1.5, 2.5), (2.0, 0.0, 3.0, 3.0), (2.0, 2.5, 9.0, 2.0), (2.0, 1.0, 9.0, 2.5)],
+)
+def test_issuing_is_slower_while_the_host_is_at_work_and_waiting_is_not(issue: float, computing: float, busy: float, taken: float) -> None:
+    assert slowed(issue, computing, busy, 1.5) == pytest.approx(taken)
 
 
 def test_a_host_that_updates_slows_the_thread_that_issues() -> None:

@@ -63,8 +63,9 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
         fixed, each = (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
         return fixed + each * rows
 
-    numbers = [f for f in dataclasses.fields(synthetic.NOTHING) if f.name != "late_visit" and not isinstance(getattr(synthetic.NOTHING, f.name), bool)]
-    visits = tuple({s: dataclasses.replace(w, **{f.name: grown(getattr(w, f.name)) for f in numbers}) for s, w in v.items()} for v in case.trace.visits)
+    fields = [f.name for f in dataclasses.fields(synthetic.NOTHING) if f.name != "late_visit"]
+    numbers, waits = [name for name in fields if not name.endswith("waits")], {name: True for name in fields if name.endswith("waits")}
+    visits = tuple({s: dataclasses.replace(w, **{n: grown(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()} for v in case.trace.visits)
     shared = tuple(dataclasses.replace(tensor, num_bytes=grown(tensor.num_bytes)) for tensor in case.trace.shared)
     inputs = {"input_ids": (rows, 7), "pixel_values": (3 * rows, 5), "position_ids": (3, rows, 7)}
     return dataclasses.replace(case.trace, inputs=inputs, visits=visits, shared=shared, held_bytes=grown(0), provenance="made up")
@@ -114,3 +115,13 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
     ):  # fmt: skip
         assert scaled(point, Point(rows=4, trace=other), 8) is None
     assert scaled(point, Point(rows=4, trace=trace), 8) is not None
+
+
+def test_what_issuing_takes_does_not_depend_on_rows_unless_the_thread_waits() -> None:
+    one, other = (
+        dataclasses.replace(affine_trace(3, rows), visits=tuple(
+            {"keep": dataclasses.replace(visit["keep"], forward_waits=False, forward_issue_seconds=0.1 * rows)} for visit in affine_trace(3, rows).visits
+        )) for rows in (2, 4)
+    )  # fmt: skip
+    made = scaled(Point(rows=2, trace=one), Point(rows=4, trace=other), 16)
+    assert made is not None and all(visit["keep"].forward_issue_seconds == 0.4 for visit in made.visits)
