@@ -30,6 +30,8 @@ FIRST_SHARE = 0.6
 """Of the simulations, for the families; the others refine."""
 REFINED = 5
 """So many of the best are refined before the search rests."""
+CLOSE = 0.2
+"""A candidate this close to the best may win with another stride."""
 TIE = 0.01
 """Times this close are equal: measurements are no better."""
 PLAIN_TIE = 0.1
@@ -166,8 +168,6 @@ class _Search:
                     if self.space.strategies(turned.mix) is not None:
                         yield turned
                         yield from (self._spend(turned, (taker,)) for taker in uses)
-        if self.space.terms.update == "in_backward" and counts.optimizer < len(self.space.state_order):
-            yield from (replace(counts, stride=stride) for stride in (counts.stride - 1, counts.stride + 1) if 1 <= stride <= MAX_STRIDE)
         for depth in (counts.depth - 1, counts.depth + 1):
             if depth in DEPTHS and counts.resident < len(self.space.weight_order):
                 other_depth = replace(counts, depth=depth)
@@ -185,9 +185,12 @@ class _Search:
         for counts in self._ranked(new):
             if len(self.tried) >= limit:
                 break
+            if counts in self.tried:
+                continue
             if self.tried and self.space.bound_seconds(counts) > self._fastest() * (1 - TIE):
                 continue
             self._simulate(counts)
+            self._find_stride(counts)
         return self._best().counts != before
 
     def _ranked(self, candidates: list[Counts]) -> list[Counts]:
@@ -205,6 +208,28 @@ class _Search:
         estimate = simulate(place, compile_schedule(place, only_steps=True), self.space.spec, held_bytes=self.space.trace.held_bytes)
         assert (estimate.gpu_bytes, estimate.host_bytes) == (self.space.gpu_bytes(counts), self.space.host_bytes(counts)), "two accounts of one plan"
         self.tried[counts] = _Tried(counts, decision, estimate)
+
+    def _find_stride(self, counts: Counts) -> None:
+        """What the host had better leave for later depends on when everything lands, which only a walk tells: try along strides while they are faster."""
+        if self.space.terms.update != "in_backward" or counts.optimizer == len(self.space.state_order) or not self._is_close(counts):
+            return
+        for way in (1, -1):
+            here = counts
+            there = replace(here, stride=here.stride + way)
+            while 1 <= there.stride <= MAX_STRIDE and len(self.tried) < self.limit and self._ok(there):
+                if there not in self.tried:
+                    self._simulate(there)
+                if self._seconds(there) >= self._seconds(here):
+                    break
+                here, there = there, replace(there, stride=there.stride + way)
+            if here != counts:
+                return
+
+    def _seconds(self, counts: Counts) -> float:
+        return self.tried[counts].estimate.step_seconds
+
+    def _is_close(self, counts: Counts) -> bool:
+        return self._seconds(counts) <= self._fastest() * (1 + CLOSE)
 
     def _refine(self) -> None:
         """Around the best in ever smaller steps; then around the next best, which may lie on the way to something better."""
