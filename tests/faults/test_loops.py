@@ -223,6 +223,8 @@ class Breaking(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.where == "forward":
             raise RuntimeError("broken forward")
+        if self.where == "interrupted":
+            raise KeyboardInterrupt
         y = x + torch.tanh(self.linear(x))
         if self.where == "backward" and y.requires_grad:
             y.register_hook(_break)
@@ -262,6 +264,55 @@ def test_an_exception_in_the_middle_is_followed_by_a_clean_step(strategy: str, w
         resting = live
     assert same_weights(plain, model)
     engine.detach()
+
+
+@EVERY
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluating"])
+def test_after_ctrl_c_in_a_forward_one_may_save_and_go_on(strategy: str, grad: bool, tmp_path: Path) -> None:
+    """torch calls no module hook after a KeyboardInterrupt."""
+    batch = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}
+    plain, model = Breaks(), Breaks()
+    reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    engine = cells.prepare_by_hand(model, batch, spec=SPEC, device="sim:1MiB", weights="host", optimizer="host", strategy=strategy, chunk_bytes=512)
+    for i in range(3):
+        model.layers[2].where = "interrupted"
+        with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(grad):
+            model(**batch)
+        model.layers[2].where = ""
+        assert torch.is_autocast_cache_enabled(), "which is off while the model runs"
+        engine.save(tmp_path / str(i))
+        for m, o in ((plain, reference), (model, engine.optimizer)):
+            m(**batch)["loss"].backward()
+            o.step()
+            o.zero_grad()
+    assert same_weights(plain, model)
+    engine.detach()
+    assert "forward" not in model.__dict__
+
+
+def test_a_forward_that_somebody_wraps_meanwhile_stays_wrapped() -> None:
+    """As accelerate does for autocast; a re-plan detaches and attaches."""
+    plain, model = zoo.make("llama"), zoo.make("llama")
+    reference = cells.Reference(plain.parameters(), lr=SPEC.lr, weight_decay=SPEC.weight_decay)
+    engine = outsize.prepare(model, zoo.batch("llama"), optimizer=SPEC, device="cpu", chunked_loss=False)
+    calls: list[int] = []
+    inner = model.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    model.forward = wrapped
+    for seed in range(3):
+        calls.clear()
+        assert step(plain, reference, seed=seed) == step(model, engine.optimizer, seed=seed)
+        assert len(calls) == 1
+        engine.replan(zoo.batch("llama"), engine.plan.terms)
+    engine.detach()
+    assert same_weights(plain, model)
+    calls.clear()
+    model(**zoo.batch("llama"))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("where", ["gpu", "host"])

@@ -66,6 +66,8 @@ class Course:
         self._handles: list[Any] = []
         self._forwards: list[tuple[nn.Module, Any]] = []
         """Modules with the `forward` that somebody had set on the instance, or None."""
+        self._root_forward: tuple[Any, Any] = (None, None)
+        """Ours, and the one that somebody had set."""
         self._visit = -1  # no forward is open
         self._in_backward = False
         self._known: dict[int, weakref.ref[Tensor]] = {}
@@ -97,6 +99,8 @@ class Course:
             original = module.forward
             self._forwards.append((module, module.__dict__.get("forward")))
             module.forward = functools.wraps(original)(functools.partial(self._layer_runs, index, original))
+        self._root_forward = functools.wraps(root.forward)(functools.partial(self._root_runs, root.forward)), root.__dict__.get("forward")
+        root.forward = self._root_forward[0]
         inside = {id(module) for layer in layers for module in layer.module.modules()} | {id(root)}
         for module in root.modules() if layers else ():
             if id(module) not in inside and any(param is not None for param in module._parameters.values()):
@@ -107,12 +111,15 @@ class Course:
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module, own in self._forwards:
+        ours, own_root = self._root_forward
+        # If somebody has wrapped it since (accelerate's autocast), that stays; ours in it does nothing while no forward is open.
+        root = [(self._model, own_root)] if ours is not None and self._model.__dict__.get("forward") is ours else []
+        for module, own in [*self._forwards, *root]:
             if own is None:
                 module.__dict__.pop("forward", None)
             else:
                 module.forward = own
-        self._handles, self._forwards = [], []
+        self._handles, self._forwards, self._root_forward = [], [], (None, None)
 
     # Forward.
 
@@ -124,6 +131,16 @@ class Course:
         self._visit = 0
         self._listener.forward_enters(0, None)
         return args, kwargs
+
+    def _root_runs(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: torch calls no hook after that
+            if self.is_open:
+                self._root_closes(self._model, args, kwargs, None)
+            raise
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0:

@@ -25,7 +25,6 @@ from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights
 from outsize.plan.plan import Plan, Terms
-from outsize.runtime import garbage
 from outsize.runtime.attached import Attached, Holder, Planned
 from outsize.runtime.calibration import Calibration
 from outsize.runtime.checkpoints import Checkpoints
@@ -142,10 +141,8 @@ class Engine:
         self._steps.require_whole("step")
         self._require_idle("step")
         self._steps.step()
-        if self.device.kind == "cuda":
-            garbage.begin(self._passes.course)
-            if os.environ.get("OUTSIZE_GUARD") != "1":
-                self.now.drop_guard()
+        if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":
+            self.now.drop_guard()
         self._calibration.step_made(self.num_steps)
 
     def retrying(self, work: Callable[[], T], batch: Any) -> T:

@@ -18,7 +18,6 @@ from outsize.device.device import Device
 from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.tensors import map_tensors, with_grad
-from outsize.runtime import garbage
 from outsize.runtime.attached import Holder
 from outsize.runtime.executor import ALL_VISITS, Stage
 from outsize.runtime.steps import Steps
@@ -33,7 +32,7 @@ class Passes:
         self._model, self._device, self._holder, self._steps, self._fit, self._beside = model, device, holder, steps, fit, beside
         self._found, self._layers = layers, layers
         """Those of the module tree, and of them those that the plan knows as such: the trial run may have seen that a list is no stack."""
-        self.course = Course(model, self)
+        self._course = Course(model, self)
         self._loose: list[Any] = []
         self._training = False
         self._forward_number = 0
@@ -45,7 +44,7 @@ class Passes:
 
     def attach(self) -> None:
         if not self._holder.now.executor.sees_visits:
-            self.course.attach(())
+            self._course.attach(())
             return
         known = {block.name for block in self._holder.now.planned.graph.blocks}
         self._layers = tuple(layer for layer in self._found if layer.name in known)
@@ -53,11 +52,10 @@ class Passes:
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
         loose = (m for m in self._model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values()))
         self._loose = [module.register_forward_pre_hook(self._loose_opens) for module in loose]
-        self.course.attach(self._layers)
+        self._course.attach(self._layers)
 
     def detach(self) -> None:
-        garbage.end(self.course)
-        self.course.detach()
+        self._course.detach()
         for handle in self._loose:
             handle.remove()
         self._loose = []
@@ -85,7 +83,7 @@ class Passes:
         self._holder.now.begin_forward()
         args, kwargs = map_tensors(self._device.put, args), map_tensors(self._device.put, kwargs)
         if self._training:
-            self._forward_number = self.course.number
+            self._forward_number = self._course.number
             self._holder.now.executor.begin_forward()
         return args, kwargs
 
@@ -94,7 +92,7 @@ class Passes:
         self._steps.require_usable()
         self._steps.require_confirmed("another forward began")
         if executor.stage is Stage.WAITING and self._outputs_are_held():
-            found = f"forward {self.course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held"
+            found = f"forward {self._course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held"
             do = "Run backward first, or drop the outputs (`del out`); for evaluation use torch.no_grad()"
             raise EngineMisuse(tell("each training forward of a prepared model is followed by its backward", found, do))
         if executor.stage is not Stage.IDLE:
@@ -123,7 +121,7 @@ class Passes:
 
     def _loose_opens(self, module: nn.Module, args: Any) -> None:
         # Inside a forward without grad, too: it may read what no training forward reads.
-        if not torch.is_grad_enabled() and not (self.course.is_open and self._training):
+        if not torch.is_grad_enabled() and not (self._course.is_open and self._training):
             now = self._holder.now
             now.executor.enter_unscheduled(now.store.chunks_with(module._parameters.values()))
 
