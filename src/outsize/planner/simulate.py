@@ -121,21 +121,22 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
                         start = used[buffer]
                 if has_thread:
                     told = 0.0
-                    for buffer in reads:
-                        if told_written[buffer] > told:
-                            told = told_written[buffer]
-                    for buffer in writes:
-                        if told_used[buffer] > told:
-                            told = told_used[buffer]
-                    if lane == _COMPUTE and told > issued:
-                        issued = told
+                    if held[_HOST] > issued:  # else nothing that the device does not know of is still to come
+                        for buffer in reads:
+                            if told_written[buffer] > told:
+                                told = told_written[buffer]
+                        for buffer in writes:
+                            if told_used[buffer] > told:
+                                told = told_used[buffer]
+                        if lane == _COMPUTE and told > issued:
+                            issued = told
                     if issued > start:
                         start = issued
                     if thread_waits:
                         issued = start
                     elif lane == _COMPUTE and start - LEAD_SECONDS > issued:
                         issued = start - LEAD_SECONDS
-                    issued += slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, busy_issue)
+                    issued += slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, busy_issue) if free[_HOST] > issued else issue
                     if issued - start > seconds:
                         seconds = issued - start
                     if lane != _COMPUTE:
