@@ -244,6 +244,8 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         load_best_model_at_end=config.load_best_model_at_end, metric_for_best_model=config.metric_for_best_model, logging_steps=config.logging_steps,
         report_to=list(config.report_to), seed=config.seed, data_seed=config.data_seed, dataloader_num_workers=config.dataloader_num_workers,
         full_determinism=config.full_determinism, use_cpu=not on_gpu, remove_unused_columns=False, disable_tqdm=True, bf16=False, dataloader_pin_memory=on_gpu,
+        # It asks the device for two flags after every micro-batch, and the thread that issues the next one waits for them; and it hides a NaN.
+        logging_nan_inf_filter=False,
     )  # fmt: skip
 
 
