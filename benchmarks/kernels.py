@@ -47,7 +47,7 @@ def host_empty(num_bytes: int) -> Tensor:
         return torch.frombuffer(pages, dtype=torch.uint8).zero_()
 
 
-def make_range(numel: int, device: str) -> list[Tensor]:
+def make_range(numel: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """weight, lo, m, v, gradient, of tame values: denormals are slow on a CPU and rare in training."""
 
     def empty(dtype: torch.dtype) -> Tensor:
@@ -60,7 +60,7 @@ def make_range(numel: int, device: str) -> list[Tensor]:
         weight[at : at + 2**20] = draw[: numel - at]
         grad[at : at + 2**20] = draw[: numel - at]
     v.fill_(1.0)
-    return [weight, lo, m, v, grad]
+    return weight, lo, m, v, grad
 
 
 def seconds_of(work: Callable[[], object], *, total: float, at_least: int = 3) -> float:
@@ -157,7 +157,8 @@ def measure_host_torch(numel: int) -> dict[str, Any]:
 
     def work() -> None:
         for at in range(0, numel, PIECE_NUMEL):
-            adamw._update_piece(*(t[at : at + PIECE_NUMEL] for t in state), HYPER, 1.0, scratch)
+            weight, lo, m, v, grad = (t[at : at + PIECE_NUMEL] for t in state)
+            adamw._update_piece(weight, lo, m, v, grad, HYPER, 1.0, scratch)
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rate = numel / seconds_of(work, total=0.2, at_least=1) / 1e9

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Watch:
         while self.process.poll() is None:
             try:
                 status = Path(f"/proc/{self.process.pid}/status").read_text()
-                self.host_kib = max(self.host_kib, int((re.search(r"VmHWM:\s+(\d+)", status) or [0, "0"])[1]))
+                self.host_kib = max(self.host_kib, int((re.findall(r"VmHWM:\s+(\d+)", status) or ["0"])[0]))
             except OSError:
                 pass
             if shutil.which("nvidia-smi"):
@@ -120,13 +120,18 @@ def write_run(work: Path, model: Path, **keys: Any) -> Path:
     return path
 
 
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink()
+
+
 def full(work: Path, shape: str, small: str, large: str) -> dict[str, Any]:
     started = time.perf_counter()
     have_model(work / shape, shape)
     written = time.perf_counter() - started
     run = write_run(work, work / shape, sequence_len=1024, micro_batch_size=2, max_steps=13, learning_rate=1e-5, save_steps=10, full_determinism=True)
     # Once the weights are in their homes their files are not needed: the checkpoint holds them again. That is room on a small disk.
-    first = train(run, f"gpu_memory={small}", kill_after="step 12/", at_first_step=lambda: [p.unlink() for p in (work / shape).glob("*.safetensors")])
+    first = train(run, f"gpu_memory={small}", kill_after="step 12/", at_first_step=lambda: _unlink((work / shape).glob("*.safetensors")))
     left = sorted(p.name for p in (work / "out").iterdir())
     second = train(run, f"gpu_memory={large}", "max_steps=12", "save_strategy=no", "save_steps=null", resume=True)
     exported = {p.name: p.stat().st_size for p in sorted((work / "out").iterdir()) if p.is_file()}

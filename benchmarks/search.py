@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256)
     spec = lookup("a100-80gb")
-    graph, trace = fake_trace(config, spec, rows=1, tokens=2048, dtype=torch.bfloat16)
+    graph, trace, _ = fake_trace(config, spec, rows=1, tokens=2048, dtype=torch.bfloat16)
     layout = pack(graph, 512 * 2**20)
     per_layer = len([c for c in layout.chunks if c.visits == (1,)])
     print(f"{len(graph.visits) - 2} layers of {per_layer} chunks, {len(layout.chunks)} chunks in all")
