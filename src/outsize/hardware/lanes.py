@@ -12,22 +12,30 @@ from outsize.hardware.spec import HardwareSpec
 
 Lane = Literal["compute", "h2d", "d2h", "host"]
 LANES: tuple[Lane, ...] = ("compute", "h2d", "d2h", "host")
-
-
 LEAD_SECONDS = 0.1
 """So far the thread that issues gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B decoder, 120 of an 8B one."""
 
 
 class LaneClock:
-    """When each lane is free, and how long it has worked."""
+    """When each lane is free, and how long it has worked. Whoever puts the work there takes no time over it."""
 
     def __init__(self) -> None:
         self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        self.told = 0.0
+        """When the device knew of what was issued last: until then nothing can wait for that but a thread."""
 
     def run(self, lane: Lane, seconds: float, after: Iterable[float] = ()) -> float:
         """Put work on a lane; returns when it ends."""
         return self._put(lane, max((self.free[lane], *after)), seconds)
+
+    def issue(self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool) -> float:
+        """Put work on a lane that takes a thread `issue` seconds to put there; returns when it ends. `after`: when what it needs ends, and when the device was
+        told of that. `waits`: the thread waits in it until the device has come so far."""
+        return self.run(lane, seconds, (end for end, _ in after))
+
+    def wait(self) -> None:
+        """The thread that issues waits until all that was to be computed is."""
 
     def _put(self, lane: Lane, start: float, seconds: float) -> float:
         self.free[lane] = start + seconds
@@ -55,14 +63,10 @@ class IssuedClock(LaneClock):
         super().__init__()
         self.issued = 0.0
         """When the thread has issued what was put on lanes so far."""
-        self.told = 0.0
-        """When the device knew of what was put there last: until then nothing can wait for that but a thread."""
         self._busy_issue = busy_issue
         self._held: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
 
     def issue(self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool) -> float:
-        """Put work on a lane that takes `issue` seconds to put there; returns when it ends. `after`: when what it needs ends, and when the device was told of
-        that. `waits`: the thread waits in it until the device has come so far."""
         after = tuple(after)
         told = max((told for _, told in after), default=0.0)
         if lane == "compute" and told > self.issued:
@@ -80,7 +84,6 @@ class IssuedClock(LaneClock):
         return end
 
     def wait(self) -> None:
-        """The thread waits until all that was to be computed is."""
         self.issued = max(self.issued, self.free["compute"])
 
 

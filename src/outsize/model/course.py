@@ -135,9 +135,7 @@ class Course:
     def _root_runs(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C: torch calls no hook after that
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):  # torch calls no hook after these
             if self.is_open:
                 self._root_closes(self._model, args, kwargs, None)
             raise

@@ -45,22 +45,17 @@ class Walk:
             touched = effect(self.place, action, update_in_backward=update_in_backward)
             self._known[key] = touched, action_seconds(self.place, action, self.spec, touched.lane), *issuing(self.place, action, self.spec)
         (lane, reads, writes), seconds, issue, thread_waits = self._known[key]
-        waits = self._hazards.before(lane, reads, writes)
-        if isinstance(self.clock, IssuedClock):
-            end = self.clock.issue(lane, seconds, [(self.ends[token], self._told[token]) for token in waits], issue, waits=thread_waits)
-        else:
-            end = self.clock.run(lane, seconds, [self.ends[token] for token in waits])
+        after = [(self.ends[token], self._told[token]) for token in self._hazards.before(lane, reads, writes)]
+        end = self.clock.issue(lane, seconds, after, issue, waits=thread_waits)
         token = self._hazards.after(lane, reads, writes)
-        self.ends[token] = end
-        if isinstance(self.clock, IssuedClock):
-            self._told[token] = self.clock.told
+        self.ends[token], self._told[token] = end, self.clock.told
         return end
 
     def segments(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
         """The actions of one optimizer step, each with whether it stands in a backward that updates; to be run one by one, as they come."""
         in_backward = self.place.terms.update == "in_backward"
         for name, actions in schedule.step(self.place.terms.accumulate, in_backward):
-            if name == "update" and isinstance(self.clock, IssuedClock):
+            if name == "update":
                 self.clock.wait()
             for action in actions:
                 yield action, in_backward and name == "backward"

@@ -14,8 +14,6 @@ from outsize.model.work import Work
 from outsize.profile.trace import ModelTrace
 
 _SECONDS = ("forward_seconds", "backward_seconds")
-_ISSUING = ("forward", "backward")
-"""Seconds to issue, which do not know of rows, unless the issuing thread waits for the device in them."""
 _SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
 """May be below zero."""
@@ -63,8 +61,11 @@ class _Line:
     def work(self, a: Work, b: Work) -> Work:
         kinds = ((_SECONDS, self.seconds), (_SIZES, self.size), (_CHANGES, self.change))
         fields: dict[str, Any] = {name: of(getattr(a, name), getattr(b, name)) for names, of in kinds for name in names}
-        for name in (f"{way}_issue_seconds" for way in _ISSUING if getattr(a, f"{way}_waits") and getattr(b, f"{way}_waits")):
-            fields[name] = self.seconds(getattr(a, name), getattr(b, name))
+        # What issuing takes does not depend on rows, unless the thread waits for the device in it.
+        if a.forward_waits and b.forward_waits:
+            fields["forward_issue_seconds"] = self.seconds(a.forward_issue_seconds, b.forward_issue_seconds)
+        if a.backward_waits and b.backward_waits:
+            fields["backward_issue_seconds"] = self.seconds(a.backward_issue_seconds, b.backward_issue_seconds)
         return replace(b, **fields)
 
 

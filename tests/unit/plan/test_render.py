@@ -77,6 +77,9 @@ def test_what_binds_is_a_lane_or_the_dependencies(case: Case) -> None:
     busy = dict.fromkeys(waiting.estimate.busy_seconds, waiting.estimate.step_seconds / 2)
     waiting = dataclasses.replace(waiting, estimate=dataclasses.replace(waiting.estimate, busy_seconds=busy))
     assert "binds dependencies" in render(waiting, case.graph, case.layout)
+    plan = plan_of(case, case.decide("gpu/gpu"))
+    starved = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, starved_seconds=plan.estimate.step_seconds / 4))
+    assert "100% of the step, 25% of it waiting for Python" in render(starved, case.graph, case.layout)
 
 
 def test_tokens_per_second_count_all_micro_batches(case: Case) -> None:

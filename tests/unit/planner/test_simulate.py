@@ -115,6 +115,15 @@ def test_a_thread_that_is_faster_than_the_device_costs_nothing_and_a_slower_one_
     assert estimate(slow, "gpu/gpu").step_seconds == pytest.approx(8 * 2 * (work.forward_seconds + work.backward_seconds))
 
 
+def test_what_the_gpu_waits_for_python_is_told_apart_from_computing() -> None:
+    case = make_case(6)
+    work = case.trace.work(1, "keep")
+    slow = issued_by_a_thread(case, forward=2 * work.forward_seconds, backward=2 * work.backward_seconds)
+    found, plain = estimate(slow, "gpu/gpu"), estimate(case, "gpu/gpu")
+    assert plain.starved_seconds == 0.0 < found.starved_seconds
+    assert found.busy_seconds["compute"] - found.starved_seconds == pytest.approx(plain.busy_seconds["compute"])
+
+
 def test_a_lead_of_the_backward_carries_over_until_the_thread_waits() -> None:
     """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward, or at the end of a step that reads its norm, nothing
     of the lead is left."""
