@@ -24,8 +24,8 @@ from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
 
-MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 24, 400, 12_000
-"""A simulation takes time with the chunks and visits of the model; so many of these are walked in about half a second."""
+MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 24, 400, 9_000
+"""A simulation takes time with the chunks and visits of the model; so many of these are walked in about 0.4 s."""
 FIRST_SHARE = 0.6
 """Of the simulations, for the families; the others refine."""
 REFINED = 5

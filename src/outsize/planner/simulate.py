@@ -72,26 +72,20 @@ class Walk:
 
 def simulate(place: Placement, schedule: Schedule, spec: HardwareSpec, *, held_bytes: int) -> Estimate:
     """Time and both high-waters of a schedule."""
-    seconds, busy = step_seconds(place, schedule, spec)
+    seconds, busy, starved = step_seconds(place, schedule, spec)
     peak = high_water(place, schedule, held_bytes)
     gpu_parts = place.parts(place.gpu)
     if place.graph.buffer_bytes:
         gpu_parts["buffers"] = place.graph.buffer_bytes
     return Estimate(
         step_seconds=seconds, gpu_bytes=peak.gpu_bytes, host_bytes=place.host_bytes, gpu_parts=gpu_parts, host_parts=place.parts(place.host),
-        busy_seconds=busy, peak_at=peak.peak_at, starved_seconds=_starved_seconds(place, schedule, spec, busy["compute"]),
+        busy_seconds=busy, peak_at=peak.peak_at, starved_seconds=starved,
     )  # fmt: skip
 
 
-def _starved_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec, busy: float) -> float:
-    if not place.knows_issuing:
-        return 0.0
-    actions = (action for _, actions in schedule.step(place.terms.accumulate, place.terms.update == "in_backward") for action in actions)
-    return max(0.0, busy - sum(action_seconds(place, action, spec, "compute") for action in actions if effect(place, action).lane == "compute"))
-
-
-def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[float, dict[str, float]]:
-    """Seconds from the end of one step's last backward to that of the next, and how long each lane works in that time."""
+def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[float, dict[str, float], float]:
+    """Seconds from the end of one step's last backward to that of the next, how long each lane works in that time, and how much of its computing is waiting
+    for the thread that issues."""
     segments, num_buffers = _compile(place, schedule, spec)
     has_thread, busy_issue = place.knows_issuing, spec.busy_issue
     wrote = [0.0] * num_buffers
@@ -101,7 +95,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
     issued = told = 0.0
     ends = [0.0]
     for _ in range(STEPS):
-        last = 0.0
+        last = starved = 0.0
         busy = [0.0] * len(LANES)
         for ops, last_backward, is_update in segments:
             if has_thread and is_update:
@@ -133,6 +127,8 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
                         issued = start - LEAD_SECONDS
                     issued += slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, busy_issue) if free[_HOST] > issued else issue
                     if issued - start > seconds:
+                        if lane == _COMPUTE:
+                            starved += issued - start - seconds
                         seconds = issued - start
                     if lane != _COMPUTE:
                         held[lane] = start + seconds if lane == _HOST else max(held[lane], told)
@@ -151,7 +147,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
                 if number == last_backward:
                     last = end
         ends.append(last)
-    return ends[-1] - ends[-2], {str(lane): seconds for lane, seconds in zip(LANES, busy, strict=True)}
+    return ends[-1] - ends[-2], {str(lane): seconds for lane, seconds in zip(LANES, busy, strict=True)}, starved
 
 
 def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[list[tuple[list[_Op], int, bool]], int]:
