@@ -202,15 +202,16 @@ class Prober:
             torch.autograd.grad(y, x, grad)
             return time.perf_counter() - start
 
-        issue()
-        times = 9
-        alone = statistics.median(issue() for _ in range(times))
-        updates = math.ceil(3 * times * alone / self._seconds([self._host], {"host": 3})["host"])
-        for _ in range(updates):
-            self._submit(self._host)
-        beside = statistics.median(issue() for _ in range(times))
-        self._device.synchronize()
-        self.found["issue_seconds"] = {"alone": _rounded(alone), "beside updates": _rounded(beside)}
+        issue()  # the first time loads kernels
+        updates = math.ceil(3 * issue() / self._seconds([self._host], {"host": 3})["host"])
+        alone, beside = [], []
+        for _ in range(9):  # in turns: a processor that others share is half as fast again from one second to the next
+            alone.append(issue())
+            for _ in range(updates):
+                self._submit(self._host)
+            beside.append(issue())
+            self._device.synchronize()
+        self.found["issue_seconds"] = {"alone": _rounded(statistics.median(alone)), "beside updates": _rounded(statistics.median(beside))}
 
     def launches(self) -> None:
         """What a copy costs beyond its bytes: many small ones, from the first call to the last one's end."""
