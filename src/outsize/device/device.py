@@ -37,6 +37,8 @@ class Device(ABC):
     torch_device: torch.device
     spec: HardwareSpec
     finds_races = False
+    issue_seconds = 0.0
+    """What it takes a thread to issue an operator, where that is counted and not measured."""
     observes_by_mode = True
     """Whether memory is seen by a dispatch mode, also in a trial run. Autograd adds up gradients out of place under any such mode."""
 

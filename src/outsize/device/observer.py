@@ -43,6 +43,9 @@ _FLOPS = {
 _ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention_for_cpu_backward}
 ATTENTION_SHARE = 0.75
 """Of the FLOP/s of a matrix product, what attention reaches. Measured on the H200: 329 to 501 TFLOP/s of 670."""
+VIEW_ISSUE, ATTENTION_ISSUE = 1 / 3, 2.0
+"""What the thread that runs the model's Python takes over a view and over attention, of what it takes over another operator. Fitted to layers' forwards and
+backwards on the H200: see decision 13."""
 
 
 def tensors_of(*values: Any) -> Iterator[Tensor]:
@@ -98,10 +101,12 @@ class Observer(TorchDispatchMode):
         self.peak_bytes = 0
         self.flops = 0.0
         self.moved_bytes = 0
+        self.issued = 0.0
+        """Operators, by what issuing them takes."""
         self.active = True
         self.seconds = 0.0
         self.cost_of: Callable[[float, int], float] | None = None
-        """The seconds of an operator, by its FLOPs and the bytes it moves. None: none of the three is counted."""
+        """The seconds of an operator, by its FLOPs and the bytes it moves. None: none of the four is counted."""
         self.on_parameter: Callable[[Tensor], None] | None = None
         """Called with every Parameter that an operator reads."""
         self._alive: dict[int, int] = {}  # storage to bytes
@@ -147,6 +152,7 @@ class Observer(TorchDispatchMode):
         moved = sum(t.nbytes for t in tensors_of(*args, *kwargs.values())) + sum(t.nbytes for t in leaves) if moves else 0
         self.flops += flops
         self.moved_bytes += moved
+        self.issued += VIEW_ISSUE if func.is_view else ATTENTION_ISSUE if packet in _ATTENTION else 1.0
         self.seconds += cost_of(flops / ATTENTION_SHARE if packet in _ATTENTION else flops, moved)
 
     @contextmanager

@@ -181,6 +181,15 @@ class SimDevice(CpuDevice):
                 seen.reads[lane] = count
 
 
+class AbsentDevice(SimDevice):
+    """A machine that is not here, to be traced for. `sim` issues its operators in no time; a real machine's Python does not."""
+
+    def __init__(self, spec: HardwareSpec):
+        super().__init__(spec)
+        is_real = spec.context_bytes > 0
+        self.issue_seconds = spec.issue_seconds if is_real else 0.0
+
+
 @contextmanager
 def _as_is() -> Iterator[None]:
     yield

@@ -21,7 +21,7 @@ class Phase:
     delta_bytes: int = 0
     seconds: float = 0.0
     issue_seconds: float = 0.0
-    """That the issuing thread took over it, if seconds are timed."""
+    """That the issuing thread took over it, or would."""
     waits: bool = False
     """It waited for the device in it."""
 
@@ -70,7 +70,8 @@ class Phases:
         """A mark of the device's."""
         self._issued_since = 0.0
         self._timed: list[tuple[Phase, Any, Any]] = []
-        self._counted = 0.0
+        self._counted = (0.0, 0.0)
+        """Seconds and operators."""
         self._start = 0
         self._end = 0
 
@@ -176,7 +177,7 @@ class Phases:
         self._open = phase
         self._level = self._read()
         if isinstance(self._meter, Observer):
-            self._counted = self._meter.seconds
+            self._counted = self._meter.seconds, self._meter.issued
         if self._meter is not None:
             self._meter.reset_peak()
         else:
@@ -186,7 +187,8 @@ class Phases:
 
     def _take(self, phase: Phase) -> None:
         if isinstance(self._meter, Observer):
-            phase.seconds = self._meter.seconds - self._counted
+            phase.seconds = self._meter.seconds - self._counted[0]
+            phase.issue_seconds = (self._meter.issued - self._counted[1]) * self._device.issue_seconds
         if self._meter is None:
             phase.issue_seconds = time.perf_counter() - self._issued_since
             self._timed.append((phase, self._since, self._device.mark()))

@@ -38,6 +38,8 @@ STATE_BYTES = 14
 TRAFFIC_BYTES = 26
 OPERATOR_SHARE = 0.85
 """Of a plain copy's bytes per second, what operators on activations reach. Fitted to layers of 1B to 8B on the H200: 3.45 TB/s of 4.1."""
+ISSUED_OPERATORS = 350
+"""So many operators of a model take the thread that issues them as long as the probe's six hundred bare ones: 25 µs each where those took 8.7 ms."""
 _MOST_CONTEXT_BYTES = 2048 * MiB
 """More than that on the card is somebody else's."""
 
@@ -106,6 +108,7 @@ def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
         gpu_bytes_per_second=_rounded(measured["gpu_copy_bytes_per_second"] * OPERATOR_SHARE), h2d_bytes_per_second=rates["h2d"],
         d2h_bytes_per_second=rates["d2h"], host_adam_params_per_second=rates["host"],
         gpu_adam_params_per_second=measured["gpu_adam_params_per_second"], launch_seconds=max(measured["launch_seconds"].values()),
+        issue_seconds=_rounded(measured["issue_seconds"]["alone"] / ISSUED_OPERATORS),
         busy_issue=max(1.0, _rounded(measured["issue_seconds"]["beside updates"] / measured["issue_seconds"]["alone"])),
         provenance=f"probed on {measured['date']}", context_bytes=measured["allocator"]["context_bytes"],
     )  # fmt: skip

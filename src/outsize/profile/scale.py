@@ -13,6 +13,8 @@ from typing import Any
 from outsize.model.work import Work
 from outsize.profile.trace import ModelTrace
 
+TELLING_ISSUE = 1.25
+"""So many times as long at more rows, or it is taken to be as long."""
 _SECONDS = ("forward_seconds", "backward_seconds")
 _SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
@@ -61,12 +63,14 @@ class _Line:
     def work(self, a: Work, b: Work) -> Work:
         kinds = ((_SECONDS, self.seconds), (_SIZES, self.size), (_CHANGES, self.change))
         fields: dict[str, Any] = {name: of(getattr(a, name), getattr(b, name)) for names, of in kinds for name in names}
-        # What issuing takes does not depend on rows, unless the thread waits for the device in it.
-        if a.forward_waits and b.forward_waits:
-            fields["forward_issue_seconds"] = self.seconds(a.forward_issue_seconds, b.forward_issue_seconds)
-        if a.backward_waits and b.backward_waits:
-            fields["backward_issue_seconds"] = self.seconds(a.backward_issue_seconds, b.backward_issue_seconds)
+        fields["forward_issue_seconds"] = self.issue(a.forward_issue_seconds, b.forward_issue_seconds, waits=a.forward_waits and b.forward_waits)
+        fields["backward_issue_seconds"] = self.issue(a.backward_issue_seconds, b.backward_issue_seconds, waits=a.backward_waits and b.backward_waits)
         return replace(b, **fields)
+
+    def issue(self, a: float, b: float, *, waits: bool) -> float:
+        """What issuing takes depends on rows only where a layer loops over them (the windows of images) or its thread waits for the device. Two timings that
+        are closer than that tell of the processor, and would tell more of it the further they are stretched."""
+        return self.seconds(a, b) if waits or b > TELLING_ISSUE * a else b
 
 
 def _way(trace: ModelTrace) -> tuple[object, ...]:

@@ -328,11 +328,11 @@ class Tracer:
             return visit
         return next(v for v in range(visit - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[visit])
 
-    def _issuing(self, timed: dict[str, Pass], strategy: Strategy, twin: int) -> dict[str, Any]:
+    def _issuing(self, run: Pass, timed: dict[str, Pass], strategy: Strategy, twin: int) -> dict[str, Any]:
         """What of a visit is the issuing thread's, where there is one beside the device. Packing what is swapped takes it about as long as making it again."""
-        if self.device.kind != "cuda":
+        if self.device.kind == "cpu":
             return {}
-        phases = timed["keep" if strategy == "keep" else "recompute"].phases
+        phases = (timed["keep" if strategy == "keep" else "recompute"] if timed else run).phases
         forward, back = phases.forward[twin], phases.backward.get(twin) or Phase()
         return {
             "forward_issue_seconds": forward.issue_seconds, "backward_issue_seconds": back.issue_seconds,
@@ -359,7 +359,7 @@ class Tracer:
         return Work(
             forward_seconds=ahead.seconds,
             backward_seconds=back.seconds,
-            **self._issuing(timed, strategy, twin),
+            **self._issuing(run, timed, strategy, twin),
             forward_peak_bytes=forward.peak_bytes,
             forward_delta_bytes=forward.delta_bytes,
             backward_peak_bytes=backward.peak_bytes if backward else 0,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
-from outsize.device.sim import SimDevice
+from outsize.device.sim import AbsentDevice
 from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
@@ -234,7 +234,7 @@ def fake_trace(
             batch = example.batch
             model: nn.Module = kind._from_config(config, dtype=dtype).train()
             layers = find_layers(model)
-            (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, SimDevice(spec)).trace(), wanted=chunked_loss)
+            (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss)
     except OutsizeError:
         raise
     except _UNKNOWABLE as error:
@@ -249,7 +249,7 @@ def fake_trace(
         complaints.disabled = was
     if too_long:
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
-    provenance = "bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs and bytes"
+    provenance = "bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs, bytes and operators"
     inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # which models make themselves
     return graph, replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss
 

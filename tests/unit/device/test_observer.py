@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.device.observer import ATTENTION_ISSUE, VIEW_ISSUE, Observer, push_mode, remove_mode
 
 
 def test_births_and_deaths_are_counted_and_the_peak_stays() -> None:
@@ -181,6 +181,19 @@ def test_cost_counts_products_and_traffic_but_no_views() -> None:
         a @ b
     assert seen.flops == 2 * 4 * 8 * 16 and seen.moved_bytes == 4 * (32 + 128 + 64)
     assert seen.seconds == seen.flops + seen.moved_bytes
+
+
+def test_operators_count_by_what_issuing_them_takes() -> None:
+    seen = Observer()
+    seen.cost_of = lambda flops, moved: 0.0
+    a = torch.ones(1, 2, 4, 8)
+    counts = []
+    with seen:
+        for work in (lambda: a.transpose(1, 2), lambda: a + a, lambda: torch.nn.functional.scaled_dot_product_attention(a, a, a)):
+            before = seen.issued
+            work()
+            counts.append(seen.issued - before)
+    assert counts == pytest.approx([VIEW_ISSUE, 1.0, ATTENTION_ISSUE])
 
 
 # --- the stack of modes

@@ -34,10 +34,15 @@ def traced(name: str, rows: int, *, tokens: int = 64) -> Point:
     return Point(rows=rows, trace=trace)
 
 
-def numbers(trace: ModelTrace, *, seconds: bool) -> list[float]:
-    work = [dataclasses.asdict(work) for visit in trace.visits for work in visit.values()]
-    found = [value for each in work for name, value in each.items() if name.endswith("seconds") == seconds]
-    return found if seconds else [*found, *(tensor.num_bytes for tensor in trace.shared), trace.held_bytes]
+def seconds(trace: ModelTrace, *, issuing: bool) -> list[float]:
+    found = [dataclasses.asdict(work) for visit in trace.visits for work in visit.values()]
+    return [value for each in found for name, value in each.items() if name.endswith("seconds") and ("issue" in name) == issuing]
+
+
+def sizes(trace: ModelTrace) -> list[float]:
+    found = [dataclasses.asdict(work) for visit in trace.visits for work in visit.values()]
+    of_work = [value for each in found for name, value in each.items() if not name.endswith("seconds")]
+    return [*of_work, *(tensor.num_bytes for tensor in trace.shared), trace.held_bytes]
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "bert", "mixtral", "qwen2.5-vl"])
@@ -49,8 +54,9 @@ def test_a_third_size_is_what_the_tracer_finds_there(name: str) -> None:
     for made, real in ((beyond, six.trace), (between, four.trace)):
         assert made.graph == real.graph
         # To the byte; but what is sent to the host begins at round addresses, which the images here are too small for.
-        assert numbers(made, seconds=False) == pytest.approx(numbers(real, seconds=False), rel=0.01 if name.endswith("vl") else 0.0)
-        assert numbers(made, seconds=True) == pytest.approx(numbers(real, seconds=True), rel=0.03)
+        assert sizes(made) == pytest.approx(sizes(real), rel=0.01 if name.endswith("vl") else 0.0)
+        assert seconds(made, issuing=False) == pytest.approx(seconds(real, issuing=False), rel=0.03)
+        assert seconds(made, issuing=True) == pytest.approx(seconds(real, issuing=True), rel=0.25)  # what grows by less is not told from a hiccup
     assert beyond.provenance == f"{four.trace.provenance}, scaled to 6 rows from 2 and 4"
 
 
@@ -80,8 +86,8 @@ def test_the_points_give_themselves_and_every_other_size_lies_on_their_line(seed
         assert made is None, "one size is not enough"
         return
     assert made is not None and made.inputs == true.inputs
-    assert numbers(made, seconds=False) == numbers(true, seconds=False)
-    assert numbers(made, seconds=True) == pytest.approx(numbers(true, seconds=True))
+    assert sizes(made) == sizes(true)
+    assert all(seconds(made, issuing=issuing) == pytest.approx(seconds(true, issuing=issuing)) for issuing in (False, True))
 
 
 def test_bytes_are_rounded_up_and_only_changes_of_the_level_go_below_zero() -> None:
@@ -117,11 +123,14 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
     assert scaled(point, Point(rows=4, trace=trace), 8) is not None
 
 
-def test_what_issuing_takes_does_not_depend_on_rows_unless_the_thread_waits() -> None:
+@pytest.mark.parametrize(("longer", "expected"), [(2.0, 1.6), (1.1, 0.22), (0.9, 0.18)])
+def test_what_issuing_takes_is_stretched_only_where_it_grows_with_rows(longer: float, expected: float) -> None:
+    """Layers that loop over the windows of images take Python twice as long for twice as many; of others, two timings differ by what else the processor did."""
     one, other = (
         dataclasses.replace(affine_trace(3, rows), visits=tuple(
-            {"keep": dataclasses.replace(visit["keep"], forward_waits=False, forward_issue_seconds=0.1 * rows)} for visit in affine_trace(3, rows).visits
-        )) for rows in (2, 4)
+            {"keep": dataclasses.replace(visit["keep"], forward_waits=False, forward_issue_seconds=seconds)} for visit in affine_trace(3, rows).visits
+        )) for rows, seconds in ((2, 0.2), (4, 0.2 * longer))
     )  # fmt: skip
     made = scaled(Point(rows=2, trace=one), Point(rows=4, trace=other), 16)
-    assert made is not None and all(visit["keep"].forward_issue_seconds == 0.4 for visit in made.visits)
+    assert made is not None and all(visit["keep"].forward_issue_seconds == pytest.approx(expected) for visit in made.visits)
+
