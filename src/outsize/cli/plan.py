@@ -21,6 +21,7 @@ from outsize.cli.options import (
     Update,
     update_mode,
 )
+from outsize.plan.render import busiest_lane
 
 if TYPE_CHECKING:
     from outsize.train.forecast import Forecast
@@ -115,11 +116,9 @@ def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
             notes.append(f"{name}: {found}")
             continue
         estimate = found.plan.estimate
-        busy = estimate.busy_seconds
-        lane = max(busy, key=lambda lane: busy[lane])
         rows.append((
             name, f"{found.tokens_per_second:,.0f}", show_seconds(estimate.step_seconds), show_bytes(estimate.gpu_bytes), show_bytes(estimate.host_bytes),
-            f"{lane} {busy[lane] / estimate.step_seconds:.0%}",
+            busiest_lane(found.plan),
         ))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = ["  ".join(cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]

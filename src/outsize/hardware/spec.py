@@ -42,9 +42,9 @@ class HardwareSpec:
     context_bytes: int = CONTEXT_BYTES
     """Of a card's memory, what a process takes by itself; 0 where the card is imaginary."""
     allocator_share: float = ALLOCATOR_SHARE
-    issue_seconds: float = 20e-6
-    """What the thread that runs the model's Python takes to issue an operator, with all that models do between two. Known of few machines, and of none by
-    its card."""
+    issue_seconds: float = 25e-6
+    """What the thread that runs the model's Python takes to issue an operator, with all that models do between two: the processor's, whatever the card. Fitted
+    to layers on the H200's machine; `outsize probe` measures it."""
     busy_issue: float = 1.0
     """How many times as long the thread that issues work takes over it while the host updates."""
     boost: float = 1.0

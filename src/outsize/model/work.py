@@ -32,7 +32,7 @@ class Work:
     late_visit: int
     """… until this later visit's forward (-1: none); it is dead before that visit reaches its own peak."""
     forward_issue_seconds: float = 0.0
-    """That the thread which issues its operators takes over them. 0: nobody measured it, and it counts as ahead."""
+    """That the thread which issues its operators takes over them. 0: nobody knows, and it counts as ahead."""
     backward_issue_seconds: float = 0.0
     forward_waits: bool = False
     """That thread asks the device for something (a length, a flag) and waits until it has come so far: it is not ahead after that."""

@@ -51,7 +51,7 @@ class Placement:
 
     @cached_property
     def knows_issuing(self) -> bool:
-        """Somebody measured what issuing takes."""
+        """Somebody measured what issuing takes, or counted it."""
         return any(work.forward_issue_seconds for work in self.work)
 
     @cached_property

@@ -181,10 +181,23 @@ def what_binds(plan: Plan) -> str:
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
-    starved = plan.estimate.starved_seconds / plan.estimate.step_seconds if plan.estimate.step_seconds else 0.0
-    if busiest == "compute" and starved >= TELLING:
+    if busiest == "compute" and (starved := _starved_share(plan)):
         most += f", {starved:.0%} of it waiting for Python to say what"
     return most if shares.get(busiest, 0.0) >= BINDS else f"dependencies: no lane works all the time (most: {most})"
+
+
+def busiest_lane(plan: Plan) -> str:
+    """The lane that works most, and how much of the step; in a few words."""
+    shares = lane_shares(plan)
+    busiest = max(shares, key=lambda lane: shares[lane], default="compute")
+    starved = _starved_share(plan) if busiest == "compute" else 0.0
+    return f"{busiest} {shares.get(busiest, 0.0):.0%}" + (f", {starved:.0%} of it waiting for Python" if starved else "")
+
+
+def _starved_share(plan: Plan) -> float:
+    """Of computing, what is waiting for the thread that issues it; 0 where that is not worth telling."""
+    computing, starved = plan.estimate.busy_seconds.get("compute", 0.0), plan.estimate.starved_seconds
+    return starved / computing if computing and starved >= TELLING * plan.estimate.step_seconds else 0.0
 
 
 def _time(plan: Plan) -> list[str]:

@@ -269,7 +269,7 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
 
 
 def issuing(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
-    """Seconds of the thread that issues it, and whether that thread waits for the device in it. Nothing where nobody measured what issuing takes."""
+    """Seconds of the thread that issues it, and whether that thread waits for the device in it. Nothing where nobody knows what issuing takes."""
     kind, i = action
     if not place.knows_issuing or kind == "R":
         return 0.0, False

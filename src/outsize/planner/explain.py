@@ -14,6 +14,7 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
+from outsize.plan.render import busiest_lane
 from outsize.planner.candidates import Space
 from outsize.planner.feasible import Budgets
 from outsize.planner.search import search
@@ -131,17 +132,15 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
         ("updates on the host twice as fast", ("host_adam_params_per_second", "host_bytes_per_second")),
     ):
         faster = replace(spec, **{field: 2 * getattr(spec, field) for field in fields})
-        trace = _twice_as_fast(problem.trace) if "flops" in fields else problem.trace
+        trace = _halved(problem.trace, "forward_seconds", "backward_seconds") if "flops" in fields else problem.trace
         yield name, replace(problem, spec=faster, trace=trace)
+    if any(work.forward_issue_seconds for visit in problem.trace.visits for work in visit.values()):
+        yield "Python twice as fast", replace(problem, trace=_halved(problem.trace, "forward_issue_seconds", "backward_issue_seconds"))
 
 
-def _twice_as_fast(trace: ModelTrace) -> ModelTrace:
-    """The same bytes in half the seconds."""
-    halved = tuple(
-        {strategy: replace(work, forward_seconds=work.forward_seconds / 2, backward_seconds=work.backward_seconds / 2) for strategy, work in visit.items()}
-        for visit in trace.visits
-    )
-    return replace(trace, visits=halved)
+def _halved(trace: ModelTrace, *fields: str) -> ModelTrace:
+    visits = tuple({s: replace(work, **{field: getattr(work, field) / 2 for field in fields}) for s, work in visit.items()} for visit in trace.visits)
+    return replace(trace, visits=visits)
 
 
 def _answer(name: str, problem: Problem) -> Answer:
@@ -152,10 +151,7 @@ def _answer(name: str, problem: Problem) -> Answer:
         return Answer(name=name, step_seconds=None, note=f"does not fit: {needed}, {show_bytes(no.allowed_bytes)} allowed")
     except ConfigError:  # the layers do not know the recipe's strategy
         return Answer(name=name, step_seconds=None, note="this model cannot be trained so")
-    seconds = plan.estimate.busy_seconds
-    busiest = max(seconds, key=lambda lane: seconds[lane])
-    share = seconds[busiest] / plan.estimate.step_seconds if plan.estimate.step_seconds else 0.0
-    return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=f"{busiest} works {share:.0%} of it")
+    return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=busiest_lane(plan))
 
 
 def _compared(answer: Answer, chosen: float) -> str:

@@ -5,8 +5,8 @@ same with its own hazards and clock, so both give the same seconds. `step_second
 thousands of actions in milliseconds: a wait that follows from other waits cannot move a start, so it keeps the time of the
 last write and the last use of every buffer and derives no minimal waits. Both give equal floats; a test holds them to it.
 
-What issuing takes is measured by the trial run on a GPU, and then the thread that does it has a clock too: [Note: The thread that issues] in
-hardware/lanes.py. Without such figures, and on `sim`, issuing takes no time.
+What issuing takes is measured by the trial run on a GPU, or counted for a machine that is not here, and then the thread that does it has a clock too:
+[Note: The thread that issues] in hardware/lanes.py. Without such figures, and on `sim`, issuing takes no time.
 """
 
 from collections.abc import Iterable, Iterator

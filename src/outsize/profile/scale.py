@@ -13,8 +13,8 @@ from typing import Any
 from outsize.model.work import Work
 from outsize.profile.trace import ModelTrace
 
-TELLING_ISSUE = 1.25
-"""So many times as long at more rows, or it is taken to be as long."""
+LOOPS = 0.9
+"""Of growing in proportion to rows, what a timing must show to be a loop's: a busy processor alone made them 1.8 times as long."""
 _SECONDS = ("forward_seconds", "backward_seconds")
 _SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
@@ -37,8 +37,8 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
     if one.rows == other.rows or _way(one.trace) != _way(other.trace):
         return None
     low, high = sorted((one, other), key=lambda point: point.rows)
-    line = _Line(Fraction(rows - low.rows, high.rows - low.rows))
     a, b = low.trace, high.trace
+    line = _Line(Fraction(rows - low.rows, high.rows - low.rows), high.rows / low.rows - 1, a.counts_issuing and b.counts_issuing)
     inputs = {name: tuple(line.size(m, n) for m, n in zip(shape, b.inputs[name], strict=True)) for name, shape in a.inputs.items()}
     visits = tuple({s: line.work(work, other[s]) for s, work in visit.items()} for visit, other in zip(a.visits, b.visits, strict=True))
     shared = tuple(replace(t, num_bytes=line.size(t.num_bytes, u.num_bytes)) for t, u in zip(a.shared, b.shared, strict=True))
@@ -50,6 +50,9 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
 class _Line:
     at: Fraction
     """0: at the first of two values, 1: at the second."""
+    more: float
+    """By how much of the first's rows the second has more."""
+    counts_issuing: bool
 
     def change(self, a: int, b: int) -> int:
         return -int(-(a + (b - a) * self.at) // 1)  # rounded up
@@ -68,9 +71,9 @@ class _Line:
         return replace(b, **fields)
 
     def issue(self, a: float, b: float, *, waits: bool) -> float:
-        """What issuing takes depends on rows only where a layer loops over them (the windows of images) or its thread waits for the device. Two timings that
-        are closer than that tell of the processor, and would tell more of it the further they are stretched."""
-        return self.seconds(a, b) if waits or b > TELLING_ISSUE * a else b
+        """Counts lie on the line. What was timed depends on rows only where a layer loops over them (the windows of images) or its thread waits for the
+        device: else two timings tell of the processor, and would tell more of it the further they are stretched."""
+        return self.seconds(a, b) if self.counts_issuing or waits or b - a > LOOPS * self.more * a else b
 
 
 def _way(trace: ModelTrace) -> tuple[object, ...]:

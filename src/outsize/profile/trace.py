@@ -19,6 +19,8 @@ class ModelTrace:
     """Outputs of the model: a loop holds them until its next forward returns."""
     provenance: str
     shared: tuple[Shared, ...] = ()
+    counts_issuing: bool = False
+    """What issuing takes was counted by operators, not timed."""
     residue: Residue = Residue()
     """Of the trial run. A plan that is made from a trace in the cache meets all of it in its first step."""
 

@@ -92,14 +92,16 @@ class Tracer:
                 scout = self._run("keep", scout=True)
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
-            timed = {strategy: self._time(strategy) for strategy in ("keep", "recompute")} if self.device.kind != "sim" else {}
+            timed: dict[Strategy, Pass] = {}
+            if self.device.kind != "sim":
+                timed = {"keep": self._time("keep"), "recompute": self._time("recompute")}
         graph = self._graph(passes["keep"])
         self._require_landings(graph)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
-            provenance=f"seconds {provenance}, bytes measured",
+            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0,
         )  # fmt: skip
 
     def around(self, visit: int) -> Any:
@@ -187,7 +189,7 @@ class Tracer:
                 self._bare.add(visit)
 
     def _time(self, strategy: Strategy) -> Pass:
-        """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in planner/simulate.py."""
+        """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
         run, again = Pass(self, strategy, None), Pass(self, strategy, None, ahead=False)
         self._once(run)
         self._once(again)
@@ -328,25 +330,26 @@ class Tracer:
             return visit
         return next(v for v in range(visit - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[visit])
 
-    def _issuing(self, run: Pass, timed: dict[str, Pass], strategy: Strategy, twin: int) -> dict[str, Any]:
+    def _issuing(self, clocks: dict[Strategy, Pass], strategy: Strategy, twin: int) -> dict[str, Any]:
         """What of a visit is the issuing thread's, where there is one beside the device. Packing what is swapped takes it about as long as making it again."""
         if self.device.kind == "cpu":
             return {}
-        phases = (timed["keep" if strategy == "keep" else "recompute"] if timed else run).phases
+        phases = clocks["keep" if strategy == "keep" else "recompute"].phases
         forward, back = phases.forward[twin], phases.backward.get(twin) or Phase()
         return {
             "forward_issue_seconds": forward.issue_seconds, "backward_issue_seconds": back.issue_seconds,
             "forward_waits": forward.waits, "backward_waits": back.waits,
         }  # fmt: skip
 
-    def _works(self, passes: dict[Strategy, Pass], timed: dict[str, Pass], visit: int) -> dict[str, Work]:
+    def _works(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], visit: int) -> dict[str, Work]:
         run = passes["keep"]
         is_layer = run.layer_of[visit] is not None
         differentiable = self._twin(run, visit) in run.backward
         strategies = STRATEGIES if is_layer and differentiable else ("keep",)
-        return {s: w for s in strategies if (w := self._work(passes[s], timed, s, visit)) is not None}
+        return {s: w for s in strategies if (w := self._work(passes, timed, s, visit)) is not None}
 
-    def _work(self, run: Pass, timed: dict[str, Pass], strategy: Strategy, visit: int) -> Work | None:
+    def _work(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], strategy: Strategy, visit: int) -> Work | None:
+        run = passes[strategy]
         twin = self._twin(run, visit)
         forward = run.phases.forward[twin]
         backward = run.phases.backward.get(twin)
@@ -359,7 +362,7 @@ class Tracer:
         return Work(
             forward_seconds=ahead.seconds,
             backward_seconds=back.seconds,
-            **self._issuing(run, timed, strategy, twin),
+            **self._issuing(timed or passes, strategy, twin),
             forward_peak_bytes=forward.peak_bytes,
             forward_delta_bytes=forward.delta_bytes,
             backward_peak_bytes=backward.peak_bytes if backward else 0,

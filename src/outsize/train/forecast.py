@@ -1,7 +1,8 @@
 """`outsize.plan`: what a run would need and how fast it would be, from a model's config alone. No weights, no GPU, next to no memory.
 
 The same tracer and planner as in `prepare` run here, on fake tensors: shapes and lifetimes without contents. So bytes are counted and not
-guessed (of CPU operators, which save the same tensors as CUDA's to within small change), and seconds are a roofline of the machine asked about.
+guessed (of CPU operators, which save the same tensors as CUDA's to within small change), and seconds are a roofline of the machine asked about, with what
+issuing takes its Python.
 What depends on a model's weights has no value here: a model that branches on them (some routers do) is refused, and `prepare` measures it.
 """
 
@@ -249,7 +250,8 @@ def fake_trace(
         complaints.disabled = was
     if too_long:
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
-    provenance = "bytes counted on fake tensors (CPU operators), seconds estimated from FLOPs, bytes and operators"
+    of_what = "FLOPs, bytes and operators" if trace.counts_issuing else "FLOPs and bytes"
+    provenance = f"bytes counted on fake tensors (CPU operators), seconds estimated from {of_what}"
     inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # which models make themselves
     return graph, replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss
 

@@ -56,7 +56,7 @@ def test_a_third_size_is_what_the_tracer_finds_there(name: str) -> None:
         # To the byte; but what is sent to the host begins at round addresses, which the images here are too small for.
         assert sizes(made) == pytest.approx(sizes(real), rel=0.01 if name.endswith("vl") else 0.0)
         assert seconds(made, issuing=False) == pytest.approx(seconds(real, issuing=False), rel=0.03)
-        assert seconds(made, issuing=True) == pytest.approx(seconds(real, issuing=True), rel=0.25)  # what grows by less is not told from a hiccup
+        assert seconds(made, issuing=True) == pytest.approx(seconds(real, issuing=True), rel=1e-9)
     assert beyond.provenance == f"{four.trace.provenance}, scaled to 6 rows from 2 and 4"
 
 
@@ -123,9 +123,9 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
     assert scaled(point, Point(rows=4, trace=trace), 8) is not None
 
 
-@pytest.mark.parametrize(("longer", "expected"), [(2.0, 1.6), (1.1, 0.22), (0.9, 0.18)])
+@pytest.mark.parametrize(("longer", "expected"), [(2.0, 1.6), (1.8, 0.36), (0.9, 0.18)])
 def test_what_issuing_takes_is_stretched_only_where_it_grows_with_rows(longer: float, expected: float) -> None:
-    """Layers that loop over the windows of images take Python twice as long for twice as many; of others, two timings differ by what else the processor did."""
+    """Layers that loop over the windows of images take Python twice as long for twice as many; others' timings differ by what else the processor does."""
     one, other = (
         dataclasses.replace(affine_trace(3, rows), visits=tuple(
             {"keep": dataclasses.replace(visit["keep"], forward_waits=False, forward_issue_seconds=seconds)} for visit in affine_trace(3, rows).visits
@@ -133,4 +133,3 @@ def test_what_issuing_takes_is_stretched_only_where_it_grows_with_rows(longer: f
     )  # fmt: skip
     made = scaled(Point(rows=2, trace=one), Point(rows=4, trace=other), 16)
     assert made is not None and all(visit["keep"].forward_issue_seconds == pytest.approx(expected) for visit in made.visits)
-

@@ -16,6 +16,7 @@ from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.base.units import exact_bytes, show_bytes
 from outsize.device.sim import AbsentDevice
 from outsize.hardware.catalog import lookup
+from outsize.hardware.machine import Machine, write_machine
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
 from outsize.train.example import Images, batch_for, example_batch
@@ -101,17 +102,33 @@ def test_for_a_real_card_the_gradients_of_a_tied_weight_are_added_in_place() -> 
 
 
 def test_a_real_machine_waits_for_python_where_operators_are_small_and_many() -> None:
-    """Qwen2.5-VL calls attention once a window: a forecast that knew FLOPs and bytes alone said 1.5 s where the H200 took 4.1 to 5.4."""
     config = config_of("llama")
     imaginary, real = (plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200"))
     assert not any(work.forward_issue_seconds or work.backward_issue_seconds for work in imaginary.plan.work), "on sim, issuing takes no time"
     layer = real.problem.trace.visits[1]
     assert layer["keep"].forward_issue_seconds == pytest.approx(layer["recompute"].forward_issue_seconds, rel=0.1)
+    assert layer["swap"].backward_issue_seconds == layer["recompute"].backward_issue_seconds
     assert layer["recompute"].backward_issue_seconds == pytest.approx(
         layer["keep"].forward_issue_seconds + layer["keep"].backward_issue_seconds, rel=0.2
     ), "a layer is issued once more to make it again"
     found = real.plan.estimate
     assert 0.9 * found.step_seconds < found.starved_seconds < found.step_seconds and "waiting for Python" in str(real)
+    worth = {answer.name: answer for answer in real.explain().worth}
+    seconds = worth["Python twice as fast"].step_seconds
+    assert seconds is not None and seconds < 0.6 * found.step_seconds and "waiting for Python" in worth["copies twice as fast"].note
+    assert "Python twice as fast" not in {answer.name for answer in imaginary.explain().worth}
+
+
+def test_where_python_sets_the_pace_cards_are_alike_and_a_faster_processor_is_not(tmp_path: Path) -> None:
+    config, how = config_of("llama"), dict[str, Any](sequence_len=TOKENS, micro_batch_size=ROWS)
+    seconds = [plan(config, hardware=name, **how).plan.estimate.step_seconds for name in ("rtx4090", "a100-80gb", "h200")]
+    assert seconds == pytest.approx([seconds[0]] * 3, rel=0.02)
+    machine = dataclasses.replace(lookup("h200"), issue_seconds=lookup("h200").issue_seconds / 2)
+    box = tmp_path / "box.yaml"
+    box.write_text(write_machine(Machine(spec=machine, measured={})))
+    assert plan(config, hardware=str(box), **how).plan.estimate.step_seconds == pytest.approx(seconds[2] / 2, rel=0.05)
+    box.write_text(write_machine(Machine(spec=dataclasses.replace(machine, context_bytes=0), measured={})))
+    assert not plan(config, hardware=str(box), **how).plan.estimate.starved_seconds, "of a machine without a context nothing is real"
 
 
 def test_more_memory_is_never_slower() -> None:
