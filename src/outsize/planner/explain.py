@@ -9,6 +9,7 @@ from functools import cached_property
 
 from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import show_bytes, show_seconds
+from outsize.hardware.allowance import Allowance
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
@@ -33,23 +34,29 @@ class Problem:
     trace: ModelTrace
     spec: HardwareSpec
     terms: Terms
-    gpu_bytes: int
+    allowance: Allowance
     host_bytes: int
     pins: Pins = Pins()
 
     def solve(self) -> Plan:
         return search(
-            self.graph, self.layout, self.trace, self.spec, self.terms, gpu_budget_bytes=self.gpu_bytes, host_budget_bytes=self.host_bytes, pins=self.pins
-        )
+            self.graph, self.layout, self.trace, self.spec, self.terms, gpu_budget_bytes=self.allowance.room_bytes, host_budget_bytes=self.host_bytes,
+            pins=self.pins, allowance=self.allowance,
+        )  # fmt: skip
 
     @cached_property
     def budgets(self) -> Budgets:
-        return Budgets(Space(self.graph, self.layout, self.trace, self.terms, self.spec), self.pins, self.gpu_bytes, self.host_bytes)
+        return Budgets(Space(self.graph, self.layout, self.trace, self.terms, self.spec), self.pins, self.allowance.room_bytes, self.host_bytes)
 
     def least_gpu_bytes(self, host_bytes: int | None = None) -> int | None:
-        """The least GPU memory that would do beside this much on the host (the problem's own by default); None if no amount does."""
+        """The least that plans need beside this much on the host (the problem's own by default); None if no amount does."""
         least = self.budgets.least_gpu(host_bytes=host_bytes)
         return least[0] if least else None
+
+    def least_gpu_memory(self) -> int | None:
+        """The least to ask for."""
+        least = self.least_gpu_bytes()
+        return self.allowance.asked_for(least) if least is not None else None
 
     def least_host_bytes(self) -> int | None:
         """The least host memory that would do beside the GPU as it is."""
@@ -98,8 +105,8 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
     return Explanation(
         plan=plan,
         by_hand=tuple(_answer(name, replace(problem, pins=pins)) for name, pins in _recipes(problem)),
-        worth=tuple(_answer(name, changed) for name, changed in _changes(problem)),
-        least_gpu_bytes=problem.least_gpu_bytes(),
+        worth=tuple(_worth(name, changed, plan) for name, changed in _changes(problem)),
+        least_gpu_bytes=problem.least_gpu_memory(),
         least_host_bytes=problem.least_host_bytes(),
     )
 
@@ -107,9 +114,9 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
 def outlook(problem: Problem, plan: Plan, smallest: str | None) -> str:
     """The first questions after a plan, in two lines: what more memory would buy, and how little would do. `smallest`: a machine's name."""
     name, changed = next(_changes(problem))
-    least = Explanation(plan=plan, by_hand=(), worth=(), least_gpu_bytes=problem.least_gpu_bytes(), least_host_bytes=problem.least_host_bytes())
+    least = Explanation(plan=plan, by_hand=(), worth=(), least_gpu_bytes=problem.least_gpu_memory(), least_host_bytes=problem.least_host_bytes())
     card = f"the smallest machine of the catalog that does: {smallest}" if smallest else "no machine of the catalog is large enough"
-    return f"more  {name}: {_compared(_answer(name, changed), plan.estimate.step_seconds)}\nleast {least._least()}; {card}"
+    return f"more  {name}: {_compared(_worth(name, changed, plan), plan.estimate.step_seconds)}\nleast {least._least()}; {card}"
 
 
 def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
@@ -125,7 +132,8 @@ def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     spec = problem.spec
-    yield f"{show_bytes(MORE_GPU_BYTES)} more GPU memory", replace(problem, gpu_bytes=problem.gpu_bytes + MORE_GPU_BYTES)
+    more = replace(problem.allowance, asked_bytes=problem.allowance.asked_bytes + MORE_GPU_BYTES)
+    yield f"{show_bytes(MORE_GPU_BYTES)} more GPU memory", replace(problem, allowance=more)
     for name, fields in (
         ("computing twice as fast", ("flops", "gpu_bytes_per_second")),
         ("copies twice as fast", ("h2d_bytes_per_second", "d2h_bytes_per_second")),
@@ -141,6 +149,14 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
 def _halved(trace: ModelTrace, *fields: str) -> ModelTrace:
     visits = tuple({s: replace(work, **{field: getattr(work, field) / 2 for field in fields}) for s, work in visit.items()} for visit in trace.visits)
     return replace(trace, visits=visits)
+
+
+def _worth(name: str, problem: Problem, plan: Plan) -> Answer:
+    """Of a better machine: where its own plan is not found to be faster, the one in hand fits as well."""
+    answer = _answer(name, problem)
+    if answer.step_seconds is not None and answer.step_seconds > plan.estimate.step_seconds:
+        return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=busiest_lane(plan))
+    return answer
 
 
 def _answer(name: str, problem: Problem) -> Answer:

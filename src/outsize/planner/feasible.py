@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
 from outsize.base.units import exact_bytes, show_bytes
+from outsize.hardware.allowance import Allowance
 from outsize.plan.pins import Pins
 from outsize.planner.candidates import Counts, Mix, Space
 
@@ -20,8 +21,10 @@ W = TypeVar("W")
 class Budgets:
     """Two budgets and the pins: which counts are allowed and which fit."""
 
-    def __init__(self, space: Space, pins: Pins, gpu_bytes: int, host_bytes: int):
+    def __init__(self, space: Space, pins: Pins, gpu_bytes: int, host_bytes: int, allowance: Allowance | None = None):
+        """`allowance`: what `gpu_bytes` are the room of."""
         self.space, self.pins, self.gpu_bytes, self.host_bytes = space, pins, gpu_bytes, host_bytes
+        self.allowance = allowance or Allowance(asked_bytes=gpu_bytes)
         every, trainable = len(space.weight_order), len(space.state_order)
         # What stays on the GPU is the least, unless a pin says another number: a pin may also send it away.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
@@ -156,7 +159,10 @@ class Budgets:
             return self._too_small("gpu", "gpu_memory", self.gpu_bytes, needed, self._relax_gpu(needed, counts, anyhow[0]))
         host = self.least_host()
         assert host is not None, "the least GPU memory fits, so some host memory does"
-        relax = f"or allow {_written(least[0])} of GPU memory (gpu_memory), and the rest stays there" if least else ""
+        relax = ""
+        if least:
+            asked = _written(self.allowance.asked_for(least[0]))
+            relax = f"or allow {asked} of GPU memory (gpu_memory){self._beyond(least[0])}, and the rest stays there"
         return self._too_small("host", "host_memory", self.host_bytes, host[0], [relax, "take a smaller model or train fewer of its parameters"])
 
     def _relax_gpu(self, needed: int, counts: Counts, anyhow: int) -> list[str]:
@@ -167,35 +173,46 @@ class Budgets:
         else:
             relax.append(f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller batch helps with the rest")
         if anyhow < needed:
-            relax.append(f"with more host memory (host_memory) {show_bytes(anyhow)} would do")
+            relax.append(f"with more host memory (host_memory) {self._asked(anyhow)} would do")
         if self.space.num_staying:
             moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
             least = Budgets(self.space, moving, self.gpu_bytes, self.host_bytes).least_gpu()
             if least and least[0] < needed:
-                relax.append(f"if what trains may leave the GPU too, which is slower (pins {moving}), {show_bytes(least[0])} would do")
+                relax.append(f"if what trains may leave the GPU too, which is slower (pins {moving}), {self._asked(least[0])} would do")
         return relax
+
+    def _asked(self, gpu_bytes: int) -> str:
+        return show_bytes(self.allowance.asked_for(gpu_bytes))
+
+    def _beyond(self, gpu_bytes: int) -> str:
+        spec = self.space.spec
+        return f", more than {spec.name} has" if self.allowance.asked_for(gpu_bytes) > spec.gpu_bytes else ""
 
     def _too_small(self, resource: str, option: str, allowed: int, needed: int, relax: list[str]) -> PlanInfeasible:
         if self.pins.given():
             free = Budgets(self.space, Pins(), self.gpu_bytes, self.host_bytes)
             without = free.least_gpu() if resource == "gpu" else free.least_host()
             if without and without[0] < needed:
-                relax = [*relax, f"without the pins ({self.pins}) {show_bytes(without[0])} would do"]
-        name = "GPU" if resource == "gpu" else "host"
+                less = self._asked(without[0]) if resource == "gpu" else show_bytes(without[0])
+                relax = [*relax, f"without the pins ({self.pins}) {less} would do"]
+        name, beyond = "host", ""
+        if resource == "gpu":
+            name, beyond = "GPU", self._beyond(needed)
+            allowed, needed = self.allowance.asked_bytes, self.allowance.asked_for(needed)
         return PlanInfeasible(
             tell(
                 f"training this model at this batch takes at least {_written(needed)} of {name} memory",
                 f"{_written(allowed)} is allowed ({option})",
-                "; ".join([f"Raise it to {exact_bytes(needed)}", *filter(None, relax)]),
+                "; ".join([f"Raise it to {exact_bytes(needed)}{beyond}", *filter(None, relax)]),
             ),
             resource=resource, allowed_bytes=allowed, needed_bytes=needed,
         )  # fmt: skip
 
 
 def _written(num_bytes: int) -> str:
-    """Exact where it is round, else for reading with the exact number beside it."""
+    """Exact where that reads well, else for reading with the exact number beside it."""
     exact = exact_bytes(num_bytes)
-    return f"{show_bytes(num_bytes)} ({exact})" if num_bytes >= 1024 and exact.endswith(f"{num_bytes}B") else exact
+    return exact if len(exact.rstrip("TGMKiB")) <= 3 else f"{show_bytes(num_bytes)} ({exact})"
 
 
 def _least(bounds: tuple[int, int], sizes: list[int], total: Callable[[int], int]) -> int:

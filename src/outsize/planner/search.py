@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from outsize.base.errors import PlanInfeasible, PlanInvalid, tell
 from outsize.base.records import fingerprint
 from outsize.base.units import show_seconds
+from outsize.hardware.allowance import Allowance
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
@@ -47,15 +48,15 @@ class _Tried:
 
 def search(
     graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, spec: HardwareSpec, terms: Terms, *,
-    gpu_budget_bytes: int, host_budget_bytes: int, pins: Pins = Pins(),  # noqa: B008 - frozen
+    gpu_budget_bytes: int, host_budget_bytes: int, pins: Pins = Pins(), allowance: Allowance | None = None,  # noqa: B008 - frozen
 ) -> Plan:  # fmt: skip
-    """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range."""
+    """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range. `allowance`: what the GPU budget is the room of."""
     made_for = fingerprint(graph)
     if trace.graph != made_for:
         raise PlanInvalid(tell(f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"))
     space = Space(graph, layout, trace, terms, spec)
     check_pins(pins, graph, layout, space.num_layers)
-    run = _Search(Budgets(space, pins, gpu_budget_bytes, host_budget_bytes))
+    run = _Search(Budgets(space, pins, gpu_budget_bytes, host_budget_bytes, allowance))
     best = run.run()
     words = run.words(best)
     if pins.given():

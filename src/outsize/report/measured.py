@@ -18,6 +18,8 @@ class Measured:
     """Of a few whole steps and nothing else; empty where nothing was recorded."""
     where: str
     """On what, in words."""
+    tokens_per_second: float | None = None
+    """Over the whole window that was timed, its first and last step included, as `outsize bench` prints it; None where nobody timed one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

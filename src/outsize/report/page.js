@@ -328,7 +328,7 @@
       this.source.phases.forEach(([name, start, end], i) => {
         const left = this.x(start), wide = this.x(end) - left;
         pen.fillStyle = colours[name === "update" ? "optimizer" : name];
-        pen.fillRect(left, 14, Math.max(0.75, wide - 1), 3);
+        pen.fillRect(left, 14, lessGap(wide), 3);
         pen.fillStyle = colours.phase;
         if (name === "backward") pen.fillRect(left, PHASES, wide, bottom - PHASES);
         const from = Math.max(left, GUTTER), space = Math.min(left + wide, this.width - RIGHT) - from;
@@ -336,25 +336,41 @@
         if (space > pen.measureText(name).width + 4) pen.fillText(name, from + 1, 6);
       });
     }
+    // Every column of pixels is filled as high as the share of its time that is worked in: thousands of spans narrower than a pixel are no full lane.
     spans(pen, spans, y, high) {
+      const count = this.canvas.width, shares = {}, wide = [];
       const from = Math.max(0, lastBefore(spans, view[0], (span) => span.start));
-      let drawnTo = -Infinity;
       for (let i = from; i < spans.length && spans[i].start <= view[1]; i++) {
-        const span = spans[i], left = this.x(span.start), right = this.x(span.end);
-        // Less than half a pixel beyond what is drawn: cannot be seen, and there may be thousands.
-        if (right < drawnTo + 0.5 && right - left < 0.5) continue;
-        const wide = Math.max(0.6, right - left - (right - left > 3 ? 1 : 0));
-        pen.globalAlpha = span.step === 0 ? 1 : 0.45;
-        pen.fillStyle = colours[COLOUR_OF[span.name[0]]];
-        pen.fillRect(left, y, wide, high);
-        pen.globalAlpha = 1;
-        drawnTo = right;
-        if (wide > 22 && pen.measureText(span.name).width + 8 < left + wide - Math.max(left, GUTTER)) {
-          pen.fillStyle = span.name[0] === "B" && span.step === 0 ? "#fff" : span.step === 0 ? "#10151c" : colours.ink;
-          pen.textAlign = "left";
-          pen.fillText(span.name, Math.max(left, GUTTER) + 4, y + high / 2 + 0.5);
-        }
+        const span = spans[i], found = shares[`${span.name[0]}${span.step === 0 ? "" : " pale"}`] ||= new Float64Array(count);
+        let start = this.x(span.start) * this.ratio, end = this.x(span.end) * this.ratio;
+        // Wide ones have sharp edges; to round is to be as often too wide as too narrow.
+        if (end - start > 3) { start = Math.round(start); end = start + lessGap(Math.round(end) - start); }
+        for (let c = Math.max(0, Math.floor(start)); c < Math.min(count, end); c++) found[c] += Math.min(end, c + 1) - Math.max(start, c);
+        const left = Math.max(GUTTER, start / this.ratio), space = end / this.ratio - left;
+        if (space > 22) wide.push([span, left, space]);
       }
+      this.fill(pen, shares, y, high);
+      pen.textAlign = "left";
+      for (const [span, left, space] of wide) {
+        if (pen.measureText(span.name).width + 8 >= space) continue;
+        pen.fillStyle = span.name[0] === "B" && span.step === 0 ? "#fff" : span.step === 0 ? "#10151c" : colours.ink;
+        pen.fillText(span.name, left + 4, y + high / 2 + 0.5);
+      }
+    }
+    // Kinds stand on each other, in the same order however far one zooms.
+    fill(pen, shares, y, high) {
+      const width = 1 / this.ratio, filled = new Float64Array(this.canvas.width);
+      for (const kind of Object.keys(shares).sort()) {
+        pen.globalAlpha = kind.endsWith("pale") ? 0.45 : 1;
+        pen.fillStyle = colours[COLOUR_OF[kind[0]]];
+        shares[kind].forEach((share, c) => {
+          if (!share) return;
+          const below = filled[c], above = Math.min(1, below + share);
+          pen.fillRect(c * width, y + high * (1 - above), width, high * (above - below));
+          filled[c] = above;
+        });
+      }
+      pen.globalAlpha = 1;
     }
     find(t, y, second) {
       const each = (this.height - AXIS - PHASES) / data.lanes.length, lane = Math.floor((y - PHASES) / each);
@@ -387,6 +403,8 @@
     pen.strokeStyle = colours.ink; pen.lineWidth = 2;
     pen.strokeRect(x, y, Math.max(2, width), height);
   }
+  // Neighbours are told apart by a pixel, where it hardly changes how wide they look.
+  function lessGap(width) { return width > 12 ? width - 1 : width; }
   function niceStep(least) {
     const power = 10 ** Math.floor(Math.log10(least));
     return power * ([1, 2, 5].find((factor) => factor * power >= least) || 10);

@@ -166,9 +166,13 @@ def _table(groups: list[list[Row]]) -> str:
 
 def _comparison(plan: Plan, measured: Measured, real: MeasuredStep | None) -> str:
     estimate, rate = plan.estimate, tokens_per_second(plan)
-    rows = [_compared("step", estimate.step_seconds, measured.step_seconds, show_seconds)]
+    rows = [_compared("step, median", estimate.step_seconds, measured.step_seconds, show_seconds)]
     if rate is not None and measured.step_seconds:
-        rows.append(_compared("tokens/s", rate, rate * estimate.step_seconds / measured.step_seconds, lambda value: f"{value:,.0f}"))
+        # A window has its first and last step in it, so its rate is not the median step's; each is called what it is.
+        window = measured.tokens_per_second
+        found = window if window is not None else rate * estimate.step_seconds / measured.step_seconds
+        name = "tokens/s, over the whole window" if window is not None else "tokens/s, at the median step"
+        rows.append(_compared(name, rate, found, lambda value: f"{value:,.0f}"))
     if measured.gpu_bytes is not None:
         rows.append(_compared("GPU high-water", estimate.gpu_bytes, measured.gpu_bytes, show_bytes))
     if real is not None:

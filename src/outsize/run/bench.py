@@ -112,8 +112,9 @@ def run_bench(
         result = _result(bench, engine, timed, memory, timeline, start_up, command=command, machine=_machine(engine, version))
         if page is not None:
             found = Measured(
-                step_seconds=result.speed.median_step_seconds, gpu_bytes=memory.gpu_peak_bytes, spans=timeline.spans, where=result.machine.device
-            )
+                step_seconds=result.speed.median_step_seconds, gpu_bytes=memory.gpu_peak_bytes, spans=timeline.spans, where=result.machine.device,
+                tokens_per_second=result.speed.tokens_per_second,
+            )  # fmt: skip
             write_page(page, engine.plan, engine.graph, engine.layout, device.spec, title=bench.model, measured=found)
         return result
     finally:

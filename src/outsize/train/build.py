@@ -13,6 +13,7 @@ from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
+from outsize.hardware.allowance import Allowance
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
 from outsize.model.discover import Layer, find_layers
@@ -173,8 +174,13 @@ def _get_ready(
             if given.loss_chunk != chosen.chunk:
                 raise ConfigError(tell(f"the plan's loss is {chosen.text}, as here", f"it is {given.loss}", "Make the plan again"))
             return Planned(graph, layout, given, chosen)
-        room = gpu_budget - where.overhead_bytes - where.learnt_bytes
-        made = search(graph, layout, trace, where.spec, terms, gpu_budget_bytes=room, host_budget_bytes=host_budget, pins=pins or Pins())
+        overhead = where.overhead_bytes
+        share = where.spec.allocator_share if overhead else 0.0
+        allowance = Allowance(asked_bytes=gpu_budget, fixed_bytes=overhead - int(gpu_budget * share) + where.learnt_bytes, share=share)
+        made = search(
+            graph, layout, trace, where.spec, terms, gpu_budget_bytes=allowance.room_bytes, host_budget_bytes=host_budget, pins=pins or Pins(),
+            allowance=allowance,
+        )  # fmt: skip
         check(made, graph, layout)
         return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
 

@@ -22,6 +22,7 @@ from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tel
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes
 from outsize.device.sim import AbsentDevice
+from outsize.hardware.allowance import Allowance
 from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
@@ -63,6 +64,8 @@ class Forecast:
     """What it is the solution of, for further questions."""
     trace_half: Callable[[], ModelTrace | None] = field(repr=False, compare=False)
     """Takes a trace of batches half as long; None where there are none."""
+    host_memory: str | int | None = None
+    """As it was asked for, for every machine. None: each has its own."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,8 +85,8 @@ class Forecast:
     def smallest_machine(self) -> str | None:
         """Of the catalog, by GPU memory and then by name; None if no one is large enough."""
         for spec in sorted(CATALOG.values(), key=lambda spec: (spec.gpu_bytes, spec.name)):
-            least = self.problem.least_gpu_bytes(_host_budget(spec, None))
-            if least is not None and least <= _gpu_budget(spec, None):
+            least = self.problem.least_gpu_bytes(_host_budget(spec, self.host_memory))
+            if least is not None and least <= _allowance(spec, None).room_bytes:
                 return spec.name
         return None
 
@@ -149,7 +152,7 @@ def plan(
         found = "; ".join([*wrong, *([] if dtype in DTYPES else [f"dtype is {dtype!r}"])])
         raise ConfigError(tell(f"{', '.join(given)} are whole numbers from 1, and dtype is bfloat16 or float32", found, "Correct it"))
     spec = lookup(hardware)
-    gpu_budget, host_budget = _gpu_budget(spec, gpu_memory), _host_budget(spec, host_memory)
+    allowance, host_budget = _allowance(spec, gpu_memory), _host_budget(spec, host_memory)
     settings = optimizer or AdamW()
     config = _config(model)
 
@@ -171,12 +174,12 @@ def plan(
         layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
         terms = Terms(update=settings.update, accumulate=split.passes, fp32_grads=settings.fp32_grads)
         problem = Problem(
-            graph=graph, layout=layout, trace=found.trace, spec=spec, terms=terms, gpu_bytes=gpu_budget, host_bytes=host_budget, pins=pins or Pins()
+            graph=graph, layout=layout, trace=found.trace, spec=spec, terms=terms, allowance=allowance, host_bytes=host_budget, pins=pins or Pins()
         )
         made = problem.solve()
         check(made, graph, layout)
         told = replace(made, loss=loss.text, loss_chunk=loss.chunk)
-        return Forecast(plan=told, graph=graph, layout=layout, problem=problem, trace_half=lambda: trace_half(split.rows, loss))
+        return Forecast(plan=told, graph=graph, layout=layout, problem=problem, trace_half=lambda: trace_half(split.rows, loss), host_memory=host_memory)
 
     choice = fastest(splits_of(batch_size, micro_batch_size, accumulate), trace, solve)
     made = choice.answer
@@ -186,17 +189,17 @@ def plan(
 # The machine.
 
 
-def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> int:
-    """What a plan may use: on a real card the context and the allocator's loss come off."""
+def _allowance(spec: HardwareSpec, gpu_memory: str | int | None) -> Allowance:
+    """On a real card the context and the allocator's loss come off."""
     asked = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
     if asked > spec.gpu_bytes:
         found = f"{exact_bytes(asked)} was asked for"
         raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(spec.gpu_bytes)} of {spec.name}", found, "Ask for less, or name other hardware"))
-    budget = asked - spec.context_bytes - int(asked * spec.allocator_share)
-    if budget <= 0:
+    allowance = Allowance(asked_bytes=asked, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
+    if allowance.room_bytes <= 0:
         least = f"gpu_memory is more than the {show_bytes(spec.context_bytes)} that a CUDA process takes by itself"
         raise ConfigError(tell(least, f"{exact_bytes(asked)} was given", "Give more"))
-    return budget
+    return allowance
 
 
 def _host_budget(spec: HardwareSpec, host_memory: str | int | None) -> int:

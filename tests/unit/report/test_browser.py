@@ -1,13 +1,16 @@
 """The page in a real browser, opened from disk: it draws, it answers to pointer and keyboard, it fetches nothing, and its console is silent."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import Browser, Tab, chromium
-from synthetic import make_case
+from synthetic import MACHINE, make_case
 
+from outsize.hardware.lanes import LANES
 from outsize.plan.plan import Terms
+from outsize.plan.render import lane_shares
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.search import search
 from outsize.report.measured import Measured
@@ -19,6 +22,17 @@ INK = """(id => { const chart = document.getElementById(id), copy = new Offscree
 const pen = copy.getContext('2d', { willReadFrequently: true }); pen.drawImage(chart, 0, 0);
 const d = pen.getImageData(0, 0, copy.width, copy.height).data;
 for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) found.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]); return found.size; })"""
+
+# What is worked in drawn black, all else white: how dark a row of the chart is, is the share of it that is drawn.
+BLACK = """(() => { const style = document.documentElement.style; ["faint", "soft"].forEach(name => style.setProperty(`--${name}`, "#fff"));
+style.setProperty("--phase", "transparent");
+["forward", "backward", "slots", "weights", "gradients", "activations", "optimizer"].forEach(name => style.setProperty(`--${name}`, "#000")); })()"""
+# The left and right margins, the phases above and the axis below are as in page.js; a row's lane leaves three pixels free at its edges.
+DARKNESS = """(row => { const chart = document.getElementById("predicted"), ratio = devicePixelRatio, box = chart.getBoundingClientRect();
+const each = (box.height - 42) / 4, [x, y, wide, high] = [84, 20 + row * each + 3, box.width - 94, each - 6].map(size => Math.round(size * ratio));
+const copy = new OffscreenCanvas(chart.width, chart.height), pen = copy.getContext("2d", { willReadFrequently: true }); pen.drawImage(chart, 0, 0);
+const d = pen.getImageData(x, y, wide, high).data; let sum = 0;
+for (let i = 0; i < d.length; i += 4) sum += 1 - d[i] / 255; return sum / (wide * high); })"""
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +127,22 @@ def test_the_keyboard_reaches_everything(tab: Tab) -> None:
     assert tip(tab).startswith("stem")
     tab.press("Escape")
     assert tip(tab) == ""
+
+
+@pytest.mark.parametrize("scale", [1, 1.3, 2])
+def test_thousands_of_short_spans_are_drawn_as_the_share_they_take(browser: Browser, tmp_path: Path, scale: float) -> None:
+    """Were each at least so wide that it can be seen, a lane that works a third of the time would look like one that never rests."""
+    links = {name: getattr(MACHINE, name) * 6 for name in ("h2d_bytes_per_second", "d2h_bytes_per_second")}
+    case = make_case(6, 2, terms=Terms(update="after_step", accumulate=256), spec=dataclasses.replace(MACHINE, **links))
+    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu_budget_bytes=420_000, host_budget_bytes=10**9)
+    write_page(tmp_path / "many.html", plan, case.graph, case.layout, case.spec)
+    tab = browser.tab()
+    tab.resize(1200, 2400, scale=scale)
+    tab.open(tmp_path / "many.html")
+    tab.evaluate(BLACK)
+    tab.resize(1200, 2400, scale=scale, dark=True)  # colours are read again
+    shares = lane_shares(plan)
+    assert {lane: tab.evaluate(f"{DARKNESS}({row})") for row, lane in enumerate(LANES)} == pytest.approx(shares, abs=0.03)
+    assert shares["compute"] > 0.9 and shares["h2d"] < 0.4, "one lane that hardly rests, one that mostly does"
+    tab.mouse("mouseMoved", *point(tab, "predicted", 0.5, 0.2))
+    assert "GPU: " in tip(tab), "a span that is too narrow to be seen still tells what it is"

@@ -92,6 +92,18 @@ def test_a_run_stands_beside_its_prediction(recorded: bool) -> None:
     assert (data_of(text)["measured"] is not None) is recorded
 
 
+def test_the_rate_is_the_one_that_bench_prints() -> None:
+    """A window's rate is not that of its median step; without a window the page says so."""
+    case = make_case(4)
+    plan = plan_of(case)
+    plan = dataclasses.replace(plan, inputs={"input_ids": (2, 64)})
+    alone = Measured(step_seconds=plan.estimate.step_seconds, gpu_bytes=None, spans=[], where="sim")
+    text = page_of(case, plan, measured=alone)
+    assert "tokens/s, at the median step" in text
+    text = page_of(case, plan, measured=dataclasses.replace(alone, tokens_per_second=1234567.0))
+    assert re.search(r"tokens/s, over the whole window</th><td[^>]*>[\d,]+</td><td[^>]*>1,234,567</td>", text)
+
+
 def test_a_model_that_keeps_everything_has_a_page_too() -> None:
     """No slots, no copies, nothing frozen; and one where hardly anything trains."""
     for case in (make_case(1), make_case(3, frozen=4), make_case(3, tied=True)):

@@ -161,6 +161,31 @@ def test_too_little_memory_is_an_answer_that_holds() -> None:
     assert plan(config, sequence_len=TOKENS, hardware="64MiB", gpu_memory=caught.value.needed_bytes)
 
 
+def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_for() -> None:
+    """It was what plans need, without the context and the allocator's share: following it was refused in the same words."""
+    shape = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16, vocab_size=32000)
+    config, how = transformers.LlamaConfig(**shape), dict[str, Any](sequence_len=512, hardware="rtx4090")
+    with pytest.raises(PlanInfeasible) as no:
+        plan(config, gpu_memory="700MiB", **how)
+    assert no.value.allowed_bytes == 700 * 2**20 and "700MiB is allowed" in str(no.value)
+    least = plan(config, gpu_memory=no.value.needed_bytes, **how)
+    assert f"least {show_bytes(no.value.needed_bytes)} of GPU memory would do" in least.outlook()
+    with pytest.raises(PlanInfeasible):
+        plan(config, gpu_memory=no.value.needed_bytes - 1, **how)
+
+
+def test_the_smallest_machine_has_the_host_memory_that_was_asked_for() -> None:
+    shape = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    config, how = transformers.LlamaConfig(**shape), dict[str, Any](sequence_len=512)
+    assert plan(config, hardware="a100-80gb", **how).smallest_machine() == "rtx3090"
+    short = plan(config, hardware="a100-80gb", host_memory="62GiB", **how)
+    name = short.smallest_machine()
+    assert name not in (None, "rtx3090", "rtx4090")
+    assert plan(config, hardware=str(name), host_memory="62GiB", **how)
+    with pytest.raises(PlanInfeasible):
+        plan(config, hardware="rtx4090", host_memory="62GiB", **how)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
