@@ -35,6 +35,9 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     names = {"model": zoo.make("llama"), "batch": zoo.batch("llama"), "data": [zoo.batch("llama", seed=i) for i in range(3)]}
     exec(code, names)
     assert (tmp_path / "out" / "model.safetensors").exists() and names["engine"].num_steps == 3
+    (with_retries,) = [text for text in blocks("python") if "engine.retrying" in text]
+    exec(with_retries, names)
+    assert names["engine"].num_steps == 6
     names["engine"].detach()
 
 

@@ -1,5 +1,6 @@
 """Memory that runs out in the middle of training: the step is planned anew and made again to the same bits, or the user is told what is left."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 import outsize
 from outsize.base.errors import DeviceOutOfMemory, UpdateFailed
+from outsize.integrations.hf import OutsizeTrainer
 from outsize.runtime.engine import Engine
 from outsize.runtime.retry import MOST_RETRIES
 
@@ -152,3 +154,74 @@ def test_our_trainer_makes_such_a_step_again_by_itself(tmp_path: Path) -> None:
             torch.manual_seed(3)
             found.append(trainers.train(trainer))
     cells.assert_same(*found)
+
+
+@pytest.mark.parametrize(("accumulate", "at", "times"), [(2, 3, 1), (3, 2, 1), (3, 2, 2)], ids=["second", "third", "and-again-in-the-first"])
+def test_our_trainer_makes_all_micro_batches_of_a_step_again(accumulate: int, at: int, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for fails in (0, times):
+        trainer = trainers.ours(tmp_path / str(fails), kind=KIND, plan="mixed", args={"gradient_accumulation_steps": accumulate})
+        with trainers.closing(trainer), running_out(trainer.model, at=at, times=fails, in_backward=True):
+            torch.manual_seed(3)
+            found.append(trainers.train(trainer))
+    cells.assert_same(*found)
+    assert caplog.text.count(f"making all {accumulate} micro-batches of the step so far again") == times
+
+
+def test_our_trainer_makes_them_again_twice_and_no_more(tmp_path: Path) -> None:
+    trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args={"gradient_accumulation_steps": 2})
+    with trainers.closing(trainer), running_out(trainer.model, at=1, times=3, in_backward=True) as calls:
+        with pytest.raises(DeviceOutOfMemory, match="planned 2 more times"):
+            trainers.train(trainer)
+        assert len(calls) == 4, "the first and the second, and twice the first again"
+
+
+class CountingTrainer(OutsizeTrainer):
+    """As TRL's: a loss outside of the model, with numbers for the log beside it."""
+
+    def __init__(self, **given: Any):
+        self.seen: list[float] = []
+        super().__init__(**given)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch) * 0.5
+        self.seen.append(loss.item())
+        return loss
+
+
+def test_micro_batches_that_are_made_again_may_be_longer_than_the_last_and_are_counted_once(tmp_path: Path) -> None:
+    data = [row for i in range(4) for row in (*trainers.rows(KIND, 1, 16, first=i), *trainers.rows(KIND, 1, 8, first=i))]
+    found, seen = [], []
+    for fails in (0, 1):
+        args = trainers.arguments(tmp_path / str(fails), gradient_accumulation_steps=2, per_device_train_batch_size=1, train_sampling_strategy="sequential")
+        trainer = CountingTrainer(model=zoo.make(KIND), args=args, train_dataset=data, **trainers.planned("mixed"))
+        with trainers.closing(trainer), running_out(trainer.model, at=3, times=fails, in_backward=True):
+            torch.manual_seed(3)
+            found.append(trainers.train(trainer))
+            seen.append(trainer.seen)
+    cells.assert_same(*found)
+    assert seen[0] == seen[1][:3] + seen[1][4:], "but for the one that failed"
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["nothing-saved", "saved"])
+def test_once_updates_have_begun_our_trainer_names_what_is_on_disk(saves: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args: dict[str, Any] = {"max_grad_norm": 0.0, **({"save_strategy": "steps", "save_steps": 1} if saves else {})}
+    told = f"The newest complete one is {out / 'checkpoint-2'}:" if saves else f"from the last checkpoint. There is none in {out}:"
+    trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args=args)
+    with trainers.closing(trainer), running_out(trainer.model, at=2, in_backward=True), pytest.raises(DeviceOutOfMemory, match=re.escape(told)):
+        trainers.train(trainer)
+    if saves:
+        trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args=args)
+        with trainers.closing(trainer):
+            trainers.train(trainer, resume_from_checkpoint=str(out / "checkpoint-2"))
+            assert trainer.state.global_step == 4
+
+
+def test_it_names_no_checkpoint_of_a_run_that_has_gone_further_nor_one_without_state(tmp_path: Path) -> None:
+    args = {"max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 3}
+    with trainers.closing(trainers.ours(tmp_path, kind=KIND, plan="mixed", args=args)) as earlier:
+        trainers.train(earlier)
+    trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args={**args, "save_steps": 1, "save_only_model": True})
+    with trainers.closing(trainer), running_out(trainer.model, at=2, in_backward=True), pytest.raises(DeviceOutOfMemory, match="There is none in"):
+        trainers.train(trainer)

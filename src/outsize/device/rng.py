@@ -1,7 +1,7 @@
 """Where random generators stand: of Python, numpy and torch on the host, and of the device. To make again what was made, with the same numbers."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +39,19 @@ class HostRng:
 @contextmanager
 def rng_untouched(device: Device) -> Iterator[None]:
     """Whatever is drawn inside is as if it had not been."""
-    host, own = HostRng.now(), device.rng_state()
+    rewind = rewinder(device)
     try:
         yield
     finally:
+        rewind()
+
+
+def rewinder(device: Device) -> Callable[[], None]:
+    """Puts all generators back to where they stand now, as often as it is called."""
+    host, own = HostRng.now(), device.rng_state()
+
+    def rewind() -> None:
         host.restore()
         device.set_rng_state(own)
+
+    return rewind

@@ -9,8 +9,8 @@ import dataclasses
 import inspect
 import math
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from outsize.base.log import log
 from outsize.checkpoint.folder import newest, read_manifest
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
-from outsize.device.rng import rng_untouched
+from outsize.device.rng import rewinder, rng_untouched
 from outsize.integrations.arguments import NonFinite, adamw, take_over, update_mode
 from outsize.integrations.keeping import KeepsRuns
 from outsize.integrations.peek import Rewound, first_batch, rewindable
@@ -35,6 +35,7 @@ from outsize.model.weights import Weights
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
 from outsize.runtime.engine import Engine, Planned
+from outsize.runtime.retry import with_retries
 from outsize.train.build import prepare, preview
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
@@ -59,7 +60,9 @@ class OutsizeMixin(KeepsRuns):
     _stream: Rewound | None = None
     """Of the training data, if it is one."""
     _inputs: dict[str, Any] | None = None
-    """Of the training step under way."""
+    """Of the micro-batch under way."""
+    _earlier: tuple[Callable[[], None], ...] = ()
+    """Makes the micro-batches again whose gradients wait for the rest of their step. They are kept no longer than Trainer keeps them."""
 
     def __init__(
         self, *args: Any, gpu_memory: str | int | None = None, host_memory: str | int | None = None, device: str | Device | None = None,
@@ -183,11 +186,16 @@ class OutsizeMixin(KeepsRuns):
         """As in training, but what the Trainer counts beside it is counted in copies."""
         inputs = self._prepare_inputs(self._inputs_of(batch))
         num_items = inputs.pop("num_items_in_batch", None)
+        with self._counting_in_copies():
+            self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+            return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+    @contextmanager
+    def _counting_in_copies(self) -> Iterator[None]:
         counts = {name: value for name, value in vars(self).items() if not name.endswith("_dataset") and _is_plain(value)}
         self.__dict__.update(deepcopy(counts))
-        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         try:
-            return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+            yield
         finally:
             self.__dict__.update(counts)
 
@@ -252,21 +260,41 @@ class OutsizeMixin(KeepsRuns):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         ids = inputs.get("input_ids")
         self.num_tokens_seen += ids.numel() if isinstance(ids, Tensor) else 0
-        if not self._is_plain_loss:
-            self._fit(self._with_num_items(inputs, num_items_in_batch))
-        self._inputs = self._with_num_items(inputs, num_items_in_batch)
+        batch, is_last = self._with_num_items(inputs, num_items_in_batch), self.accelerator.sync_gradients
+        if not self.engine.now.gradients.landed:
+            self._earlier = ()  # of a step that was made, or given up
+        self._fit(batch)
+        rewind = rewinder(self.engine.device)
 
-        def step() -> Tensor:
-            with self.engine.last_backward() if self.accelerator.sync_gradients else nullcontext():
-                return super(OutsizeMixin, self).training_step(model, inputs, num_items_in_batch)
+        def make() -> Tensor:
+            # In another micro-batch's turn, if this one is made again.
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            self._inputs = batch
+            try:
+                with self.engine.last_backward() if is_last else nullcontext():
+                    return super(OutsizeMixin, self).training_step(model, inputs, num_items_in_batch)
+            finally:
+                self._inputs = None
+
+        def make_again() -> None:
+            self._fit(batch)
+            rewind()
+            with self._counting_in_copies():
+                make()
 
         try:
-            return self.engine.retrying(step, self._inputs)
-        finally:
-            self._inputs = None
+            loss = with_retries(self.engine, make, batch, self._earlier)
+        except DeviceOutOfMemory as error:
+            if self.engine.is_half_updated:
+                raise DeviceOutOfMemory(f"{error} {self._tell_what_is_saved()}") from None
+            raise
+        self._earlier = () if is_last else (*self._earlier, make_again)
+        return loss
 
     def _fit(self, batch: dict[str, Any]) -> None:
-        """Plan again for a larger batch, as the engine does where the loss is the model's own."""
+        """Plan again for a larger batch, where the loss is not the model's own: the engine does it otherwise."""
+        if self._is_plain_loss:
+            return
         planned = self.engine.plan.inputs
         largest = max(map(math.prod, planned.values()), default=0)
         given = {name: tuple(t.shape) for name, t in batch.items() if isinstance(t, Tensor) and t.dim() > 1}  # not where documents end, and the like

@@ -7,9 +7,9 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from outsize.base.errors import EngineMisuse, tell
+from outsize.base.errors import EngineMisuse, SaveFailed, tell
 from outsize.base.log import log
-from outsize.checkpoint.folder import rotate
+from outsize.checkpoint.folder import checkpoints, read_manifest, rotate
 from outsize.integrations.state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.model.weights import is_hollow
 
@@ -48,6 +48,19 @@ class KeepsRuns(_Trainer):
         if self.engine.now.gradients.landed:
             log.warning("the last batches fill no step of %s and are left out", self.args.gradient_accumulation_steps)
             self.engine.zero_grad()
+
+    def _tell_what_is_saved(self) -> str:
+        """For whoever has lost the weights and needs a checkpoint: the newest one that can be gone on from."""
+        try:
+            self.engine.finish_saving()  # the newest may still be on its way
+        except SaveFailed as error:
+            log.warning("%s", error)
+        run = Path(self.args.output_dir)
+        # An earlier run in the same place may have gone further.
+        reached = [path for step, path in checkpoints(run) if step <= self.state.global_step and not read_manifest(path).get("only_model")]
+        if not reached:
+            return f"There is none in {run}: start the run again from where it began (save_steps says how often one is written)."
+        return f"The newest complete one is {reached[-1]}: go on with resume_from_checkpoint={str(reached[-1])!r}."
 
     @property
     def _may_save_in_background(self) -> bool:

@@ -149,6 +149,7 @@ class Engine:
         """Run a forward with `batch` and its backward; if device memory runs out, plan again and make it again, to the same bits. Twice at most.
 
         It raises, and says what to do, where that cannot be: in the backward of a second micro-batch, and once updates in backward have begun.
+        `work` is not kept for later micro-batches: a closure in a loop would make the wrong batch again.
         """
         return with_retries(self, work, batch)
 

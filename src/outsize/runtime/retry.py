@@ -5,7 +5,7 @@ with the device: later plans keep it free too.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from outsize.base.errors import DeviceOutOfMemory, tell
 from outsize.base.log import log
 from outsize.base.units import show_bytes
 from outsize.device.device import Device
-from outsize.device.rng import HostRng
+from outsize.device.rng import rewinder
 from outsize.plan.plan import Plan, Terms
 from outsize.runtime.attached import Attached
 
@@ -40,38 +40,44 @@ class Retriable(Protocol):
     def replan(self, batch: Any, terms: Terms) -> None: ...
 
 
-def with_retries(engine: Retriable, work: Callable[[], T], batch: Any) -> T:
-    """`work` runs a forward of the engine's model with `batch`, and its backward."""
+def with_retries(engine: Retriable, work: Callable[[], T], batch: Any, earlier: Sequence[Callable[[], object]] = ()) -> T:
+    """`work` runs a forward of the engine's model with `batch`, and its backward.
+
+    `earlier`: each makes one of the step's earlier micro-batches again, from the random numbers it began with. Without them a backward that breaks off
+    on top of their sums cannot be repeated.
+    """
+    rewind, had_sums, from_first = rewinder(engine.device), bool(engine.now.gradients.landed), False
     for retry in range(MOST_RETRIES + 1):
-        host, own, had_sums = HostRng.now(), engine.device.rng_state(), bool(engine.now.gradients.landed)
         try:
+            if from_first:
+                for make_again in earlier:
+                    make_again()
+            if retry:
+                rewind()
             return work()
         except (torch.OutOfMemoryError, DeviceOutOfMemory) as error:
             words = str(error).split("\n")[0]
+            # What a failed backward has changed cannot be taken back: sums can be made again, weights cannot.
+            engine.forget_pass()
+            if engine.is_half_updated:
+                do = "Some weights of this step are new already: load weights and optimizer state from the last checkpoint"
+                raise DeviceOutOfMemory(_told(words, do)) from None
             if retry == MOST_RETRIES:
                 raise DeviceOutOfMemory(_told(words, f"Give a smaller batch or a larger gpu_memory: it was planned {retry} more times")) from error
-            _require_untouched(engine, words, had_sums)
+            from_first = from_first or (had_sums and engine.now.gradients.broken is not None)
+            if from_first and not earlier:
+                do = "Call zero_grad() and make the step's micro-batches again: the sums of the earlier ones are mixed with what broke off"
+                raise DeviceOutOfMemory(_told(words, f"{do}. Weights are untouched")) from None
         # Here the exception is gone, and with it the frames that hold the activations of what failed.
         gc.collect()
         learnt = int(engine.plan.gpu_budget_bytes * LEARNT_SHARE)
         engine.device.learnt_bytes += learnt
-        log.warning("device memory ran out in a step (%s): planning again with %s more kept free, and making the step again", words, show_bytes(learnt))
-        if not had_sums:
+        what = f"all {len(earlier) + 1} micro-batches of the step so far" if from_first else "the step"
+        log.warning("device memory ran out in a step (%s): planning again with %s more kept free, and making %s again", words, show_bytes(learnt), what)
+        if from_first or not had_sums:
             engine.zero_grad()
         engine.replan(batch, engine.plan.terms)
-        host.restore()
-        engine.device.set_rng_state(own)
     raise AssertionError("the last retry returns or raises")
-
-
-def _require_untouched(engine: Retriable, words: str, had_sums: bool) -> None:
-    """What a failed backward has changed cannot be taken back; the weights of a declared one least of all."""
-    engine.forget_pass()
-    if engine.is_half_updated:
-        raise DeviceOutOfMemory(_told(words, "Some weights of this step are new already: load weights and optimizer state from the last checkpoint")) from None
-    if had_sums and engine.now.gradients.broken is not None:
-        do = "Call zero_grad() and make the step's micro-batches again: the sums of the earlier ones are mixed with what broke off. Weights are untouched"
-        raise DeviceOutOfMemory(_told(words, do)) from None
 
 
 def _told(found: str, do: str) -> str:

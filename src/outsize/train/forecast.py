@@ -35,6 +35,7 @@ from outsize.plan.plan import Plan, Terms
 from outsize.plan.render import render
 from outsize.planner.explain import Explanation, Problem, explain, outlook
 from outsize.planner.headroom import of_half_length
+from outsize.profile.scale import scaled
 from outsize.profile.trace import ModelTrace, added_in_place
 from outsize.profile.tracer import Tracer
 from outsize.report.page import write_page
@@ -46,6 +47,8 @@ from outsize.train.loss import ChosenLoss, trace_with_loss
 from outsize.train.micro_batch import Split, Traced, fastest, splits_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+MANY_TOKENS = 2**18
+"""Of a batch. The operators of a loss that is made in chunks grow with them, and with those the time to trace it; beyond, a batch is scaled from two others."""
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
@@ -159,6 +162,12 @@ def plan(
     pictures = Images(per_row=images, pixels=image_size)
 
     def trace(rows: int, tokens: int = sequence_len, in_chunks: bool | None = chunked_loss) -> Traced:
+        few = max(2, MANY_TOKENS // (2 * tokens))
+        if rows > 2 * few:
+            one, other = trace(few, tokens, in_chunks), trace(2 * few, tokens, in_chunks)
+            many = scaled(one.point, other.point, rows)
+            if many is not None and other.makes_its_loss_alike(rows):
+                return replace(other, rows=rows, trace=many)
         graph, found, loss = fake_trace(copy.deepcopy(config), spec, rows=rows, tokens=tokens, dtype=DTYPES[dtype], chunked_loss=in_chunks, images=pictures)
         is_real = spec.context_bytes > 0  # else it is for `sim`, which counts as we do
         return Traced(rows=rows, graph=graph, trace=added_in_place(found, graph) if is_real else found, loss=loss)

@@ -161,6 +161,16 @@ def test_too_little_memory_is_an_answer_that_holds() -> None:
     assert plan(config, sequence_len=TOKENS, hardware="64MiB", gpu_memory=caught.value.needed_bytes)
 
 
+def test_a_batch_of_very_many_tokens_is_scaled_from_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 million tokens took ten minutes to be refused: thousands of chunks of the loss, one by one."""
+    config, how = config_of("llama"), dict[str, Any](sequence_len=TOKENS, micro_batch_size=24, hardware="64MiB")
+    traced = plan(config, **how)
+    monkeypatch.setattr("outsize.train.forecast.MANY_TOKENS", 8 * TOKENS)
+    found = plan(config, **how)
+    assert "scaled to 24 rows from 4 and 8" in found.plan.provenance
+    assert (found.plan.decision, found.plan.estimate.gpu_bytes, found.plan.inputs) == (traced.plan.decision, traced.plan.estimate.gpu_bytes, traced.plan.inputs)
+
+
 def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_for() -> None:
     """It was what plans need, without the context and the allocator's share: following it was refused in the same words."""
     shape = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16, vocab_size=32000)
