@@ -33,6 +33,8 @@ _LEAST_BYTES = 2**20
 """A bare number below is no number of bytes: whoever writes `gpu_bytes: 24` means something else."""
 _MOST = 1e20
 """Above every rate; not infinite, and no NaN."""
+_LEAST_RATE = 1e6
+"""Below every rate: whoever writes `h2d_bytes_per_second: 25` means GB."""
 
 
 def read_machine(path: str | Path) -> Machine:
@@ -83,7 +85,11 @@ def _read(key: str, value: Any) -> tuple[Any, str]:
             return 0, str(error) if isinstance(value, str) else wrong
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST:
         return 0.0, wrong
-    return float(value), "" if (value < 1 if key == "allocator_share" else value > 0) else wrong
+    return float(value), "" if (value < 1 if key == "allocator_share" else value >= _LEAST_RATE if _is_rate(key) else value > 0) else wrong
+
+
+def _is_rate(key: str) -> bool:
+    return key == "flops" or key.endswith("_per_second")
 
 
 def _expected(key: str) -> str:
@@ -91,6 +97,8 @@ def _expected(key: str) -> str:
         return "a mapping"
     if key == "allocator_share":
         return "a number from 0 to below 1"
+    if _is_rate(key):
+        return "a number such as 25.0e+9, of bytes, parameters or FLOPs a second"
     return {str: "a text", int: "a size such as 24GiB", float: "a number above 0"}[_TYPES[key]]
 
 

@@ -13,7 +13,7 @@ from outsize.hardware.catalog import CATALOG, MACHINES, lookup
 from outsize.hardware.machine import Machine, read_machine, write_machine
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
 
-RATES = st.floats(min_value=1e-12, max_value=1e19)
+RATES, SECONDS = st.floats(min_value=1e6, max_value=1e19), st.floats(min_value=1e-12, max_value=1e3)
 SIZES = st.integers(min_value=2**20, max_value=2**50)
 FIGURES = st.dictionaries(st.text(min_size=1, max_size=8), st.one_of(RATES, st.integers(), st.text(max_size=8), st.lists(RATES, max_size=2)), max_size=3)
 
@@ -22,7 +22,7 @@ def a_spec(**change: object) -> HardwareSpec:
     return dataclasses.replace(CATALOG["rtx4090"], **change)  # type: ignore[arg-type]
 
 
-@given(gpu=SIZES, context=st.one_of(st.just(0), SIZES), flops=RATES, launch=RATES, share=st.floats(0, 0.99), figures=FIGURES)
+@given(gpu=SIZES, context=st.one_of(st.just(0), SIZES), flops=RATES, launch=SECONDS, share=st.floats(0, 0.99), figures=FIGURES)
 def test_what_is_written_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, gpu: int, context: int, flops: float, launch: float, share: float, figures: dict
 ) -> None:
@@ -47,15 +47,16 @@ def test_numbers_are_written_as_people_read_them() -> None:
 
 GOOD = write_machine(Machine(spec=a_spec(), measured={}))
 NONSENSE = {
-    "a missing key": (GOOD.replace("flops: ", "# "), ["1 thing", "flops: expected a number above 0, found nothing"]),
+    "a missing key": (GOOD.replace("flops: ", "# "), ["1 thing", "flops: expected a number such as 25.0e+9", "FLOPs a second, found nothing"]),
     "a key without a value": (GOOD.replace("name: rtx4090", "name:"), ["name: expected a text, found nothing"]),
     "a string for a number": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: fast"), ["launch_seconds: expected a number above 0, found 'fast'"]),
-    "a negative rate": (GOOD.replace("flops: ", "flops: -"), ["flops: expected a number above 0, found -1155"]),
+    "a negative rate": (GOOD.replace("flops: ", "flops: -"), ["flops: expected a number such as 25.0e+9", "found -1155"]),
     "no rate at all": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 0"), ["launch_seconds: expected a number above 0, found 0"]),
     "NaN": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: .nan"), ["launch_seconds: expected a number above 0, found nan"]),
     "infinity": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: .inf"), ["launch_seconds", "found inf"]),
     "a number beyond floats": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 1" + "0" * 400), ["launch_seconds: expected a number above 0"]),
     "true for a number": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: yes"), ["launch_seconds: expected a number above 0, found True"]),
+    "GB a second": (GOOD.replace("h2d_bytes_per_second: 25.0e+9", "h2d_bytes_per_second: 25"), ["h2d_bytes_per_second: expected a number", "found 25"]),
     "GB": (GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: 24GB"), ["gpu_bytes: ", "use GiB"]),
     "a size without its unit": (GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: 24"), ["gpu_bytes: expected a size such as 24GiB, found 24"]),
     "a negative size": (GOOD.replace("context_bytes: 600MiB", "context_bytes: -600"), ["context_bytes: expected a size", "-600"]),
