@@ -85,8 +85,9 @@ def trainable_class(config: Any) -> Any:
     )
 
     names = config.architectures or []
-    tables = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING] if config.is_encoder_decoder else []
-    tables += [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
+    tables = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
+    if config.is_encoder_decoder:  # whose decoder alone, as the table of language models has it of Whisper, is another model
+        tables = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     candidates = [getattr(transformers, name, None) for name in names] + [table.get(type(config), None) for table in tables]
     for candidate in candidates:
         if candidate is not None and {"input_ids", "labels"} <= inspect.signature(candidate.forward).parameters.keys():

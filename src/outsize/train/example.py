@@ -1,7 +1,8 @@
 """A batch as a class of transformers takes it, from its config alone: full rows without padding, and images where the model sees.
 
-Images take part as their processor would give them. There are two forms: pictures of the one size that the vision tower is made for (Llava, PaliGemma,
-Gemma 3), and flat patches with a grid for each picture, of any size (the Qwen-VL families). What has another form is refused by name.
+Images take part as their processor would give them. There are three forms: pictures of the one size that the vision tower is made for (Llava, PaliGemma,
+Gemma 3), flat patches with a grid for each picture, of any size (the Qwen-VL families), and tiles, beside the text (Llama 3.2 Vision). What has another form
+is refused by name.
 """
 
 import inspect
@@ -52,11 +53,17 @@ def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Ima
         return Example(batch=batch, text="" if vision is None else "rows without images")
     takes = inspect.signature(kind.forward).parameters
     token = getattr(config, "image_token_id", None)
-    if token is None or "pixel_values" not in takes:
-        found = f"{kind.__name__} takes its images in another way"
-        raise ModelUnsupported(tell("a model with images takes pixel_values and has an image_token_id", found, _INSTEAD))
+    # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that look for empty ones (Idefics, SmolVLM).
+    if token is None or "pixel_values" not in takes or "pixel_attention_mask" in takes:
+        found = f"{kind.__name__} takes them in a form that it does not know"
+        raise ModelUnsupported(tell("outsize's own example batch has a model's images as pictures, patches or tiles", found, _INSTEAD))
     has_grid = "image_grid_thw" in takes
-    form = _patches(vision, rows, images) if has_grid else _pictures(config, vision, rows, images)
+    if has_grid:
+        form = _patches(vision, rows, images)
+    elif "aspect_ratio_ids" in takes:
+        form = _tiles(vision, rows, tokens, images)
+    else:
+        form = _pictures(config, vision, rows, images)
     count = images.per_row * form.tokens
     frame = 2 if has_grid else 0  # a token before and one after each image
     if count + frame * images.per_row >= tokens:
@@ -76,7 +83,8 @@ def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Ima
     if "token_type_ids" in takes:
         batch["token_type_ids"] = (ids == token).long()
     many = "1 image" if images.per_row == 1 else f"{images.per_row} images"
-    return Example(batch=batch, text=f"{many} of {form.size} in every row ({form.tokens} tokens each)")
+    length = "1 token" if form.tokens == 1 else f"{form.tokens} tokens"
+    return Example(batch=batch, text=f"{many} of {form.size} in every row ({length} each)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +104,17 @@ def _patches(vision: Any, rows: int, images: Images) -> _Form:
     grid = torch.tensor([[1, side, side]] * num)
     edge = side * vision.patch_size
     return _Form(inputs={"pixel_values": pixels, "image_grid_thw": grid}, tokens=(side // merge) ** 2, size=f"{edge}×{edge} pixels")
+
+
+def _tiles(vision: Any, rows: int, tokens: int, images: Images) -> _Form:
+    """As many as there can be, since smaller images are filled up to that. The text sees them in layers of their own, and one token stands for an image."""
+    edge, num = vision.image_size, vision.max_num_tiles
+    known = torch.ones(rows, images.per_row, num, dtype=torch.int64)
+    inputs = {
+        "pixel_values": torch.zeros(rows, images.per_row, num, 3, edge, edge), "aspect_ratio_ids": known[..., 0].clone(), "aspect_ratio_mask": known,
+        "cross_attention_mask": torch.ones(rows, tokens, images.per_row, num, dtype=torch.int64),
+    }  # fmt: skip
+    return _Form(inputs=inputs, tokens=1, size=f"{num} tiles of {edge}×{edge} pixels")
 
 
 def _pictures(config: Any, vision: Any, rows: int, images: Images) -> _Form:

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
 )  # fmt: skip
-_INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with real weights, and engine.plan is the plan"
+_INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with real weights and a real batch, and engine.plan is the plan"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,11 +242,12 @@ def fake_trace(
     too_long = isinstance(limit, int) and tokens > limit
     complaints = logging.getLogger(fake_tensor.__name__)
     complaints.disabled, was = True, complaints.disabled  # torch logs a traceback of what is raised anyway
+    batch: dict[str, Tensor] = {}
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
             example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images())
             batch = example.batch
-            model: nn.Module = kind._from_config(config, dtype=dtype).train()
+            model = _without_values(kind, config, dtype).train()
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss)
     except OutsizeError:
@@ -253,7 +255,12 @@ def fake_trace(
     except _UNKNOWABLE as error:
         found = f"{kind.__name__} needs the result of {getattr(error, 'func', None) or error}"
         raise ModelUnsupported(tell("what a model runs does not depend on the values in its weights", found, _INSTEAD)) from error
-    except (RuntimeError, IndexError, ValueError) as error:
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        if "pixel_values" in batch:  # TypeError: something that goes with images was not given
+            expected = f"{kind.__name__} runs on shapes alone, with images as outsize's own example batch has them"
+            raise ModelUnsupported(tell(expected, f"the model breaks off: {error}", _INSTEAD)) from error
+        if isinstance(error, TypeError):
+            raise
         if too_long:
             found = f"sequence_len is {tokens} and the model breaks off: {error}"
             raise ConfigError(tell(f"sequence_len is at most the model's max_position_embeddings of {limit}", found, "Shorten it")) from error
@@ -268,11 +275,22 @@ def fake_trace(
     return graph, replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss
 
 
+def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """A model whose weights are not drawn: some draws look at what they drew, and weights of shapes alone have nothing to look at."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model: Any = kind._from_config(config, dtype=dtype)
+    model.tie_weights()  # which transformers does when it draws
+    return model
+
+
 class FakeWeights(fake_tensor.FakeTensorMode):
-    """Fake tensors, but for what follows from the batch alone.
+    """Fake tensors, but for what follows from the batch alone, or from chance.
 
     Token ids, positions and masks are whole numbers that do not depend on weights, and models look into them (is anything masked? is
-    this batch packed?) to choose between ways that save different tensors. These are computed, all else is shapes.
+    this batch packed?) to choose between ways that save different tensors. So do they with single random numbers (shall this layer be dropped?).
+    These are computed, all else is shapes.
     """
 
     def __init__(self) -> None:
@@ -286,12 +304,19 @@ class FakeWeights(fake_tensor.FakeTensorMode):
             out = func(*args, **(kwargs or {}))
             if not any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
                 return out
+        if func is torch.ops.aten._to_copy.default and (mask := _mask_of(args[0], kwargs or {})) is not None:
+            return mask
         # The cache of results would hold on to a storage among the arguments, which then never dies.
         self.cache_enabled, was = self.cache_enabled and func is not torch.ops.aten.set_.source_Storage, self.cache_enabled
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            shape: Any = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = was
+        if func._overloadpacket in _DRAWN and shape.numel() == 1:  # to torch a constant: what follows from such alone is computed
+            return self.fake_tensor_converter.from_real_tensor(self, func(*args, **(kwargs or {})), make_constant=True)
+        if func._overloadpacket in _FILLED:
+            shape.filled = partial(func, *args, **(kwargs or {})), shape._version
+        return shape
 
 
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_, torch.ops.aten._unsafe_index}
@@ -308,5 +333,18 @@ def _places(indices: Any) -> list[Tensor | None]:
     return places
 
 
+def _mask_of(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Numbers of known contents, cast to whole ones: decoders make masks of `torch.ones`, and look whether anything is masked.
+
+    They are made again, for they have been shapes so far: sums begin with `torch.zeros`, and are written to.
+    """
+    fill, version = getattr(tensor, "filled", (None, 0))
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if fill is None or tensor._version != version or dtype.is_floating_point:
+        return None
+    return torch.ops.aten._to_copy.default(fill(), **kwargs)
+
+
 _FILLED = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.scalar_tensor}
 """Make tensors of known contents out of nothing. `empty` is not among them: it makes room, and room shall cost nothing here."""
+_DRAWN = {torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint}

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import outsize
 from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
@@ -20,7 +22,7 @@ from outsize.hardware.machine import Machine, write_machine
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
 from outsize.train.example import Images, batch_for, example_batch
-from outsize.train.forecast import fake_trace, plan
+from outsize.train.forecast import FakeWeights, fake_trace, plan
 
 ROWS, TOKENS = 2, 24
 
@@ -66,6 +68,81 @@ def test_the_forecast_is_the_plan_that_prepare_makes(monkeypatch: pytest.MonkeyP
         assert any(homes.weights == "host" for homes in ahead.plan.decision.homes), "this budget is meant to be too small for the plain run"
     finally:
         engine.detach()
+
+
+_TWO_STACKS: dict[str, Any] = dict(
+    vocab_size=zoo.VOCAB, d_model=32, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+    decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+)  # fmt: skip
+_ONE_STACK: dict[str, Any] = dict(
+    vocab_size=zoo.VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2,
+)  # fmt: skip
+_TEXT: dict[str, Any] = {**_ONE_STACK, "intermediate_size": 48, "num_key_value_heads": 2}
+_VISION: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=4)
+_TILED: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_global_layers=2, attention_heads=2, image_size=16, patch_size=4, max_num_tiles=2,
+    intermediate_layers_indices=[0, 1], vision_output_dim=48, supported_aspect_ratios=[[1, 1], [1, 2]],
+)  # fmt: skip
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "BartForConditionalGeneration": lambda: transformers.BartConfig(**_TWO_STACKS, encoder_layerdrop=0.5, decoder_layerdrop=0.5),
+    "MarianMTModel": lambda: transformers.MarianConfig(**_TWO_STACKS),
+    "PegasusForConditionalGeneration": lambda: transformers.PegasusConfig(**_TWO_STACKS),
+    "WhisperForCausalLM": lambda: transformers.WhisperConfig(**_TWO_STACKS, max_target_positions=64),
+    "OPTForCausalLM": lambda: transformers.OPTConfig(**_ONE_STACK, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5),
+    "ModernBertForMaskedLM": lambda: transformers.ModernBertConfig(
+        **_ONE_STACK, intermediate_size=48, global_attn_every_n_layers=2, local_attention=8, cls_token_id=1, sep_token_id=2
+    ),
+    "PaliGemmaForConditionalGeneration": lambda: transformers.PaliGemmaConfig(
+        text_config={**_TEXT, "head_dim": 8, "model_type": "gemma"}, vision_config={**_VISION, "model_type": "siglip_vision_model", "projection_dim": 32},
+        image_token_index=zoo.IMAGE_TOKEN, projection_dim=32,
+    ),
+    "Gemma3ForConditionalGeneration": lambda: transformers.Gemma3Config(
+        text_config={**_TEXT, "head_dim": 8, "sliding_window": 6}, vision_config=_VISION, mm_tokens_per_image=4, image_token_index=zoo.IMAGE_TOKEN,
+        boi_token_index=94, eoi_token_index=95,
+    ),
+    "MllamaForConditionalGeneration": lambda: transformers.MllamaConfig(
+        text_config={**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, vision_config=_TILED, image_token_index=zoo.IMAGE_TOKEN
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_depends_on_chance_and_not_on_weights_is_planned_as_prepare_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that draw a number to drop a layer or not, and such as weights of shapes alone cannot be drawn for. Mllama: images in a form of its own."""
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
+    config, state = ODD[kind](), torch.get_rng_state()
+    config.architectures = [kind]
+    ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware="2MiB", host_memory="1GiB")
+    assert torch.equal(torch.get_rng_state(), state)
+    model = real_model(config, torch.bfloat16)
+    batch = example_batch(type(model), config, rows=ROWS, tokens=TOKENS, images=Images()).batch
+    batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in batch.items()}
+    engine = outsize.prepare(model, batch, device="sim:2MiB", host_memory="1GiB")
+    try:
+        assert dataclasses.replace(engine.plan, provenance="") == dataclasses.replace(ahead.plan, provenance="")
+    finally:
+        engine.detach()
+
+
+def test_contents_are_known_until_a_shape_is_written_to_them() -> None:
+    with torch.random.fork_rng(devices=[]), FakeWeights():
+        mask, drawn, weights = torch.ones(2, 3), torch.rand([]), torch.empty(2, 3)
+        assert mask.bool().all() and drawn < 1 and mask.long().sum() == 6
+        mask[:, 1:] += weights[:, 1:]
+        drawn += weights[0, 0]
+        for unknown in (mask.bool().all(), drawn < 1, torch.rand(2, 3).bool().all()):
+            with pytest.raises(DataDependentOutputException):
+                bool(unknown)
+
+
+def test_of_two_stacks_the_decoder_is_not_planned_alone() -> None:
+    config = ODD["WhisperForCausalLM"]()
+    config.architectures = ["WhisperForConditionalGeneration"]
+    with pytest.raises(ModelUnsupported, match=r"takes input_ids and labels, but the config names WhisperForConditionalGeneration"):
+        plan(config, sequence_len=TOKENS, hardware="64MiB")
 
 
 def test_eight_billion_parameters_take_no_memory_and_leave_the_random_numbers_alone() -> None:
@@ -344,8 +421,18 @@ def test_without_images_the_plan_says_so() -> None:
     assert "rows without images" in made.plan.provenance and not any("visual" in block.name for block in made.graph.blocks)
 
 
-def test_a_model_that_takes_images_in_another_way_is_refused_by_name() -> None:
-    text = dict(model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97)
-    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
-    with pytest.raises(ModelUnsupported, match="Idefics3ForConditionalGeneration"):
-        plan(transformers.Idefics3Config(text_config=text, vision_config=vision, image_token_id=90, pad_token_id=0), sequence_len=16, hardware="1GiB")
+@pytest.mark.parametrize("kind", ["Idefics3", "SmolVLM"])
+def test_a_model_that_takes_images_in_another_way_is_refused_by_name(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(text_config={**_TEXT, "model_type": "llama"}, vision_config=_VISION, image_token_id=90, pad_token_id=0)
+    with pytest.raises(ModelUnsupported, match=rf"own example batch.*{kind}ForConditionalGeneration takes them.*outsize\.prepare\(model, batch\)"):
+        plan(config, sequence_len=16, hardware="1GiB")
+
+
+def test_where_the_example_batch_may_be_wrong_about_images_it_says_so() -> None:
+    vision = {**_VISION, "model_type": "clip_vision_model"}
+    pinpoints = [[16, 16], [32, 16]]  # crops: the model asks for the sizes that images had before
+    config = transformers.LlavaNextConfig(
+        text_config={**_TEXT, "model_type": "llama"}, vision_config=vision, image_token_index=zoo.IMAGE_TOKEN, image_grid_pinpoints=pinpoints
+    )
+    with pytest.raises(ModelUnsupported, match=r"LlavaNextForConditionalGeneration.*own example batch.*outsize\.prepare\(model, batch\)"):
+        plan(config, sequence_len=TOKENS, hardware="1GiB")
