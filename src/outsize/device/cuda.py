@@ -271,6 +271,9 @@ class CudaDevice(Device):
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
+    def has_reached(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
     def fall_behind(self) -> None:
         if torch.cuda.current_stream(self.torch_device).query():
             torch.cuda._sleep(_HEAD_START_CYCLES)

@@ -22,8 +22,10 @@ class Phase:
     seconds: float = 0.0
     issue_seconds: float = 0.0
     """That the issuing thread took over it, or would."""
+    has_lead: bool = False
+    """It was issued before the device came to it."""
     waits: bool = False
-    """It waited for the device in it."""
+    """The issuing thread waited for the device in it."""
 
 
 @dataclass(slots=True)
@@ -85,9 +87,10 @@ class Phases:
 
     def at_best(self, other: "Phases") -> None:
         """The less of what two passes took, this one ahead and the other from standstills: what is more was a hiccup, and a layer's stands for many layers;
-        or waiting, of the device for the issuing thread, or of a thread that is ahead and asks the device for a number."""
+        or waiting, of the device for the issuing thread, or of a thread that is ahead and asks the device for a number. One that was held up by something
+        else has its lead still."""
         for one, two in (*zip(self.forward, other.forward, strict=True), *((phase, other.backward[visit]) for visit, phase in self.backward.items())):
-            one.waits = one.issue_seconds - two.issue_seconds > WAITED_SECONDS
+            one.waits = not one.has_lead and one.issue_seconds - two.issue_seconds > WAITED_SECONDS
             one.seconds, one.issue_seconds = min(one.seconds, two.seconds), min(one.issue_seconds, two.issue_seconds)
 
     def slow_down(self, factor: float) -> None:
@@ -191,6 +194,7 @@ class Phases:
             phase.issue_seconds = (self._meter.issued - self._counted[1]) * self._device.issue_seconds
         if self._meter is None:
             phase.issue_seconds = time.perf_counter() - self._issued_since
+            phase.has_lead = not self._device.has_reached(self._since)
             self._timed.append((phase, self._since, self._device.mark()))
         else:
             phase.peak_bytes = self._meter.peak() - self._level

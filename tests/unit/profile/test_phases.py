@@ -20,6 +20,13 @@ def test_a_thread_that_takes_longer_ahead_of_the_device_than_beside_it_waits_for
     assert ahead.forward[0].waits and not ahead.backward[0].waits
 
 
+def test_a_thread_that_was_held_up_and_is_ahead_still_did_not_wait() -> None:
+    ahead = timed(True, forward=(0.010, 0.030), backward=(0.020, 0.004))
+    ahead.forward[0].has_lead = True
+    ahead.at_best(timed(False, forward=(0.012, 0.009), backward=(0.021, 0.004)))
+    assert not ahead.forward[0].waits
+
+
 def test_a_hiccup_of_either_pass_counts_for_nothing() -> None:
     for hiccup in (0, 1):
         passes = [timed(ahead, forward=(0.010 + (i == hiccup), 0.004 + (i == hiccup)), backward=(0.020, 0.008)) for i, ahead in enumerate((True, False))]
