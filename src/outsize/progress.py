@@ -1,30 +1,60 @@
-"""A bar for work that takes a while, on stderr: nothing is shown for what is done at once, nor where nobody watches."""
+"""A bar for work that takes a while, on stderr: nothing is shown for what is done at once, nor where nobody watches.
+
+It is drawn by whoever advances it: a thread that draws would run beside what is being timed. There is one at a time: within one that is shown, others are not.
+"""
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 Item = TypeVar("Item")
 _PATIENCE_SECONDS = 2.0
+_REDRAW_SECONDS = 0.1
+_shown: "Bar | None" = None
+
+
+class Bar:
+    def __init__(self, what: str, total: int | None = None):
+        """`total`: how many there will be, where that is known. It may become known later."""
+        self.what, self.total, self.done = what, total, 0
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _Count(""), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+        self._task = self._progress.add_task(what, total=total)
+        self._started = self._drawn = time.monotonic()
+
+    def advance(self) -> None:
+        """One more is done."""
+        global _shown
+        self.done += 1
+        now = time.monotonic()
+        is_due = now - self._drawn > _REDRAW_SECONDS or self.done == self.total
+        if now - self._started > _PATIENCE_SECONDS and is_due and _shown in (None, self):
+            _shown, self._drawn = self, now
+            self._progress.start()
+            self._progress.update(self._task, completed=self.done, total=self.total, refresh=True)
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _shown
+        if _shown is self:
+            _shown = None
+            self._progress.stop()
+
+
+class _Count(TextColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else ""))
 
 
 def counted(items: Iterable[Item], what: str, *, total: int | None = None) -> Iterator[Item]:
     """The items, with their count as soon as it takes long. `total`: how many there will be, where that is known."""
-    count = TextColumn("{task.completed:,.0f}") if total is None else MofNCompleteColumn()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *(() if total is None else (BarColumn(bar_width=24),)), count, TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(what, total=total)
-    started, shown = time.monotonic(), False
-    try:
+    with Bar(what, total) as bar:
         for item in items:
-            if not shown and time.monotonic() - started > _PATIENCE_SECONDS:
-                bar.start()
-                shown = True
-            bar.advance(task)
+            bar.advance()
             yield item
-    finally:
-        if shown:
-            bar.stop()

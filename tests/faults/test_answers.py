@@ -8,7 +8,7 @@ import zoo
 from torch import Tensor, nn
 
 import outsize
-from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, PlanInfeasible
 from outsize.model.weights import is_hollow
 from outsize.run.random_weights import RandomWeights, random_model
 
@@ -42,6 +42,31 @@ def test_a_host_that_is_too_small_says_how_much_it_takes_there_and_what_a_larger
 def test_a_batch_of_nothing_is_refused_before_the_model_breaks_off(batch: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=f"a batch to plan for has rows and tokens, but {found}"):
         outsize.prepare(llama(), batch, device="sim:64MiB")
+
+
+@pytest.mark.parametrize("cut", [(slice(None), slice(0)), (slice(0), slice(None))])
+def test_a_batch_of_nothing_in_the_midst_of_training_is_refused_and_training_goes_on(cut: tuple[slice, slice]) -> None:
+    losses = []
+    for with_nothing in (False, True):
+        model, batch = llama(), zoo.batch(KIND)
+        engine = outsize.prepare(model, batch, device="sim:64MiB")
+        for _ in range(2):
+            if with_nothing:
+                with pytest.raises(EngineMisuse, match=r"a batch to train on has rows and tokens, but input_ids is (2 × 0|0 × 16)"):
+                    model(**{name: value[cut] for name, value in batch.items()})
+            loss = model(**batch).loss
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            losses.append(loss.item())
+        engine.detach()
+    assert losses[:2] == losses[2:]
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (-1, 16), (2,), 16, (2.0, 16)])
+def test_a_largest_shape_that_is_none_is_refused(shape: Any) -> None:
+    with pytest.raises(ConfigError, match="max_shape is the rows and the tokens of the largest batch, but it is"):
+        outsize.prepare(llama(), zoo.batch(KIND), device="sim:64MiB", max_shape=shape)
 
 
 class Full(RandomWeights):

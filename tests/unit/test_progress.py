@@ -1,9 +1,22 @@
 """The bar shows itself on stderr when there is something to wait for."""
 
-import pytest
+import re
 
+import pytest
+import zoo
+
+import outsize
 from outsize import progress
-from outsize.progress import counted
+from outsize.progress import Bar, counted
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a terminal, and everything takes long."""
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "_REDRAW_SECONDS", -1.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
 
 
 def test_what_is_done_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -11,18 +24,49 @@ def test_what_is_done_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_takes_long_is_shown_with_its_count_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+@pytest.mark.usefixtures("watched")
+def test_what_takes_long_is_shown_with_its_count_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(counted(range(3), "counting")) == [0, 1, 2]
     out, err = capsys.readouterr()
     assert "counting" in err and not out
 
 
-def test_where_the_number_is_known_it_is_shown_beside_the_count(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
+@pytest.mark.usefixtures("watched")
+def test_where_the_number_is_known_it_is_shown_beside_the_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(counted("abc", "moving", total=3)) == ["a", "b", "c"]
     assert "3/3" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_number_may_become_known_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bar("looking") as bar:
+        bar.advance()
+        assert "1/" not in capsys.readouterr().err
+        bar.total = 2
+        bar.advance()
+    assert "2/2" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("watched")
+def test_within_a_bar_that_is_shown_there_is_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in counted("ab", "outer", total=2):
+        assert list(counted("abc", "inner", total=3)) == ["a", "b", "c"]
+    assert list(counted("abc", "after", total=3)) == ["a", "b", "c"]
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and "after" in shown and "inner" not in shown
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_bar_that_an_error_ends_makes_way_for_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError), Bar("broken") as bar:
+        bar.advance()
+        1 / 0  # noqa: B018
+    assert list(counted("abc", "next")) == ["a", "b", "c"]
+    assert "next" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("watched")
+def test_looking_at_a_model_is_shown_block_by_block_to_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    outsize.plan(zoo.make("llama").config, sequence_len=16)
+    counts = re.findall(r"(\d+)/(\d+)", capsys.readouterr().err)
+    assert len(counts) > 10 and counts[-1][0] == counts[-1][1]

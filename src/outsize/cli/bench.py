@@ -44,7 +44,7 @@ def bench(
     host_memory: Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="what is free, less a tenth")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows of a batch.", show_default="8; 2 without a GPU")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a row.", show_default="1024; 64 without a GPU")] = None,
-    images: NumImages = 1,
+    images: NumImages = None,
     image_size: ImageSize = 1024,
     accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm here.", show_default="no clipping")] = None,

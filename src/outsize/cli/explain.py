@@ -29,7 +29,7 @@ outsize explain ~/models/llama-8b --hardware h200 --gpu-memory 24GiB --update in
 def explain(
     model: ConfigPath, hardware: Hardware = "rtx4090", sequence_len: SequenceLen = 2048, micro_batch_size: MicroBatch = None, batch_size: BatchSize = None,
     gpu_memory: GpuMemory = None,     host_memory: HostMemory = None, accumulate: Accumulate = None, dtype: Dtype = "bfloat16", update: Update = "after-step",
-    images: NumImages = 1, image_size: ImageSize = 1024,
+    images: NumImages = None, image_size: ImageSize = 1024,
 ) -> None:  # fmt: skip
     mode = update_mode(update)
     from outsize.runtime.optimizer import AdamW

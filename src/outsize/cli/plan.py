@@ -53,7 +53,7 @@ def plan(
     accumulate: Accumulate = None,
     dtype: Dtype = "bfloat16",
     update: Update = "after-step",
-    images: NumImages = 1,
+    images: NumImages = None,
     image_size: ImageSize = 1024,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file: memory and lanes over one step, what every block does.")] = None,

@@ -16,6 +16,7 @@ from outsize.model.discover import Layer
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
 from outsize.profile.phases import Phases
+from outsize.progress import Bar
 
 
 class Trial(Protocol):
@@ -25,6 +26,9 @@ class Trial(Protocol):
     device: Device
     aside: torch.device
     """Where activations go that a strategy sends away."""
+
+    progress: Bar
+    """Visits, in forward and backward."""
 
     def bring(self, module: nn.Module) -> None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
@@ -87,6 +91,7 @@ class Pass:
             return
         if visit > 0:
             self._close_forward(visit - 1)
+        self.tracer.progress.advance()  # here and in backward: where nothing is being measured
         self.layer_of.append(layer)
         if visit > 0:
             self.phases.open_forward()
@@ -173,6 +178,7 @@ class Pass:
         if visit in self.skipped or visit in self.backward:
             return
         self.phases.close_backward()
+        self.tracer.progress.advance()
         self._returned = None
         self.backward.append(visit)
         if visit in self._arenas:

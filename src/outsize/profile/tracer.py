@@ -35,6 +35,7 @@ from outsize.profile.calling import Loss, batch_shapes, call, loss_of
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase
 from outsize.profile.trace import ModelTrace
+from outsize.progress import Bar
 
 _NOTHING = (True, ())
 """A layer's output goes on to the next layer as it is, and no weights are read in between."""
@@ -57,6 +58,7 @@ class Tracer:
         # What is allocated between two visits is in no visit's numbers: the device can keep what is sent away, and the host need not.
         self.aside = device.torch_device
         self._names = {id(p): name for name, p in model.named_parameters()}
+        self.progress = Bar("Looking at the model")
         self._brought: dict[nn.Parameter, Tensor] = {}
         self._static: set[int] = set()
         self._readers: dict[int, set[int]] = {}
@@ -85,16 +87,16 @@ class Tracer:
             self._static.add(param.untyped_storage()._cdata)
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
-        with self._model_untouched():
+        to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
+        with self._model_untouched(), self.progress:
             scout = self._run("keep", scout=True)
             if self._set_aside(scout):
                 self._readers, self._bare, self._path = {}, set(), None
                 scout = self._run("keep", scout=True)
+            self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * (len(scout.layer_of) + len(scout.backward))
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
-            timed: dict[Strategy, Pass] = {}
-            if self.device.kind != "sim":
-                timed = {"keep": self._time("keep"), "recompute": self._time("recompute")}
+            timed = {strategy: self._time(strategy) for strategy in to_time}
         graph = self._graph(passes["keep"])
         self._require_landings(graph)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))

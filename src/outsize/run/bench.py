@@ -49,7 +49,7 @@ TRACED_STEPS = 3
 def complete(
     *, model: str | None, device: str | None, micro_batch: int | None, seq: int | None, steps: int | None, warm_up: int, accumulate: int,
     update: str | None, clip: float | None, gpu_memory: str | None, host_memory: str | None, plan: Path | None,
-    images: int = 1, image_size: int = 1024,
+    images: int | None = None, image_size: int = 1024,
 ) -> Bench:  # fmt: skip
     """What was not asked for, by what there is: on a GPU a real shape, else `tiny` on `sim`."""
     has_gpu = device.startswith("cuda") if device is not None else choose_device().kind == "cuda"

@@ -26,8 +26,8 @@ class Bench:
     host_memory: str | None
     plan: str | None
     """A file."""
-    images: int = 0
-    """Of a row, for models that see."""
+    images: int | None = None
+    """Of a row, for models that see; None: 1 for those."""
     image_size: int = 1024
 
     @property

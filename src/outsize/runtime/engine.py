@@ -311,6 +311,9 @@ class Engine:
         """Re-plan before a batch that is larger than planned for, or has numbers that none had yet (the first images). Lists of places in a row (where its
         documents begin) may be longer: they are small."""
         tensors = {name: t for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 1}
+        if tensors and not any(t.numel() for t in tensors.values()):
+            found = "; ".join(f"{name} is {' × '.join(map(str, t.shape))}" for name, t in tensors.items())
+            raise EngineMisuse(tell("a batch to train on has rows and tokens", found, "Leave it out; look at the dataset and the collator"))
         planned = self.plan.inputs
         largest = max((math.prod(shape) for shape in planned.values()), default=0)
 

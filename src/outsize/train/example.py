@@ -21,13 +21,14 @@ _INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with a
 class Images:
     """Pictures in a row of a batch."""
 
-    per_row: int = 1
+    per_row: int | None = None
+    """None: one, where the model sees."""
     pixels: int = 1024
     """Height and width, where the model takes any."""
 
     def __post_init__(self) -> None:
-        wrong = [f"{name} is {value!r}" for name, value, least in (("images", self.per_row, 0), ("image_size", self.pixels, 1))
-                 if isinstance(value, bool) or not isinstance(value, int) or value < least]  # fmt: skip
+        given = (("images", 0 if self.per_row is None else self.per_row, 0), ("image_size", self.pixels, 1))
+        wrong = [f"{name} is {value!r}" for name, value, least in given if isinstance(value, bool) or not isinstance(value, int) or value < least]
         if wrong:
             expected = "images is a whole number from 0 and image_size, in pixels, one from 1"
             raise ConfigError(tell(expected, "; ".join(wrong), "Correct it"))
@@ -49,8 +50,12 @@ def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
 def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Images) -> Example:
     batch = batch_for(kind, rows, tokens)
     vision = getattr(config, "vision_config", None)
-    if vision is None or not images.per_row:
+    num = images.per_row
+    if vision is None and num:
+        raise ConfigError(tell(f"{kind.__name__} takes text alone", f"{num} images in a row were asked for", "Leave them out, or name a model that sees"))
+    if vision is None or num == 0:
         return Example(batch=batch, text="" if vision is None else "rows without images")
+    num = num or 1
     takes = inspect.signature(kind.forward).parameters
     token = getattr(config, "image_token_id", None)
     # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that look for empty ones (Idefics, SmolVLM).
@@ -59,18 +64,18 @@ def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Ima
         raise ModelUnsupported(tell("outsize's own example batch has a model's images as pictures, patches or tiles", found, _INSTEAD))
     has_grid = "image_grid_thw" in takes
     if has_grid:
-        form = _patches(vision, rows, images)
+        form = _patches(vision, rows * num, images.pixels)
     elif "aspect_ratio_ids" in takes:
-        form = _tiles(vision, rows, tokens, images)
+        form = _tiles(vision, rows, tokens, num)
     else:
-        form = _pictures(config, vision, rows, images)
-    count = images.per_row * form.tokens
+        form = _pictures(config, vision, rows * num)
+    count = num * form.tokens
     frame = 2 if has_grid else 0  # a token before and one after each image
-    if count + frame * images.per_row >= tokens:
-        found = f"{images.per_row} of {form.size} take {count} of {tokens} tokens"
+    if count + frame * num >= tokens:
+        found = f"{num} of {form.size} take {count} of {tokens} tokens"
         raise ConfigError(tell("the images of a row and some text fit into sequence_len", found, "Raise sequence_len, or lower images or image_size"))
     ids = batch["input_ids"]
-    for image in range(images.per_row):
+    for image in range(num):
         start = 1 + image * (form.tokens + frame)
         ids[:, start : start + form.tokens] = token
         if has_grid:
@@ -82,7 +87,7 @@ def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Ima
         batch["position_ids"] = torch.arange(tokens).expand(3, rows, tokens).contiguous()
     if "token_type_ids" in takes:
         batch["token_type_ids"] = (ids == token).long()
-    many = "1 image" if images.per_row == 1 else f"{images.per_row} images"
+    many = "1 image" if num == 1 else f"{num} images"
     length = "1 token" if form.tokens == 1 else f"{form.tokens} tokens"
     return Example(batch=batch, text=f"{many} of {form.size} in every row ({length} each)")
 
@@ -95,29 +100,28 @@ class _Form:
     size: str
 
 
-def _patches(vision: Any, rows: int, images: Images) -> _Form:
+def _patches(vision: Any, num: int, pixels: int) -> _Form:
     merge = vision.spatial_merge_size
-    side = max(1, round(images.pixels / (vision.patch_size * merge))) * merge  # in patches
+    side = max(1, round(pixels / (vision.patch_size * merge))) * merge  # in patches
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
-    num = rows * images.per_row
-    pixels = torch.zeros(num * side * side, channels * vision.temporal_patch_size * vision.patch_size**2)
+    patches = torch.zeros(num * side * side, channels * vision.temporal_patch_size * vision.patch_size**2)
     grid = torch.tensor([[1, side, side]] * num)
     edge = side * vision.patch_size
-    return _Form(inputs={"pixel_values": pixels, "image_grid_thw": grid}, tokens=(side // merge) ** 2, size=f"{edge}×{edge} pixels")
+    return _Form(inputs={"pixel_values": patches, "image_grid_thw": grid}, tokens=(side // merge) ** 2, size=f"{edge}×{edge} pixels")
 
 
-def _tiles(vision: Any, rows: int, tokens: int, images: Images) -> _Form:
+def _tiles(vision: Any, rows: int, tokens: int, images: int) -> _Form:
     """As many as there can be, since smaller images are filled up to that. The text sees them in layers of their own, and one token stands for an image."""
-    edge, num = vision.image_size, vision.max_num_tiles
-    known = torch.ones(rows, images.per_row, num, dtype=torch.int64)
+    edge, tiles = vision.image_size, vision.max_num_tiles
+    known = torch.ones(rows, images, tiles, dtype=torch.int64)
     inputs = {
-        "pixel_values": torch.zeros(rows, images.per_row, num, 3, edge, edge), "aspect_ratio_ids": known[..., 0].clone(), "aspect_ratio_mask": known,
-        "cross_attention_mask": torch.ones(rows, tokens, images.per_row, num, dtype=torch.int64),
+        "pixel_values": torch.zeros(rows, images, tiles, 3, edge, edge), "aspect_ratio_ids": known[..., 0].clone(), "aspect_ratio_mask": known,
+        "cross_attention_mask": torch.ones(rows, tokens, images, tiles, dtype=torch.int64),
     }  # fmt: skip
-    return _Form(inputs=inputs, tokens=1, size=f"{num} tiles of {edge}×{edge} pixels")
+    return _Form(inputs=inputs, tokens=1, size=f"{tiles} tiles of {edge}×{edge} pixels")
 
 
-def _pictures(config: Any, vision: Any, rows: int, images: Images) -> _Form:
+def _pictures(config: Any, vision: Any, num: int) -> _Form:
     edge = getattr(vision, "image_size", None)
     patch = getattr(vision, "patch_size", None)
     if not isinstance(edge, int) or not isinstance(patch, int):
@@ -126,4 +130,4 @@ def _pictures(config: Any, vision: Any, rows: int, images: Images) -> _Form:
     # How many of a picture's features the text sees is each family's own affair, where it is not all of them.
     told = getattr(config, "mm_tokens_per_image", None)
     tokens = told or (edge // patch) ** 2 + (getattr(config, "vision_feature_select_strategy", None) == "full")
-    return _Form(inputs={"pixel_values": torch.zeros(rows * images.per_row, 3, edge, edge)}, tokens=tokens, size=f"{edge}×{edge} pixels")
+    return _Form(inputs={"pixel_values": torch.zeros(num, 3, edge, edge)}, tokens=tokens, size=f"{edge}×{edge} pixels")

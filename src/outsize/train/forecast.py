@@ -123,7 +123,7 @@ def plan(
     dtype: str = "bfloat16",
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
     chunked_loss: bool | None = None,
-    images: int = 1,
+    images: int | None = None,
     image_size: int = 1024,
 ) -> Forecast:
     """Plan the training of a model on a machine, neither of which needs to be at hand.
@@ -142,7 +142,7 @@ def plan(
         dtype: of the weights, "bfloat16" or "float32".
         chunk_bytes: upper bound of a chunk.
         chunked_loss: whether the loss is made in chunks of tokens, as in `prepare`.
-        images: of a row, for models that see; their tokens are part of `sequence_len`. 0: text alone.
+        images: of a row, for models that see; their tokens are part of `sequence_len`. Default: 1 for those. 0: text alone.
         image_size: height and width of an image in pixels, where the model takes any size.
 
     Raises:

@@ -416,6 +416,13 @@ def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() 
         plan(config, sequence_len=16, hardware="1GiB", images=-1, image_size=0)
 
 
+def test_images_for_a_model_that_reads_alone_are_refused() -> None:
+    config, how = zoo.make("llama").config, dict[str, Any](sequence_len=16, hardware="1GiB")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM takes text alone, but 2 images in a row were asked for"):
+        plan(config, images=2, **how)
+    assert plan(config, images=0, **how).plan == plan(config, **how).plan
+
+
 def test_without_images_the_plan_says_so() -> None:
     made = plan(zoo.make("qwen2.5-vl").config, sequence_len=16, hardware="1GiB", images=0)
     assert "rows without images" in made.plan.provenance and not any("visual" in block.name for block in made.graph.blocks)
