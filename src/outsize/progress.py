@@ -34,8 +34,9 @@ class Bar:
         is_due = now - self._drawn > _REDRAW_SECONDS or self.done == self.total
         if now - self._started > _PATIENCE_SECONDS and is_due and _shown in (None, self):
             _shown, self._drawn = self, now
+            self._progress.update(self._task, completed=self.done, total=self.total)
             self._progress.start()
-            self._progress.update(self._task, completed=self.done, total=self.total, refresh=True)
+            self._progress.refresh()
 
     def __enter__(self) -> "Bar":
         return self
