@@ -191,24 +191,26 @@ def _result(
     best = limit(demand_of(engine.now.place, engine.device.spec), engine.device.spec)
     return Result(
         bench=bench, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command, machine=machine,
-        num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up, plan=_promise(engine),
+        num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up, plan=_promise(engine, memory),
         lanes=_lanes(timeline, speed.median_step_seconds), limit=best, limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
         losses_finite=all(loss - loss == 0.0 for loss in timed.losses), within_budget=_within_budget(bench, memory, plan.gpu_budget_bytes), rivals={},
     )  # fmt: skip
 
 
-def _promise(engine: Engine) -> Promise:
+def _promise(engine: Engine, memory: Memory) -> Promise:
     plan, place = engine.plan, engine.now.place
     estimate, residue = plan.estimate, plan.residue
     # Weights that live on the card alone come through the host one by one, among the homes of others and before all else of the plan.
     alone = [chunk for chunk in place.layout.chunks if not place.has_host_weights(chunk.index)]
     passing = max((chunk.nbytes * piece.numel // chunk.numel for chunk in alone for piece in chunk.pieces), default=0)
     homes = place.parts(place.host).get("home", 0)
+    # Libraries are there by then if there was a trial run; with a trace from the cache they come with the first step.
+    loaded = residue.host_bytes if memory.gpu_trial_bytes else memory.host_before_bytes
     return Promise(
         fingerprint=fingerprint(plan), summary=summary(plan), step_seconds=estimate.step_seconds, gpu_bytes=estimate.gpu_bytes,
         gpu_reserved_bytes=int(estimate.gpu_bytes * (1 + engine.device.spec.allocator_share)) + residue.workspace_bytes,
         gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=estimate.host_bytes,
-        host_process_bytes=max(estimate.host_bytes, homes + passing) + residue.host_bytes,
+        host_process_bytes=max(estimate.host_bytes + residue.host_bytes, homes + passing + loaded),
         provenance=plan.provenance, search=plan.search,
     )  # fmt: skip
 
