@@ -106,15 +106,17 @@ def plan(
 
 
 def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
-    """A row for each machine; what does not fit says what is missing."""
+    """A row for each machine, and where its rates are from; what does not fit says what is missing."""
     rows = [("machine", "tokens/s", "step", "GPU", "host", "binds")]
-    notes = []
+    notes: list[str] = []
+    rates: dict[str, list[str]] = {}
     for name, found in found_for.items():
         if isinstance(found, PlanInfeasible):
             missing = f"{show_bytes(found.needed_bytes)} of {'GPU' if found.resource == 'gpu' else 'host'} memory needed"
             rows.append((name, "does not fit", "", "", "", f"{missing}, {show_bytes(found.allowed_bytes)} there"))
             notes.append(f"{name}: {found}")
             continue
+        rates.setdefault(found.problem.spec.provenance, []).append(name)
         estimate = found.plan.estimate
         rows.append((
             name, f"{found.tokens_per_second:,.0f}", show_seconds(estimate.step_seconds), show_bytes(estimate.gpu_bytes), show_bytes(estimate.host_bytes),
@@ -122,7 +124,8 @@ def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
         ))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = ["  ".join(cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
-    return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], *(["", *notes] if notes else [])])
+    notes = [*(f"rates of {', '.join(same)}: {provenance}" for provenance, same in rates.items()), *notes]
+    return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], "", *notes])
 
 
 plan.__doc__ = _EXAMPLES

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from outsize.cli import doctor as doctor_module
 from outsize.cli.doctor import Finding
 from outsize.cli.main import app
+from outsize.hardware.catalog import lookup
 from outsize.hardware.host import container_limit
 from outsize.plan.check import load
 
@@ -85,7 +86,8 @@ def test_plan_compares_machines_in_one_line_each(model: str) -> None:
     lines = result.output.strip().splitlines()
     assert [line.split()[0] for line in lines[:1] + lines[2:5]] == ["machine", "rtx4090", "1MiB", "4KiB"]
     assert "tokens/s" in lines[0] and "does not fit" in lines[4]
-    assert lines[6].startswith("4KiB: training this model"), "the whole sentence follows"
+    assert lines[6:8] == ["rates of rtx4090: estimated from the datasheet", f"rates of 1MiB: {lookup('1MiB').provenance}"]
+    assert lines[8].startswith("4KiB: training this model"), "the whole sentence follows"
     assert runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "4KiB,2KiB"]).exit_code == 2
 
 
