@@ -191,8 +191,9 @@ def _result(
     best = limit(demand_of(engine.now.place, engine.device.spec), engine.device.spec)
     return Result(
         bench=bench, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command, machine=machine,
-        num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up, plan=_promise(engine, memory),
-        lanes=_lanes(timeline, speed.median_step_seconds), limit=best, limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
+        num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up,
+        plan=_promise(engine, memory), lanes=_lanes(timeline, speed.median_step_seconds), limit=best,
+        limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
         losses_finite=all(loss - loss == 0.0 for loss in timed.losses), within_budget=_within_budget(bench, memory, plan.gpu_budget_bytes), rivals={},
     )  # fmt: skip
 
