@@ -1,13 +1,16 @@
 """A bar for work that takes a while, on stderr: nothing is shown for what is done at once, nor where nobody watches.
 
-It is drawn by whoever advances it: a thread that draws would run beside what is being timed. There is one at a time: within one that is shown, others are not.
+It is drawn by whoever advances it: a thread that draws would run beside what is being timed. There is one at a time: beside one that is shown, ours or
+another of rich's, there is no other.
 """
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -19,10 +22,16 @@ _shown: "Bar | None" = None
 
 class Bar:
     def __init__(self, what: str, total: int | None = None):
-        """`total`: how many there will be, where that is known. It may become known later."""
-        self.what, self.total, self.done = what, total, 0
+        """`total`: how many there will be, where that is known. It may become known later, or grow."""
+        self.total, self.done = total, 0
+        console = Console(stderr=True)
+        # A proxy is how rich prints above a bar that is there.
+        is_watched = (console.is_interactive or console.is_jupyter) and not isinstance(sys.stderr, FileProxy)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _Count(""), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+        # What is printed meanwhile comes above the bar, unless it goes to a file.
+        self._progress = Progress(
+            *columns, console=console, transient=True, auto_refresh=False, disable=not is_watched, redirect_stdout=sys.stdout.isatty()
+        )
         self._task = self._progress.add_task(what, total=total)
         self._started = self._drawn = time.monotonic()
 

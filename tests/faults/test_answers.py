@@ -2,15 +2,18 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo
 from torch import Tensor, nn
 
 import outsize
+import outsize.reference
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, PlanInfeasible
 from outsize.model.weights import is_hollow
 from outsize.run.random_weights import RandomWeights, random_model
+from outsize.train.build import preview
 
 KIND = "llama"
 
@@ -61,6 +64,37 @@ def test_a_batch_of_nothing_in_the_midst_of_training_is_refused_and_training_goe
             losses.append(loss.item())
         engine.detach()
     assert losses[:2] == losses[2:]
+
+
+class Page(nn.Module):
+    """Of tokens without rows, and boxes that a page may have none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.boxes = nn.Linear(4, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor, boxes: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(ids) + self.boxes(boxes).sum(0)
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+
+
+def test_what_goes_with_text_may_be_nothing() -> None:
+    model, ids = Page(), torch.arange(12)
+    engine = outsize.prepare(model, {"ids": ids, "labels": ids, "boxes": torch.randn(3, 4)}, device="sim:64MiB")
+    model(ids=ids, labels=ids, boxes=torch.zeros(0, 4))["loss"].backward()
+    engine.optimizer.step()
+    with pytest.raises(EngineMisuse, match="argument 0 is 0; argument 1 is 0; argument 2 is 0 × 4"):
+        model(ids[:0], ids[:0], torch.zeros(0, 4))
+    engine.close()
+
+
+def test_a_largest_shape_may_be_of_numpys_numbers() -> None:
+    planned = preview(llama(), zoo.batch(KIND), device="sim:64MiB", max_shape=(2, np.int64(20)))
+    assert planned.plan.inputs["input_ids"] == (2, 20)
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (-1, 16), (2,), 16, (2.0, 16)])

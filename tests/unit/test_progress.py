@@ -4,10 +4,12 @@ import re
 
 import pytest
 import zoo
+from rich.console import Console
+from rich.progress import Progress
 
-import outsize
 from outsize import progress
 from outsize.progress import Bar, counted
+from outsize.train.build import preview
 
 
 @pytest.fixture
@@ -65,8 +67,33 @@ def test_a_bar_that_an_error_ends_makes_way_for_the_next(capsys: pytest.CaptureF
     assert "next" in capsys.readouterr().err
 
 
+def test_where_nobody_watches_nothing_is_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
+    assert list(counted(range(3), "counting")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.usefixtures("watched")
-def test_looking_at_a_model_is_shown_block_by_block_to_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    outsize.plan(zoo.make("llama").config, sequence_len=16)
+def test_what_is_printed_to_a_file_meanwhile_stays_out_of_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for i in counted(range(3), "counting"):
+        print("row", i)
+    out, err = capsys.readouterr()
+    assert out == "row 0\nrow 1\nrow 2\n" and "row" not in err
+
+
+@pytest.mark.usefixtures("watched")
+def test_beside_another_bar_of_richs_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(console=Console(stderr=True), transient=True) as training:
+        training.add_task("training")
+        assert list(counted(range(3), "counting")) == [0, 1, 2]
+    shown = capsys.readouterr().err
+    assert "training" in shown and "counting" not in shown
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("device", ["sim:1GiB", "cpu"])
+def test_looking_at_a_model_is_shown_block_by_block_to_the_last(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of this one the first pass leaves out layers that the others run."""
+    preview(zoo.make("qwen3-vl"), zoo.batch("qwen3-vl"), device=device)
     counts = re.findall(r"(\d+)/(\d+)", capsys.readouterr().err)
     assert len(counts) > 10 and counts[-1][0] == counts[-1][1]

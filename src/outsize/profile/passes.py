@@ -28,7 +28,7 @@ class Trial(Protocol):
     """Where activations go that a strategy sends away."""
 
     progress: Bar
-    """Visits, in forward and backward."""
+    """Visits of all passes."""
 
     def bring(self, module: nn.Module) -> None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
@@ -77,6 +77,7 @@ class Pass:
         self._beside = not torch.is_grad_enabled()
         if not self._beside:
             self.is_forward = True
+            self.tracer.progress.advance()
             self.phases.open_forward()
         return map_tensors(put, args), map_tensors(put, kwargs)
 
@@ -91,9 +92,9 @@ class Pass:
             return
         if visit > 0:
             self._close_forward(visit - 1)
-        self.tracer.progress.advance()  # here and in backward: where nothing is being measured
         self.layer_of.append(layer)
         if visit > 0:
+            self.tracer.progress.advance()  # between phases: drawing takes time
             self.phases.open_forward()
 
     def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +179,6 @@ class Pass:
         if visit in self.skipped or visit in self.backward:
             return
         self.phases.close_backward()
-        self.tracer.progress.advance()
         self._returned = None
         self.backward.append(visit)
         if visit in self._arenas:

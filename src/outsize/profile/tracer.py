@@ -93,7 +93,7 @@ class Tracer:
             if self._set_aside(scout):
                 self._readers, self._bare, self._path = {}, set(), None
                 scout = self._run("keep", scout=True)
-            self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * (len(scout.layer_of) + len(scout.backward))
+            self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
@@ -155,11 +155,13 @@ class Tracer:
     # Running.
 
     def _measure(self, strategy: Strategy) -> Pass:
+        done = self.progress.done
         try:
             return self._run(strategy)
         except DeviceOutOfMemory:
             if strategy not in SENDS or self.aside.type == "cpu":
                 raise
+        self.progress.done = done  # what follows is the same pass
         gc.collect()  # the exception is gone, and with it the frames that held activations
         self.aside = torch.device("cpu")
         return self._run(strategy)

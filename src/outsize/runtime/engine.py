@@ -310,10 +310,9 @@ class Engine:
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Re-plan before a batch that is larger than planned for, or has numbers that none had yet (the first images). Lists of places in a row (where its
         documents begin) may be longer: they are small."""
-        tensors = {name: t for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 1}
-        if tensors and not any(t.numel() for t in tensors.values()):
-            found = "; ".join(f"{name} is {' × '.join(map(str, t.shape))}" for name, t in tensors.items())
-            raise EngineMisuse(tell("a batch to train on has rows and tokens", found, "Leave it out; look at the dataset and the collator"))
+        given = {name: t for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 0}
+        _require_something(given)
+        tensors = {name: t for name, t in given.items() if t.dim() > 1}
         planned = self.plan.inputs
         largest = max((math.prod(shape) for shape in planned.values()), default=0)
 
@@ -347,3 +346,11 @@ class Engine:
             self.now.gradients.restore(pending)
             self.now.gradients.total.copy_(total)
             self.now.gradients.broken = broken
+
+
+def _require_something(given: dict[str, Tensor]) -> None:
+    """Models break off in many ways at a batch of nothing. Beside text, anything may be missing: the boxes of a page, the images of a row."""
+    batch = {"input_ids": given["input_ids"]} if "input_ids" in given else given
+    if batch and not any(tensor.numel() for tensor in batch.values()):
+        found = "; ".join(f"{f'argument {name}' if name.isdigit() else name} is {' × '.join(map(str, tensor.shape))}" for name, tensor in batch.items())
+        raise EngineMisuse(tell("a batch to train on has rows and tokens", found, "Leave it out; look at the dataset and the collator"))

@@ -29,10 +29,9 @@ class Guard(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _harmless(func, args):
-            for leaf in tensors_of(*args, *(kwargs or {}).values()):
-                if isinstance(leaf, torch.nn.Parameter) and (known := self._where.get(id(leaf))) is not None and known[0]() is leaf:
-                    self._check(func, *known[1:])
+        for leaf in tensors_of(*args, *(kwargs or {}).values()):
+            if isinstance(leaf, torch.nn.Parameter) and (known := self._where.get(id(leaf))) is not None and known[0]() is leaf and not _harmless(func, args):
+                self._check(func, *known[1:])
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, name: str, chunk: int, slot: int) -> None:

@@ -50,16 +50,17 @@ def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
 def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Images) -> Example:
     batch = batch_for(kind, rows, tokens)
     vision = getattr(config, "vision_config", None)
+    takes = inspect.signature(kind.forward).parameters
     num = images.per_row
-    if vision is None and num:
-        raise ConfigError(tell(f"{kind.__name__} takes text alone", f"{num} images in a row were asked for", "Leave them out, or name a model that sees"))
-    if vision is None or num == 0:
+    if vision is None and num and "pixel_values" not in takes:
+        do = "Leave --images (images=) out, or name a model that sees"
+        raise ConfigError(tell(f"{kind.__name__} takes text alone", f"it was asked to see {num} in every row", do))
+    if num == 0 or (vision is None and num is None):
         return Example(batch=batch, text="" if vision is None else "rows without images")
     num = num or 1
-    takes = inspect.signature(kind.forward).parameters
     token = getattr(config, "image_token_id", None)
     # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that look for empty ones (Idefics, SmolVLM).
-    if token is None or "pixel_values" not in takes or "pixel_attention_mask" in takes:
+    if vision is None or token is None or "pixel_values" not in takes or "pixel_attention_mask" in takes:
         found = f"{kind.__name__} takes them in a form that it does not know"
         raise ModelUnsupported(tell("outsize's own example batch has a model's images as pictures, patches or tiles", found, _INSTEAD))
     has_grid = "image_grid_thw" in takes

@@ -418,9 +418,11 @@ def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() 
 
 def test_images_for_a_model_that_reads_alone_are_refused() -> None:
     config, how = zoo.make("llama").config, dict[str, Any](sequence_len=16, hardware="1GiB")
-    with pytest.raises(ConfigError, match="LlamaForCausalLM takes text alone, but 2 images in a row were asked for"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM takes text alone, but it was asked to see 2 in every row"):
         plan(config, images=2, **how)
     assert plan(config, images=0, **how).plan == plan(config, **how).plan
+    with pytest.raises(ModelUnsupported, match="ChameleonForConditionalGeneration takes them in a form that it does not know"):
+        plan(transformers.ChameleonConfig(), images=1, **how)
 
 
 def test_without_images_the_plan_says_so() -> None:
