@@ -15,7 +15,7 @@ GpuMemory = Annotated[str | None, typer.Option(help="Most GPU memory to use, suc
 HostMemory = Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")]
 Accumulate = Annotated[int | None, typer.Option(help="Backward passes per optimizer step.", show_default="1, or what --batch-size makes of it")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
-NumImages = Annotated[int | None, typer.Option("--images", help="Images in a row; the model must see.", show_default="1 for those")]
+NumImages = Annotated[int | None, typer.Option("--images", help="Images in a row; only for models that see.", show_default="1 for those")]
 ImageSize = Annotated[int, typer.Option(help="Pixels of an image's side.")]
 Update = Annotated[str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")]
 
