@@ -242,6 +242,16 @@ def _llava(dtype: torch.dtype, tied: bool) -> nn.Module:
     return _vl(transformers.LlavaForConditionalGeneration, config, dtype)
 
 
+def _llava_next(dtype: torch.dtype, tied: bool) -> nn.Module:
+    """Pictures are seen whole and in crops, rows of which end with a weight of the model itself. What was seen is returned beside the loss."""
+    vision = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, image_size=8, patch_size=8)
+    config = transformers.LlavaNextConfig(
+        text_config={**_TEXT, "model_type": "llama", "tie_word_embeddings": tied}, vision_config=vision, image_token_index=IMAGE_TOKEN,
+        image_grid_pinpoints=[[8, 16]], tie_word_embeddings=tied,
+    )  # fmt: skip
+    return _vl(transformers.LlavaNextForConditionalGeneration, config, dtype)
+
+
 # --- the table
 
 
@@ -251,7 +261,7 @@ class Kind:
     tied: bool
     """When the caller does not say."""
     task: str = "causal"
-    """`causal`, `routed`, `seq2seq`, `classify`, `tag`, `patches` or `image`: what a batch looks like."""
+    """`causal`, `routed`, `seq2seq`, `classify`, `tag`, `patches`, `image` or `crops`: what a batch looks like."""
     options: tuple[tuple[str, Any], ...] = ()
     idle: tuple[str, ...] = ()
     """How the names of parameters begin that no gradient comes to, with the batch of seed 0."""
@@ -277,6 +287,7 @@ KINDS: dict[str, Kind] = {
     "qwen2.5-vl": Kind(_qwen25_vl, tied=False, task="patches"),
     "qwen3-vl": Kind(_qwen3_vl, tied=True, task="patches"),
     "llava": Kind(_llava, tied=False, task="image", idle=("model.vision_tower.encoder.layers.3.", "model.vision_tower.post_layernorm.")),
+    "llava-next": Kind(_llava_next, tied=False, task="crops", idle=("model.vision_tower.encoder.layers.3.", "model.vision_tower.post_layernorm.")),
 }
 NAMES: tuple[str, ...] = tuple(KINDS)
 
@@ -305,7 +316,7 @@ def batch(name: str, size: int = 2, tokens: int = 16, seed: int = 0) -> dict[str
         left_out = input_ids * 4 // VOCAB == seed % 4
         input_ids = input_ids.where(~left_out, (input_ids + 25) % VOCAB).clamp(min=3)
         return {"input_ids": input_ids, "labels": input_ids.clone()}
-    if task in ("patches", "image"):
+    if task in ("patches", "image", "crops"):
         return _with_images(task, input_ids.clamp(max=IMAGE_TOKEN - 1), rng)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[-1, tokens - tokens // 4 :] = 0
@@ -327,6 +338,9 @@ def _with_images(task: str, input_ids: Tensor, rng: torch.Generator) -> dict[str
     if task == "image":
         input_ids[:, 1:5] = IMAGE_TOKEN  # 8 x 8 pixels in patches of 4 x 4
         extra = {"pixel_values": torch.randn(size, 3, 8, 8, generator=rng)}
+    elif task == "crops":
+        input_ids[:, 1:5] = IMAGE_TOKEN  # 8 x 16 pixels: the whole, two crops, and the end of their row
+        extra = {"pixel_values": torch.randn(size, 3, 3, 8, 8, generator=rng), "image_sizes": torch.tensor([[8, 16]] * size)}
     else:
         grids = [[1, 4, 4]] * size + [[1, 2, 4]]  # in patches; 2 x 2 of them make one token
         input_ids[:, 1:7] = torch.tensor([VISION_START, *[IMAGE_TOKEN] * 4, VISION_END])

@@ -14,7 +14,7 @@ import outsize
 from outsize.base.errors import ModelUnsupported, OrderMismatch, StaleParameter
 from outsize.runtime.engine import Engine
 
-SEES = ["qwen2.5-vl", "qwen3-vl", "llava"]
+SEES = ["qwen2.5-vl", "qwen3-vl", "llava"]  # not llava-next: a region that reads a weight by itself cannot be left out
 
 
 def text_only(kind: str, seed: int) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def test_which_experts_of_the_routed_kind_get_a_gradient_depends_on_the_batch() 
             assert [expert.weight.grad is not None for expert in layer.experts] == expected
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "llava"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "llava", "llava-next"])
 def test_the_loss_of_kinds_with_images_depends_on_them(name: str) -> None:
     model, batch = zoo.make(name), zoo.batch(name)
     assert model(**batch).loss != model(**{**batch, "pixel_values": batch["pixel_values"] * 2}).loss

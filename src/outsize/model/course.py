@@ -72,6 +72,8 @@ class Course:
         self._in_backward = False
         self._known: dict[int, weakref.ref[Tensor]] = {}
         """Tensors of this forward whose visit is known, by id."""
+        self._since = 0
+        """Autograd's number for the next node when the visit opened."""
         self.running: list[nn.Module] = []
         """Modules with weights, in no layer and with none in them, that are being called: the innermost last."""
         self.number = 0
@@ -128,9 +130,12 @@ class Course:
         self._in_backward = False
         self._known, self.running = {}, []
         args, kwargs = self._listener.forward_begins(args, kwargs)
-        self._visit = 0
-        self._listener.forward_enters(0, None)
+        self._enters(0, None)
         return args, kwargs
+
+    def _enters(self, visit: int, layer: int | None) -> None:
+        self._visit, self._since = visit, torch.autograd._get_sequence_nr()
+        self._listener.forward_enters(visit, layer)
 
     def _root_runs(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -143,8 +148,9 @@ class Course:
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0:
             self._leaves((args, kwargs))
-            self._visit = self._listener.finds(index, self._visit)
-        self._listener.forward_enters(self._visit, index)
+            self._enters(self._listener.finds(index, self._visit), index)
+        else:
+            self._listener.forward_enters(self._visit, index)
 
     def _layer_runs(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._listener.runs(self._visit, index, forward, args, kwargs)
@@ -154,8 +160,7 @@ class Course:
             return
         self._opens_backward(self._visit, with_grad(output))
         if self._layers[index].is_last:
-            self._visit += 1
-            self._listener.forward_enters(self._visit, None)
+            self._enters(self._visit + 1, None)
 
     def _leaves(self, inputs: Any) -> None:
         """For the next visit, with these: what was made of the last one's outputs since is its own too, and backward comes to that first."""
@@ -164,8 +169,7 @@ class Course:
     def _loose_opens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0 and (visit := self._listener.reads(module, self._visit)) != self._visit:
             self._leaves((args, kwargs))
-            self._visit = visit
-            self._listener.forward_enters(visit, None)
+            self._enters(visit, None)
         self.running.append(module)
 
     def _loose_closes(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -184,8 +188,14 @@ class Course:
         self._listener.forward_ends(output, failed=failed)
 
     def _fresh(self, value: Any) -> list[Tensor]:
-        """What was made here, without what an earlier visit made: that opens the earlier one's backward, and a region that has nothing else has none."""
-        return [t for t in with_grad(value) if (known := self._known.get(id(t))) is None or known() is not t]
+        """What was made here, without what an earlier visit made: that opens the earlier one's backward, and a region that has nothing else has none.
+
+        What an earlier one made need not be known: a model may return the features of its images beside its loss (Llava-NeXT).
+        """
+        return [t for t in with_grad(value) if ((known := self._known.get(id(t))) is None or known() is not t) and self._is_made_here(t)]
+
+    def _is_made_here(self, tensor: Tensor) -> bool:
+        return tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= self._since
 
     # Backward.
 

@@ -208,6 +208,41 @@ def test_a_region_between_lists_has_a_backward_only_if_it_does_something(between
     assert recorder.opened == ([6, 5, 4, 3, 2, 1, 0] if between else [6, 5, 4, 2, 1, 0])
 
 
+class Inner(TwoStacks):
+    """Ends rows with a weight of its own, and returns what it made of the first stack beside the result."""
+
+    def __init__(self) -> None:
+        super().__init__(between=True)
+        self.newline = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.first:
+            x = layer(x)
+        seen = torch.cat([self.norm(x), self.newline[None]])
+        x = 2 * seen
+        for layer in self.second:
+            x = layer(x)
+        return x, seen
+
+
+class ReturnsFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x, seen = self.inner(x)
+        return {"loss": x.square().sum(), "seen": seen}
+
+
+def test_what_an_earlier_region_made_and_the_root_returns_does_not_open_the_head_again() -> None:
+    model = ReturnsFeatures()
+    recorder, _ = listen(model)
+    model(torch.ones(2, 4))["loss"].backward()
+    assert recorder.backward == sorted(recorder.backward, reverse=True) and recorder.opened == [6, 5, 4, 3, 2, 1, 0]
+
+
 def test_the_decoder_of_t5_waits_for_its_encoder() -> None:
     model = zoo.make("t5")
     recorder, _ = listen(model)
