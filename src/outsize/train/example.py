@@ -1,8 +1,9 @@
-"""A batch as a class of transformers takes it, from its config alone: full rows without padding, and images where the model sees.
+"""A batch as a model of transformers takes it: full rows without padding, and images where the model sees.
 
-Images take part as their processor would give them. There are three forms: pictures of the one size that the vision tower is made for (Llava, PaliGemma,
-Gemma 3), flat patches with a grid for each picture, of any size (the Qwen-VL families), and tiles, beside the text (Llama 3.2 Vision). What has another form
-is refused by name.
+Images take part as their processor would give them. There are five forms: flat patches with a grid for each picture, of any size (the Qwen-VL families,
+GLM-4V); tiles, beside the text (Llama 3.2 Vision); pictures of any size (Pixtral, Mistral 3), or cut into crops (Llava-NeXT), with their sizes; and pictures of
+the one size that the vision tower is made for (Llava, PaliGemma, Gemma 3, InternVL). How many tokens stand for one is the model's own affair: it is asked.
+What has another form is refused by name.
 """
 
 import inspect
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import ConfigError, ModelUnsupported, tell
+from outsize.model.tensors import tensors_in
 
 _INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with a real batch, and engine.plan is the plan"
 
@@ -47,7 +49,9 @@ def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if kind.__name__.endswith("ForSequenceClassification") else ids.clone()}
 
 
-def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Images) -> Example:
+def example_batch(model: Any, *, rows: int, tokens: int, images: Images) -> Example:
+    """`model`: it is looked at, and may run its vision tower."""
+    kind, config = type(model), model.config
     batch = batch_for(kind, rows, tokens)
     vision = getattr(config, "vision_config", None)
     takes = inspect.signature(kind.forward).parameters
@@ -58,57 +62,74 @@ def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Ima
     if num == 0 or (vision is None and num is None):
         return Example(batch=batch, text="" if vision is None else "rows without images")
     num = num or 1
-    token = getattr(config, "image_token_id", None)
-    # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that look for empty ones (Idefics, SmolVLM).
-    if vision is None or token is None or "pixel_values" not in takes or "pixel_attention_mask" in takes:
+    token: Any = getattr(config, "image_token_id", None)
+    form = _form(model, vision, takes, rows=rows, tokens=tokens, num=num, pixels=images.pixels) if vision is not None and token is not None else None
+    if form is None:
         found = f"{kind.__name__} takes them in a form that it does not know"
-        raise ModelUnsupported(tell("outsize's own example batch has a model's images as pictures, patches or tiles", found, _INSTEAD))
-    has_grid = "image_grid_thw" in takes
-    if has_grid:
-        form = _patches(vision, rows * num, images.pixels)
-    elif "aspect_ratio_ids" in takes:
-        form = _tiles(vision, rows, tokens, num)
-    else:
-        form = _pictures(config, vision, rows * num)
-    count = num * form.tokens
-    frame = 2 if has_grid else 0  # a token before and one after each image
-    if count + frame * num >= tokens:
-        found = f"{num} of {form.size} take {count} of {tokens} tokens"
+        raise ModelUnsupported(tell("outsize's own example batch has a model's images as patches, tiles, crops or pictures", found, _INSTEAD))
+    length = form.tokens or _asked(model, form.inputs) // (rows * num)
+    around = _around(config) if form.is_framed else ()
+    if num * (length + len(around)) >= tokens:
+        found = f"{num} of {form.size} take {num * length} of {tokens} tokens"
         raise ConfigError(tell("the images of a row and some text fit into sequence_len", found, "Raise sequence_len, or lower images or image_size"))
     ids = batch["input_ids"]
     for image in range(num):
-        start = 1 + image * (form.tokens + frame)
-        ids[:, start : start + form.tokens] = token
-        if has_grid:
-            ids[:, start - 1], ids[:, start + form.tokens] = config.vision_start_token_id, config.vision_end_token_id
+        start = 1 + image * (length + len(around))
+        ids[:, start : start + length] = token
+        if around:
+            ids[:, start - 1], ids[:, start + length] = around
     batch |= form.inputs
     if "mm_token_type_ids" in takes:
         batch["mm_token_type_ids"] = (ids == token).int()
-    if has_grid and "position_ids" in takes:  # in three dimensions: how they are computed is not always possible on shapes alone
+    if form.is_framed and "position_ids" in takes:  # in three dimensions: how they are computed is not always possible on shapes alone
         batch["position_ids"] = torch.arange(tokens).expand(3, rows, tokens).contiguous()
     if "token_type_ids" in takes:
         batch["token_type_ids"] = (ids == token).long()
     many = "1 image" if num == 1 else f"{num} images"
-    length = "1 token" if form.tokens == 1 else f"{form.tokens} tokens"
-    return Example(batch=batch, text=f"{many} of {form.size} in every row ({length} each)")
+    each = "1 token" if length == 1 else f"{length} tokens"
+    return Example(batch=batch, text=f"{many} of {form.size} in every row ({each} each)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
     inputs: dict[str, Tensor]
-    tokens: int
-    """Of one image."""
     size: str
+    tokens: int | None = None
+    """Of one image. None: the model knows."""
+    is_framed: bool = False
+    """By a token before and one after each image."""
 
 
-def _patches(vision: Any, num: int, pixels: int) -> _Form:
+def _form(model: Any, vision: Any, takes: Any, *, rows: int, tokens: int, num: int, pixels: int) -> _Form | None:
+    edge = getattr(vision, "image_size", None)
+    edge = edge[0] if isinstance(edge, (list, tuple)) and len({*edge}) == 1 else edge
+    # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that look for empty ones (Idefics, SmolVLM).
+    if "pixel_values" not in takes or "pixel_attention_mask" in takes:
+        return None
+    if "image_grid_thw" in takes:
+        return _patches(vision, rows * num, pixels)
+    if "aspect_ratio_ids" in takes:
+        return _tiles(vision, rows, tokens, num)
+    if not isinstance(edge, int):
+        return None
+    if vision.model_type == "pixtral":
+        return _sized(model.config, vision, rows * num, pixels)
+    crops = getattr(model.config, "image_grid_pinpoints", None)
+    if crops and "image_sizes" in takes:
+        return _crops(model, crops, edge, rows * num, pixels)
+    return _Form(inputs={"pixel_values": torch.zeros(rows * num, 3, edge, edge)}, size=f"{edge}×{edge} pixels")
+
+
+def _patches(vision: Any, num: int, pixels: int) -> _Form | None:
+    if not all(isinstance(getattr(vision, name, None), int) for name in ("spatial_merge_size", "temporal_patch_size", "patch_size")):
+        return None
     merge = vision.spatial_merge_size
     side = max(1, round(pixels / (vision.patch_size * merge))) * merge  # in patches
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
     patches = torch.zeros(num * side * side, channels * vision.temporal_patch_size * vision.patch_size**2)
     grid = torch.tensor([[1, side, side]] * num)
     edge = side * vision.patch_size
-    return _Form(inputs={"pixel_values": patches, "image_grid_thw": grid}, tokens=(side // merge) ** 2, size=f"{edge}×{edge} pixels")
+    return _Form(inputs={"pixel_values": patches, "image_grid_thw": grid}, size=f"{edge}×{edge} pixels", tokens=(side // merge) ** 2, is_framed=True)
 
 
 def _tiles(vision: Any, rows: int, tokens: int, images: int) -> _Form:
@@ -119,16 +140,41 @@ def _tiles(vision: Any, rows: int, tokens: int, images: int) -> _Form:
         "pixel_values": torch.zeros(rows, images, tiles, 3, edge, edge), "aspect_ratio_ids": known[..., 0].clone(), "aspect_ratio_mask": known,
         "cross_attention_mask": torch.ones(rows, tokens, images, tiles, dtype=torch.int64),
     }  # fmt: skip
-    return _Form(inputs=inputs, tokens=1, size=f"{tiles} tiles of {edge}×{edge} pixels")
+    return _Form(inputs=inputs, size=f"{tiles} tiles of {edge}×{edge} pixels", tokens=1)
 
 
-def _pictures(config: Any, vision: Any, num: int) -> _Form:
-    edge = getattr(vision, "image_size", None)
-    patch = getattr(vision, "patch_size", None)
-    if not isinstance(edge, int) or not isinstance(patch, int):
-        found = f"{type(vision).__name__} names no image_size and patch_size"
-        raise ModelUnsupported(tell("a vision tower without a grid of patches is made for one size of images", found, _INSTEAD))
-    # How many of a picture's features the text sees is each family's own affair, where it is not all of them.
-    told = getattr(config, "mm_tokens_per_image", None)
-    tokens = told or (edge // patch) ** 2 + (getattr(config, "vision_feature_select_strategy", None) == "full")
-    return _Form(inputs={"pixel_values": torch.zeros(num, 3, edge, edge)}, tokens=tokens, size=f"{edge}×{edge} pixels")
+def _sized(config: Any, vision: Any, num: int, pixels: int) -> _Form:
+    """At most as large as the tower's own size, in whole patches, or such as are merged."""
+    step = vision.patch_size * getattr(config, "spatial_merge_size", 1)
+    edge = max(1, round(min(pixels, vision.image_size) / step)) * step
+    return _Form(inputs={"pixel_values": torch.zeros(num, 3, edge, edge), "image_sizes": torch.tensor([[edge, edge]] * num)}, size=f"{edge}×{edge} pixels")
+
+
+def _crops(model: Any, crops: Any, edge: int, num: int, pixels: int) -> _Form | None:
+    """A picture of that size as a whole and in crops, of which transformers knows the number."""
+    number_of = getattr(inspect.getmodule(type(model)), "image_size_to_num_patches", None)
+    if number_of is None:
+        return None
+    many = number_of(image_size=(pixels, pixels), grid_pinpoints=crops, patch_size=edge)
+    inputs = {"pixel_values": torch.zeros(num, many, 3, edge, edge), "image_sizes": torch.tensor([[pixels, pixels]] * num)}
+    return _Form(inputs=inputs, size=f"{pixels}×{pixels} pixels, in {many} crops of {edge}×{edge}")
+
+
+def _around(config: Any) -> tuple[int, ...]:
+    """The tokens before and after an image, where a config names them."""
+    for prefix in ("vision", "image"):
+        found = tuple(id for end in ("start", "end") if (id := getattr(config, f"{prefix}_{end}_token_id", None)) is not None)
+        if len(found) == 2:
+            return found
+    return ()
+
+
+def _asked(model: Any, inputs: dict[str, Tensor]) -> int:
+    """How many features the model makes of these images for its text to see."""
+    try:
+        with torch.no_grad():
+            made = model.get_image_features(**inputs)
+    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+        expected = f"{type(model).__name__} takes images as outsize's own example batch has them"
+        raise ModelUnsupported(tell(expected, f"it breaks off: {error}", _INSTEAD)) from error
+    return sum(feature.numel() // feature.shape[-1] for feature in tensors_in(getattr(made, "pooler_output", made)))

@@ -245,9 +245,9 @@ def fake_trace(
     batch: dict[str, Tensor] = {}
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
-            example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images())
-            batch = example.batch
             model = _without_values(kind, config, dtype).train()
+            example = example_batch(model, rows=rows, tokens=tokens, images=images or Images())
+            batch = example.batch
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss)
     except OutsizeError:

@@ -106,19 +106,37 @@ ODD: dict[str, Callable[[], Any]] = {
     "MllamaForConditionalGeneration": lambda: transformers.MllamaConfig(
         text_config={**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, vision_config=_TILED, image_token_index=zoo.IMAGE_TOKEN
     ),
+    "InternVLForConditionalGeneration": lambda: transformers.InternVLConfig(
+        text_config={**_TEXT, "model_type": "qwen2"}, vision_config={**_VISION, "image_size": [16, 16], "patch_size": [4, 4]}, image_token_id=zoo.IMAGE_TOKEN,
+    ),
+    "Mistral3ForConditionalGeneration": lambda: transformers.Mistral3Config(
+        text_config={**_TEXT, "model_type": "mistral"}, vision_config={**_VISION, "model_type": "pixtral"}, image_token_index=zoo.IMAGE_TOKEN,
+    ),
+    "LlavaForConditionalGeneration": lambda: transformers.LlavaConfig(
+        text_config={**_TEXT, "model_type": "mistral"}, vision_config={**_VISION, "model_type": "pixtral"}, image_token_index=zoo.IMAGE_TOKEN,
+        vision_feature_layer=-1, vision_feature_select_strategy="full",
+    ),
+    "LlavaOnevisionForConditionalGeneration": lambda: transformers.LlavaOnevisionConfig(
+        text_config={**_TEXT, "model_type": "qwen2"}, vision_config={**_VISION, "model_type": "siglip_vision_model", "image_size": 8},
+        image_token_id=zoo.IMAGE_TOKEN, image_token_index=zoo.IMAGE_TOKEN, image_grid_pinpoints=[[8, 16], [16, 8]],
+    ),
+    "Cohere2VisionForConditionalGeneration": lambda: transformers.Cohere2VisionConfig(
+        text_config={**_TEXT, "model_type": "cohere2"}, vision_config={**_VISION, "model_type": "siglip_vision_model"}, image_token_id=zoo.IMAGE_TOKEN,
+        alignment_intermediate_size=32,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_what_depends_on_chance_and_not_on_weights_is_planned_as_prepare_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that draw a number to drop a layer or not, and such as weights of shapes alone cannot be drawn for. Mllama: images in a form of its own."""
+    """Models that draw a number to drop a layer or not, such as weights of shapes alone cannot be drawn for, and such as see images in forms of their own."""
     monkeypatch.setenv("OUTSIZE_CACHE", "")
     config, state = ODD[kind](), torch.get_rng_state()
     config.architectures = [kind]
-    ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware="2MiB", host_memory="1GiB")
+    ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware="2MiB", host_memory="1GiB", image_size=16)
     assert torch.equal(torch.get_rng_state(), state)
     model = real_model(config, torch.bfloat16)
-    batch = example_batch(type(model), config, rows=ROWS, tokens=TOKENS, images=Images()).batch
+    batch = example_batch(model, rows=ROWS, tokens=TOKENS, images=Images(pixels=16)).batch
     batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in batch.items()}
     engine = outsize.prepare(model, batch, device="sim:2MiB", host_memory="1GiB")
     try:
@@ -393,12 +411,12 @@ def test_the_plan_of_qwen25_vl_7b_accounts_for_its_vision_tower() -> None:
     assert made.plan.work[visit].forward_seconds > 0 and all(graph.has_backward)
 
 
-@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "llava", "llava-next"])
 def test_a_forecast_with_images_has_the_bytes_of_a_real_run(kind: str) -> None:
     """The same example, with real weights."""
     model: Any = zoo.make(kind, torch.bfloat16)
     config = model.config
-    example = example_batch(type(model), config, rows=2, tokens=16, images=Images(pixels=8))
+    example = example_batch(model, rows=2, tokens=16, images=Images(pixels=8))
     spec = lookup("1GiB")
     graph, found, _ = fake_trace(config, spec, rows=2, tokens=16, dtype=torch.bfloat16, images=Images(pixels=8))
     batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in example.batch.items()}
@@ -422,7 +440,7 @@ def test_images_for_a_model_that_reads_alone_are_refused() -> None:
         plan(config, images=2, **how)
     assert plan(config, images=0, **how).plan == plan(config, **how).plan
     with pytest.raises(ModelUnsupported, match="ChameleonForConditionalGeneration takes them in a form that it does not know"):
-        plan(transformers.ChameleonConfig(), images=1, **how)
+        plan(transformers.ChameleonConfig(**_TEXT, vocabulary_map={"<image>": zoo.IMAGE_TOKEN}), images=1, **how)
 
 
 def test_without_images_the_plan_says_so() -> None:
@@ -438,10 +456,11 @@ def test_a_model_that_takes_images_in_another_way_is_refused_by_name(kind: str) 
 
 
 def test_where_the_example_batch_may_be_wrong_about_images_it_says_so() -> None:
-    vision = {**_VISION, "model_type": "clip_vision_model"}
-    pinpoints = [[16, 16], [32, 16]]  # crops: the model asks for the sizes that images had before
-    config = transformers.LlavaNextConfig(
-        text_config={**_TEXT, "model_type": "llama"}, vision_config=vision, image_token_index=zoo.IMAGE_TOKEN, image_grid_pinpoints=pinpoints
-    )
-    with pytest.raises(ModelUnsupported, match=r"LlavaNextForConditionalGeneration.*own example batch.*outsize\.prepare\(model, batch\)"):
+    """This one wants images in the type of its weights, which no other does."""
+    vision = dict(
+        hidden_size=16, output_channels=8, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=4, window_size=2, global_attn_indexes=[1],
+        mlp_dim=24,
+    )  # fmt: skip
+    config = transformers.GotOcr2Config(text_config={**_TEXT, "model_type": "qwen2"}, vision_config=vision, image_token_id=zoo.IMAGE_TOKEN)
+    with pytest.raises(ModelUnsupported, match=r"GotOcr2ForConditionalGeneration.*own example batch.*should be the same.*outsize\.prepare\(model, batch\)"):
         plan(config, sequence_len=TOKENS, hardware="1GiB")
