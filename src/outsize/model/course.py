@@ -14,7 +14,9 @@ outputs in dicts and dataclasses and fire too early when no input requires grad.
 after an exception: the next forward finds the pass still open and says so.
 """
 
+import bisect
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -72,8 +74,8 @@ class Course:
         self._in_backward = False
         self._known: dict[int, weakref.ref[Tensor]] = {}
         """Tensors of this forward whose visit is known, by id."""
-        self._since = 0
-        """Autograd's number for the next node when the visit opened."""
+        self._openings: list[tuple[int, int]] = []
+        """Visits of this forward in the order they opened, each after the number that autograd would have given to a node then."""
         self.running: list[nn.Module] = []
         """Modules with weights, in no layer and with none in them, that are being called: the innermost last."""
         self.number = 0
@@ -128,13 +130,14 @@ class Course:
     def _root_opens(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.number += 1
         self._in_backward = False
-        self._known, self.running = {}, []
+        self._known, self._openings, self.running = {}, [], []
         args, kwargs = self._listener.forward_begins(args, kwargs)
         self._enters(0, None)
         return args, kwargs
 
     def _enters(self, visit: int, layer: int | None) -> None:
-        self._visit, self._since = visit, torch.autograd._get_sequence_nr()
+        self._visit = visit
+        self._openings.append((torch.autograd._get_sequence_nr(), visit))
         self._listener.forward_enters(visit, layer)
 
     def _root_runs(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +167,7 @@ class Course:
 
     def _leaves(self, inputs: Any) -> None:
         """For the next visit, with these: what was made of the last one's outputs since is its own too, and backward comes to that first."""
-        self._opens_backward(self._visit, self._fresh(inputs))
+        self._open_where_made(inputs)
 
     def _loose_opens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._visit >= 0 and (visit := self._listener.reads(module, self._visit)) != self._visit:
@@ -177,32 +180,39 @@ class Course:
         if self.running and self.running[-1] is module:
             self.running.pop()
         if self._visit >= 0:
-            self._opens_backward(self._visit, self._fresh(output))
+            self._open_where_made(output)
 
     def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         failed = sys.exc_info()[0] is not None and output is None
         if not failed:
-            self._opens_backward(self._visit, self._fresh(output))
+            self._open_where_made(output)
         self._visit = -1
         self._known = {}
         self._listener.forward_ends(output, failed=failed)
 
-    def _fresh(self, value: Any) -> list[Tensor]:
-        """What was made here, without what an earlier visit made: that opens the earlier one's backward, and a region that has nothing else has none.
+    def _open_where_made(self, value: Any) -> None:
+        """A gradient of one of these tensors opens the visit that made it, which need not be this one: a stem may make something for a later layer, a model
+        return the features of its images beside its loss. A region that made none has no backward."""
+        made: dict[int, list[Tensor]] = {}
+        for tensor in with_grad(value):
+            if (known := self._known.get(id(tensor))) is None or known() is not tensor:
+                made.setdefault(self._made_in(tensor), []).append(tensor)
+        for visit, tensors in made.items():
+            self._opens_backward(visit, tensors)
 
-        What an earlier one made need not be known: a model may return the features of its images beside its loss (Llava-NeXT).
-        """
-        return [t for t in with_grad(value) if ((known := self._known.get(id(t))) is None or known() is not t) and self._is_made_here(t)]
-
-    def _is_made_here(self, tensor: Tensor) -> bool:
-        return tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= self._since
+    def _made_in(self, tensor: Tensor) -> int:
+        """Autograd numbers its nodes as they are made. -1: before this forward."""
+        if tensor.grad_fn is None:
+            return self._visit
+        place = bisect.bisect_right(self._openings, tensor.grad_fn._sequence_nr(), key=operator.itemgetter(0))
+        return self._openings[place - 1][1] if place else -1
 
     # Backward.
 
     def _opens_backward(self, visit: int, tensors: list[Tensor]) -> None:
         self._known.update({id(t): weakref.ref(t) for t in tensors})
         tensors = [t for t in tensors if t.grad_fn is not None]
-        if tensors and torch.is_grad_enabled():
+        if tensors and visit >= 0 and torch.is_grad_enabled():
             number = self.number
             register_multi_grad_hook(tensors, lambda grad: self._backward_enters(visit, number), mode="any")
 

@@ -243,6 +243,35 @@ def test_what_an_earlier_region_made_and_the_root_returns_does_not_open_the_head
     assert recorder.backward == sorted(recorder.backward, reverse=True) and recorder.opened == [6, 5, 4, 3, 2, 1, 0]
 
 
+class HandsOn(nn.Module):
+    """The stem makes something of a weight of its own that only the last layer takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4), requires_grad=False)
+        self.layers = nn.ModuleList(Layer(lambda x: x) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        later = x * self.scale
+        for layer in self.layers[:-1]:
+            x = layer(x).detach()
+        return self.layers[-1](later).sum()
+
+
+def test_what_a_stem_makes_for_a_later_layer_opens_the_stem() -> None:
+    recorder, _ = listen(model := HandsOn())
+    model(torch.ones(2, 4)).backward()
+    assert recorder.opened == [4, 3, 0]
+
+
+def test_what_was_made_before_the_forward_opens_nothing() -> None:
+    recorder, _ = listen(model := Model(stem=False))
+    before = nn.Linear(4, 4)
+    model(before(torch.ones(2, 4))).sum().backward()
+    assert recorder.opened == [4, 3, 2, 1] and before.weight.grad is not None
+
+
 def test_the_decoder_of_t5_waits_for_its_encoder() -> None:
     model = zoo.make("t5")
     recorder, _ = listen(model)
