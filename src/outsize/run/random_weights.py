@@ -34,7 +34,8 @@ def random_model(shape: str, *, seq: int, seed: int = 0) -> tuple[nn.Module, "Ra
 def random_batches(model: Any, bench: Bench, *, number: int = 4) -> list[dict[str, Tensor]]:
     """Full rows of random text; with images, the text around them is random, and so are they."""
     generator, rows, tokens = torch.Generator().manual_seed(0), bench.micro_batch, bench.seq
-    example = example_batch(model, rows=rows, tokens=tokens, images=Images(per_row=bench.images, pixels=bench.image_size)).batch
+    pictures = Images(per_row=bench.images, pixels=bench.image_size)
+    example = example_batch(type(model), model.config, rows=rows, tokens=tokens, images=pictures, model=lambda: model).batch
     fixed = [token for key in ("image", "vision_start", "vision_end") if (token := getattr(model.config, f"{key}_token_id", None)) is not None]
     is_fixed = torch.isin(example["input_ids"], torch.tensor(fixed))
     # Text must not hold tokens that stand for images: of models that see, those are the last of the vocabulary.

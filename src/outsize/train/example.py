@@ -1,12 +1,13 @@
 """A batch as a model of transformers takes it: full rows without padding, and images where the model sees.
 
-Images take part as their processor would give them. There are five forms: flat patches with a grid for each picture, of any size (the Qwen-VL families,
-GLM-4V); tiles, beside the text (Llama 3.2 Vision); pictures of any size (Pixtral, Mistral 3), or cut into crops (Llava-NeXT), with their sizes; and pictures of
-the one size that the vision tower is made for (Llava, PaliGemma, Gemma 3, InternVL). How many tokens stand for one is the model's own affair: it is asked.
-What has another form is refused by name.
+Images take part as a processor gives them. There are five forms: flat patches with a grid for each picture, of any size (the Qwen-VL families, GLM-4V);
+tiles, beside the text (Llama 3.2 Vision); pictures of any size (Pixtral, Mistral 3), or cut into crops (Llava-NeXT), with their sizes; and pictures of the one
+size that the vision tower is made for (Llava, PaliGemma, Gemma 3, InternVL: where a processor cuts them, each piece is an image here). How many tokens stand
+for one is the model's own affair: it is asked. What has another form is refused by name.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,8 @@ def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if kind.__name__.endswith("ForSequenceClassification") else ids.clone()}
 
 
-def example_batch(model: Any, *, rows: int, tokens: int, images: Images) -> Example:
-    """`model`: it is looked at, and may run its vision tower."""
-    kind, config = type(model), model.config
+def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Images, model: Callable[[], Any]) -> Example:
+    """`model`: makes it, if its vision tower must be asked."""
     batch = batch_for(kind, rows, tokens)
     vision = getattr(config, "vision_config", None)
     takes = inspect.signature(kind.forward).parameters
@@ -63,11 +63,12 @@ def example_batch(model: Any, *, rows: int, tokens: int, images: Images) -> Exam
         return Example(batch=batch, text="" if vision is None else "rows without images")
     num = num or 1
     token: Any = getattr(config, "image_token_id", None)
-    form = _form(model, vision, takes, rows=rows, tokens=tokens, num=num, pixels=images.pixels) if vision is not None and token is not None else None
+    known = vision is not None and token is not None
+    form = _form(kind, config, vision, takes, rows=rows, tokens=tokens, num=num, pixels=images.pixels) if known else None
     if form is None:
         found = f"{kind.__name__} takes them in a form that it does not know"
         raise ModelUnsupported(tell("outsize's own example batch has a model's images as patches, tiles, crops or pictures", found, _INSTEAD))
-    length = form.tokens or _asked(model, form.inputs) // (rows * num)
+    length = form.tokens or _asked(model(), form.inputs) // (rows * num)
     around = _around(config) if form.is_framed else ()
     if num * (length + len(around)) >= tokens:
         found = f"{num} of {form.size} take {num * length} of {tokens} tokens"
@@ -100,7 +101,7 @@ class _Form:
     """By a token before and one after each image."""
 
 
-def _form(model: Any, vision: Any, takes: Any, *, rows: int, tokens: int, num: int, pixels: int) -> _Form | None:
+def _form(kind: Any, config: Any, vision: Any, takes: Any, *, rows: int, tokens: int, num: int, pixels: int) -> _Form | None:
     edge = getattr(vision, "image_size", None)
     edge = edge[0] if isinstance(edge, (list, tuple)) and len({*edge}) == 1 else edge
     # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that look for empty ones (Idefics, SmolVLM).
@@ -113,10 +114,10 @@ def _form(model: Any, vision: Any, takes: Any, *, rows: int, tokens: int, num: i
     if not isinstance(edge, int):
         return None
     if vision.model_type == "pixtral":
-        return _sized(model.config, vision, rows * num, pixels)
-    crops = getattr(model.config, "image_grid_pinpoints", None)
+        return _sized(config, vision, rows * num, pixels)
+    crops = getattr(config, "image_grid_pinpoints", None)
     if crops and "image_sizes" in takes:
-        return _crops(model, crops, edge, rows * num, pixels)
+        return _crops(kind, crops, edge, rows * num, pixels)
     return _Form(inputs={"pixel_values": torch.zeros(rows * num, 3, edge, edge)}, size=f"{edge}×{edge} pixels")
 
 
@@ -146,13 +147,13 @@ def _tiles(vision: Any, rows: int, tokens: int, images: int) -> _Form:
 def _sized(config: Any, vision: Any, num: int, pixels: int) -> _Form:
     """At most as large as the tower's own size, in whole patches, or such as are merged."""
     step = vision.patch_size * getattr(config, "spatial_merge_size", 1)
-    edge = max(1, round(min(pixels, vision.image_size) / step)) * step
+    edge = -(-min(pixels, vision.image_size) // step) * step
     return _Form(inputs={"pixel_values": torch.zeros(num, 3, edge, edge), "image_sizes": torch.tensor([[edge, edge]] * num)}, size=f"{edge}×{edge} pixels")
 
 
-def _crops(model: Any, crops: Any, edge: int, num: int, pixels: int) -> _Form | None:
+def _crops(kind: Any, crops: Any, edge: int, num: int, pixels: int) -> _Form | None:
     """A picture of that size as a whole and in crops, of which transformers knows the number."""
-    number_of = getattr(inspect.getmodule(type(model)), "image_size_to_num_patches", None)
+    number_of = getattr(inspect.getmodule(kind), "image_size_to_num_patches", None)
     if number_of is None:
         return None
     many = number_of(image_size=(pixels, pixels), grid_pinpoints=crops, patch_size=edge)
@@ -171,10 +172,15 @@ def _around(config: Any) -> tuple[int, ...]:
 
 def _asked(model: Any, inputs: dict[str, Tensor]) -> int:
     """How many features the model makes of these images for its text to see."""
+    expected = f"{type(model).__name__} takes images as outsize's own example batch has them"
+    sees = model if hasattr(model, "get_image_features") else model.base_model
     try:
         with torch.no_grad():
-            made = model.get_image_features(**inputs)
-    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-        expected = f"{type(model).__name__} takes images as outsize's own example batch has them"
+            made = sees.get_image_features(**inputs)
+    except (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ModelUnsupported(tell(expected, f"it breaks off: {error}", _INSTEAD)) from error
-    return sum(feature.numel() // feature.shape[-1] for feature in tensors_in(getattr(made, "pooler_output", made)))
+    features = next((found for name in ("pooler_output", "last_hidden_state") if (found := getattr(made, name, None)) is not None), made)
+    count = sum(feature.numel() // feature.shape[-1] for feature in tensors_in(features))
+    if not count:
+        raise ModelUnsupported(tell(expected, "it makes nothing of them", _INSTEAD))
+    return count

@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +245,9 @@ def fake_trace(
     batch: dict[str, Tensor] = {}
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
-            model = _without_values(kind, config, dtype).train()
-            example = example_batch(model, rows=rows, tokens=tokens, images=images or Images())
-            batch = example.batch
+            built = cache(lambda: _without_values(kind, config, dtype).train())
+            example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images(), model=built)
+            batch, model = example.batch, built()
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss)
     except OutsizeError:
@@ -279,8 +279,12 @@ def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     """A model whose weights are not drawn: some draws look at what they drew, and weights of shapes alone have nothing to look at."""
     from transformers.initialization import no_init_weights
 
-    with no_init_weights():
-        model: Any = kind._from_config(config, dtype=dtype)
+    try:
+        with no_init_weights():
+            model: Any = kind._from_config(config, dtype=dtype)
+    except (KeyError, TypeError, AttributeError, ImportError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(tell(f"transformers makes a {kind.__name__} of the config", found, "Correct the config, or install what is missing")) from error
     model.tie_weights()  # which transformers does when it draws
     return model
 

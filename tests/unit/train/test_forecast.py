@@ -136,7 +136,7 @@ def test_what_depends_on_chance_and_not_on_weights_is_planned_as_prepare_does(ki
     ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware="2MiB", host_memory="1GiB", image_size=16)
     assert torch.equal(torch.get_rng_state(), state)
     model = real_model(config, torch.bfloat16)
-    batch = example_batch(model, rows=ROWS, tokens=TOKENS, images=Images(pixels=16)).batch
+    batch = example_batch(type(model), config, rows=ROWS, tokens=TOKENS, images=Images(pixels=16), model=lambda: model).batch
     batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in batch.items()}
     engine = outsize.prepare(model, batch, device="sim:2MiB", host_memory="1GiB")
     try:
@@ -416,7 +416,7 @@ def test_a_forecast_with_images_has_the_bytes_of_a_real_run(kind: str) -> None:
     """The same example, with real weights."""
     model: Any = zoo.make(kind, torch.bfloat16)
     config = model.config
-    example = example_batch(model, rows=2, tokens=16, images=Images(pixels=8))
+    example = example_batch(type(model), config, rows=2, tokens=16, images=Images(pixels=8), model=lambda: model)
     spec = lookup("1GiB")
     graph, found, _ = fake_trace(config, spec, rows=2, tokens=16, dtype=torch.bfloat16, images=Images(pixels=8))
     batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in example.batch.items()}
@@ -434,13 +434,18 @@ def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() 
         plan(config, sequence_len=16, hardware="1GiB", images=-1, image_size=0)
 
 
+def test_a_config_that_transformers_makes_no_model_of_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"transformers makes a LlamaForCausalLM of the config, but KeyError: .*nonsense.* Correct the config"):
+        plan(transformers.LlamaConfig(**_TEXT, hidden_act="nonsense"), sequence_len=16, hardware="1GiB")
+
+
 def test_images_for_a_model_that_reads_alone_are_refused() -> None:
     config, how = zoo.make("llama").config, dict[str, Any](sequence_len=16, hardware="1GiB")
     with pytest.raises(ConfigError, match="LlamaForCausalLM takes text alone, but it was asked to see 2 in every row"):
         plan(config, images=2, **how)
     assert plan(config, images=0, **how).plan == plan(config, **how).plan
     with pytest.raises(ModelUnsupported, match="ChameleonForConditionalGeneration takes them in a form that it does not know"):
-        plan(transformers.ChameleonConfig(**_TEXT, vocabulary_map={"<image>": zoo.IMAGE_TOKEN}), images=1, **how)
+        plan(transformers.ChameleonConfig(), images=1, **how)
 
 
 def test_without_images_the_plan_says_so() -> None:
