@@ -8,8 +8,9 @@ Forward: the stem opens with the root's forward, a layer with its own, a region 
 knows to be in it (the last layer may have been left out).
 Backward: a layer opens when a gradient reaches one of its outputs, or an input of the next visit that was made of them, which is before any recompute of it;
 the head when one reaches an output of the root; any other region when one reaches an input of the layer after it that was made in the region, or an output
-of a module with weights that was called in it: what a stem makes may pass a whole stack by (token embeddings beside a frozen vision tower). Autograd runs
-nodes in the reverse order of their making, so the first of these to come is where the visit begins. Module backward hooks are not used: they miss
+of a module with weights that was called in it: what a stem makes may pass a whole stack by (token embeddings beside a frozen vision tower). Each of these
+tensors counts for the visit that made it, wherever it is handed over: autograd numbers its nodes. It runs them in the reverse order of their making, so the
+first of these to come is where the visit begins. Module backward hooks are not used: they miss
 outputs in dicts and dataclasses and fire too early when no input requires grad. The end of a backward is the end of autograd's graph task. It does not come
 after an exception: the next forward finds the pass still open and says so.
 """
