@@ -179,8 +179,7 @@ def _asked(model: Any, inputs: dict[str, Tensor]) -> int:
             made = sees.get_image_features(**inputs)
     except (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ModelUnsupported(tell(expected, f"it breaks off: {error}", _INSTEAD)) from error
-    features = next((found for name in ("pooler_output", "last_hidden_state") if (found := getattr(made, name, None)) is not None), made)
-    count = sum(feature.numel() // feature.shape[-1] for feature in tensors_in(features))
+    count = sum(feature.numel() // feature.shape[-1] for feature in tensors_in(getattr(made, "pooler_output", made)))
     if not count:
-        raise ModelUnsupported(tell(expected, "it makes nothing of them", _INSTEAD))
+        raise ModelUnsupported(tell(expected, "it does not say how many features it makes of them", _INSTEAD))
     return count

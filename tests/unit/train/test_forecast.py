@@ -120,6 +120,12 @@ ODD: dict[str, Callable[[], Any]] = {
         text_config={**_TEXT, "model_type": "qwen2"}, vision_config={**_VISION, "model_type": "siglip_vision_model", "image_size": 8},
         image_token_id=zoo.IMAGE_TOKEN, image_token_index=zoo.IMAGE_TOKEN, image_grid_pinpoints=[[8, 16], [16, 8]],
     ),
+    "DeepseekVLForConditionalGeneration": lambda: transformers.DeepseekVLConfig(
+        text_config={**_TEXT, "model_type": "llama"}, vision_config={**_VISION, "model_type": "siglip_vision_model"}, image_token_id=zoo.IMAGE_TOKEN,
+    ),
+    "AyaVisionForConditionalGeneration": lambda: transformers.AyaVisionConfig(
+        text_config={**_TEXT, "model_type": "cohere2"}, vision_config={**_VISION, "model_type": "siglip_vision_model"}, image_token_index=zoo.IMAGE_TOKEN,
+    ),
     "Cohere2VisionForConditionalGeneration": lambda: transformers.Cohere2VisionConfig(
         text_config={**_TEXT, "model_type": "cohere2"}, vision_config={**_VISION, "model_type": "siglip_vision_model"}, image_token_id=zoo.IMAGE_TOKEN,
         alignment_intermediate_size=32,

@@ -1,0 +1,48 @@
+"""How long it takes to a plan, where nothing is known yet and where the trace is kept: `python3 benchmarks/cold.py --model llama-8b --gpu-memory 24GiB`.
+
+The first is the trial run and the search, the second the search and reading the trace. Neither has the making of the model, the CUDA context or the
+allocation of what the plan holds in it: those are no part of planning.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+
+import torch
+
+from outsize.device.choose import choose_device
+from outsize.run.bench import complete
+from outsize.run.random_weights import random_batches, random_model
+from outsize.runtime.optimizer import AdamW
+from outsize.train.build import preview
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-8b")
+    parser.add_argument("--gpu-memory", default="24GiB")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=1024)
+    args = parser.parse_args()
+    device = choose_device(args.device)
+    bench = complete(
+        model=args.model, device=args.device, micro_batch=args.micro_batch, seq=args.seq, steps=None, warm_up=1, accumulate=1, update=None, clip=None,
+        gpu_memory=args.gpu_memory, host_memory=None, plan=None,
+    )  # fmt: skip
+    model, weights = random_model(bench.model, seq=bench.seq)
+    batch = random_batches(model, bench, number=1)[0]
+    torch.zeros(1, device=device.torch_device)
+    print(f"{device.spec.name}, torch {torch.__version__}, {' '.join(sys.argv)}")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["OUTSIZE_CACHE"] = folder
+        for what in ("cold", "trace kept"):
+            started = time.perf_counter()
+            planned = preview(model, batch, optimizer=AdamW(update=bench.update), gpu_memory=bench.gpu_memory, device=device, weights=weights)
+            print(f"{what:<10} {time.perf_counter() - started:6.2f} s; {planned.plan.search}")
+
+
+if __name__ == "__main__":
+    main()
