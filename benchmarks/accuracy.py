@@ -1,8 +1,9 @@
 """What plans promise and what runs take: many runs on one GPU in one go, a row each, and what of the targets holds.
 
     python3 benchmarks/accuracy.py --out found.json --limit 580                       # where the GPU is; again with the rest: --skip-done found.json
-    python3 benchmarks/accuracy.py --show found.json                                  # the table
     python3 benchmarks/accuracy.py --count-fake found.json                            # anywhere: the same plans' bytes, counted on fake tensors
+    python3 benchmarks/accuracy.py --show found.json                                  # what holds, and the table of results/
+    python3 benchmarks/accuracy.py --forecast found.json                              # anywhere: the seconds that `outsize.plan` gives from configs alone
 
 Every run is a child of one process that has imported everything and never touched the GPU: a context, a peak of host memory and a random state of its own,
 without the seconds that importing takes. What a run writes is kept as it ends, so a run that is cut off loses little.
@@ -76,11 +77,15 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=580, help="seconds in all")
     parser.add_argument("--show", type=Path, nargs="+")
     parser.add_argument("--count-fake", type=Path)
+    parser.add_argument("--forecast", type=Path)
     args = parser.parse_args()
     if args.show:
-        print(table([row for path in args.show for row in json.loads(path.read_text())["rows"]]))
+        rows = [row for path in args.show for row in json.loads(path.read_text())["rows"]]
+        print(f"{table(rows)}\n\n{markdown(rows)}")
     elif args.count_fake:
         count_fake(args.count_fake)
+    elif args.forecast:
+        forecast(args.forecast)
     else:
         run_all(args)
 
@@ -204,8 +209,49 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = ["| case | tokens/s | s/step | planned | | GPU GiB, reserved | | allocated | fake | host GiB | |", "|---" * 11 + "|"]
+    for row in rows:
+        if "result" not in row:
+            lines.append(f"| {row['case']} | {row['problem']} |" + " |" * 9)
+            continue
+        result, off = row["result"], errors(row)
+        speed, memory, planned = result["speed"], result["memory"], result["plan"]["step_seconds"]
+        fake = f"{row['fake_gpu_bytes'] / memory['gpu_peak_bytes'] - 1:+.4%}" if "fake_gpu_bytes" in row else ""
+        lines.append(
+            f"| {row['case']} | {speed['tokens_per_second']:,.0f} | {speed['median_step_seconds']:.3f} | {planned:.3f} | {off['seconds']:+.1%} "
+            f"| {memory['gpu_reserved_bytes'] / 2**30:.2f} | {off['reserved']:+.2%} | {off['allocated']:+.4%} | {fake} "
+            f"| {memory['host_peak_bytes'] / 2**30:.1f} | {off['host']:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def forecast(path: Path) -> None:
+    """The seconds of the same cases without the card, each by the plan that is chosen there, which need not be the one that ran."""
+    from outsize.run.shapes import shape_config
+    from outsize.runtime.optimizer import AdamW
+    from outsize.train.forecast import plan
+
+    print("| case | forecast, s | measured, s | |\n|---|---|---|---|")
+    off = []
+    for row in json.loads(path.read_text())["rows"]:
+        if "result" not in row:
+            continue
+        bench, measured = row["result"]["bench"], row["result"]["speed"]["median_step_seconds"]
+        promised = plan(
+            shape_config(bench["model"], seq=bench["seq"]), sequence_len=bench["seq"], micro_batch_size=bench["micro_batch"], accumulate=bench["accumulate"],
+            hardware="h200", gpu_memory=bench["gpu_memory"], optimizer=AdamW(update=bench["update"], max_grad_norm=bench["clip"]),
+        ).plan.estimate.step_seconds  # fmt: skip
+        off.append(measured / promised - 1)
+        print(f"| {row['case']} | {promised:.3f} | {measured:.3f} | {off[-1]:+.1%} |", flush=True)
+    print(f"\n{sum(abs(e) <= 0.1 for e in off)} of {len(off)} within 10%, mean error {statistics.mean(map(abs, off)):.1%}, at most {max(map(abs, off)):.1%}")
+
+
 def count_fake(path: Path) -> None:
-    """The plans of a table, their bytes counted again on fake tensors: what `outsize plan` would have said without the GPU."""
+    """The plans of a table, their bytes counted again on fake tensors: what `outsize plan` would have said without the GPU.
+
+    Of a plan that has been counted, the file keeps what the table reads: it is a fifth as long then, and may lie among results.
+    """
     import torch
 
     from outsize.base.records import from_json
@@ -221,7 +267,7 @@ def count_fake(path: Path) -> None:
 
     found = json.loads(path.read_text())
     for row in found["rows"]:
-        if "result" not in row:
+        if "result" not in row or "fake_gpu_bytes" in row:
             continue
         plan, bench = from_json(Plan, row["plan"]), row["result"]["bench"]
         config = shape_config(bench["model"], seq=bench["seq"])
@@ -232,7 +278,9 @@ def count_fake(path: Path) -> None:
         work = tuple(trace.work(visit, strategy) for visit, strategy in enumerate(decision.strategies))
         place = Placement(graph, layout, decision, plan.terms, work, trace.shared)
         row["fake_gpu_bytes"] = high_water(place, compile_schedule(place), trace.held_bytes).gpu_bytes
-        print(f"{row['case']:<26} fake {row['fake_gpu_bytes'] / row['result']['memory']['gpu_peak_bytes'] - 1:+.3%} of the measured peak", flush=True)
+        print(f"{row['case']:<26} fake {row['fake_gpu_bytes'] / row['result']['memory']['gpu_peak_bytes'] - 1:+.4%} of the measured peak", flush=True)
+        estimate = {key: row["plan"]["estimate"][key] for key in ("busy_seconds", "starved_seconds")}
+        row["plan"] = {"estimate": estimate, "residue": row["plan"]["residue"]}
     path.write_text(json.dumps(found, ensure_ascii=False))
 
 

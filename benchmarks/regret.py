@@ -1,7 +1,7 @@
 """The plan that is chosen against plans that people make by hand: how much slower is it than the best of them?
 
     python3 benchmarks/regret.py --out found.json --limit 580      # where the GPU is
-    python3 benchmarks/regret.py --show found.json
+    python3 benchmarks/regret.py --show found.json                 # the verdict, and the tables of results/
 
 A plan by hand is one of the usual recipes (everything streamed; weights resident and the optimizer on the host; all resident with checkpointing; halves of
 these): the pins of `outsize.prepare`, so memory is as exact as ever and only what was pinned is fixed. Those that do not fit are left out.
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--show", type=Path, nargs="+")
     args = parser.parse_args()
     if args.show:
-        for path in args.show:
-            print(verdict(json.loads(path.read_text())))
+        for shown in [json.loads(path.read_text()) for path in args.show]:
+            print(f"{verdict(shown)}\n\n{markdown(shown)}\n")
         return
     started = time.monotonic()
     # What children share: imported here, once.
@@ -98,6 +98,26 @@ def verdict(found: dict[str, Any]) -> str:
         behind = chosen / seconds[best] - 1
         lines.append(f"{setting['setting']}: chosen {chosen:.3f} s; best of {len(seconds)} by hand {seconds[best]:.3f} s ({behind:+.1%}) {best}")
     return "\n".join(lines)
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """A setting after the other, its plans by hand in the order of their seconds."""
+    lines: list[str] = []
+    for setting in found["settings"]:
+        ran = [(row["result"]["speed"]["median_step_seconds"], row["result"]["plan"]) for row in setting["rows"] if "result" in row]
+        (chosen, plan), by_hand = ran[0], sorted(ran[1:], key=lambda run: run[0])
+        lines += [
+            f"## {setting['setting']}", "",
+            f"Chosen: {chosen:.3f} s a step ({_in_words(plan)}), planned {plan['step_seconds']:.3f}. {len(by_hand)} plans by hand ran, "
+            f"{len(setting['rows']) - len(ran)} do not fit.", "", "| by hand | s/step | against the chosen one | planned |", "|---|---|---|---|",
+            *(f"| {_in_words(plan)} | {took:.3f} | {took / chosen - 1:+.1%} | {plan['step_seconds']:.3f} |" for took, plan in by_hand), "",
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _in_words(plan: dict[str, Any]) -> str:
+    """Of a plan's summary what was decided, without what it promises."""
+    return plan["summary"].split("; ", 1)[1]
 
 
 if __name__ == "__main__":
