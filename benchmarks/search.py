@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from outsize.base.errors import PlanInfeasible
+from outsize.hardware.allowance import Allowance
 from outsize.hardware.catalog import lookup
 from outsize.layout.chunks import pack
 from outsize.plan.plan import Terms
@@ -36,7 +37,7 @@ def main() -> None:
         for accumulate in (1, 4):
             start = time.perf_counter()
             try:
-                plan = search(graph, layout, trace, spec, Terms(accumulate=accumulate), gpu_budget_bytes=gpu * GiB, host_budget_bytes=4000 * GiB)
+                plan = search(graph, layout, trace, spec, Terms(accumulate=accumulate), gpu=Allowance(asked_bytes=gpu * GiB), host_bytes=4000 * GiB)
                 words = plan.search
             except PlanInfeasible as error:
                 words = str(error)

@@ -34,19 +34,16 @@ class Problem:
     trace: ModelTrace
     spec: HardwareSpec
     terms: Terms
-    allowance: Allowance
+    gpu: Allowance
     host_bytes: int
     pins: Pins = Pins()
 
     def solve(self) -> Plan:
-        return search(
-            self.graph, self.layout, self.trace, self.spec, self.terms, gpu_budget_bytes=self.allowance.room_bytes, host_budget_bytes=self.host_bytes,
-            pins=self.pins, allowance=self.allowance,
-        )  # fmt: skip
+        return search(self.graph, self.layout, self.trace, self.spec, self.terms, gpu=self.gpu, host_bytes=self.host_bytes, pins=self.pins)
 
     @cached_property
     def budgets(self) -> Budgets:
-        return Budgets(Space(self.graph, self.layout, self.trace, self.terms, self.spec), self.pins, self.allowance.room_bytes, self.host_bytes)
+        return Budgets(Space(self.graph, self.layout, self.trace, self.terms, self.spec), self.pins, self.gpu, self.host_bytes)
 
     def least_gpu_bytes(self, host_bytes: int | None = None) -> int | None:
         """The least that plans need beside this much on the host (the problem's own by default); None if no amount does."""
@@ -56,7 +53,7 @@ class Problem:
     def least_gpu_memory(self) -> int | None:
         """The least to ask for."""
         least = self.least_gpu_bytes()
-        return self.allowance.asked_for(least) if least is not None else None
+        return self.gpu.asked_for(least) if least is not None else None
 
     def least_host_bytes(self) -> int | None:
         """The least host memory that would do beside the GPU as it is."""
@@ -132,8 +129,8 @@ def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     spec = problem.spec
-    more = replace(problem.allowance, asked_bytes=problem.allowance.asked_bytes + MORE_GPU_BYTES)
-    yield f"{show_bytes(MORE_GPU_BYTES)} more GPU memory", replace(problem, allowance=more)
+    more = replace(problem.gpu, asked_bytes=problem.gpu.asked_bytes + MORE_GPU_BYTES)
+    yield f"{show_bytes(MORE_GPU_BYTES)} more GPU memory", replace(problem, gpu=more)
     for name, fields in (
         ("computing twice as fast", ("flops", "gpu_bytes_per_second")),
         ("copies twice as fast", ("h2d_bytes_per_second", "d2h_bytes_per_second")),

@@ -21,10 +21,9 @@ W = TypeVar("W")
 class Budgets:
     """Two budgets and the pins: which counts are allowed and which fit."""
 
-    def __init__(self, space: Space, pins: Pins, gpu_bytes: int, host_bytes: int, allowance: Allowance | None = None):
-        """`allowance`: what `gpu_bytes` are the room of."""
-        self.space, self.pins, self.gpu_bytes, self.host_bytes = space, pins, gpu_bytes, host_bytes
-        self.allowance = allowance or Allowance(asked_bytes=gpu_bytes)
+    def __init__(self, space: Space, pins: Pins, gpu: Allowance, host_bytes: int):
+        self.space, self.pins, self.gpu, self.host_bytes = space, pins, gpu, host_bytes
+        self.gpu_bytes = gpu.room_bytes
         every, trainable = len(space.weight_order), len(space.state_order)
         # What stays on the GPU is the least, unless a pin says another number: a pin may also send it away.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
@@ -161,7 +160,7 @@ class Budgets:
         assert host is not None, "the least GPU memory fits, so some host memory does"
         relax = ""
         if least:
-            asked = _written(self.allowance.asked_for(least[0]))
+            asked = _written(self.gpu.asked_for(least[0]))
             relax = f"or allow {asked} of GPU memory (gpu_memory){self._beyond(least[0])}, and the rest stays there"
         return self._too_small("host", "host_memory", self.host_bytes, host[0], [relax, "take a smaller model or train fewer of its parameters"])
 
@@ -176,21 +175,21 @@ class Budgets:
             relax.append(f"with more host memory (host_memory) {self._asked(anyhow)} would do")
         if self.space.num_staying:
             moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
-            least = Budgets(self.space, moving, self.gpu_bytes, self.host_bytes).least_gpu()
+            least = Budgets(self.space, moving, self.gpu, self.host_bytes).least_gpu()
             if least and least[0] < needed:
                 relax.append(f"if what trains may leave the GPU too, which is slower (pins {moving}), {self._asked(least[0])} would do")
         return relax
 
     def _asked(self, gpu_bytes: int) -> str:
-        return show_bytes(self.allowance.asked_for(gpu_bytes))
+        return show_bytes(self.gpu.asked_for(gpu_bytes))
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
-        return f", more than {spec.name} has" if self.allowance.asked_for(gpu_bytes) > spec.gpu_bytes else ""
+        return f", more than {spec.name} has" if self.gpu.asked_for(gpu_bytes) > spec.gpu_bytes else ""
 
     def _too_small(self, resource: str, option: str, allowed: int, needed: int, relax: list[str]) -> PlanInfeasible:
         if self.pins.given():
-            free = Budgets(self.space, Pins(), self.gpu_bytes, self.host_bytes)
+            free = Budgets(self.space, Pins(), self.gpu, self.host_bytes)
             without = free.least_gpu() if resource == "gpu" else free.least_host()
             if without and without[0] < needed:
                 less = self._asked(without[0]) if resource == "gpu" else show_bytes(without[0])
@@ -198,7 +197,7 @@ class Budgets:
         name, beyond = "host", ""
         if resource == "gpu":
             name, beyond = "GPU", self._beyond(needed)
-            allowed, needed = self.allowance.asked_bytes, self.allowance.asked_for(needed)
+            allowed, needed = self.gpu.asked_bytes, self.gpu.asked_for(needed)
         return PlanInfeasible(
             tell(
                 f"training this model at this batch takes at least {_written(needed)} of {name} memory",

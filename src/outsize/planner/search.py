@@ -50,30 +50,30 @@ class _Tried:
 
 def search(
     graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, spec: HardwareSpec, terms: Terms, *,
-    gpu_budget_bytes: int, host_budget_bytes: int, pins: Pins = Pins(), allowance: Allowance | None = None,  # noqa: B008 - frozen
+    gpu: Allowance, host_bytes: int, pins: Pins = Pins(),  # noqa: B008 - frozen
 ) -> Plan:  # fmt: skip
-    """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range. `allowance`: what the GPU budget is the room of."""
+    """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range."""
     made_for = fingerprint(graph)
     if trace.graph != made_for:
         raise PlanInvalid(tell(f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"))
     space = Space(graph, layout, trace, terms, spec)
     check_pins(pins, graph, layout, space.num_layers)
-    run = _Search(Budgets(space, pins, gpu_budget_bytes, host_budget_bytes, allowance))
+    run = _Search(Budgets(space, pins, gpu, host_bytes))
     best = run.run()
     words = run.words(best)
     if pins.given():
-        words += f"; pinned {pins}: {_cost_of_pins(space, best, gpu_budget_bytes, host_budget_bytes)}"
+        words += f"; pinned {pins}: {_cost_of_pins(space, best, gpu, host_bytes)}"
     return Plan(
         format=FORMAT, graph=made_for, hardware=spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, terms=terms, decision=best.decision,
         work=tuple(trace.work(v, s) for v, s in enumerate(best.decision.strategies)), shared=trace.shared, held_bytes=trace.held_bytes,
-        gpu_budget_bytes=gpu_budget_bytes, host_budget_bytes=host_budget_bytes, estimate=best.estimate,
+        gpu_budget_bytes=gpu.room_bytes, host_budget_bytes=host_bytes, estimate=best.estimate,
         provenance=f"model: {trace.provenance}; machine: {spec.provenance}", search=words,
     )  # fmt: skip
 
 
-def _cost_of_pins(space: Space, best: _Tried, gpu_bytes: int, host_bytes: int) -> str:
+def _cost_of_pins(space: Space, best: _Tried, gpu: Allowance, host_bytes: int) -> str:
     try:
-        free = _Search(Budgets(space, Pins(), gpu_bytes, host_bytes)).run().estimate.step_seconds
+        free = _Search(Budgets(space, Pins(), gpu, host_bytes)).run().estimate.step_seconds
     except PlanInfeasible:  # the pins may reach a corner that the free search does not look into
         return "the search found no plan without them"
     if best.estimate.step_seconds <= free * (1 + TIE):

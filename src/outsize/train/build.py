@@ -176,11 +176,8 @@ def _get_ready(
             return Planned(graph, layout, given, chosen)
         overhead = where.overhead_bytes
         share = where.spec.allocator_share if overhead else 0.0
-        allowance = Allowance(asked_bytes=gpu_budget, fixed_bytes=overhead - int(gpu_budget * share) + where.learnt_bytes, share=share)
-        made = search(
-            graph, layout, trace, where.spec, terms, gpu_budget_bytes=allowance.room_bytes, host_budget_bytes=host_budget, pins=pins or Pins(),
-            allowance=allowance,
-        )  # fmt: skip
+        gpu = Allowance(asked_bytes=gpu_budget, fixed_bytes=overhead - int(gpu_budget * share) + where.learnt_bytes, share=share)
+        made = search(graph, layout, trace, where.spec, terms, gpu=gpu, host_bytes=host_budget, pins=pins or Pins())
         check(made, graph, layout)
         return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
 

@@ -184,7 +184,7 @@ def plan(
         layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
         terms = Terms(update=settings.update, accumulate=split.passes, fp32_grads=settings.fp32_grads)
         problem = Problem(
-            graph=graph, layout=layout, trace=found.trace, spec=spec, terms=terms, allowance=allowance, host_bytes=host_budget, pins=pins or Pins()
+            graph=graph, layout=layout, trace=found.trace, spec=spec, terms=terms, gpu=allowance, host_bytes=host_budget, pins=pins or Pins()
         )
         made = problem.solve()
         check(made, graph, layout)

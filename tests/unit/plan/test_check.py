@@ -10,6 +10,7 @@ from synthetic import Case, make_case, random_case
 
 from outsize.base.errors import PlanInvalid
 from outsize.base.records import fingerprint
+from outsize.hardware.allowance import Allowance
 from outsize.layout.chunks import pack
 from outsize.plan.check import check, load, save
 from outsize.plan.plan import Homes, Plan
@@ -19,7 +20,7 @@ HUGE = 10**15
 
 
 def plan_of(case: Case, gpu: int = HUGE) -> Plan:
-    return search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu_budget_bytes=gpu, host_budget_bytes=HUGE)
+    return search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=gpu), host_bytes=HUGE)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from synthetic import Case, make_case, random_case
 
+from outsize.hardware.allowance import Allowance
 from outsize.plan.plan import Decision, Plan
 from outsize.plan.render import render, summary
 from outsize.plan.schedule import compile_schedule
@@ -15,7 +16,7 @@ HUGE = 10**15
 
 
 def plan_of(case: Case, decision: Decision | None = None) -> Plan:
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu_budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=HUGE), host_bytes=HUGE)
     if decision is None:
         return plan
     place = case.place(decision)

@@ -16,7 +16,7 @@ HUGE = 10**12
 def problem(gpu_bytes: int = HUGE, host_bytes: int = HUGE, num_layers: int = 6) -> Problem:
     case = make_case(num_layers, 2, terms=Terms(update="in_backward"))
     return Problem(
-        graph=case.graph, layout=case.layout, trace=case.trace, spec=case.spec, terms=case.terms, allowance=Allowance(asked_bytes=gpu_bytes),
+        graph=case.graph, layout=case.layout, trace=case.trace, spec=case.spec, terms=case.terms, gpu=Allowance(asked_bytes=gpu_bytes),
         host_bytes=host_bytes,
     )
 
@@ -53,9 +53,9 @@ def test_a_better_machine_is_never_slower_and_the_best_change_is_to_what_binds(e
 
 def test_the_least_is_where_a_search_begins_to_succeed(tight: Problem, explained: Explanation) -> None:
     assert explained.least_gpu_bytes is not None and explained.least_host_bytes is not None
-    replace(tight, allowance=Allowance(asked_bytes=explained.least_gpu_bytes)).solve()
+    replace(tight, gpu=Allowance(asked_bytes=explained.least_gpu_bytes)).solve()
     replace(tight, host_bytes=explained.least_host_bytes).solve()
-    for smaller in (replace(tight, allowance=Allowance(asked_bytes=explained.least_gpu_bytes - 1)), replace(tight, host_bytes=explained.least_host_bytes - 1)):
+    for smaller in (replace(tight, gpu=Allowance(asked_bytes=explained.least_gpu_bytes - 1)), replace(tight, host_bytes=explained.least_host_bytes - 1)):
         with pytest.raises(PlanInfeasible):
             smaller.solve()
 

@@ -8,6 +8,7 @@ import pytest
 from synthetic import MACHINE, Case, make_case, make_graph, make_trace, random_case, random_decision
 
 from outsize.base.errors import ConfigError, PlanInfeasible, PlanInvalid
+from outsize.hardware.allowance import Allowance
 from outsize.layout.chunks import pack
 from outsize.model.graph import BlockGraph, Param
 from outsize.plan.check import check
@@ -22,7 +23,7 @@ HUGE = 10**15
 
 
 def find(case: Case, gpu: int = HUGE, host: int = HUGE, pins: Pins | None = None) -> Plan:
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu_budget_bytes=gpu, host_budget_bytes=host, pins=pins or Pins())
+    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=gpu), host_bytes=host, pins=pins or Pins())
     check(plan, case.graph, case.layout)
     return plan
 

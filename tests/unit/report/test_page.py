@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from synthetic import Case, make_case, make_graph, make_trace
 
+from outsize.hardware.allowance import Allowance
 from outsize.layout.chunks import pack
 from outsize.plan.plan import Plan, Terms
 from outsize.plan.schedule import compile_schedule
@@ -20,7 +21,7 @@ EVIL = "<script>alert('x')</script>{{data}}&\"layers."
 
 
 def plan_of(case: Case, gpu: int = 10**6) -> Plan:
-    return search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu_budget_bytes=gpu, host_budget_bytes=10**9)
+    return search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=gpu), host_bytes=10**9)
 
 
 def page_of(case: Case, plan: Plan | None = None, **options: object) -> str:
