@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outsize.base.errors import ConfigError, tell
-from outsize.cli.options import ImageSize, NumImages, update_mode
+from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, ImageSize, NumImages, update_mode
 from outsize.run.shapes import SHAPES, require_one_of
 
 _DOC = f"""How fast does this machine train, measured beside what the plan promised?
@@ -42,8 +42,8 @@ def bench(
     model: Annotated[str | None, typer.Option(help="A shape, or several with commas between.", show_default="llama-1b; tiny without a GPU")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="what is free")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="what is free, less a tenth")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Rows of a batch.", show_default="8; 2 without a GPU")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a row.", show_default="1024; 64 without a GPU")] = None,
+    micro_batch: Annotated[int | None, typer.Option(*MICRO_BATCH, help="Rows of a batch.", show_default="8; 2 without a GPU")] = None,
+    seq: Annotated[int | None, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.", show_default="1024; 64 without a GPU")] = None,
     images: NumImages = None,
     image_size: ImageSize = 1024,
     accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,

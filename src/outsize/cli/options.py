@@ -8,8 +8,10 @@ from outsize.run.shapes import require_one_of
 
 ConfigPath = Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")]
 Hardware = Annotated[str, typer.Option(help="A machine of the catalog, a machine's YAML file, or a size such as 64MiB.")]
-SequenceLen = Annotated[int, typer.Option(help="Tokens of a row.")]
-MicroBatch = Annotated[int | None, typer.Option(help="Rows of a batch.", show_default="1; with --batch-size, the fastest")]
+# Two are said daily: by the names that they have in a run's YAML, and shorter.
+SEQUENCE_LEN, MICRO_BATCH = ("--sequence-len", "--seq"), ("--micro-batch-size", "--micro-batch")
+SequenceLen = Annotated[int, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.")]
+MicroBatch = Annotated[int | None, typer.Option(*MICRO_BATCH, help="Rows of a batch.", show_default="1; with --batch-size, the fastest")]
 BatchSize = Annotated[int | None, typer.Option(help="Rows of an optimizer step: micro-batches and accumulation follow from it.", show_default=False)]
 GpuMemory = Annotated[str | None, typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="the machine's")]
 HostMemory = Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")]

@@ -140,7 +140,9 @@ def _memory(plan: Plan) -> list[str]:
     if "slot" in estimate.gpu_parts:
         depth = plan.decision.depth
         note += "; weights are loaded " + (f"{depth} block{'s' * (depth > 1)} ahead" if depth else "when their block comes")
-    return [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, host), note]
+    own = plan.residue.host_bytes
+    beside = [f"      and {show_bytes(own)} that Python, its libraries and the driver have there"] if own else []
+    return [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, host), *beside, note]
 
 
 def host_parts(plan: Plan) -> dict[str, int]:

@@ -91,10 +91,12 @@ class Explanation:
         return "\n".join([*lines, f"least    {self._least()}"])
 
     def _least(self) -> str:
-        gpu, host = (show_bytes(n) if n is not None else None for n in (self.least_gpu_bytes, self.least_host_bytes))
+        gpu = show_bytes(self.least_gpu_bytes) if self.least_gpu_bytes is not None else None
         budget = f"{show_bytes(self.plan.host_budget_bytes)} on the host"
         words = [f"{gpu} of GPU memory would do beside {budget}" if gpu else f"no GPU is small enough beside {budget}"]
-        return "; ".join([*words, *([f"{host} on the host would do beside this GPU"] if host else [])])
+        if self.least_host_bytes is not None:
+            words.append(f"{show_bytes(self.least_host_bytes) if self.least_host_bytes else 'nothing'} on the host would do beside this GPU")
+        return "; ".join(words)
 
 
 def explain(problem: Problem, plan: Plan) -> Explanation:

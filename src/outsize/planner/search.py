@@ -39,6 +39,11 @@ TIE = 0.01
 """Times this close are equal: measurements are no better."""
 PLAIN_TIE = 0.1
 """The plain resident run has no moving parts whose overlap could disappoint; another plan must promise more than this to replace it."""
+_SIMPLICITY = (
+    "chunks and layers moved or computed again", "blocks loaded ahead", "layers swapped", "layers offloaded", "layers recomputed", "chunks streamed",
+    "updates apart on the host",
+)  # fmt: skip
+"""What makes a plan less simple, the weightiest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +264,7 @@ class _Search:
         return min(t.estimate.step_seconds for t in self.tried.values())
 
     def _complexity(self, counts: Counts) -> tuple[int, ...]:
-        """How much moves, and how far ahead; then anything that makes the order total."""
+        """By `_SIMPLICITY`: how much moves, and how far ahead; then anything that makes the order total."""
         streamed, on_host = len(self.space.weight_order) - counts.resident, len(self.space.state_order) - counts.optimizer
         moved = streamed + on_host + sum(counts.mix)
         return (moved, counts.depth, counts.swap, counts.offload, counts.recompute, streamed, counts.stride)
@@ -273,13 +278,23 @@ class _Search:
 
     def words(self, best: _Tried) -> str:
         others = [t for t in self.tried.values() if t.counts != best.counts]
-        said = f"{len(self.tried)} simulations"
+        said = f"{len(self.tried)} simulation{'s' * (len(self.tried) > 1)}"
         if others:
             second = min(others, key=lambda t: (t.estimate.step_seconds, self._complexity(t.counts)))
-            ratio = second.estimate.step_seconds / best.estimate.step_seconds - 1
-            by = f"{ratio:.1%} slower" if ratio > 0 else f"{-ratio:.1%} faster, but not as simple" if ratio < 0 else "as fast, but not as simple"
-            said += f"; runner-up {by}: {self._describe(second.counts)}"
+            said += f"; runner-up {self._against(best, second)}: {self._describe(second.counts)}"
         return said
+
+    def _against(self, best: _Tried, second: _Tried) -> str:
+        """Why not the second: what takes it longer, or what of it is not as simple."""
+        ratio = second.estimate.step_seconds / best.estimate.step_seconds - 1
+        if ratio > 0:
+            more = {lane: busy - best.estimate.busy_seconds.get(lane, 0.0) for lane, busy in second.estimate.busy_seconds.items()}
+            lane = max(more, key=lambda lane: more[lane])
+            longer = f"{lane} works {show_seconds(more[lane])} more" if more[lane] > 0 else "its lanes wait more for one another"
+            return f"{ratio:.1%} slower ({longer})"
+        pairs = zip(_SIMPLICITY, self._complexity(second.counts), self._complexity(best.counts), strict=True)
+        dearer = next(f"{theirs} {what} instead of {ours}" for what, theirs, ours in pairs if theirs != ours)
+        return f"{f'{-ratio:.1%} faster' if ratio else 'as fast'}, but not as simple ({dearer})"
 
     def _describe(self, counts: Counts) -> str:
         if counts == self.space.plain:

@@ -53,6 +53,9 @@ def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path
     made = load(path)
     assert (made.gpu_budget_bytes, made.host_budget_bytes, made.terms.accumulate) == (512 * 2**10, 2**30, 2)
     assert made.inputs["input_ids"] == (3, 32)
+    short = {"--sequence-len": "--seq", "--micro-batch-size": "--micro-batch"}
+    again = runner.invoke(app, ["plan", model, *(short.get(word, word) for word in args)])
+    assert again.exit_code == 0 and result.output.startswith(again.output)
 
 
 def test_plan_says_what_more_memory_would_buy_and_how_little_would_do(model: str) -> None:

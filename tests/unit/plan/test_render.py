@@ -6,6 +6,7 @@ import pytest
 from synthetic import Case, make_case, random_case
 
 from outsize.hardware.allowance import Allowance
+from outsize.hardware.spec import Residue
 from outsize.plan.plan import Decision, Plan
 from outsize.plan.render import render, summary
 from outsize.plan.schedule import compile_schedule
@@ -50,6 +51,13 @@ def test_a_block_whose_chunks_live_apart_says_so() -> None:
     homes[first] = "gpu/host"
     text = render(plan_of(case, case.decide(homes, depth=0)), case.graph, case.layout)
     assert "weights 1 gpu + 3 host, optimizer host" in row(text, "model.layers.1")
+
+
+def test_what_the_process_has_on_the_host_besides_is_told_where_it_was_measured(case: Case) -> None:
+    plan = plan_of(case)
+    own = "and 1.50 GiB that Python, its libraries and the driver have there"
+    assert own in render(dataclasses.replace(plan, residue=Residue(host_bytes=3 * 2**29)), case.graph, case.layout)
+    assert "driver" not in render(plan, case.graph, case.layout)
 
 
 def test_frozen_and_tied_weights_are_named() -> None:

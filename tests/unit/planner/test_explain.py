@@ -64,6 +64,7 @@ def test_where_everything_fits_and_there_is_no_host_the_plain_recipe_is_the_plan
     roomy = problem(host_bytes=0)
     found = explain(roomy, roomy.solve())
     assert found.by_hand[0].step_seconds == found.plan.estimate.step_seconds
+    assert str(found).endswith("nothing on the host would do beside this GPU")
 
 
 def test_it_reads_as_a_table_and_the_outlook_as_two_lines(tight: Problem, explained: Explanation) -> None:
