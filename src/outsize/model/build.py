@@ -76,24 +76,31 @@ def _first_line(error: Exception) -> str:
 
 
 def trainable_class(config: Any) -> Any:
-    """The class that the config was saved from, if it can be trained; else the language model of that kind."""
+    """The class that the config names, if it can be trained; of a config that names none, or the model without a head, the language model of that kind."""
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
     )
 
     names = config.architectures or []
     tables = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
     if config.is_encoder_decoder:  # whose decoder alone, as the table of language models has it of Whisper, is another model
         tables = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
-    candidates = [getattr(transformers, name, None) for name in names] + [table.get(type(config), None) for table in tables]
-    for candidate in candidates:
-        if candidate is not None and {"input_ids", "labels"} <= inspect.signature(candidate.forward).parameters.keys():
-            return candidate
+    named = [getattr(transformers, name, None) for name in names]
+    known = [table.get(type(config), None) for table in tables]
+    bare = MODEL_MAPPING.get(type(config), None)
+    # A head that cannot be trained so, or is not known, is not exchanged for another: whoever names one does not mean the language model.
+    has_head = any(kind is None or kind not in (bare if isinstance(bare, tuple) else (bare,)) for kind in named)
+    for kind in named if has_head else [*named, *known]:
+        if kind is not None and {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys():
+            return kind
     found = f"the config names {', '.join(names) or 'no architecture'} ({type(config).__name__})"
-    raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, "Build the model yourself and give it to outsize.prepare"))
+    instead = next((f", or name {kind.__name__} in its architectures if that is meant" for kind in known if has_head and kind is not None), "")
+    do = f"Build the model yourself and give it to outsize.prepare{instead}"
+    raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, do))
 
 
 def _local_folder(path: str) -> Path:

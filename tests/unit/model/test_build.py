@@ -11,7 +11,7 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, LlamaModel, ViTConfig
+from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, LlamaModel, ViTConfig
 
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
@@ -211,3 +211,9 @@ def test_the_class_is_the_one_that_was_saved_or_the_language_model_of_that_kind(
     assert trainable_class(zoo.make("t5").config).__name__ == "T5ForConditionalGeneration"
     with pytest.raises(ModelUnsupported, match="takes input_ids and labels, but the config names no architecture"):
         trainable_class(ViTConfig())
+
+
+@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "BertForRewardOfMyOwn"])
+def test_a_head_that_cannot_be_trained_or_is_not_known_is_not_exchanged_for_another(name: str) -> None:
+    with pytest.raises(ModelUnsupported, match=f"names {name} .*prepare, or name BertLMHeadModel in its architectures if that is meant"):
+        trainable_class(BertConfig(architectures=[name]))
