@@ -26,14 +26,17 @@ _TINY = HardwareSpec(
 
 def lookup(name: str) -> HardwareSpec:
     """Of the catalog, a file or a size, in this order. Paths are relative to the working directory."""
-    if name in CATALOG:
-        return CATALOG[name]
+    if not isinstance(name, str):
+        raise ConfigError(tell("hardware is a name, a file or a size such as '24GiB'", f"{name!r} was given", "Write it as a text"))
+    plain = name.lower().replace(" ", "").replace("_", "-")
+    if plain in CATALOG:
+        return CATALOG[plain]
     if Path(name).suffix in (".yaml", ".yml") or len(Path(name).parts) > 1:
         return read_machine(name).spec
     if name[:1].isdigit():
         return dataclasses.replace(_TINY, name=name, gpu_bytes=parse_bytes(name, name="device size"))
-    nearest = difflib.get_close_matches(name.lower().replace(" ", ""), CATALOG, n=1, cutoff=0.5)
-    do = f"Did you mean {nearest[0]}? `outsize probe --save` writes a file of this machine" if nearest else "Choose one of them"
+    nearest = [known for known in CATALOG if plain and known.startswith(plain)] or difflib.get_close_matches(plain, CATALOG, n=1, cutoff=0.5)
+    do = f"Did you mean {' or '.join(nearest)}? `outsize probe --save` writes a file of this machine" if nearest else "Choose one of them"
     raise ConfigError(
         tell(f"a machine of the catalog ({', '.join(CATALOG)}), a .yaml file of one, or a size such as 64MiB", f"{name!r} was given", do)
     )

@@ -36,6 +36,11 @@ _MOST = 1e20
 _LEAST_RATE = 1e6
 """Below every rate: whoever writes `h2d_bytes_per_second: 25` means GB."""
 
+_MOST_BYTES = 2**50
+"""Above every machine's memory."""
+_RANGES = {"allocator_share": (0.0, 1.0), "launch_seconds": (1e-9, 0.1), "issue_seconds": (1e-9, 0.1), "busy_issue": (1.0, 100.0), "boost": (0.5, 5.0)}
+"""From the first to below the second, of what is no rate: whoever writes `launch_seconds: 20` means µs."""
+
 
 def read_machine(path: str | Path) -> Machine:
     where = str(path)
@@ -53,6 +58,9 @@ def read_machine(path: str | Path) -> Machine:
             problems += [f"{key}: {wrong}"] if wrong else []
     required = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
     problems += [f"{key}: expected {_expected(key)}, found nothing" for key in required if key not in values]
+    context = values.get("context_bytes", _FIELDS["context_bytes"].default)
+    if not problems and context >= values["gpu_bytes"]:
+        problems.append(f"context_bytes: expected less than gpu_bytes ({exact_bytes(values['gpu_bytes'])}), found {exact_bytes(context)}")
     if problems:
         count = "1 thing in it is" if len(problems) == 1 else f"{len(problems)} things in it are"
         raise ConfigError("\n  ".join([tell(f"{where} describes a machine", f"{count} wrong", "Correct this; docs/probe.md tells of every key"), *problems]))
@@ -80,26 +88,23 @@ def _read(key: str, value: Any) -> tuple[Any, str]:
         if isinstance(value, int) and value < _LEAST_BYTES:
             return 0, wrong
         try:
-            return parse_bytes(value, name="it"), ""
+            size = parse_bytes(value, name="it")
+            return size, "" if size < _MOST_BYTES else wrong
         except ConfigError as error:
             return 0, str(error) if isinstance(value, str) else wrong
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST:
         return 0.0, wrong
-    return float(value), "" if (value < 1 if key == "allocator_share" else value >= _LEAST_RATE if _is_rate(key) else value > 0) else wrong
-
-
-def _is_rate(key: str) -> bool:
-    return key == "flops" or key.endswith("_per_second")
+    least, most = _RANGES.get(key, (_LEAST_RATE, _MOST))
+    return float(value), "" if least <= value < most else wrong
 
 
 def _expected(key: str) -> str:
     if key == "measured":
         return "a mapping"
-    if key == "allocator_share":
-        return "a number from 0 to below 1"
-    if _is_rate(key):
-        return "a number such as 25.0e+9, of bytes, parameters or FLOPs a second"
-    return {str: "a text", int: "a size such as 24GiB", float: "a number above 0"}[_TYPES[key]]
+    if key in _RANGES:
+        least, most = _RANGES[key]
+        return f"a number from {least:g} to below {most:g}"
+    return {str: "a text", int: "a size such as 24GiB", float: "a number such as 25.0e+9, of bytes, parameters or FLOPs a second"}[_TYPES[key]]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -107,7 +112,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _written(number: float) -> str:
-    if number == 0 or not math.isfinite(number) or 1e-3 <= abs(number) < 1e5:
+    if abs(number) < 1e-300 or not math.isfinite(number) or 1e-3 <= abs(number) < 1e5:
         return repr(number)
     power = 3 * math.floor(math.log10(abs(number)) / 3)
     digits = f"{number / 10.0**power:.6g}"
