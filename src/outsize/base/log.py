@@ -1,4 +1,4 @@
-"""One logger for the library; the command line decides how it is shown."""
+"""One logger for the library; applications decide how it is shown, and without that Python prints warnings."""
 
 import logging
 

@@ -1,6 +1,7 @@
 """Sizes as people write them: `123456B`, `64MiB`, `24GiB`; and as people read them: `21.4 GiB`."""
 
 import re
+from numbers import Integral
 
 from outsize.base.errors import ConfigError, tell
 
@@ -28,6 +29,11 @@ def parse_bytes(size: "str | int", *, name: str = "size") -> int:
     return value
 
 
+def is_count(value: object, *, least: int = 1) -> bool:
+    """Whether it is a whole number from `least`; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def exact_bytes(num_bytes: int) -> str:
     """The written form that parses back to the same number: `64MiB` where it divides, else `123456B`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -41,6 +47,17 @@ def show_bytes(num_bytes: float) -> str:
     fitting = [(unit, num_bytes / factor) for unit, factor in _FACTORS.items() if abs(num_bytes / factor) < (1024 if unit == "B" else 999.5)]
     unit, value = fitting[0] if fitting else ("TiB", num_bytes / _FACTORS["TiB"])
     return f"{int(value)} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+
+
+def show_enough(num_bytes: int) -> str:
+    """For reading, and to be asked for: rounded up, so that what is written is enough."""
+    text = show_bytes(num_bytes)
+    number, unit = text.split(" ")
+    decimals = len(number.partition(".")[2])
+    while parse_bytes(text) < num_bytes:
+        number = f"{float(number) + 10.0**-decimals:.{decimals}f}"
+        text = f"{number} {unit}"
+    return text
 
 
 def show_seconds(seconds: float) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from outsize.base.errors import ConfigError, tell
+from outsize.base.units import is_count
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 
@@ -36,6 +37,8 @@ class Pins:
 
 def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[str, int]) -> None:
     """`layers`: per strategy, how many layers know it; `all`: how many layers there are."""
+    if not isinstance(pins, Pins):
+        raise ConfigError(tell("pins are outsize.Pins", f"a {type(pins).__name__} was given", "Write outsize.Pins(n_persist=…)"))
     most = {
         "n_persist": len(layout.chunks), "n_buffer": len(graph.visits), "n_swap": layers["swap"], "n_checkpoint": layers["recompute"],
         "n_offload": layers["offload"], "n_optimizer_gpu": sum(chunk.trainable for chunk in layout.chunks),
@@ -43,7 +46,7 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
     wrong = []
     for name, value in pins.given().items():
         least = 1 if name == "n_buffer" else 0
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most[name]:
+        if not is_count(value, least=least) or value > most[name]:
             wrong.append((f"{name} is between {least} and {most[name]} for this model", f"it is {value!r}"))
     if wrong:
         raise ConfigError(tell("; ".join(w for w, _ in wrong), "; ".join(f for _, f in wrong), "Choose a number in the range, or leave the pin out"))

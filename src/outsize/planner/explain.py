@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outsize.base.errors import ConfigError, PlanInfeasible
-from outsize.base.units import show_bytes, show_seconds
+from outsize.base.units import show_bytes, show_enough, show_seconds
 from outsize.hardware.allowance import Allowance
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
@@ -91,11 +91,11 @@ class Explanation:
         return "\n".join([*lines, f"least    {self._least()}"])
 
     def _least(self) -> str:
-        gpu = show_bytes(self.least_gpu_bytes) if self.least_gpu_bytes is not None else None
+        gpu = show_enough(self.least_gpu_bytes) if self.least_gpu_bytes is not None else None
         budget = f"{show_bytes(self.plan.host_budget_bytes)} on the host"
-        words = [f"{gpu} of GPU memory would do beside {budget}" if gpu else f"no GPU is small enough beside {budget}"]
+        words = [f"{gpu} of GPU memory would do beside {budget}" if gpu else f"no GPU is large enough beside {budget}"]
         if self.least_host_bytes is not None:
-            words.append(f"{show_bytes(self.least_host_bytes) if self.least_host_bytes else 'nothing'} on the host would do beside this GPU")
+            words.append(f"{show_enough(self.least_host_bytes) if self.least_host_bytes else 'nothing'} on the host would do beside this GPU")
         return "; ".join(words)
 
 

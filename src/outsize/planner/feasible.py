@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
-from outsize.base.units import exact_bytes, show_bytes
+from outsize.base.units import exact_bytes, show_bytes, show_enough
 from outsize.hardware.allowance import Allowance
 from outsize.plan.pins import Pins
 from outsize.planner.candidates import Counts, Mix, Space
@@ -181,7 +181,7 @@ class Budgets:
         return relax
 
     def _asked(self, gpu_bytes: int) -> str:
-        return show_bytes(self.gpu.asked_for(gpu_bytes))
+        return show_enough(self.gpu.asked_for(gpu_bytes))
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
@@ -192,7 +192,7 @@ class Budgets:
             free = Budgets(self.space, Pins(), self.gpu, self.host_bytes)
             without = free.least_gpu() if resource == "gpu" else free.least_host()
             if without and without[0] < needed:
-                less = self._asked(without[0]) if resource == "gpu" else show_bytes(without[0])
+                less = self._asked(without[0]) if resource == "gpu" else show_enough(without[0])
                 relax = [*relax, f"without the pins ({self.pins}) {less} would do"]
         name, beyond = "host", ""
         if resource == "gpu":
@@ -202,7 +202,7 @@ class Budgets:
             tell(
                 f"training this model at this batch takes at least {_written(needed)} of {name} memory",
                 f"{_written(allowed)} is allowed ({option})",
-                "; ".join([f"Raise it to {exact_bytes(needed)}{beyond}", *filter(None, relax)]),
+                "; ".join([f"Raise it to {show_enough(needed).replace(' ', '')}{beyond}", *filter(None, relax)]),
             ),
             resource=resource, allowed_bytes=allowed, needed_bytes=needed,
         )  # fmt: skip

@@ -1,19 +1,19 @@
 """A batch of the user's at another size: what a plan is made for, and what is tried where that is too large to try."""
 
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outsize.base.errors import ConfigError, tell
+from outsize.base.units import is_count
 
 
 def grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
     """The batch at its largest: rows and tokens repeated up to `max_shape`; with a mask, one that masks something, since that is dearer."""
     if max_shape is None:
         return batch
-    if not isinstance(max_shape, (tuple, list)) or len(max_shape) != 2 or not all(isinstance(size, Integral) and size > 0 for size in max_shape):
+    if not isinstance(max_shape, (tuple, list)) or len(max_shape) != 2 or not all(map(is_count, max_shape)):
         raise ConfigError(tell("max_shape is the rows and the tokens of the largest batch", f"it is {max_shape!r}", "Give two whole numbers from 1"))
     if not isinstance(batch, dict):
         return batch

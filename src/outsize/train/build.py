@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, ModelUnsupported, PlanInfeasible, tell
 from outsize.base.log import log
-from outsize.base.units import exact_bytes, parse_bytes, show_bytes
+from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.hardware.allowance import Allowance
@@ -137,6 +137,8 @@ def _get_ready(
     plan: "Plan | str | Path | None" = None, chunk_bytes: str | int = DEFAULT_CHUNK_BYTES, weights: "str | Path | Weights | None" = None,
     loss: Loss | None = None, chunked_loss: bool | None = None,
 ) -> _Ready:  # fmt: skip
+    if not is_count(accumulate):
+        raise ConfigError(tell("accumulate is a whole number from 1", f"it is {accumulate!r}", "Give the backward passes of an optimizer step"))
     where = choose_device(device)
     if "__deepcopy__" in vars(model):  # see runtime/patches.py
         raise EngineMisuse(tell("the model is a plain one", "it is prepared already", "Call engine.detach() of the engine that holds it first"))

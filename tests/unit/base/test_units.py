@@ -5,12 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.base.errors import ConfigError
-from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_seconds
+from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough, show_seconds
 
 
 @given(st.integers(1, 2**60))
 def test_the_exact_form_parses_back_to_the_same_number(num_bytes: int) -> None:
     assert parse_bytes(exact_bytes(num_bytes)) == num_bytes
+
+
+@given(st.integers(1, 2**60))
+def test_what_is_said_to_be_enough_is(num_bytes: int) -> None:
+    """`7.01 GiB would do` was refused: it had been rounded down."""
+    enough = parse_bytes(show_enough(num_bytes))
+    assert num_bytes <= enough <= num_bytes * 1.011
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,12 @@ def with_decision(plan: Plan, **changes: Any) -> Plan:
     return dataclasses.replace(plan, decision=dataclasses.replace(plan.decision, **changes))
 
 
+def test_buffers_that_were_cast_are_told_apart_from_another_model(case: Case, plan: Plan) -> None:
+    cast = dataclasses.replace(case.graph, buffer_bytes=case.graph.buffer_bytes + 64)
+    with pytest.raises(PlanInvalid, match=rf"buffers of {cast.buffer_bytes} bytes.*the plan is for {case.graph.buffer_bytes}\. model\.to"):
+        check(plan, cast, case.layout)
+
+
 def test_found_plans_pass() -> None:
     for seed in range(30):
         case = random_case(seed)

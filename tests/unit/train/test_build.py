@@ -11,7 +11,7 @@ import pytest
 import zoo
 
 import outsize
-from outsize.base.errors import DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
 from outsize.base.units import show_bytes
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.sim import SimDevice
@@ -23,6 +23,13 @@ from outsize.train.micro_batch import Split, splits_of
 HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
 LITTLE = 600 * 1024
 """Of 8 × 16 tokens, a plan fits; its trial run does not, and those of 4 rows and 2 do."""
+
+
+@pytest.mark.parametrize("accumulate", [0, -2, 1.5, True])
+def test_passes_that_are_no_number_are_refused(accumulate: Any) -> None:
+    model = zoo.make("llama")
+    with pytest.raises(ConfigError, match=f"accumulate is a whole number from 1, but it is {accumulate}"):
+        outsize.prepare(model, zoo.batch("llama", size=2), device="sim:64MiB", accumulate=accumulate)
 
 
 class Card(SimDevice):
