@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outsize.base.errors import ConfigError, tell
-from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, ImageSize, NumImages, update_mode
+from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, ImageSize, NumImages, require_file, update_mode
 from outsize.run.shapes import SHAPES, require_one_of
 
 _DOC = f"""How fast does this machine train, measured beside what the plan promised?
@@ -66,8 +66,7 @@ def bench(
     if len(names) > 1 and given:
         raise ConfigError(tell("a plan, a trace and a page are of one model", f"--model names {len(names)} with {given[0]}", "Name one model"))
     for option, path in (("--json", json), ("--save-plan", save_plan), ("--trace", trace), ("--html", html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(tell(f"{option} names a file in a folder that exists", f"{path.parent} does not", "Make it first"))
+        require_file(option, path)
     if len(names) > 1:
         asked = {
             "--gpu-memory": gpu_memory, "--host-memory": host_memory, "--micro-batch": micro_batch, "--seq": seq, "--images": images,

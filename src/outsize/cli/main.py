@@ -3,7 +3,6 @@
 Importing this loads neither torch nor transformers, so `outsize --help` answers at once.
 """
 
-import logging
 import sys
 from typing import Annotated, Any
 
@@ -48,7 +47,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback(help="Trains Hugging Face models that are too large for the GPU at hand, to the same bits.")
 def _root(version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")] = False) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    """Warnings go to stderr by themselves: a handler for all of Python would say those of libraries that have one twice."""
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Options that several commands share: said once, so that they mean the same everywhere."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from outsize.base.errors import ConfigError, tell
 from outsize.run.shapes import require_one_of
 
 ConfigPath = Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")]
@@ -20,6 +22,13 @@ Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")
 NumImages = Annotated[int | None, typer.Option("--images", help="Images in a row; only for models that see.", show_default="1 for those")]
 ImageSize = Annotated[int, typer.Option(help="Pixels of an image's side.")]
 Update = Annotated[str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")]
+
+
+def require_file(option: str, path: Path | None) -> None:
+    """Before the work that is to be written there."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        found = f"{path} is a folder" if path.is_dir() else f"{path.parent} does not exist"
+        raise ConfigError(tell(f"{option} names a file in a folder that exists", found, "Name a file, and make its folder first"))
 
 
 def update_mode(update: str) -> Literal["after_step", "in_backward"]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
-from outsize.base.units import show_bytes, show_seconds
+from outsize.base.units import show_bytes, show_enough, show_seconds
 from outsize.cli.options import (
     Accumulate,
     BatchSize,
@@ -19,8 +19,10 @@ from outsize.cli.options import (
     NumImages,
     SequenceLen,
     Update,
+    require_file,
     update_mode,
 )
+from outsize.hardware.catalog import lookup
 from outsize.plan.render import busiest_lane
 
 if TYPE_CHECKING:
@@ -65,8 +67,9 @@ def plan(
         found = f"--hardware names {len(names)} machines" + (f" with {', '.join(written)}" if names else "")
         raise ConfigError(tell("one machine for a plan that is written to a file, and one or more to compare", found, "Name one of them with --hardware"))
     for option, path in written.items():
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(tell(f"{option} names a file in a folder that exists", f"{path.parent} does not", "Make it first"))
+        require_file(option, path)
+    for name in names:
+        lookup(name)  # all of them, before the first is planned for
     mode = update_mode(update)
 
     # Importing takes seconds; what can be refused without it was refused above.
@@ -112,7 +115,7 @@ def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
     rates: dict[str, list[str]] = {}
     for name, found in found_for.items():
         if isinstance(found, PlanInfeasible):
-            missing = f"{show_bytes(found.needed_bytes)} of {'GPU' if found.resource == 'gpu' else 'host'} memory needed"
+            missing = f"{show_enough(found.needed_bytes)} of {'GPU' if found.resource == 'gpu' else 'host'} memory needed"
             rows.append((name, "does not fit", "", "", "", f"{missing}, {show_bytes(found.allowed_bytes)} there"))
             notes.append(f"{name}: {found}")
             continue

@@ -8,6 +8,7 @@ import typer
 
 from outsize.base.errors import ConfigError, tell
 from outsize.base.units import show_bytes, show_seconds
+from outsize.cli.options import require_file
 
 if TYPE_CHECKING:
     from outsize.hardware.machine import Machine
@@ -33,9 +34,7 @@ def probe(
 ) -> None:
     if device is not None and device.partition(":")[0] not in ("cuda", "cpu"):
         raise ConfigError(tell("--device is cuda, cuda:<number> or cpu", f"{device!r} was given", "Only what is there can be measured"))
-    if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
-        found = f"{save} is a folder" if save.is_dir() else f"{save.parent} does not exist"
-        raise ConfigError(tell("--save names a file in a folder that exists", found, "Name a file such as box.yaml"))
+    require_file("--save", save)
 
     # Importing takes seconds; what can be refused without it was refused above.
     from outsize.device.choose import choose_device

@@ -8,20 +8,20 @@ What depends on a model's weights has no value here: a model that branches on th
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch.utils._pytree import tree_leaves
 
 from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tell
 from outsize.base.log import log
-from outsize.base.units import exact_bytes, parse_bytes, show_bytes
+from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.device.sim import AbsentDevice
 from outsize.hardware.allowance import Allowance
 from outsize.hardware.catalog import CATALOG, lookup
@@ -44,6 +44,7 @@ from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
 from outsize.runtime.optimizer import AdamW
 from outsize.train.example import Images, example_batch
+from outsize.train.fake_weights import FakeWeights
 from outsize.train.loss import ChosenLoss, trace_with_loss
 from outsize.train.micro_batch import Split, Traced, fastest, splits_of
 
@@ -54,6 +55,7 @@ _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
 )  # fmt: skip
+_HERE = Path(__file__).resolve().parents[1]
 _INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with real weights and a real batch, and engine.plan is the plan"
 
 
@@ -150,11 +152,11 @@ def plan(
         ModelUnsupported: the model branches on values that only real weights give.
     """
     given = {"sequence_len": sequence_len, "micro_batch_size": micro_batch_size, "batch_size": batch_size, "accumulate": accumulate}
-    wrong = [f"{name} is {value!r}" for name, value in given.items()
-             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)]  # fmt: skip
+    wrong = [f"{name} is {value!r}" for name, value in given.items() if value is not None and not is_count(value)]
     if wrong or dtype not in DTYPES:
         found = "; ".join([*wrong, *([] if dtype in DTYPES else [f"dtype is {dtype!r}"])])
         raise ConfigError(tell(f"{', '.join(given)} are whole numbers from 1, and dtype is bfloat16 or float32", found, "Correct it"))
+    splits = splits_of(batch_size, micro_batch_size, accumulate)
     spec = lookup(hardware)
     allowance, host_budget = _allowance(spec, gpu_memory), _host_budget(spec, host_memory)
     settings = optimizer or AdamW()
@@ -191,7 +193,7 @@ def plan(
         told = replace(made, loss=loss.text, loss_chunk=loss.chunk)
         return Forecast(plan=told, graph=graph, layout=layout, problem=problem, trace_half=lambda: trace_half(split.rows, loss), host_memory=host_memory)
 
-    choice = fastest(splits_of(batch_size, micro_batch_size, accumulate), trace, solve)
+    choice = fastest(splits, trace, solve)
     made = choice.answer
     return replace(made, plan=replace(made.plan, search=f"{made.plan.search}; {choice.words}")) if choice.words else made
 
@@ -255,24 +257,31 @@ def fake_trace(
     except _UNKNOWABLE as error:
         found = f"{kind.__name__} needs the result of {getattr(error, 'func', None) or error}"
         raise ModelUnsupported(tell("what a model runs does not depend on the values in its weights", found, _INSTEAD)) from error
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        if "pixel_values" in batch:  # TypeError: something that goes with images was not given
-            expected = f"{kind.__name__} runs on shapes alone, with images as outsize's own example batch has them"
-            raise ModelUnsupported(tell(expected, f"the model breaks off: {error}", _INSTEAD)) from error
-        if isinstance(error, TypeError):
+    except Exception as error:
+        if _is_ours(error):
             raise
+        found = f"it breaks off with {type(error).__name__}: {error}"
+        if "pixel_values" in batch:
+            expected = f"{kind.__name__} runs on shapes alone, with images as outsize's own example batch has them"
+            raise ModelUnsupported(tell(expected, found, _INSTEAD)) from error
         if too_long:
             found = f"sequence_len is {tokens} and the model breaks off: {error}"
             raise ConfigError(tell(f"sequence_len is at most the model's max_position_embeddings of {limit}", found, "Shorten it")) from error
-        raise ModelUnsupported(tell(f"{kind.__name__} runs on shapes alone", f"torch says: {error}", _INSTEAD)) from error
+        raise ModelUnsupported(tell(f"{kind.__name__} runs on shapes alone", found, _INSTEAD)) from error
     finally:
         complaints.disabled = was
     if too_long:
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
     of_what = "FLOPs, bytes and operators" if trace.counts_issuing else "FLOPs and bytes"
-    provenance = f"bytes counted on fake tensors (CPU operators), seconds estimated from {of_what}"
+    provenance = f"bytes of {kind.__name__} counted on fake tensors (CPU operators), seconds estimated from {of_what}"
     inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # which models make themselves
     return graph, replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether outsize's own code raised it: a mistake of ours is not laid at the model's door."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return Path(frame.f_code.co_filename).is_relative_to(_HERE)
 
 
 def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -287,68 +296,3 @@ def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
         raise ConfigError(tell(f"transformers makes a {kind.__name__} of the config", found, "Correct the config, or install what is missing")) from error
     model.tie_weights()  # which transformers does when it draws
     return model
-
-
-class FakeWeights(fake_tensor.FakeTensorMode):
-    """Fake tensors, but for what follows from the batch alone, or from chance.
-
-    Token ids, positions and masks are whole numbers that do not depend on weights, and models look into them (is anything masked? is
-    this batch packed?) to choose between ways that save different tensors. So do they with single random numbers (shall this layer be dropped?).
-    These are computed, all else is shapes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._overloadpacket in _INDEXED:
-            args = (args[0], _places(args[1]), *args[2:])
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if (given or func._overloadpacket in _FILLED) and not any(isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given):
-            out = func(*args, **(kwargs or {}))
-            if not any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
-                return out
-        if func is torch.ops.aten._to_copy.default and (mask := _mask_of(args[0], kwargs or {})) is not None:
-            return mask
-        # The cache of results would hold on to a storage among the arguments, which then never dies.
-        self.cache_enabled, was = self.cache_enabled and func is not torch.ops.aten.set_.source_Storage, self.cache_enabled
-        try:
-            shape: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self.cache_enabled = was
-        if func._overloadpacket in _DRAWN and shape.numel() == 1:  # to torch a constant: what follows from such alone is computed
-            return self.fake_tensor_converter.from_real_tensor(self, func(*args, **(kwargs or {})), make_constant=True)
-        if func._overloadpacket in _FILLED:
-            shape.filled = partial(func, *args, **(kwargs or {})), shape._version
-        return shape
-
-
-_INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_, torch.ops.aten._unsafe_index}
-
-
-def _places(indices: Any) -> list[Tensor | None]:
-    """Masks of known contents as the places that they name, of which the number is known then."""
-    places: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype == torch.bool and not isinstance(index, fake_tensor.FakeTensor):
-            places += index.nonzero(as_tuple=True)
-        else:
-            places.append(index)
-    return places
-
-
-def _mask_of(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Numbers of known contents, cast to whole ones: decoders make masks of `torch.ones`, and look whether anything is masked.
-
-    They are made again, for they have been shapes so far: sums begin with `torch.zeros`, and are written to.
-    """
-    fill, version = getattr(tensor, "filled", (None, 0))
-    dtype = kwargs.get("dtype") or tensor.dtype
-    if fill is None or tensor._version != version or dtype.is_floating_point:
-        return None
-    return torch.ops.aten._to_copy.default(fill(), **kwargs)
-
-
-_FILLED = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.scalar_tensor}
-"""Make tensors of known contents out of nothing. `empty` is not among them: it makes room, and room shall cost nothing here."""
-_DRAWN = {torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint}

@@ -35,11 +35,14 @@ def splits_of(batch_size: int | None, micro_batch_size: int | None, passes: int 
     """The splits that are left to choose from, the smallest micro-batch first. `name`: what `passes` is called where the user gives it."""
     if batch_size is None:
         return [Split(rows=micro_batch_size or 1, passes=passes or 1)]
-    every = [Split(rows=rows, passes=batch_size // rows) for rows in range(1, batch_size + 1) if batch_size % rows == 0]
+    small = [rows for rows in range(1, math.isqrt(batch_size) + 1) if batch_size % rows == 0]
+    every = [Split(rows=rows, passes=batch_size // rows) for rows in sorted({*small, *(batch_size // rows for rows in small)})]
     left = [split for split in every if split.rows == (micro_batch_size or split.rows) and split.passes == (passes or split.passes)]
     if not left:
-        found = f"batch_size is {batch_size}, micro_batch_size {micro_batch_size}, {name} {passes}"
-        raise ConfigError(tell(f"batch_size = micro_batch_size × {name}", found, "Leave one of them out, or correct it"))
+        given = [f"{what} {value}" for what, value in (("micro_batch_size", micro_batch_size), (name, passes)) if value is not None]
+        divisors = ", ".join(str(split.rows) for split in every)
+        do = f"Leave one of them out, or correct it: {batch_size} is divided by {divisors}"
+        raise ConfigError(tell(f"batch_size = micro_batch_size × {name}", f"batch_size is {batch_size} and {', '.join(given)}", do))
     return left
 
 
@@ -149,7 +152,8 @@ def _words(splits: Sequence[Split], found: dict[Split, A], best: Split) -> str:
     others = []
     for split in splits:
         if split in found and split != best:
-            others.append(f"{split} takes {_seconds(found[split]) / _seconds(found[best]):.2f} times as long")
+            ratio = _seconds(found[split]) / _seconds(found[best])
+            others.append(f"{split} takes {ratio:.2f} times as long" if ratio > 1 + TIE else f"{split} is no faster")
         elif split != best:
             others.append(f"{split} does not fit")
     return f"micro-batches {best} of {best.rows * best.passes} rows a step; {', '.join(others)}"

@@ -15,14 +15,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import outsize
 from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
-from outsize.base.units import exact_bytes, show_bytes
+from outsize.base.units import exact_bytes, show_bytes, show_enough
 from outsize.device.sim import AbsentDevice
 from outsize.hardware.catalog import lookup
 from outsize.hardware.machine import Machine, write_machine
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
 from outsize.train.example import Images, batch_for, example_batch
-from outsize.train.forecast import FakeWeights, fake_trace, plan
+from outsize.train.fake_weights import FakeWeights
+from outsize.train.forecast import fake_trace, plan
 
 ROWS, TOKENS = 2, 24
 
@@ -261,6 +262,20 @@ def test_a_model_that_branches_on_its_weights_is_refused_by_the_operator() -> No
     assert plan(config_of("llama"), sequence_len=TOKENS, hardware="64MiB"), "nothing of the failed trace is left behind"
 
 
+def test_a_model_that_breaks_off_is_refused_in_its_own_words() -> None:
+    config = config_of("t5")
+    del config.decoder_start_token_id
+    with pytest.raises(ModelUnsupported, match=r"T5ForConditionalGeneration runs on shapes alone, but it breaks off with \w+: .*decoder_start_token_id"):
+        plan(config, sequence_len=TOKENS, hardware="64MiB")
+
+
+def test_a_large_mask_is_a_shape_and_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of 32k × 32k tokens were computed, for minutes."""
+    computed = plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan
+    monkeypatch.setattr("outsize.train.fake_weights.LARGE", TOKENS * TOKENS)
+    assert plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan == computed
+
+
 def test_too_little_memory_is_an_answer_that_holds() -> None:
     config = config_of("llama")
     with pytest.raises(PlanInfeasible) as caught:
@@ -287,7 +302,9 @@ def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_fo
         plan(config, gpu_memory="700MiB", **how)
     assert no.value.allowed_bytes == 700 * 2**20 and "700MiB is allowed" in str(no.value)
     least = plan(config, gpu_memory=no.value.needed_bytes, **how)
-    assert f"least {show_bytes(no.value.needed_bytes)} of GPU memory would do" in least.outlook()
+    said = show_enough(no.value.needed_bytes)
+    assert f"least {said} of GPU memory would do" in least.outlook() and f"Raise it to {said.replace(' ', '')};" in str(no.value)
+    assert plan(config, gpu_memory=said, **how)
     with pytest.raises(PlanInfeasible):
         plan(config, gpu_memory=no.value.needed_bytes - 1, **how)
 
@@ -312,6 +329,8 @@ def test_the_smallest_machine_has_the_host_memory_that_was_asked_for() -> None:
         (dict(gpu_memory="512MiB"), "a CUDA process takes"),
         (dict(gpu_memory="24GB"), "GiB"),
         (dict(sequence_len=0), "sequence_len is 0"),
+        (dict(hardware=24), "hardware is a name"),
+        (dict(pins={"n_swap": 1}), "pins are outsize.Pins, but a dict was given"),
         (dict(micro_batch_size=1.5, dtype="float16"), "micro_batch_size is 1.5; dtype is 'float16'"),
     ],
 )

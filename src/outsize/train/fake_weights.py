@@ -1,0 +1,89 @@
+"""Fake tensors for a model that exists as shapes alone, with the few contents that decide how it runs."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch.utils._pytree import tree_leaves
+
+LARGE = 2**24
+"""Elements. Nothing is computed that has so many: a mask of tokens × tokens at thousands of tokens would take longer than all else, and models decide by masks
+of rows × tokens."""
+
+
+class FakeWeights(fake_tensor.FakeTensorMode):
+    """Fake tensors, but for what follows from the batch alone, or from chance.
+
+    Token ids, positions and masks are whole numbers that do not depend on weights, and models look into them (is anything masked? is
+    this batch packed?) to choose between ways that save different tensors. So do they with single random numbers (shall this layer be dropped?).
+    These are computed unless they are large, all else is shapes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in _INDEXED:
+            args = (args[0], _places(args[1]), *args[2:])
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_made = func._overloadpacket in _FILLED
+        is_known = (given or is_made) and not any(isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given)
+        if is_known and _num_elements(given, args if is_made else ()) < LARGE:
+            out = func(*args, **(kwargs or {}))
+            if not any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
+                return out
+        if func is torch.ops.aten._to_copy.default and (mask := _mask_of(args[0], kwargs or {})) is not None:
+            return mask
+        # The cache of results would hold on to a storage among the arguments, which then never dies.
+        self.cache_enabled, was = self.cache_enabled and func is not torch.ops.aten.set_.source_Storage, self.cache_enabled
+        try:
+            shape: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = was
+        if func._overloadpacket in _DRAWN and shape.numel() == 1:  # to torch a constant: what follows from such alone is computed
+            return self.fake_tensor_converter.from_real_tensor(self, func(*args, **(kwargs or {})), make_constant=True)
+        if func._overloadpacket in _FILLED:
+            shape.filled = partial(func, *args, **(kwargs or {})), shape._version
+        return shape
+
+
+def _num_elements(given: list[Tensor], sizes: tuple[Any, ...]) -> int:
+    """Of what an operator makes of these, as it is if it makes one shape of all of theirs; `sizes`: of what is made out of nothing."""
+    if not given:
+        return math.prod(sizes[0]) if sizes and isinstance(sizes[0], (list, tuple)) else 0
+    dims = max(t.dim() for t in given)
+    return math.prod(max((t.shape[-i] for t in given if t.dim() >= i), default=1) for i in range(1, dims + 1))
+
+
+_INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_, torch.ops.aten._unsafe_index}
+
+
+def _places(indices: Any) -> list[Tensor | None]:
+    """Masks of known contents as the places that they name, of which the number is known then."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool and not isinstance(index, fake_tensor.FakeTensor):
+            places += index.nonzero(as_tuple=True)
+        else:
+            places.append(index)
+    return places
+
+
+def _mask_of(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Numbers of known contents, cast to whole ones: decoders make masks of `torch.ones`, and look whether anything is masked.
+
+    They are made again, for they have been shapes so far: sums begin with `torch.zeros`, and are written to.
+    """
+    fill, version = getattr(tensor, "filled", (None, 0))
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if fill is None or tensor._version != version or dtype.is_floating_point:
+        return None
+    return torch.ops.aten._to_copy.default(fill(), **kwargs)
+
+
+_FILLED = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.scalar_tensor}
+"""Make tensors of known contents out of nothing. `empty` is not among them: it makes room, and room shall cost nothing here."""
+_DRAWN = {torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint}
