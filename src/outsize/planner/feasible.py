@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
-from outsize.base.units import exact_bytes, show_bytes, show_enough
+from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough
 from outsize.hardware.allowance import Allowance
 from outsize.plan.pins import Pins
 from outsize.planner.candidates import Counts, Mix, Space
@@ -181,7 +181,10 @@ class Budgets:
         return relax
 
     def _asked(self, gpu_bytes: int) -> str:
-        return show_enough(self.gpu.asked_for(gpu_bytes))
+        """Rounded up, unless it is the card's last bytes: rounded up, those would be more than it has."""
+        asked, card = self.gpu.asked_for(gpu_bytes), self.space.spec.gpu_bytes
+        enough = show_enough(asked)
+        return exact_bytes(asked) if asked <= card < parse_bytes(enough) else enough
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
@@ -194,15 +197,15 @@ class Budgets:
             if without and without[0] < needed:
                 less = self._asked(without[0]) if resource == "gpu" else show_enough(without[0])
                 relax = [*relax, f"without the pins ({self.pins}) {less} would do"]
-        name, beyond = "host", ""
+        name, raised = "host", show_enough(needed)
         if resource == "gpu":
-            name, beyond = "GPU", self._beyond(needed)
+            name, raised = "GPU", self._asked(needed) + self._beyond(needed)
             allowed, needed = self.gpu.asked_bytes, self.gpu.asked_for(needed)
         return PlanInfeasible(
             tell(
                 f"training this model at this batch takes at least {_written(needed)} of {name} memory",
                 f"{_written(allowed)} is allowed ({option})",
-                "; ".join([f"Raise it to {show_enough(needed).replace(' ', '')}{beyond}", *filter(None, relax)]),
+                "; ".join([f"Raise it to {raised}", *filter(None, relax)]),
             ),
             resource=resource, allowed_bytes=allowed, needed_bytes=needed,
         )  # fmt: skip
