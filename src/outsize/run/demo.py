@@ -37,9 +37,11 @@ PROMPT = "The words of the wise"
 class Size:
     rows: int
     tokens: int
+    dtype: torch.dtype
+    """Of the weights. A processor without instructions for bf16 (AMD EPYC, 2 cores) trained 29 tokens a second in it, and 484 in fp32."""
 
 
-SIZES = {"cpu": Size(3, 128), "cuda": Size(32, 256)}
+SIZES = {"cpu": Size(3, 128, torch.float32), "cuda": Size(32, 256, torch.bfloat16)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +99,9 @@ def write_run(folder: Path, steps: int, size: Size) -> Path:
     (folder / "text.txt").write_text(read_text(), encoding="ascii")
     keys = {
         "base_model": str(folder / "model"), "reinit_weights": True, "datasets": [str(folder / "text.txt")], "sequence_len": size.tokens,
-        "micro_batch_size": size.rows, "max_steps": steps, "learning_rate": 1e-3, "lr_scheduler": "linear", "warmup_steps": max(1, steps // 20),
-        "adam_beta2": 0.95, "weight_decay": 0.1, "logging_steps": max(1, steps // 20), "output_dir": str(folder / "out"), "seed": 0, "chunk_bytes": "2MiB",
+        "micro_batch_size": size.rows, "bf16": size.dtype is torch.bfloat16, "max_steps": steps, "learning_rate": 1e-3, "lr_scheduler": "linear",
+        "warmup_steps": max(1, steps // 20), "adam_beta2": 0.95, "weight_decay": 0.1, "logging_steps": max(1, steps // 20),
+        "output_dir": str(folder / "out"), "seed": 0, "chunk_bytes": "2MiB",
     }  # fmt: skip
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(keys, sort_keys=False))
@@ -122,7 +125,7 @@ def plain_peak_bytes(size: Size, device: Device) -> int:
     """What the usual loop holds at most: everything on the device, the same optimizer, no outsize. By the meter that also watches the engine."""
     ids = torch.arange(size.rows * size.tokens).remainder(256).view(size.rows, size.tokens)
     with torch.random.fork_rng(devices=[]), device.meter() as meter:
-        model: nn.Module = LlamaForCausalLM._from_config(llama_config(), dtype=torch.bfloat16).to(device.torch_device).train()
+        model: nn.Module = LlamaForCausalLM._from_config(llama_config(), dtype=size.dtype).to(device.torch_device).train()
         optimizer = Reference(model.parameters(), lr=1e-3, max_grad_norm=1.0)
         for _ in range(2):  # the first one makes the optimizer's state
             batch: Tensor = ids.to(device.torch_device)
