@@ -33,9 +33,9 @@ def _check_model(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     made_for = fingerprint(graph)
     counts = f"{len(graph.visits)} visits, {len(layout.chunks)} chunks, {graph.num_params:,} parameters"
     buffers = plan.estimate.gpu_parts.get("buffers", 0)
-    if plan.graph != made_for and plan.graph == fingerprint(replace(graph, buffer_bytes=buffers)):
-        do = "model.to(dtype) casts them with the weights: cast these alone (from_pretrained and from_config take dtype=), or plan for the model as it is"
-        _expect(False, f"buffers of {graph.buffer_bytes} bytes, as the model has", f"the plan is for {buffers}", do)
+    is_cast = plan.graph != made_for and plan.graph == fingerprint(replace(graph, buffer_bytes=buffers))
+    do = "model.to(dtype) casts them with the weights: cast these alone (from_pretrained and from_config take dtype=), or plan for the model as it is"
+    _expect(not is_cast, f"buffers of {graph.buffer_bytes} bytes, as the model has", f"the plan is for {buffers}", do)
     theirs = f"{len(plan.decision.strategies)} visits, {len(plan.decision.homes)} chunks"
     _expect(plan.graph == made_for, f"a plan for this model ({made_for}: {counts})", f"it was made for another model ({plan.graph}: {theirs})", _AGAIN)
     _expect(

@@ -45,7 +45,7 @@ class FakeWeights(fake_tensor.FakeTensorMode):
             self.cache_enabled = was
         if func._overloadpacket in _DRAWN and shape.numel() == 1:  # to torch a constant: what follows from such alone is computed
             return self.fake_tensor_converter.from_real_tensor(self, func(*args, **(kwargs or {})), make_constant=True)
-        if func._overloadpacket in _FILLED:
+        if is_made:
             shape.filled = partial(func, *args, **(kwargs or {})), shape._version
         return shape
 
@@ -79,7 +79,7 @@ def _mask_of(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     """
     fill, version = getattr(tensor, "filled", (None, 0))
     dtype = kwargs.get("dtype") or tensor.dtype
-    if fill is None or tensor._version != version or dtype.is_floating_point:
+    if fill is None or tensor._version != version or dtype.is_floating_point or tensor.numel() >= LARGE:
         return None
     return torch.ops.aten._to_copy.default(fill(), **kwargs)
 
