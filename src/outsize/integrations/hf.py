@@ -261,7 +261,7 @@ class OutsizeMixin(KeepsRuns):
         ids = inputs.get("input_ids")
         self.num_tokens_seen += ids.numel() if isinstance(ids, Tensor) else 0
         batch, is_last = self._with_num_items(inputs, num_items_in_batch), self.accelerator.sync_gradients
-        if not self.engine.now.gradients.landed:
+        if not self.engine.now.gradients.waiting:
             self._earlier = ()  # of a step that was made, or given up
         self._fit(batch)
         rewind = rewinder(self.engine.device)

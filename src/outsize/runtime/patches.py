@@ -18,9 +18,9 @@ from outsize.runtime.store import Store
 
 class Patches:
     def __init__(
-        self, model: nn.Module, store: Store, *, drain: Callable[[], None], before_write: Callable[[], None], zero_grad: Callable[[], None]
+        self, model: nn.Module, store: Store, *, drain: Callable[[], None], zero_grad: Callable[[], None]
     ):  # fmt: skip
-        self._model, self._store, self._drain, self._before_write = model, store, drain, before_write
+        self._model, self._store, self._drain = model, store, drain
         self._handles: list[Any] = []
         self._attributes: list[tuple[nn.Module, str]] = []
         names = {id(p): name for name, p in store.params.items()}
@@ -34,7 +34,7 @@ class Patches:
             owned = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
             if owned:
                 self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
-                self._handles.append(module.register_load_state_dict_pre_hook(self._writes(owned)))
+                self._handles.append(module.register_load_state_dict_pre_hook(_refuse_assign))
         self._set(model, "zero_grad", lambda set_to_none=True: zero_grad())
         self._cached = turn_caches_off(model)
 
@@ -66,21 +66,11 @@ class Patches:
 
         return hook
 
-    def _writes(self, owned: dict[str, str]) -> Callable[..., None]:
-        def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-            if metadata.get("assign_to_params_buffers"):
-                raise EngineMisuse(tell("load_state_dict copies values into a prepared model", "assign=True was given", "Leave it out"))
-            self._drain()
-            self._before_write()
-            for key, name in owned.items():
-                value = state.get(prefix + key)
-                param = self._store.params[name]
-                if isinstance(value, Tensor) and value.shape == param.shape:
-                    self._store.write(name, value)
-                    # What torch copies after this hook is the slot onto itself.
-                    state[prefix + key] = param.data
 
-        return hook
+def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Values are copied with `param.copy_`, which writes the home (access.py)."""
+    if metadata.get("assign_to_params_buffers"):
+        raise EngineMisuse("load_state_dict(assign=True): a prepared model keeps its own memory. Leave assign out.")
 
 
 def _refuse(what: str, path: str) -> Callable[..., Any]:
