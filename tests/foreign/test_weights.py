@@ -107,7 +107,7 @@ def test_reading_without_no_grad_gives_values_and_differentiating_them_is_refuse
     norm = sum(p.norm() for p in model.parameters())
     assert float(norm) == float(sum(p.norm() for p in plain.parameters()))
     loss = model(**zoo.batch("llama")).loss + 0.01 * norm
-    with pytest.raises(EngineMisuse, match="outside of the model's forward was differentiated.*weight_decay"):
+    with pytest.raises(EngineMisuse, match=r"outside of the model's forward was differentiated.*weight_decay"):
         loss.backward()
     engine.optimizer.zero_grad()
     model(**zoo.batch("llama")).loss.backward()

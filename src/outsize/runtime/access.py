@@ -144,7 +144,8 @@ class ParameterAccess:
         if isinstance(value, PreparedParameter) or (isinstance(value, PreparedTensor) and value._handle.kind == "weight"):
             raise EngineMisuse(
                 f"{name}.data: it was set to the memory of another prepared parameter. Copy the value (p.data.copy_(q.data)); "
-                "to tie two parameters, do so before outsize.prepare."
+                "to tie two parameters, do so before outsize.prepare. A wrapper that takes over a model's memory (FullyShardedDataParallel) cannot "
+                "be used on a prepared model."
             )
         value = _plain(value)
         with torch._C.DisableTorchFunctionSubclass():
@@ -352,9 +353,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise EngineMisuse(f"{name}: a prepared parameter keeps its memory. Call engine.detach() first.")
         sources: dict[int, _Source] = {}
         for tensor in _tensors((args, kwargs)):
-            if isinstance(tensor, (PreparedTensor, PreparedParameter)) and id(tensor) not in sources:
-                if (found := _source(tensor, func, is_target=id(tensor) in targets)) is not None:
-                    sources[id(tensor)] = found
+            if not isinstance(tensor, (PreparedTensor, PreparedParameter)) or id(tensor) in sources:
+                continue
+            if (found := _source(tensor, func, is_target=id(tensor) in targets)) is not None:
+                sources[id(tensor)] = found
         call = lambda: func(*_replaced(args, sources), **_replaced(kwargs, sources))
         for access, names in _written(sources, targets).items():
             call = _writing(access, names, call)
@@ -392,7 +394,7 @@ def _replaced(value: Any, sources: dict[int, _Source]) -> Any:
         return sources[id(value)].memory if id(value) in sources else value
     if isinstance(value, (list, tuple)):
         items = [_replaced(item, sources) for item in value]
-        return items if isinstance(value, list) else type(value)(items) if type(value) is tuple else type(value)(*items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or torch.Size
     if isinstance(value, dict):
         return {key: _replaced(item, sources) for key, item in value.items()}
     return value

@@ -1,8 +1,8 @@
 """Takes gradients from autograd as they arrive, adds them up on the device, and keeps their norms.
 
-After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py). The norm of each parameter's sum so far is taken at once, on the device, by
-one fixed reduction over a 256-byte aligned range, and kept in one vector in the order of the optimizer's parameters: chunks,
-homes and the order of arrival do not enter its bits.
+After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py), until zero_grad(). The norm of each
+parameter's sum so far is taken at once, on the device, by one fixed reduction over a 256-byte aligned range, and kept in one vector in the
+order of the optimizer's parameters: chunks, homes and the order of arrival do not enter its bits.
 """
 
 import weakref

@@ -10,7 +10,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.base.errors import StaleParameter, tell
@@ -37,7 +36,7 @@ class Guard(TorchDispatchMode):
             if isinstance(leaf, torch.nn.Parameter):
                 if (known := self._where.get(id(leaf))) is not None and known[0]() is leaf:
                     self._check(func, *known[1:])
-            elif self._slot_at and not isinstance(leaf, FakeTensor) and leaf.layout is torch.strided:
+            elif self._slot_at and type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 slot = self._slot_at.get(leaf.untyped_storage().data_ptr())
                 if slot is not None and self._owner[slot] is None:
                     raise StaleParameter(

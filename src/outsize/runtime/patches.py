@@ -28,6 +28,7 @@ class Patches:
             self._set(module, "__deepcopy__", _refuse("deepcopy", path))
             self._set(module, "__reduce_ex__", _refuse("pickle", path))
             self._set(module, "_apply", _keeps_place(module, path))
+            self._set(module, "compile", _refuse_compile)
             if hasattr(type(module), "merge") and hasattr(type(module), "unmerge"):  # an adapter that writes into its base by `.data`
                 self._set(module, "merge", _refuse("merge", path))
                 self._set(module, "unmerge", _refuse("unmerge", path))
@@ -62,9 +63,13 @@ class Patches:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._drain()
             for key, name in owned.items():
-                state[prefix + key] = self._store.read(name)
+                state[prefix + key] = self._store.read(name, owns=True)
 
         return hook
+
+
+def _refuse_compile(*_: Any, **__: Any) -> None:
+    raise EngineMisuse("compile: the schedule needs the model's own layers, which torch.compile replaces. Use the prepared model without torch.compile.")
 
 
 def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:

@@ -3,7 +3,8 @@
 - `torch.nn.utils.clip_grad_norm_` over all parameters of a prepared model is the engine's clipping. (A reference to torch's own function that was
   imported earlier works too, through `p.grad`, but reads and writes every gradient.)
 - A step of another optimizer over prepared parameters is refused.
-- A wrapper that replicates or shards a prepared model (DDP, FSDP, DataParallel) or compiles it is refused when it takes the model.
+- A wrapper that replicates a prepared model (DDP, DataParallel) or compiles it is refused when it takes the model. FSDP fails at its first write to
+  a parameter (access.py), fully_shard at the next forward, which finds other parameters in the model (store.py).
 """
 
 import math
@@ -32,7 +33,6 @@ class Clips(Protocol):
 
 _REFUSED = {
     "DistributedDataParallel": "outsize trains on one device: start one process, without a launcher.",
-    "FullyShardedDataParallel": "The engine decides where weights live: pass the plain model to outsize.prepare alone.",
     "DataParallel": "outsize trains on one device: use the prepared model itself.",
     "OptimizedModule": "The schedule needs the model's own layers, which torch.compile replaces: use the prepared model without torch.compile.",
 }

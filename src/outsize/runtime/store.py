@@ -29,6 +29,8 @@ class Store:
         """`weights`: where the values of hollow parameters are read from."""
         self.place, self.device = place, device
         self.params = dict(model.named_parameters())
+        self._tables = [(path, m._parameters, dict(m._parameters)) for path, m in model.named_modules()]
+        """Each module's own table of parameters, and what is in it."""
         self.gpu: dict[Buffer, Tensor] = {}
         self.host: dict[Buffer, Tensor] = {}
         self.owner: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
@@ -97,9 +99,10 @@ class Store:
             if view is not first:
                 view.copy_(first)
 
-    def _view(self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter-shaped view into a chunk-shaped buffer."""
+    def _view(self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None, owns: bool = False) -> Tensor:
+        """A parameter-shaped view into a chunk-shaped buffer. `owns`: behind a storage of its own, for code that looks at storages."""
         flat = self.flat(buffer, index, dtype=dtype)[piece.offset : piece.offset + piece.numel]
+        flat = own_storage(flat) if owns else flat
         shape = self.place.graph.param[piece.name].shape
         stride = self._strides[piece.name]
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
@@ -171,16 +174,16 @@ class Store:
 
     # Parameters by name. The lanes are idle when these are called.
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, owns: bool = False) -> Tensor:
         """A view of the parameter's value at home."""
         index, piece = self.place.layout.place[name]
-        return self._view(self.truth(index), index, piece)
+        return self._view(self.truth(index), index, piece, owns=owns)
 
     def device_view(self, name: str) -> Tensor:
         """The same value as a tensor of the device, over the same memory."""
         index, piece = self.place.layout.place[name]
         buffer = self._map(("home", index)) if self.place.has_host_weights(index) else self.gpu["weights", index]
-        return self._view(buffer, index, piece)
+        return self._view(buffer, index, piece, owns=True)
 
     def places(self, name: str) -> list[Tensor]:
         """All views of a parameter's value outside of slots: at home, and on the device where it is resident."""
@@ -231,6 +234,17 @@ class Store:
 
         views = {"exp_avg": view(m), "exp_avg_sq": view(v)}
         return views if lo is None else {**views, "lo": view(lo)}
+
+    def replaced(self) -> str | None:
+        """A parameter of the model that is not the one it was prepared with: exchanged, added or removed since."""
+        for path, own, params in self._tables:
+            if len(own) != len(params):
+                name = next(iter(own.keys() ^ params.keys()))
+                return f"{path}.{name}".lstrip(".")
+            for key, param in params.items():
+                if own.get(key) is not param:
+                    return f"{path}.{key}".lstrip(".")
+        return None
 
     def rebound(self) -> list[str]:
         """Parameters whose `.data` somebody has replaced."""
