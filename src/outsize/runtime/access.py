@@ -130,12 +130,17 @@ class ParameterAccess:
                 "Write weights after backward, or after step()."
             )
         self._before_write()
-        before = {name: self._store.read(name).clone() for name in names if name in self._split}
+        split = [name for name in names if name in self._split]
+        # One weight is compared on the device; many at once would take too much of its memory.
+        value = self._store.device_view if len(split) == 1 else self._store.read
+        before = {name: value(name).clone() for name in split}
         result = run()
         if before:
             self._drain()
         for name, old in before.items():
-            self._store.clear_remainders(name, old != self._store.read(name))
+            changed = old != value(name)
+            if bool(changed.any()):
+                self._store.clear_remainders(name, changed)
         return result
 
     def replace_data(self, name: str, value: Tensor) -> None:
