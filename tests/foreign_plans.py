@@ -3,6 +3,7 @@
 from typing import Any
 
 import cells
+import torch
 import zoo
 from torch import nn
 
@@ -20,6 +21,11 @@ SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 
 
 def prepared(model: nn.Module, batch: Any, plan: str, *, spec: outsize.AdamW = SPEC, **how: Any) -> Engine:
+    """The zoo's llama, which most of these tests train, is traced once per dtype and process."""
+    is_llama = type(model).__name__ == "LlamaForCausalLM" and model.config.tie_word_embeddings and not hasattr(model, "peft_config")
+    if is_llama and all(param.requires_grad for param in model.parameters()):
+        dtype: Any = {torch.float32: "fp32", torch.bfloat16: "bf16"}[next(model.parameters()).dtype]
+        how.setdefault("traced", cells.Cell(kind="llama", dtype=dtype).traced())
     return cells.prepare_by_hand(model, batch, spec=spec, **{**PLANS[plan], **how})
 
 

@@ -101,6 +101,41 @@ def test_an_ema_by_hand_with_copies_of_the_prepared_parameters(plan: str) -> Non
     assert_same_run(plan, update)
 
 
+class EMAModel:
+    """What diffusers' class of this name does: shadows, copied into the model for an evaluation, and the model's own weights put back."""
+
+    def __init__(self, params: list[nn.Parameter]):
+        self.shadows = [p.clone().detach() for p in params]
+
+    @torch.no_grad()
+    def step(self, params: list[nn.Parameter]) -> None:
+        for shadow, param in zip(self.shadows, params, strict=True):
+            shadow.sub_(0.1 * (shadow - param))
+
+    def evaluate(self, model: nn.Module) -> float:
+        params = list(model.parameters())
+        stored = [param.detach().cpu().clone() for param in params]
+        for shadow, param in zip(self.shadows, params, strict=True):
+            param.data.copy_(shadow.to(param.device).data)
+        with torch.no_grad():
+            loss = float(model(**zoo.batch("llama", seed=99)).loss)
+        for value, param in zip(stored, params, strict=True):
+            param.data.copy_(value.data)
+        return loss
+
+
+@EVERY_PLAN
+def test_an_ema_that_is_copied_into_the_model_for_an_evaluation(plan: str) -> None:
+    averages: dict[int, EMAModel] = {}
+
+    def update(model: nn.Module, seed: int) -> float:
+        ema = averages.setdefault(id(model), EMAModel(list(model.parameters())))
+        ema.step(list(model.parameters()))
+        return ema.evaluate(model)
+
+    assert_same_run(plan, update)
+
+
 @EVERY_PLAN
 def test_reading_without_no_grad_gives_values_and_differentiating_them_is_refused(plan: str) -> None:
     (plain, _), (model, engine) = foreign_plans.both(plan)
