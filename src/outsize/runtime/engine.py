@@ -9,7 +9,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
-from outsize.model.weights import Weights
+from outsize.model.weights import Weights, convert
 from outsize.plan.plan import Plan, Terms
 from outsize.runtime.attached import Attached, Holder, Planned
 from outsize.runtime.calibration import Calibration
@@ -43,9 +43,11 @@ Planner = Callable[[nn.Module, Any, Terms], Planned]
 class Engine:
     def __init__(
         self, model: nn.Module, layers: tuple[Layer, ...], planned: Planned, *, device: Device, optimizer: AdamW, planner: Planner,
-        weights: Weights | None = None,
+        weights: Weights | None = None, given_dtypes: Mapping[str, torch.dtype] | None = None,
     ):  # fmt: skip
-        """`weights`: where the values of hollow parameters are read from, once, into their homes."""
+        """`weights`: where the values of hollow parameters are read from, once, into their homes. `given_dtypes`: see `detach`."""
+        self.given_dtypes = dict(given_dtypes or {})
+        """Of parameters that are trained in another dtype than the model came with, by name."""
         self.model, self.device = model, device
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
@@ -57,16 +59,16 @@ class Engine:
         self._started = time.perf_counter()
         # Whoever drops an engine without a word has its memory back with it, and the device its promise.
         weakref.finalize(self, device.promised.pop, id(self), None).atexit = False
-        self._attach(planned, weights)
+        self._attach(planned, weights, check_finite=True)
 
     # Life.
 
-    def _attach(self, planned: Planned, weights: Weights | None = None) -> None:
+    def _attach(self, planned: Planned, weights: Weights | None = None, *, check_finite: bool = False) -> None:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
             self._holder.attached = Attached(
                 planned, self.model, self.device, self.optimizer, weights, update_chunk=self._steps.update_work,
-                drain=self._drain_before_read, before_write=self.finish_saving, zero_grad=self.zero_grad,
+                drain=self._drain_before_read, before_write=self.finish_saving, zero_grad=self.zero_grad, check_finite=check_finite,
             )
         except BaseException:
             self.device.close(id(self))
@@ -87,14 +89,21 @@ class Engine:
         self.device.close(id(self))
         return state
 
-    def detach(self) -> dict[str, Any]:
-        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the background is waited for."""
+    def detach(self, *, as_trained: bool = False) -> dict[str, Any]:
+        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the background is waited for.
+
+        Parameters have the dtypes that they came with: what came in fp16 was trained in fp32 and is rounded once, here.
+        With `as_trained` they stay in fp32.
+        """
         self._require_idle("detach")
         self._steps.require_confirmed("detach() was called before it")
         self._steps.warn_if_spoilt()
         saved = self.optimizer.state_dict()
         by_name = self._release()
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
+        if self.given_dtypes and not as_trained:
+            log.info("%d trained parameters are rounded from fp32 to fp16, as the model came; detach(as_trained=True) keeps fp32", len(self.given_dtypes))
+            convert(self.model, self.given_dtypes)
         return saved
 
     def close(self) -> None:
@@ -108,6 +117,7 @@ class Engine:
                 self._passes.roll_back()
             self._passes.detach()
             self.now.release(keep=False)
+            convert(self.model, self.given_dtypes)
             self._holder.attached = None
             self.device.close(id(self))
 
