@@ -270,6 +270,8 @@ class Engine:
     ) -> None:  # fmt: skip
         """Write a checkpoint: the model's files as `save_pretrained` lays them out, and the optimizer's state. It is there whole, or not at all.
 
+        Weights are written in the dtype that they are trained in: fp32 where they came in fp16.
+
         Args:
             folder: does not exist yet, unless `replace`.
             background: return as soon as what lives on the device is written; the rest follows while training goes on. `finish_saving` waits.
@@ -301,7 +303,7 @@ class Engine:
             self.state_was_loaded()
 
     def export(self, folder: str | Path, *, tokenizer: Any = None) -> None:
-        """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the model is made."""
+        """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the model is made. Dtypes as in `save`."""
         self._require_saveable("export")
         self._checkpoints.export(Path(folder), tokenizer=tokenizer)
 

@@ -52,7 +52,9 @@ def prepare(
     loss: Loss | None = None,
     chunked_loss: bool | None = None,
 ) -> Engine:
-    """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change, but for `chunked_loss`.
+    """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change, but for `chunked_loss` and fp16.
+
+    Trainable fp16 weights are trained in fp32, which holds their values exactly; `engine.detach()` rounds them back. Frozen ones stay fp16.
 
     Args:
         model: an nn.Module on the CPU; or on meta, with `weights`.
