@@ -97,7 +97,7 @@ def test_fp16_weights_that_are_still_in_files_are_read_as_fp32_and_frozen_ones_a
     assert dtypes(model) == {torch.float16} and all(map(is_hollow, model.parameters()))
 
 
-def test_lora_on_an_fp16_base_leaves_the_base_in_fp16() -> None:
+def test_lora_on_an_fp16_base_leaves_the_base_in_fp16(caplog: pytest.LogCaptureFixture) -> None:
     """PEFT's adapters are fp32 and cast; the base streams as fp16. To the bit of a plain loop."""
 
     def adapted() -> nn.Module:
@@ -106,7 +106,9 @@ def test_lora_on_an_fp16_base_leaves_the_base_in_fp16() -> None:
 
     model, data = adapted(), cells.batches("llama", 3)
     expected = cells.plain(adapted(), data, spec=SPEC, steps=3)
+    caplog.set_level(logging.INFO, logger="outsize")
     with cells.closing(outsize.prepare(model, data[0], **STREAMED)) as engine:
+        assert f"{sum(1 for p in model.parameters() if not p.requires_grad)} frozen parameters stay fp16" in caplog.text
         assert {(p.dtype, p.trainable) for p in engine.graph.params} == {("float16", False), ("float32", True)}
         cells.assert_same(cells.train(model, engine.optimizer, data, steps=3, accumulate=1, engine=engine), expected)
 
@@ -129,6 +131,15 @@ def test_what_only_plans_and_what_is_refused_leave_fp16_as_it_was() -> None:
     with pytest.raises(ConfigError):
         outsize.prepare(model, zoo.batch("llama"), **STREAMED, blocks=["nothing"])
     assert dtypes(model) == {torch.float16} and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_values_that_fp16_cannot_hold_are_told_of_when_the_model_is_given_back(caplog: pytest.LogCaptureFixture) -> None:
+    model = half()
+    engine = outsize.prepare(model, zoo.batch("llama"), **STREAMED)
+    with engine.gathered("model.norm.weight") as values:
+        values["model.norm.weight"][0] = 1e6
+    engine.detach()
+    assert "model.norm.weight: 1 of the parameters have values beyond the range of fp16" in caplog.text
 
 
 # --- values that are not finite

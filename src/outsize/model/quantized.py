@@ -17,8 +17,8 @@ from outsize.model.tensorfile import Spec
 
 _SECTIONS = ("quantization_config", "compression_config")
 _DO = (
-    "Use the unquantized model, or load it with transformers, which dequantizes several methods "
-    "(from_pretrained with quantization_config=…(dequantize=True)), and save that with save_pretrained"
+    "Use the unquantized model, or dequantize it with transformers "
+    "(from_pretrained with FineGrainedFP8Config(dequantize=True) or Mxfp4Config(dequantize=True), or model.dequantize()) and save that"
 )
 _BESIDE = re.compile(
     r"""(?P<weight>.+?)(?:

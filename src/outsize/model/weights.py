@@ -65,16 +65,19 @@ def convert(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             param.data = hollow_like(param, dtypes[name]) if is_hollow(param) else param.data.to(dtypes[name])
 
 
-def require_finite(name: str, tensor: Tensor, error: type[OutsizeError]) -> None:
-    """Refuse a weight with NaN or infinity by its name: training would spread it over all weights in one step.
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass: aminmax propagates NaN and allocates nothing. 16 GB/s of bf16 on one CPU core."""
+    if tensor.dtype not in _CHECKED or tensor.numel() == 0:
+        return True
+    return all(map(math.isfinite, torch.stack(tensor.detach().aminmax()).tolist()))
 
-    aminmax propagates NaN and allocates nothing: 16 GB/s of bf16 on one core, ten times as fast as `isfinite(...).all()` would be.
-    """
-    if tensor.dtype not in _CHECKED or tensor.numel() == 0 or all(map(math.isfinite, torch.stack(tensor.detach().aminmax()).tolist())):
-        return
-    count = int((~torch.isfinite(tensor)).sum())
-    do = "Get its file again; if the model means these values, replace them before training (torch.nan_to_num)"
-    raise error(f"{name}: {count} of its {tensor.numel()} values are NaN or infinite. {do}.")
+
+def require_finite(name: str, tensor: Tensor, error: type[OutsizeError]) -> None:
+    """Refuse a weight with NaN or infinity by its name: training would spread it over all weights in one step."""
+    if not is_finite(tensor):
+        count = int((~torch.isfinite(tensor)).sum())
+        do = "Get its file again; if the model means these values, replace them before training (torch.nan_to_num)"
+        raise error(f"{name}: {count} of its {tensor.numel()} values are NaN or infinite. {do}.")
 
 
 class FileWeights:

@@ -23,7 +23,7 @@ from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
-from outsize.model.weights import Weights, convert
+from outsize.model.weights import Weights, convert, is_finite
 from outsize.plan.plan import Plan, Terms
 from outsize.runtime.attached import Attached, Holder, Planned
 from outsize.runtime.calibration import Calibration
@@ -104,6 +104,8 @@ class Engine:
         if self.given_dtypes and not as_trained:
             log.info("%d trained parameters are rounded from fp32 to fp16, as the model came; detach(as_trained=True) keeps fp32", len(self.given_dtypes))
             convert(self.model, self.given_dtypes)
+            if lost := [name for name, param in self.model.named_parameters() if name in self.given_dtypes and not is_finite(param)]:
+                log.warning("%s: %d of the parameters have values beyond the range of fp16, which are infinite now", lost[0], len(lost))
         return saved
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from outsize.hardware.allowance import Allowance
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
 from outsize.model.discover import Layer, find_layers
+from outsize.model.tensors import tensors_in
 from outsize.model.weights import FileWeights, Weights, convert, hollow, is_hollow
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
@@ -189,8 +190,9 @@ def _get_ready(
             where.expect(trace.residue)
         except RuntimeError as error:
             # Frozen weights and activations in fp16 beside weights in fp32: some models cast between them (PEFT's layers), most do not.
-            if given_dtypes and not isinstance(error, (OutsizeError, torch.OutOfMemoryError)):
-                raise _refused_mix(model, given_dtypes, error) from error
+            is_half = any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)))
+            if given_dtypes and is_half and not isinstance(error, (OutsizeError, torch.OutOfMemoryError)):
+                raise _refused_mix(next(iter(given_dtypes)), error) from error
             raise
         finally:
             where.limit(gpu_budget)
@@ -292,20 +294,18 @@ def _adopt_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
             raise ModelUnsupported(tell("trainable parameters are float16, bfloat16 or float32", f"{name} is {param.dtype}", do))
     given = {name: param.dtype for name, param in params.items() if param.requires_grad and param.dtype == torch.float16}
     if given:
-        num_frozen = sum(param.dtype == torch.float16 for param in params.values()) - len(given)
-        frozen = f"; {num_frozen} frozen ones stay fp16" if num_frozen else ""
-        log.info("%d trainable fp16 parameters are trained in fp32, which holds their values exactly%s", len(given), frozen)
+        log.info("%d trainable fp16 parameters are trained in fp32, which holds their values exactly", len(given))
         convert(model, dict.fromkeys(given, torch.float32))
+    if num_frozen := sum(param.dtype == torch.float16 for param in params.values()):
+        log.info("%d frozen parameters stay fp16", num_frozen)
     return given
 
 
-def _refused_mix(model: nn.Module, given_dtypes: Mapping[str, torch.dtype], error: RuntimeError) -> ModelUnsupported:
-    """A sentence for a trial run that failed, perhaps since fp16 weights were converted."""
-    is_half = any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers()))
-    beside = " beside others that stay fp16" if is_half else ""
+def _refused_mix(name: str, error: RuntimeError) -> ModelUnsupported:
+    """A sentence for a trial run that failed, probably since some fp16 weights were converted and others were not."""
     words = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return ModelUnsupported(
-        f"{next(iter(given_dtypes))}: trainable fp16 weights are trained in fp32{beside}, and the trial run of the model failed: {words}. "
+        f"{name}: trainable fp16 weights are trained in fp32 beside others that stay fp16, and the trial run of the model failed: {words}. "
         "If its dtypes do not go together, convert the whole model first: model.to(torch.bfloat16) or model.float()."
     )
 
