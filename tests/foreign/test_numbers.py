@@ -126,8 +126,9 @@ def test_fp16_that_does_not_go_together_with_fp32_is_refused_in_a_sentence() -> 
 def test_what_only_plans_and_what_is_refused_leave_fp16_as_it_was() -> None:
     model, before = half(), half().state_dict()
     preview(model, zoo.batch("llama"), **STREAMED)
-    with pytest.raises(PlanInfeasible):
-        outsize.prepare(model, zoo.batch("llama"), **{**STREAMED, "gpu_memory": "1KiB"})
+    for memory in ("gpu_memory", "host_memory"):
+        with pytest.raises(PlanInfeasible):
+            outsize.prepare(model, zoo.batch("llama"), **{**STREAMED, memory: "1KiB"})
     with pytest.raises(ConfigError):
         outsize.prepare(model, zoo.batch("llama"), **STREAMED, blocks=["nothing"])
     assert dtypes(model) == {torch.float16} and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
