@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 
-from outsize.base.errors import ModelUnsupported, tell
+from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
+from outsize.model.tensors import tensors_in
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 _OUR_REFERENCES = 2
@@ -91,6 +93,83 @@ class _Saved:
             do = "Take out of its forward what varies from call to call (a counter, a cache, Python's random)"
             raise ModelUnsupported(tell("a layer that is recomputed saves the same tensors both times", found, do))
         self._tensors = tensors
+
+
+def compared(forward: Callable[[], Any], device: torch.device, report: Callable[[str], None]) -> Any:
+    """Run `forward` and keep what autograd saves. Backward runs it again as `made_again` would, and reports how that run differs ("" if it does not).
+
+    Gradients come from the first run. A second run that raises is reported too, unless memory ran out.
+    """
+    if not torch.is_grad_enabled():
+        return forward()
+    run = _Compared(forward, _Surroundings(device), report)
+    with saved_tensors_hooks(run.note, run.get):
+        outputs = forward()
+    run.returned(outputs)
+    return outputs
+
+
+class _Compared:
+    """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with those of a second run."""
+
+    def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings", report: Callable[[str], None]):
+        self._forward, self._surroundings, self._report = forward, surroundings, report
+        self._kinds: list[_Kind] = []
+        self._outputs: list[Tensor] | None = None
+        """None: the first run has not returned, or its comparison is made."""
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        return tensor.detach()  # the tensor itself may be an output, whose graph holds what is returned here
+
+    def returned(self, outputs: Any) -> None:
+        self._outputs = [tensor.detach() for tensor in tensors_in(outputs)]
+
+    def get(self, saved: Tensor) -> Tensor:
+        if self._outputs is not None:
+            outputs, self._outputs = self._outputs, None
+            self._report(self._difference(outputs))
+        return saved
+
+    def _difference(self, outputs: list[Tensor]) -> str:
+        count, found = 0, ""
+
+        def add(tensor: Tensor) -> Tensor:
+            nonlocal count, found
+            if count < len(self._kinds):
+                was, now = self._kinds[count], (tensor.shape, tensor.dtype, tensor.device)
+                found = "" if was == now else f"saved tensor {count} is {_show(*was)} in the first run and {_show(*now)} in the second"
+                if found:
+                    raise _Enough
+            count += 1
+            return tensor.detach()
+
+        again: list[Tensor] = []
+        try:
+            with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(add, _itself):
+                again += [tensor.detach() for tensor in tensors_in(self._forward())]
+        except _Enough:
+            return found
+        except (torch.OutOfMemoryError, DeviceOutOfMemory):
+            raise
+        except Exception as error:  # whatever the model's code raises, training with `keep` does not meet it
+            return f"a second run raises {type(error).__name__}: {error}"
+        if count < len(self._kinds):
+            return f"the first run saves {len(self._kinds)} tensors and the second {count}"
+        if len(again) != len(outputs) or not all(map(_is_same, outputs, again)):
+            return "the second run returns other values"
+        return ""
+
+
+def _is_same(one: Tensor, two: Tensor) -> bool:
+    """Whether outputs are equal to the bit; on a GPU, where some kernels add up in any order, to about the rounding of bfloat16."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if one.layout != torch.strided or one.is_meta or detect_fake_mode() is not None or torch.equal(one, two):
+        return True
+    one, two = one.nan_to_num().double(), two.nan_to_num().double()
+    tolerance = 0.0 if one.device.type == "cpu" else 1e-2
+    return bool((one - two).norm() <= tolerance * one.norm())
 
 
 def _itself(tensor: Tensor) -> Tensor:

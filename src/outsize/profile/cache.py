@@ -22,7 +22,7 @@ from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 10
+TRACE_FORMAT = 11
 
 
 def traced(

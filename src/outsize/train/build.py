@@ -256,6 +256,11 @@ def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights
 
 def _adopt_dtypes(model: nn.Module) -> None:
     """fp16 weights become bf16, since only that splits into an exact master; what cannot be trained is refused by name."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            do = "Keep its values in a dense parameter and make the sparse tensor of them in the forward, as PEFT's SHiRA does"
+            raise ModelUnsupported(f"{name}: a {kind} tensor cannot be placed by a plan. {do}.")
     for name, param in model.named_parameters():
         if param.dtype == torch.float16:
             log.warning("fp16 weights are converted to bf16: fp32 masters are kept beside them, exactly")
