@@ -24,6 +24,7 @@ import torch
 import zoo
 from cells import Outcome, Traced
 from peft import PeftType
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import outsize
@@ -267,6 +268,24 @@ def test_the_smallest_budget_has_a_plan(method: PeftType) -> None:
         strategies = set(engine.plan.decision.strategies)
         assert "swap" in strategies and not strategies & {"recompute", "offload"} if method in MADE_AGAIN_OTHERWISE else len(strategies) > 1
         cells.assert_same(train(method, engine), plain(method))
+
+
+@pytest.mark.parametrize("method", [method for method in TRAINED if "num_virtual_tokens" in CASES[method].config], ids=name_of)
+def test_prompts_that_stream_are_saved_as_plain_peft_saves_them(method: PeftType, tmp_path: Path) -> None:
+    """PEFT runs the prompt encoder for that, or reads its tensors, whatever their slots hold."""
+    reference = build(method)
+    how = {"spec": SPEC, "chunk_bytes": CHUNK_BYTES, "traced": traced(method), **PLANS["streamed"]}
+    with cells.closing(cells.prepare_by_hand(build(method), batches(method)[0], **how)) as engine:
+        train(method, engine)
+        reference.load_state_dict(engine.model.state_dict())
+        engine.model.save_pretrained(tmp_path / "ours")
+        engine.export(tmp_path / "exported")
+        train(method, engine)  # the parameters are in their slots again
+    reference.save_pretrained(tmp_path / "plain")
+    ours, exported, expected = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "exported", "plain"))
+    assert list(ours) == list(exported) == list(expected)
+    assert all(torch.equal(ours[key], value) and torch.equal(exported[key], value) for key, value in expected.items())
+    assert "save_pretrained" not in vars(engine.model)
 
 
 def test_a_generator_of_the_adapters_own_is_where_it_was_and_draws_once(caplog: pytest.LogCaptureFixture) -> None:

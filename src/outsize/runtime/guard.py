@@ -22,7 +22,7 @@ class Guard(TorchDispatchMode):
         self._place, self._owner = store.place, store.owner
         place = store.place
         self._where = {
-            id(store.params[piece.name]): (weakref.ref(store.params[piece.name]), piece.name, chunk.index, place.slots.slot_of[chunk.index])
+            id(param := store.params[piece.name]): (weakref.ref(param), param.data_ptr(), piece.name, chunk.index, place.slots.slot_of[chunk.index])
             for chunk in place.layout.chunks
             if place.streams(chunk.index)
             for piece in chunk.pieces
@@ -31,12 +31,12 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tensors_of(*args, *(kwargs or {}).values()):
             if isinstance(leaf, torch.nn.Parameter) and (known := self._where.get(id(leaf))) is not None and known[0]() is leaf and not _harmless(func, args):
-                self._check(func, *known[1:])
+                self._check(func, leaf.data_ptr() == known[1], *known[2:])
         return func(*args, **(kwargs or {}))
 
-    def _check(self, func: Any, name: str, chunk: int, slot: int) -> None:
+    def _check(self, func: Any, in_slot: bool, name: str, chunk: int, slot: int) -> None:
         owner = self._owner[slot]
-        if owner != chunk:
+        if owner != chunk and in_slot:  # else it has a tensor of its own for a while: see adapters.py
             place = self._place
             block = place.graph.visit_name(place.chunk(chunk).visits[0])
             holds = "nothing yet" if owner is None else f"weights of {place.graph.visit_name(place.chunk(owner).visits[0])}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, tell
 from outsize.model.caches import turn_caches_off, turn_caches_on
+from outsize.runtime.adapters import saves_from_home
 from outsize.runtime.store import Store
 
 
@@ -35,6 +36,8 @@ class Patches:
             if owned:
                 self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
                 self._handles.append(module.register_load_state_dict_pre_hook(self._writes(owned)))
+        if hasattr(model, "peft_config") and hasattr(model, "prompt_encoder") and "save_pretrained" not in vars(model):
+            self._set(model, "save_pretrained", saves_from_home(model, store, drain))
         self._set(model, "zero_grad", lambda set_to_none=True: zero_grad())
         self._cached = turn_caches_off(model)
 
