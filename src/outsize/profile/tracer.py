@@ -107,12 +107,14 @@ class Tracer:
             timed = {strategy: self._time(strategy) for strategy in to_time}
         graph = self._graph(passes["keep"])
         self._require_landings(graph)
-        self._tell_differences()
+        notes = tuple(self._notes())
+        for note in notes:
+            log.warning("%s", note)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
-            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0,
+            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
 
     def around(self, visit: int) -> Any:
@@ -122,12 +124,12 @@ class Tracer:
     def may_run_twice(self, layer: Layer) -> bool:
         return layer.structure not in self._differs
 
-    def _tell_differences(self) -> None:
+    def _notes(self) -> Iterator[str]:
         for structure, difference in self._differs.items():
             names = [layer.name for layer in self.layers if layer.structure == structure]
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            text = "%s%s: a second run of the forward differs from the first (%s). These activations are kept or swapped, not recomputed."
-            log.warning(text, names[0], others, difference.rstrip("."))
+            what = f"a second run of the forward differs from the first ({difference.rstrip('.')})"
+            yield f"{names[0]}{others}: {what}. These activations are kept or swapped, not recomputed."
 
     def has_sequel(self, visit: int) -> bool:
         return self._sequels.get(visit, _NOTHING) != _NOTHING
@@ -275,7 +277,7 @@ class Tracer:
         buffers = [(module, name, b, b.data, b.clone()) for module, name, b in owned]
         grads = [(p, p.grad) for p in self.model.parameters()]
         values = [(p, p.data) for p in self.model.parameters()]
-        generators = [(generator, generator.get_state()) for generator in _generators(self.model)]
+        generators = [(generator, generator.get_state()) for generator in generators_of(self.model)]
         for param, _ in grads:
             param.grad = None
         cached = turn_caches_off(self.model)
@@ -413,7 +415,7 @@ class Tracer:
         )
 
 
-def _generators(model: nn.Module) -> Iterator[torch.Generator]:
+def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
     """Random generators that modules own, as attributes or in a dict or list."""
     for module in model.modules():
         for value in vars(module).values():
