@@ -115,15 +115,15 @@ class _Compared:
     def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings", report: Callable[[str], None]):
         self._forward, self._surroundings, self._report = forward, surroundings, report
         self._kinds: list[_Kind] = []
-        self._outputs: list[Tensor] | None = None
-        """None: the first run has not returned, or its comparison is made."""
+        self._outputs: list[tuple[Tensor, int]] | None = None
+        """With their versions: what the model writes into them afterwards is no difference. None: the first run has not returned, or the comparison is made."""
 
     def note(self, tensor: Tensor) -> Tensor:
         self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
         return tensor.detach()  # the tensor itself may be an output, whose graph holds what is returned here
 
     def returned(self, outputs: Any) -> None:
-        self._outputs = [tensor.detach() for tensor in tensors_in(outputs)]
+        self._outputs = [(tensor.detach(), tensor._version) for tensor in tensors_in(outputs)]
 
     def get(self, saved: Tensor) -> Tensor:
         if self._outputs is not None:
@@ -131,16 +131,15 @@ class _Compared:
             self._report(self._difference(outputs))
         return saved
 
-    def _difference(self, outputs: list[Tensor]) -> str:
+    def _difference(self, outputs: list[tuple[Tensor, int]]) -> str:
         count, found = 0, ""
 
         def add(tensor: Tensor) -> Tensor:
             nonlocal count, found
-            if count < len(self._kinds):
-                was, now = self._kinds[count], (tensor.shape, tensor.dtype, tensor.device)
-                found = "" if was == now else f"saved tensor {count} is {_show(*was)} in the first run and {_show(*now)} in the second"
-                if found:
-                    raise _Enough
+            now = (tensor.shape, tensor.dtype, tensor.device)
+            if not found and count < len(self._kinds) and self._kinds[count] != now:
+                found = f"saved tensor {count} is {_show(*self._kinds[count])} in the first run and {_show(*now)} in the second"
+                raise _Enough
             count += 1
             return tensor.detach()
 
@@ -148,15 +147,16 @@ class _Compared:
         try:
             with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(add, _itself):
                 again += [tensor.detach() for tensor in tensors_in(self._forward())]
-        except _Enough:
-            return found
         except (torch.OutOfMemoryError, DeviceOutOfMemory):
             raise
         except Exception as error:  # whatever the model's code raises, training with `keep` does not meet it
-            return f"a second run raises {type(error).__name__}: {error}"
+            return found or f"a second run raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if found:  # and the model's code caught our exception
+            return found
         if count < len(self._kinds):
             return f"the first run saves {len(self._kinds)} tensors and the second {count}"
-        if len(again) != len(outputs) or not all(map(_is_same, outputs, again)):
+        pairs = zip(outputs, again, strict=False)
+        if len(again) != len(outputs) or not all(one._version != version or _is_same(one, two) for (one, version), two in pairs):
             return "the second run returns other values"
         return ""
 

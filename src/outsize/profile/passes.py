@@ -37,6 +37,9 @@ class Trial(Protocol):
         """What is known of the time before a layer and after it: what comes before may hold its input, what comes after is measured with it."""
         ...
 
+    compares: bool
+    """Scouts compare a second run of each layer's forward with the first."""
+
     def may_run_twice(self, layer: Layer) -> bool:
         """Backward may run its forward again."""
         ...
@@ -135,7 +138,7 @@ class Pass:
         else:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
-            if self.scout:
+            if self.scout and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure))
             else:
                 strategy = self.strategy if self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts) else "keep"

@@ -71,6 +71,7 @@ class Tracer:
         """The layers of the visits, as in every pass."""
         self._sequels: dict[int, Any] = {}
         self._got_gradient: set[int] = set()
+        self.compares = True
         self._differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first. Such a layer is never recomputed."""
 
@@ -96,10 +97,9 @@ class Tracer:
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
         with self._model_untouched(), self.progress:
-            scout = self._run("keep", scout=True)
+            scout = self._scout()
             if self._set_aside(scout):
-                self._readers, self._bare, self._path = {}, set(), None
-                scout = self._run("keep", scout=True)
+                scout = self._scout()
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
             self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
@@ -174,6 +174,20 @@ class Tracer:
                 raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
 
     # Running.
+
+    def _scout(self) -> Pass:
+        """Where memory is too small to compare second runs as well, layers count as such that can be recomputed."""
+        self._readers, self._bare, self._path = {}, set(), None
+        done = self.progress.done
+        try:
+            return self._run("keep", scout=True)
+        except DeviceOutOfMemory:
+            if not self.compares:
+                raise
+        self.progress.done = done
+        gc.collect()  # as in _measure
+        self.compares = False
+        return self._scout()
 
     def _measure(self, strategy: Strategy) -> Pass:
         done = self.progress.done

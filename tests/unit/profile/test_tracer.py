@@ -27,6 +27,7 @@ from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import tensors_in
 from outsize.model.work import STRATEGIES, Work
+from outsize.profile import passes
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
@@ -600,6 +601,19 @@ def test_a_layer_whose_second_run_differs_is_kept_or_swapped_and_a_note_names_it
     others = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
     assert note.startswith(f"layers.{odd[0]}{others}: a second run of the forward differs from the first (saved tensor 0 is float32 (5, 8) on cpu")
     assert note.endswith("These activations are kept or swapped, not recomputed.")
+
+
+def test_where_memory_is_too_small_for_second_runs_none_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come on top of what a trial kept before there was a comparison: a batch that fitted then fits still."""
+    expected, calls = traced("plain"), 0
+
+    def runs_out(*_: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        raise torch.OutOfMemoryError("no memory for a second run")
+
+    monkeypatch.setattr(passes, "keep_and_compare", runs_out)
+    assert trace(zoo.make("plain"), zoo.batch("plain")) == expected and calls == 1
 
 
 # --- the numbers
