@@ -96,9 +96,10 @@ class _Saved:
 
 
 def compared(forward: Callable[[], Any], device: torch.device, report: Callable[[str], None]) -> Any:
-    """Run `forward` and keep what autograd saves. Backward runs it again as `made_again` would, and reports how that run differs ("" if it does not).
+    """Run `forward`, keep what autograd saves, and compare that run with a second one in backward.
 
-    Gradients come from the first run. A second run that raises is reported too, unless memory ran out.
+    The second run is as `made_again` would run it. `report` gets how it differs, "" if it does not. Gradients come from the first run.
+    A second run that raises is reported too, unless memory ran out.
     """
     if not torch.is_grad_enabled():
         return forward()
@@ -110,13 +111,14 @@ def compared(forward: Callable[[], Any], device: torch.device, report: Callable[
 
 
 class _Compared:
-    """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with those of a second run."""
+    """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with a second run."""
 
     def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings", report: Callable[[str], None]):
         self._forward, self._surroundings, self._report = forward, surroundings, report
         self._kinds: list[_Kind] = []
         self._outputs: list[tuple[Tensor, int]] | None = None
-        """With their versions: what the model writes into them afterwards is no difference. None: the first run has not returned, or the comparison is made."""
+        """With their versions: what the model writes into them afterwards is no difference. None before the first run has returned, and
+        after the comparison."""
 
     def note(self, tensor: Tensor) -> Tensor:
         self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
@@ -138,7 +140,8 @@ class _Compared:
             nonlocal count, found
             now = (tensor.shape, tensor.dtype, tensor.device)
             if not found and count < len(self._kinds) and self._kinds[count] != now:
-                found = f"saved tensor {count} is {_show(*self._kinds[count])} in the first run and {_show(*now)} in the second"
+                was = _show(*self._kinds[count])
+                found = f"saved tensor {count} is {was} in the first run and {_show(*now)} in the second"
                 raise _Enough
             count += 1
             return tensor.detach()
@@ -156,13 +159,12 @@ class _Compared:
         if count < len(self._kinds):
             return f"the first run saves {len(self._kinds)} tensors and the second {count}"
         pairs = zip(outputs, again, strict=False)
-        if len(again) != len(outputs) or not all(one._version != version or _is_same(one, two) for (one, version), two in pairs):
-            return "the second run returns other values"
-        return ""
+        is_same = all(one._version != version or _is_same(one, two) for (one, version), two in pairs)
+        return "" if is_same and len(again) == len(outputs) else "the second run returns other values"
 
 
 def _is_same(one: Tensor, two: Tensor) -> bool:
-    """Whether outputs are equal to the bit; on a GPU, where some kernels add up in any order, to about the rounding of bfloat16."""
+    """Whether outputs are equal to the bit. On a GPU some kernels add up in any order: there, to about the rounding of bfloat16."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if one.layout != torch.strided or one.is_meta or detect_fake_mode() is not None or torch.equal(one, two):

@@ -30,10 +30,14 @@ def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return forward(*args, **kwargs) if first is None else made_again(lambda: forward(*args, **kwargs), first.device)
 
 
-def keep_and_compare(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], report: Callable[[str], None]) -> Any:
-    """`keep`, and in backward the forward that `recompute` would run. `report` gets how the two differ, "" if they do not. For trial runs."""
+def keep_and_compare(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], report: Callable[[str], None]
+) -> Any:
+    """For trial runs: `keep`, and in backward the forward that `recompute` would run. `report` gets how they differ, or ""."""
     first = next(tensors_in((args, kwargs)), None)
-    return forward(*args, **kwargs) if first is None else compared(lambda: forward(*args, **kwargs), first.device, report)
+    if first is None:
+        return forward(*args, **kwargs)
+    return compared(lambda: forward(*args, **kwargs), first.device, report)
 
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:

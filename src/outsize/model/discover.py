@@ -25,7 +25,8 @@ class Layer:
     is_last: bool
     """Of its list: a region begins when it returns."""
     must_run: bool = False
-    """The trial run measures it even if equal layers have run: it completes the gradient of a weight that the last layer of a list shares."""
+    """The trial run measures it even if equal layers have run: it completes the gradient of a weight that it shares with the
+    last layer of a list."""
 
 
 def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[Layer, ...]:
@@ -54,7 +55,10 @@ def _require_separate(layers: list[Layer]) -> None:
 
 
 class _Sharing:
-    """Which layers have which trainable parameters, in the order of the tree. Gradients of a shared one are added up across layers' backwards."""
+    """Which layers have which trainable parameters, in the order of the tree.
+
+    The gradient of a shared one is alive from the backward of its last layer to that of its first.
+    """
 
     def __init__(self, modules: list[nn.Module]):
         self._users: dict[int, list[nn.Module]] = {}

@@ -1,4 +1,4 @@
-"""Finding the tensors inside what modules take and return: tensors, sequences, mappings, dataclasses and plain records, nested."""
+"""Finding the tensors inside what modules take and return: tensors, sequences, mappings, dataclasses and records, nested."""
 
 import copy
 import dataclasses
@@ -11,7 +11,10 @@ _SIMPLE = (Tensor, bool, int, float, str, type(None))
 
 
 def _is_record(value: Any) -> bool:
-    """An instance of a class without bases whose attributes are tensors and plain values, such as PEFT's ShadowCarrier. A cache is none: layers write to it."""
+    """An instance of a class without bases whose attributes are tensors and plain values, such as PEFT's ShadowCarrier.
+
+    A cache is none: layers write to it.
+    """
     kind = type(value)
     if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not hasattr(value, "__dict__"):
         return False

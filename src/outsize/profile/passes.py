@@ -53,8 +53,8 @@ class Pass:
     """One forward and backward under one strategy, listening to the model's course."""
 
     def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False, ahead: bool = True):
-        """`scout`: also find out which layer takes what which other made, and whose forward gives something else when backward runs it again. Its bytes are
-        not to be used."""
+        """`scout`: also find out which layer takes what which other made, and compare second runs of layers' forwards with the first.
+        Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
         self.phases = Phases(meter, tracer.device, ahead=ahead)
         self.layer_of: list[int | None] = []
@@ -120,11 +120,12 @@ class Pass:
                 self._takes(visit, inputs[0])
         # Layers that are the same modules differ by what runs around them.
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
-        # A model may run its layers without grad first (X-LoRA's scaling pass): those stand for no layer that has a backward.
+        # A model may run its layers without grad first (X-LoRA's scaling pass): such runs do not stand for those with a backward.
         key = (facts.structure, kinds, self.tracer.around(visit), self._beside, torch.is_grad_enabled())
         if not self._beside:
             self.keys[visit] = key
-        may_skip = self._ran.get(key, 0) >= 2 and not facts.is_last and not facts.must_run and not self.tracer.has_sequel(visit)
+        always_runs = facts.is_last or facts.must_run or self.tracer.has_sequel(visit)
+        may_skip = self._ran.get(key, 0) >= 2 and not always_runs
         if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:
                 self.skipped.add(visit)
@@ -141,7 +142,8 @@ class Pass:
             if self.scout and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure))
             else:
-                strategy = self.strategy if self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts) else "keep"
+                can = self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts)
+                strategy = self.strategy if can else "keep"
                 outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
             self._makes(visit, outputs)
         self._pass_through[key] = _pass_through(inputs, outputs) if inputs else None
@@ -217,7 +219,8 @@ class Pass:
 def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]], Any] | None":
     """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state, and of whatever else was handed on.
 
-    A second stream (ShadowPEFT's shadow state, the text beside the image) is passed through too: an output that has a gradient, and the shape of an input.
+    A second stream (ShadowPEFT's shadow state, the text beside the image) is passed through too: an output that has a gradient and the
+    shape of an input.
     """
     hidden, results = inputs[0], list(tensors_in(outputs))
     place = next((i for i, t in enumerate(results) if t is not hidden and t.shape == hidden.shape and t.dtype == hidden.dtype), None)
@@ -226,8 +229,8 @@ def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]
     sources = [0 if i == place else next((n for n, given in enumerate(inputs) if given is t), None) for i, t in enumerate(results)]
     for i, t in enumerate(results):
         if sources[i] is None and t.requires_grad:
-            streams = (n for n, given in enumerate(inputs) if n not in sources and given.shape == t.shape and given.dtype == t.dtype)
-            sources[i] = next(streams, None)
+            free = ((n, given) for n, given in enumerate(inputs) if n not in sources)
+            sources[i] = next((n for n, given in free if given.shape == t.shape and given.dtype == t.dtype), None)
 
     # What else comes out is as this layer made it, without its graph: that knows of the hooks of this pass, and both would live for ever.
     def without_graph(t: Tensor, source: int | None) -> Tensor:

@@ -73,7 +73,7 @@ class Tracer:
         self._got_gradient: set[int] = set()
         self.compares = True
         self._differs: dict[str, str] = {}
-        """By structure of a layer: how a second run of its forward differs from the first. Such a layer is never recomputed."""
+        """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
 
     def is_static(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._static
@@ -259,12 +259,13 @@ class Tracer:
         self._require_own_memory()
 
     def _require_own_memory(self) -> None:
-        """Parameters are views into the engine's buffers. A value that the model's code puts in another tensor would be lost."""
+        """Parameters are views into the engine's buffers: a value that the model's code puts elsewhere would be lost."""
         for name, param in self.model.named_parameters():
             if param in self._storages and param.untyped_storage()._cdata != self._storages[param]:
                 raise ModelUnsupported(
-                    f"{name}: the model's forward replaces the data of this parameter, which outsize keeps in a buffer of its own. "
-                    "Write new values between steps, inside `with engine.gathered(name)`, or train this model without outsize."
+                    f"{name}: the model's forward replaces the data of this parameter, which outsize keeps in a buffer "
+                    "of its own. Write new values between steps, inside `with engine.gathered(name)`, or train this model "
+                    "without outsize."
                 )
 
     def _drop_grad(self, param: Tensor) -> None:

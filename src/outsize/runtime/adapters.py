@@ -1,4 +1,4 @@
-"""Saving a PEFT model: PEFT runs its prompt encoders, or reads their tensors directly, to save prompts. No hook sees either."""
+"""Saving a PEFT model: to save prompts, PEFT runs its prompt encoders or reads their tensors. No hook sees either."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from outsize.runtime.store import Store
 
 
 def saves_from_home(model: nn.Module, store: Store, drain: Callable[[], None]) -> Callable[..., Any]:
-    """The model's `save_pretrained`, run while the parameters of prompt encoders have their values in tensors of their own."""
+    """`save_pretrained`, run while the parameters of prompt encoders have their values in tensors of their own."""
     save: Callable[..., Any] = model.save_pretrained  # type: ignore[assignment]
     ids = {id(param) for param in model.get_submodule("prompt_encoder").parameters()}
 
@@ -27,9 +27,10 @@ def saves_from_home(model: nn.Module, store: Store, drain: Callable[[], None]) -
 
 @contextmanager
 def _values_at_hand(store: Store, ids: set[int]) -> Iterator[None]:
-    """Copies, on the device that the parameters are on: prompts are small. Parameters that do not stream have their values already."""
-    places = store.place.layout.place
-    streamed = {name: param for name, param in store.params.items() if id(param) in ids and store.place.streams(places[name][0])}
+    """Copies on the same device, since prompts are small. Parameters that do not stream have their values already."""
+    place = store.place
+    streams = {name for name, (chunk, _) in place.layout.place.items() if place.streams(chunk)}
+    streamed = {name: param for name, param in store.params.items() if id(param) in ids and name in streams}
     slots = {name: param.data for name, param in streamed.items()}
     try:
         for name, param in streamed.items():

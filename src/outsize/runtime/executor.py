@@ -309,7 +309,8 @@ class Executor:
     def _made_by(self, visit: int) -> list[Tensor]:
         """What a visit made and sends. What an earlier visit sends too was made before, and this one only reads it."""
         earlier = {item.data_ptr() for other, parcel in self._parcels.items() if other < visit for item in parcel.items}
-        return [item for item in self._parcels[visit].items if item.data_ptr() not in earlier] if visit in self._parcels else []
+        items = self._parcels[visit].items if visit in self._parcels else []
+        return [item for item in items if item.data_ptr() not in earlier]
 
 
 def _copy(to: Tensor, source: Tensor) -> Callable[[], Any]:

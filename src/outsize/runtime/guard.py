@@ -22,7 +22,9 @@ class Guard(TorchDispatchMode):
         self._place, self._owner = store.place, store.owner
         place = store.place
         self._where = {
-            id(param := store.params[piece.name]): (weakref.ref(param), param.data_ptr(), piece.name, chunk.index, place.slots.slot_of[chunk.index])
+            id(param := store.params[piece.name]): (
+                weakref.ref(param), param.data_ptr(), piece.name, chunk.index, place.slots.slot_of[chunk.index],
+            )
             for chunk in place.layout.chunks
             if place.streams(chunk.index)
             for piece in chunk.pieces

@@ -259,7 +259,7 @@ def _adopt_dtypes(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided:
             kind = str(tensor.layout).removeprefix("torch.")
-            do = "Keep its values in a dense parameter and make the sparse tensor of them in the forward, as PEFT's SHiRA does"
+            do = "Keep its values in a dense parameter and make it of them in the forward, as PEFT's SHiRA does"
             raise ModelUnsupported(f"{name}: a {kind} tensor cannot be placed by a plan. {do}.")
     for name, param in model.named_parameters():
         if param.dtype == torch.float16:
