@@ -15,7 +15,6 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cells
 import numpy as np
@@ -171,8 +170,11 @@ def scikit_learn() -> Iterator[None]:
         return
     package, cluster = types.ModuleType("sklearn"), types.ModuleType("sklearn.cluster")
     cluster.KMeans = Slices  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {"sklearn": package, "sklearn.cluster": cluster}):
+    sys.modules |= {"sklearn": package, "sklearn.cluster": cluster}
+    try:
         yield
+    finally:
+        del sys.modules["sklearn"], sys.modules["sklearn.cluster"]
 
 
 def build(method: PeftType, **more: Any) -> nn.Module:
