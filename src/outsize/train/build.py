@@ -334,6 +334,13 @@ def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights
 
 def _adopt_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Convert trainable fp16 parameters to fp32, which is exact; frozen ones stay fp16. Returns the dtypes of those that were converted, by name."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise ModelUnsupported(
+                f"{name}: a {kind} tensor cannot be placed by a plan. Keep its values in a dense parameter and make the sparse tensor of them "
+                "in the forward, as PEFT's SHiRA does."
+            )
     params = dict(model.named_parameters())
     for name, param in params.items():
         if param.requires_grad and param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
