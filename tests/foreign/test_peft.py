@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import cells
+import foreign_plans
 import numpy as np
 import peft
 import pytest
@@ -344,3 +345,31 @@ def test_a_sparse_parameter_is_refused_by_name() -> None:
     model.head.scale = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
     with pytest.raises(ModelUnsupported, match=f"^{re.escape(text)}"):
         outsize.prepare(model, zoo.batch("plain"), device="cpu")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_adalora_allocates_ranks_from_the_gradients(plan: str) -> None:
+    """`update_and_allocate` reads p.grad after step() and writes the masked singular values."""
+    method = PeftType.ADALORA
+    data = batches(method)
+    settings: dict[str, Any] = dict(tinit=1, tfinal=1, deltaT=1, total_step=6)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for number in range(5):
+            loss = model(**data[number % len(data)]).loss
+            loss.backward()
+            optimizer.step()
+            model.base_model.update_and_allocate(number)
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    expected_model, model = build(method, **settings), build(method, **settings)
+    expected = run(expected_model, foreign_plans.reference(expected_model, SPEC))
+    with cells.closing(cells.prepare_by_hand(model, data[0], spec=SPEC, chunk_bytes=CHUNK_BYTES, **PLANS[plan])) as engine:
+        assert run(model, engine.optimizer) == expected
+    wanted = dict(expected_model.named_parameters())
+    assert all(torch.equal(param, wanted[name]) for name, param in model.named_parameters())
+    masked = [p for name, p in model.named_parameters() if "lora_E" in name]
+    assert any(bool((p == 0).any()) for p in masked), "ranks were taken away"
