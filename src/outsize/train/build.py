@@ -20,6 +20,7 @@ from outsize.model.discover import Layer, find_layers
 from outsize.model.weights import FileWeights, Weights, hollow, hollow_like, is_hollow
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
+from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan, Terms
 from outsize.planner.search import search
 from outsize.profile.cache import traced
@@ -271,3 +272,49 @@ def _one_owner_of_recompute(model: nn.Module) -> None:
     if getattr(model, "is_gradient_checkpointing", False):
         log.warning("gradient checkpointing is turned off: the plan decides per block what is recomputed")
         model.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
+# Models that only run forward beside the one that is trained: reference models and reward models.
+
+_FORWARD_ONLY_SHARE = 0.25
+"""Of gpu_memory that such a model may use, unless it needs more."""
+
+
+def prepare_forward_only(
+    model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], object], *, gpu_memory: str | int | None = None, device: str | Device | None = None,
+    max_shape: tuple[int, int] | None = None, least: bool = False, only_weights: bool = False, **settings: Any,
+) -> Engine:  # fmt: skip
+    """Prepare a model without trainable parameters, for forward passes alone. What does not fit is streamed from the host.
+
+    Args:
+        run: calls the model with a batch, as the training loop does.
+        gpu_memory: what this model and the one that is trained may use together. It takes a share of it, or what it needs if that is more.
+        least: take as little GPU memory as possible, instead of the share.
+        only_weights: budget the weights alone. Its activations are part of the other plan, whose trial run calls this model too.
+        settings: host_memory and chunk_bytes, as in `prepare`.
+    """
+    where = choose_device(device)
+    total = _gpu_budget(gpu_memory, where)
+
+    def loss(model: nn.Module, batch: Any) -> None:
+        run(model, batch)
+
+    ready = _get_ready(model, optimizer=AdamW(), gpu_memory=gpu_memory, device=where, loss=loss, chunked_loss=False, **settings)
+    found = ready.measure(grown(batch, max_shape), None)
+
+    def plan(num_bytes: int) -> Planned:
+        return _get_ready(model, optimizer=AdamW(), gpu_memory=num_bytes, device=where, chunked_loss=False, **settings).solve(found, ready.terms)
+
+    try:
+        planned = plan(1 if least else int(total * _FORWARD_ONLY_SHARE))
+    except PlanInfeasible as error:
+        if error.resource != "gpu" or error.needed_bytes > total:
+            raise
+        needed = error.needed_bytes
+        planned = plan(needed)
+    # What it does not need is left to the model that is trained.
+    made = planned.plan
+    place = Placement(planned.graph, planned.layout, made.decision, made.terms, made.work, made.shared)
+    weights = sum(place.gpu.values()) + sum(buffer.nbytes for buffer in model.buffers())
+    planned = replace(planned, plan=replace(made, gpu_budget_bytes=weights if only_weights else made.estimate.gpu_bytes))
+    return Engine(model, ready.layers, planned, device=where, optimizer=ready.optimizer, planner=ready.planner)
