@@ -31,6 +31,7 @@ _REFUSED = {
     "use_vllm": "vLLM has weights and a cache of its own on the GPU, outside of the plan; leave it out, and the prepared model generates",
     "use_transformers_continuous_batching": "its cache is outside of the plan; leave it out",
     "use_transformers_paged": "its cache is outside of the plan; leave it out",
+    "use_adaptive_entropy": "its coefficient would not be in the checkpoint; leave it out, and set entropy_coef",
     "enable_jit_checkpoint": "it saves in the middle of a step; use save_steps, or a callback that sets control.should_save",
 }
 

@@ -21,10 +21,11 @@ from transformers.training_args import TrainingArguments
 
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, tell
 from outsize.base.log import log
-from outsize.checkpoint.folder import newest, read_manifest
+from outsize.checkpoint.folder import is_plain, read_manifest
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.device.rng import rewinder, rng_untouched
+from outsize.integrations import plain
 from outsize.integrations.arguments import NonFinite, adamw, loads_reference, refuse_trainer, take_over, update_mode
 from outsize.integrations.keeping import KeepsRuns
 from outsize.integrations.online import Generates
@@ -238,11 +239,13 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         take_over(self.args)
         if resume_from_checkpoint is True:
-            found = newest(Path(self.args.output_dir))
+            found = plain.newest_of_both(Path(self.args.output_dir))
             if found is None:
                 do = "Start without resume_from_checkpoint, or name the folder"
                 raise ConfigError(tell(f"{self.args.output_dir} has a complete checkpoint", "there is none", do))
             resume_from_checkpoint = str(found)
+        if resume_from_checkpoint and is_plain(Path(resume_from_checkpoint)):
+            plain.require_plain(Path(resume_from_checkpoint))
         elif resume_from_checkpoint:
             read_manifest(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
@@ -276,7 +279,8 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
 
     def _go_on_with_the_loss_of(self, checkpoint: str | None) -> None:
         """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is resumed before it meets such a batch again."""
-        if checkpoint is not None and self._prepare_settings["chunked_loss"] is None and read_manifest(Path(checkpoint)).get("loss_chunk"):
+        is_ours = checkpoint is not None and not is_plain(Path(checkpoint))
+        if is_ours and self._prepare_settings["chunked_loss"] is None and read_manifest(Path(checkpoint)).get("loss_chunk"):
             self._prepare_settings["chunked_loss"] = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
