@@ -124,8 +124,9 @@ class KeepsRuns(_Trainer):
             return
         folder = Path(checkpoint)
         if is_plain(folder):
-            self.engine.optimizer.load_state_dict(plain.optimizer_state(folder, self.engine.optimizer.param_groups))
-            self.lr_scheduler.load_state_dict(plain.scheduler_state(folder))
+            optimizer, scheduler = plain.training_state(folder, self.engine.optimizer.param_groups)
+            self.engine.optimizer.load_state_dict(optimizer)
+            self.lr_scheduler.load_state_dict(scheduler)
         else:
             self.engine.load(checkpoint)
             load_scheduler(folder, self.lr_scheduler)

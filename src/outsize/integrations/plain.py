@@ -61,12 +61,14 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         weights.close()
 
 
-def optimizer_state(folder: Path, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of torch's AdamW as the engine's optimizer takes it. `groups`: the engine's, in whose order the state lies.
-
-    Moments become fp32, exactly. A bf16 weight of the checkpoint is its own fp32 master.
-    """
+def training_state(folder: Path, groups: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of optimizer and scheduler, as the engine's optimizer and its scheduler take them. `groups`: the engine's."""
     saved = _read(folder / OPTIMIZER)
+    return _optimizer_state(folder, saved, groups), _scheduler_state(folder, saved)
+
+
+def _optimizer_state(folder: Path, saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of torch's AdamW, which lies in the order of the groups. Moments become fp32, exactly. A bf16 weight is its own fp32 master."""
     if "outsize" in saved or not isinstance(saved.get("state"), dict) or not isinstance(saved.get("param_groups"), list):
         raise BadFile(f"{folder / OPTIMIZER} holds no optimizer state. Name another checkpoint. {_FROM_WEIGHTS}.")
     theirs = [group for group in saved["param_groups"] if group["params"]]  # Trainer has a group for what does not decay, also if nothing is in it
@@ -92,8 +94,15 @@ def optimizer_state(folder: Path, groups: list[dict[str, Any]]) -> dict[str, Any
     return {"state": state, "param_groups": made}
 
 
-def scheduler_state(folder: Path) -> dict[str, Any]:
-    return _read(folder / SCHEDULER)
+def _scheduler_state(folder: Path, saved: dict[str, Any]) -> dict[str, Any]:
+    """Schedulers keep lists of one value per group: those of empty groups are left out, as the groups are."""
+    is_empty = [not group["params"] for group in saved["param_groups"]]
+
+    def kept(value: Any) -> Any:
+        is_per_group = isinstance(value, list) and len(value) == len(is_empty)
+        return [item for item, empty in zip(value, is_empty, strict=True) if not empty] if is_per_group else value
+
+    return {name: kept(value) for name, value in _read(folder / SCHEDULER).items()}
 
 
 def _state_of(folder: Path, name: str, param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:

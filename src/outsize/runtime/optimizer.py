@@ -5,7 +5,8 @@ tensors that are views of where the state lives. It holds no state of its own; t
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -100,6 +101,12 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: OwnsState, groups: list[dict[str, Any]], spec: AdamW):
         self._engine = engine
         super().__init__(groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay})
+        self.state = _State(self)  # type: ignore[assignment]
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """Empty before the parameter's first step."""
+        views = self._engine.optimizer_state(name)
+        return views if float(views["step"]) else {}
 
     @property
     def names(self) -> list[str]:
@@ -133,8 +140,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             names = group["param_names"]
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(number, number + len(names)))})
             for name in names:
-                views = self._engine.optimizer_state(name)
-                if float(views["step"]):
+                if views := self.state_of(name):
                     state[number] = views
                 number += 1
         return {"state": state, "param_groups": groups}
@@ -160,3 +166,32 @@ class EngineOptimizer(torch.optim.Optimizer):
         for number, name in enumerate(order):
             self._engine.load_optimizer_state(name, state_dict["state"].get(number, empty))
         self._engine.state_was_loaded()
+
+
+class _State(Mapping[nn.Parameter, dict[str, Tensor]]):
+    """`optimizer.state` for those who read it: by parameter, views of where the state lives. It is written with `load_state_dict`."""
+
+    def __init__(self, optimizer: EngineOptimizer):
+        self._optimizer = weakref.ref(optimizer)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        optimizer = self._optimizer()
+        groups = optimizer.param_groups if optimizer is not None else []
+        return {param: name for group in groups for param, name in zip(group["params"], group["param_names"], strict=True)}
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        optimizer = self._optimizer()
+        return optimizer.state_of(name) if optimizer is not None else {}
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
+        names = self._names()
+        return self._state_of(names[param]) if param in names else {}
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (param for param, name in self._names().items() if self._state_of(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, param: nn.Parameter, value: Any) -> None:
+        raise ConfigError("optimizer.state of a prepared model cannot be replaced. Write it with optimizer.load_state_dict().")
