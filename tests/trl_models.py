@@ -16,9 +16,13 @@ CHATML = (
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for each byte, and chatml."""
-    inner = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    inner = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"]
+    )
     made.chat_template = CHATML
     return made
 

@@ -20,14 +20,20 @@ from outsize.checkpoint.folder import newest, read_manifest, rotate
 from outsize.model.build import build_model
 from outsize.run.export import export_folder
 
-CASES: dict[str, tuple[str, torch.dtype]] = {"dropout": ("gpt2", torch.float32), "bf16-tied": ("llama", torch.bfloat16), "fp32": ("llama-untied", torch.float32)}
+CASES: dict[str, tuple[str, torch.dtype]] = {
+    "dropout": ("gpt2", torch.float32),
+    "bf16-tied": ("llama", torch.bfloat16),
+    "fp32": ("llama-untied", torch.float32),
+}
 ARGS: dict[str, Any] = {"lr_scheduler_type": "cosine", "warmup_steps": 1}
 
 
 def lora(model: Any) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+    )
 
 
 def model_of(name: str) -> Any:
@@ -38,7 +44,11 @@ def model_of(name: str) -> Any:
 
 def settings(name: str, folder: Path, **args: Any) -> dict[str, Any]:
     kind = CASES[name.removeprefix("lora-")][0]
-    return {"model": model_of(name), "args": trainers.arguments(folder, **{**ARGS, **args}), "train_dataset": trainers.rows(kind)}
+    return {
+        "model": model_of(name),
+        "args": trainers.arguments(folder, **{**ARGS, **args}),
+        "train_dataset": trainers.rows(kind),
+    }
 
 
 def ours(name: str, folder: Path, plan: str = "resident", **args: Any) -> trainers.OutsizeTrainer:
@@ -60,11 +70,16 @@ def continued(name: str) -> Outcome:
     """By plain Trainer with the reference optimizer, which has no groups of nothing."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = copied(name, Path(folder))
-        _spoil(checkpoint, lambda state: state.update(param_groups=[group for group in state["param_groups"] if group["params"]]))
+        _spoil(
+            checkpoint,
+            lambda state: state.update(param_groups=[group for group in state["param_groups"] if group["params"]]),
+        )
         if name.startswith("lora-"):  # nothing in it goes without decay
-            halve = lambda state: state.update({key: state[key][:1] for key in ("base_lrs", "_last_lr", "lr_lambdas")})  # noqa: E731
+            halve = lambda state: state.update({key: state[key][:1] for key in ("base_lrs", "_last_lr", "lr_lambdas")})
             _spoil(checkpoint, halve, "scheduler.pt")
-        return trainers.train(trainers.PlainTrainer(**settings(name, Path(folder))), resume_from_checkpoint=str(checkpoint))
+        return trainers.train(
+            trainers.PlainTrainer(**settings(name, Path(folder))), resume_from_checkpoint=str(checkpoint)
+        )
 
 
 def copied(name: str, folder: Path) -> Path:
@@ -96,10 +111,15 @@ def test_resume_from_checkpoint_true_takes_the_newest_of_either_kind(tmp_path: P
     folders = {path.name for path in (tmp_path / "out").iterdir()}
     assert folders == {"checkpoint-2", "checkpoint-4"} and newest(tmp_path / "out") == tmp_path / "out" / "checkpoint-4"
     rotate(tmp_path / "out", 1)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == folders, "what plain Trainer wrote is not ours to remove"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == folders, (
+        "what plain Trainer wrote is not ours to remove"
+    )
     with trainers.closing(ours("fp32", tmp_path, max_steps=6)) as trainer:
         trainer.train(resume_from_checkpoint=True)
-        assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 6 and trainer.state.global_step == 6
+        assert (
+            len([entry for entry in trainer.state.log_history if "loss" in entry]) == 6
+            and trainer.state.global_step == 6
+        )
 
 
 def test_a_sharded_checkpoint_and_a_model_without_memory(tmp_path: Path) -> None:
@@ -110,7 +130,9 @@ def test_a_sharded_checkpoint_and_a_model_without_memory(tmp_path: Path) -> None
     zoo.make("llama-untied").save_pretrained(tmp_path / "fresh")
     hollow = build_model(str(tmp_path / "fresh"), dtype=torch.float32)
     for given in ({}, {"model": hollow.model, "weights": hollow.weights}):
-        trainer = trainers.OutsizeTrainer(**{**settings("fp32", tmp_path / "again"), **trainers.planned("streamed"), **given})
+        trainer = trainers.OutsizeTrainer(
+            **{**settings("fp32", tmp_path / "again"), **trainers.planned("streamed"), **given}
+        )
         with trainers.closing(trainer):
             cells.assert_same(trainers.train(trainer, resume_from_checkpoint=str(folder)), continued("fp32"))
 
@@ -118,11 +140,21 @@ def test_a_sharded_checkpoint_and_a_model_without_memory(tmp_path: Path) -> None
 def test_the_best_model_may_be_in_a_checkpoint_of_plain_trainer(tmp_path: Path) -> None:
     folder = copied("fp32", tmp_path)
     state = json.loads((folder / "trainer_state.json").read_text())
-    (folder / "trainer_state.json").write_text(json.dumps({**state, "best_metric": 0.0, "best_model_checkpoint": str(folder), "best_global_step": 2}))
+    (folder / "trainer_state.json").write_text(
+        json.dumps({**state, "best_metric": 0.0, "best_model_checkpoint": str(folder), "best_global_step": 2})
+    )
     best = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    args = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     given = settings("fp32", tmp_path, **args, metric_for_best_model="eval_loss", greater_is_better=False)
-    trainer = trainers.OutsizeTrainer(**given, **trainers.planned("streamed"), eval_dataset=trainers.rows("llama-untied", 2))
+    trainer = trainers.OutsizeTrainer(
+        **given, **trainers.planned("streamed"), eval_dataset=trainers.rows("llama-untied", 2)
+    )
     with trainers.closing(trainer):
         trainer.train(resume_from_checkpoint=str(folder))
         assert trainer.state.best_model_checkpoint == str(folder)
@@ -156,13 +188,22 @@ def test_an_optimizer_state_that_is_not_understood_is_refused_by_name(how: str, 
 
 def test_a_plain_checkpoint_without_state_or_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = copied("fp32", tmp_path)
-    with trainers.closing(ours("dropout", tmp_path)) as trainer, pytest.raises(BadFile, match="has every weight of the model|has the shape"):
+    with (
+        trainers.closing(ours("dropout", tmp_path)) as trainer,
+        pytest.raises(BadFile, match=r"has every weight of the model|has the shape"),
+    ):
         trainer.train(resume_from_checkpoint=str(folder))
     (folder / "optimizer.pt").write_bytes(b"no pickle")
-    with trainers.closing(ours("fp32", tmp_path)) as trainer, pytest.raises(BadFile, match=r"optimizer.pt cannot be read: .*. Name another checkpoint"):
+    with (
+        trainers.closing(ours("fp32", tmp_path)) as trainer,
+        pytest.raises(BadFile, match=r"optimizer.pt cannot be read: .*. Name another checkpoint"),
+    ):
         trainer.train(resume_from_checkpoint=str(folder))
     (folder / "optimizer.pt").unlink()
-    with pytest.raises(BadFile, match=r"optimizer.pt is missing, so training cannot continue from it.* from_pretrained and leave resume_from_checkpoint out"):
+    with pytest.raises(
+        BadFile,
+        match=r"optimizer.pt is missing, so training cannot continue from it.* from_pretrained and leave resume_from_checkpoint out",
+    ):
         ours("fp32", tmp_path).train(resume_from_checkpoint=str(folder))
 
 
@@ -184,7 +225,15 @@ def test_the_folder_says_what_it_is_and_nothing_of_ours_is_confused_by_that(tmp_
         expected = trainers.train(trainer)
     folder = tmp_path / "out" / "checkpoint-2"
     note = (folder / "outsize-checkpoint.md").read_text()
-    assert all(words in note for words in ("Step 2.", "OutsizeTrainer(...).train(resume_from_checkpoint=", "from_pretrained(", "`Trainer` cannot continue"))
+    assert all(
+        words in note
+        for words in (
+            "Step 2.",
+            "OutsizeTrainer(...).train(resume_from_checkpoint=",
+            "from_pretrained(",
+            "`Trainer` cannot continue",
+        )
+    )
     held = torch.load(folder / "optimizer.pt", weights_only=True)
     assert held["outsize"] == note and not held["state"] and not held["param_groups"]
     assert torch.load(folder / "scheduler.pt", weights_only=True)["last_epoch"] == 2
@@ -194,7 +243,11 @@ def test_the_folder_says_what_it_is_and_nothing_of_ours_is_confused_by_that(tmp_
         found = trainers.train(trainer, resume_from_checkpoint=str(folder))
         cells.assert_same(Outcome(found.losses, expected.norms[:2] + found.norms, found.weights, found.state), expected)
     export_folder(folder, tmp_path / "exported")
-    assert {path.name for path in (tmp_path / "exported").iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -73,7 +73,13 @@ def given(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         made["ref_model"], args["bf16"] = llama(seed=1), True
     elif how == "window":
         made["model"] = saved(folder)
-        args |= {"beta": 0.1, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3, "num_iterations": 2}
+        args |= {
+            "beta": 0.1,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 4,
+            "max_steps": 3,
+            "num_iterations": 2,
+        }
     elif how == "scored":
         made["reward_funcs"], made["reward_processing_classes"] = llama(seed=2, scores=True), tokenizer()
     return made, args
@@ -81,13 +87,27 @@ def given(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def config(kind: str, folder: Path, **args: Any) -> Any:
     usual = trainers.arguments(folder)
-    same = ("per_device_train_batch_size", "max_steps", "learning_rate", "weight_decay", "max_grad_norm", "logging_steps", "dataloader_pin_memory")
+    same = (
+        "per_device_train_batch_size",
+        "max_steps",
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "logging_steps",
+        "dataloader_pin_memory",
+    )
     kept = {name: getattr(usual, name) for name in same}
-    more: dict[str, Any] = dict(output_dir=str(folder / "out"), save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True)
-    return getattr(trl, f"{BASES[kind]}Config")(**{**kept, **more, "bf16": False, "gradient_checkpointing": False, **args})
+    more: dict[str, Any] = dict(
+        output_dir=str(folder / "out"), save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    return getattr(trl, f"{BASES[kind]}Config")(
+        **{**kept, **more, "bf16": False, "gradient_checkpointing": False, **args}
+    )
 
 
-def build(name: str, folder: Path, *, with_outsize: bool, base: type = object, args: dict[str, Any] | None = None, **more: Any) -> Any:
+def build(
+    name: str, folder: Path, *, with_outsize: bool, base: type = object, args: dict[str, Any] | None = None, **more: Any
+) -> Any:
     kind = name.partition("-")[0]
     trainer: Any = getattr(trl, f"{BASES[kind]}Trainer")
     first: Any = OutsizeMixin if with_outsize else trainers.WithReference
@@ -95,7 +115,9 @@ def build(name: str, folder: Path, *, with_outsize: bool, base: type = object, a
     made, own = given(name, folder)
     torch.manual_seed(0)
     where = folder / ("ours" if with_outsize else "plain")
-    return type("Tested", bases, {})(args=config(kind, where, **own, **args or {}), processing_class=tokenizer(), **{**made, **more})
+    return type("Tested", bases, {})(
+        args=config(kind, where, **own, **args or {}), processing_class=tokenizer(), **{**made, **more}
+    )
 
 
 def ours(name: str, folder: Path, plan: str = "streamed", **more: Any) -> Any:
@@ -148,10 +170,16 @@ def test_training_equals_the_plain_trainer(name: str, plan: str, tmp_path: Path)
     with trainers.closing(ours(name, tmp_path, plan)) as trainer:
         cells.assert_same(trainers.train(trainer), expected)
         assert logged(trainer) == logged(reference), "the trial run counted for nothing"
-        assert [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry] == expected.norms, "the real norms are logged"
+        assert [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry] == expected.norms, (
+            "the real norms are logged"
+        )
         has_other = name.endswith(("-reference", "-loaded", "-kl", "-autocast", "-scored", "-window"))
-        assert [other.name for other in trainer._running] == (["the reward model" if name == "grpo-scored" else "the reference model"] if has_other else [])
-    assert not trainer._running and not any(param.is_meta for param in (getattr(trainer, "ref_model", None) or trainer.model).parameters())
+        assert [other.name for other in trainer._running] == (
+            ["the reward model" if name == "grpo-scored" else "the reference model"] if has_other else []
+        )
+    assert not trainer._running and not any(
+        param.is_meta for param in (getattr(trainer, "ref_model", None) or trainer.model).parameters()
+    )
 
 
 # A second model is part of the budget.
@@ -163,19 +191,29 @@ def test_a_reference_model_and_the_model_stay_within_gpu_memory_together(name: s
 
     def at(num_bytes: int) -> Any:
         machine = trainers.machine()
-        longest = {"sequence_len": 24} if name == "grpo-kl" else {}  # a later prompt is longer than those of the first batch
+        longest = (
+            {"sequence_len": 24} if name == "grpo-kl" else {}
+        )  # a later prompt is longer than those of the first batch
         return ours(name, tmp_path, device=machine, gpu_memory=num_bytes, pins=None, **longest), machine
 
-    with pytest.raises(PlanInfeasible, match=r"gpu_memory 19.5 KiB is too small: the reference model alone needs at least .* Raise gpu_memory, or") as first:
+    with pytest.raises(
+        PlanInfeasible,
+        match=r"gpu_memory 19.5 KiB is too small: the reference model alone needs at least .* Raise gpu_memory, or",
+    ) as first:
         at(20_000)[0].train()
-    with pytest.raises(PlanInfeasible, match=r"the reference model needs .*, the model that is trained .*, together at least .* Raise gpu_memory") as both:
+    with pytest.raises(
+        PlanInfeasible,
+        match=r"the reference model needs .*, the model that is trained .*, together at least .* Raise gpu_memory",
+    ) as both:
         at(first.value.needed_bytes)[0].train()
     trainer, machine = at(both.value.needed_bytes)
     with trainers.closing(trainer):
         found = trainers.train(trainer)
         (other,) = trainer._running
         assert {home.weights for home in other.engine.plan.decision.homes} == {"host"}
-        assert sum(machine.promised.values()) <= both.value.needed_bytes and other.gpu_bytes < sum(param.nbytes for param in trainer.model.parameters())
+        assert sum(machine.promised.values()) <= both.value.needed_bytes and other.gpu_bytes < sum(
+            param.nbytes for param in trainer.model.parameters()
+        )
         assert machine.observer.peak_bytes <= both.value.needed_bytes
     assert not machine.promised
     cells.assert_same(found, trainers.train(plain(name, tmp_path)))
@@ -198,22 +236,32 @@ def test_reference_models_are_given_back_trainable_as_they_were(tmp_path: Path) 
     with trainers.closing(ours("dpo-reference", tmp_path, ref_model=reference)) as trainer:
         trainer.train()
         assert not any(param.requires_grad for param in reference.parameters())
-        with pytest.raises(EngineMisuse, match=r"prepared for forward passes only, and an input requires grad. Call it under torch.no_grad"):
+        with pytest.raises(
+            EngineMisuse,
+            match=r"prepared for forward passes only, and an input requires grad. Call it under torch.no_grad",
+        ):
             reference(inputs_embeds=torch.ones(1, 2, 32, requires_grad=True))
     assert all(param.requires_grad for param in reference.parameters())
     assert all(torch.equal(value, before[name]) for name, value in reference.state_dict().items())
 
 
 def test_evaluation_runs_the_reference_model_too(tmp_path: Path) -> None:
-    more = {"eval_dataset": rows("preferences", count=3), "args": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}}
+    more = {
+        "eval_dataset": rows("preferences", count=3),
+        "args": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2},
+    }
     reference = plain("dpo-reference", tmp_path, **more)
     expected = trainers.train(reference)
     with trainers.closing(ours("dpo-reference", tmp_path, **more)) as trainer:
         cells.assert_same(trainers.train(trainer), expected)
-        assert logged(trainer) == logged(reference) and any("eval_rewards/margins" in entry for entry in logged(trainer))
+        assert logged(trainer) == logged(reference) and any(
+            "eval_rewards/margins" in entry for entry in logged(trainer)
+        )
 
 
-_NOT_YET = pytest.mark.xfail(strict=False, reason="needs true values behind p.data of streamed parameters between steps")
+_NOT_YET = pytest.mark.xfail(
+    strict=False, reason="needs true values behind p.data of streamed parameters between steps"
+)
 
 
 @pytest.mark.parametrize("plan", ["resident", pytest.param("streamed", marks=_NOT_YET)])
@@ -223,7 +271,9 @@ def test_sync_ref_model_mixes_the_trained_weights_into_the_reference(plan: str, 
     expected = trainers.train(reference)
     with trainers.closing(ours("dpo-reference", tmp_path, plan, args=args)) as trainer:
         cells.assert_same(trainers.train(trainer), expected)
-    for (name, found), wanted in zip(trainer.ref_model.named_parameters(), reference.ref_model.parameters(), strict=True):
+    for (name, found), wanted in zip(
+        trainer.ref_model.named_parameters(), reference.ref_model.parameters(), strict=True
+    ):
         assert torch.equal(found, wanted), name
 
 
@@ -253,7 +303,14 @@ class _RunsOut:
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         me: Any = self
         loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        if isinstance(self, OutsizeMixin) and me._step == 3 and me._inputs is None and type(self).left and me.accelerator.sync_gradients and me._engine:
+        if (
+            isinstance(self, OutsizeMixin)
+            and me._step == 3
+            and me._inputs is None
+            and type(self).left
+            and me.accelerator.sync_gradients
+            and me._engine
+        ):
             handle = me.model.model.layers[0].mlp.down_proj.weight.register_hook(self._raise)
             self._handle = handle
         return loss
@@ -264,7 +321,9 @@ class _RunsOut:
         raise DeviceOutOfMemory("for the test")
 
 
-def test_a_generated_micro_batch_that_runs_out_of_memory_is_made_again_with_the_same_completions(tmp_path: Path) -> None:
+def test_a_generated_micro_batch_that_runs_out_of_memory_is_made_again_with_the_same_completions(
+    tmp_path: Path,
+) -> None:
     """The earlier one of its step, too, which has another slice of the completions."""
     expected = trainers.train(plain("grpo-window", tmp_path))
     with trainers.closing(ours("grpo-window", tmp_path, base=_RunsOut)) as trainer:
@@ -290,26 +349,42 @@ def test_longer_prompts_than_the_first_batch_has_are_planned_for(tmp_path: Path)
 def test_ways_of_generating_outside_of_the_plan_are_refused_by_name(argument: str, tmp_path: Path) -> None:
     args = config("grpo", tmp_path, **ONLINE)
     setattr(args, argument, True)
-    with pytest.raises(ConfigError, match=rf"These arguments do not go with outsize. {argument}=True: .*; leave it out"):
-        type("Tested", (OutsizeMixin, trl.GRPOTrainer), {})(model=llama(), args=args, reward_funcs=length_reward, train_dataset=rows("prompts"))
+    with pytest.raises(
+        ConfigError, match=rf"These arguments do not go with outsize. {argument}=True: .*; leave it out"
+    ):
+        type("Tested", (OutsizeMixin, trl.GRPOTrainer), {})(
+            model=llama(), args=args, reward_funcs=length_reward, train_dataset=rows("prompts")
+        )
 
 
 def test_trainers_that_run_a_second_model_in_ways_of_their_own_are_refused_by_name() -> None:
     base = type("OnlineDPOTrainer", (Trainer,), {"__module__": "trl.experimental.online_dpo"})
-    with pytest.raises(ConfigError, match=r"OnlineDPOTrainer does not work with outsize: it runs a second model.* Use one of SFTTrainer, .*GRPOTrainer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"OnlineDPOTrainer does not work with outsize: it runs a second model.* Use SFTTrainer, .*GRPOTrainer",
+    ):
         type("Tested", (OutsizeMixin, base), {})(model=llama())
     refuse_trainer(type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer"}))
 
 
 def test_a_loader_of_lists_is_refused_in_words(tmp_path: Path) -> None:
     trainer = trainers.ours(tmp_path, data_collator=lambda batch: batch)
-    with pytest.raises(ConfigError, match=r"Trainer: its training batches are a list, not a dict of tensors, so there is nothing to plan for. Give plan_batch"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Trainer: its training batches are a list, not a dict of tensors, so there is nothing to plan for. Give plan_batch",
+    ):
         trainer.train()
 
 
 def test_an_other_model_that_cannot_be_prepared_stays_trainable() -> None:
     model = llama()
-    settings = {"gpu_memory": 1000, "host_memory": None, "device": trainers.machine(), "max_shape": None, "chunk_bytes": 2**14}
+    settings = {
+        "gpu_memory": 1000,
+        "host_memory": None,
+        "device": trainers.machine(),
+        "max_shape": None,
+        "chunk_bytes": 2**14,
+    }
     with pytest.raises(PlanInfeasible):
         OtherModel(model, "the teacher", {**settings, "batch": {"input_ids": torch.ones(1, 4, dtype=torch.long)}})
     assert all(param.requires_grad for param in model.parameters())

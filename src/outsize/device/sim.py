@@ -116,7 +116,7 @@ class SimDevice(CpuDevice):
         self.budget_bytes = min(self.spec.gpu_bytes, sum(self.promised.values())) if self.promised else self.spec.gpu_bytes
 
     def limit(self, num_bytes: int) -> None:
-        """For the trial run of a model whose loss runs another engine's model: what it may use, beside what other engines were promised."""
+        """Bound a trial run that runs another engine's model too: by this much beside what engines were promised."""
         self.budget_bytes = min(self.spec.gpu_bytes, num_bytes + sum(self.promised.values()))
 
     def close(self, owner: int) -> None:

@@ -28,7 +28,7 @@ _REFUSED = {
     "parallelism_config": "outsize trains on one device; leave it out",
     "optim_args": _OURS,
     "optim_target_modules": _OURS,
-    "use_vllm": "vLLM has weights and a cache of its own on the GPU, outside of the plan; leave it out, and the prepared model generates",
+    "use_vllm": "vLLM has weights and a cache of its own on the GPU, outside of the plan; leave it out",
     "use_transformers_continuous_batching": "its cache is outside of the plan; leave it out",
     "use_transformers_paged": "its cache is outside of the plan; leave it out",
     "use_adaptive_entropy": "its coefficient would not be in the checkpoint; leave it out, and set entropy_coef",
@@ -36,12 +36,24 @@ _REFUSED = {
 }
 
 
-_SECOND_MODELS = "it runs a second model, or generates, in a way that is not part of a plan"
-_TRAINERS = dict.fromkeys(
-    ("A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer", "GKDTrainer", "GOLDTrainer", "IWOPDTrainer", "MiniLLMTrainer",
-     "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer", "SDFTTrainer", "SDPOTrainer", "ServerDistillationTrainer", "XPOTrainer"), _SECOND_MODELS,
-)  # fmt: skip
-"""Of TRL, by name: those that do not go with outsize."""
+_TRAINERS = {
+    "A2POTrainer",
+    "AsyncDistillationTrainer",
+    "AsyncGRPOTrainer",
+    "DistillationTrainer",
+    "GKDTrainer",
+    "GOLDTrainer",
+    "IWOPDTrainer",
+    "MiniLLMTrainer",
+    "NashMDTrainer",
+    "OnlineDPOTrainer",
+    "PPOTrainer",
+    "SDFTTrainer",
+    "SDPOTrainer",
+    "ServerDistillationTrainer",
+    "XPOTrainer",
+}
+"""Of TRL: those that run a teacher or generate in ways that are not part of a plan."""
 
 
 def trl_classes(trainer: type) -> set[str]:
@@ -50,9 +62,12 @@ def trl_classes(trainer: type) -> set[str]:
 
 
 def refuse_trainer(trainer: type) -> None:
-    for name in sorted(trl_classes(trainer) & _TRAINERS.keys()):
-        known = "SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer and RLOOTrainer"
-        raise ConfigError(f"{name} does not work with outsize: {_TRAINERS[name]}. Use one of {known}, or train without outsize.")
+    for name in sorted(trl_classes(trainer) & _TRAINERS):
+        raise ConfigError(
+            f"{name} does not work with outsize: it runs a second model, or generates, in a way that is not part of a "
+            "plan. Use SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer or RLOOTrainer, or train without "
+            "outsize."
+        )
 
 
 def loads_reference(trainer: type, given: dict[str, Any]) -> bool:

@@ -75,8 +75,9 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         refuse_trainer(type(self))
         if isinstance(given.get("args"), TrainingArguments):
             take_over(given["args"], optimizers=given.get("optimizers"), optimizer_cls_and_kwargs=given.get("optimizer_cls_and_kwargs"))
-            # TRL loads models that are given by name, and reference models that are not given, onto the GPU if nobody objects.
-            if hasattr(given["args"], "model_init_kwargs") and (isinstance(given.get("model"), str) or loads_reference(type(self), given)):
+            # By default TRL loads models that are given by name, and reference models, onto the GPU.
+            is_loaded = isinstance(given.get("model"), str) or loads_reference(type(self), given)
+            if is_loaded and hasattr(given["args"], "model_init_kwargs"):
                 given["args"].model_init_kwargs = {"device_map": None, **(given["args"].model_init_kwargs or {})}
         self._prepare_settings: dict[str, Any] = dict(
             gpu_memory=gpu_memory, host_memory=host_memory, pins=pins, plan=plan, chunk_bytes=chunk_bytes, blocks=blocks, weights=weights,
@@ -162,7 +163,7 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         return device
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """TRL runs the reference over a dataset before training, also in its constructor: with an engine for as long as that takes."""
+        """TRL runs the reference over a dataset, perhaps in its constructor. It has an engine meanwhile."""
         model = getattr(self, "ref_model", None) or self.model
         if self._has_engine if model is self.model else bool(self._running):
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -279,8 +280,9 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
 
     def _go_on_with_the_loss_of(self, checkpoint: str | None) -> None:
         """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is resumed before it meets such a batch again."""
-        is_ours = checkpoint is not None and not is_plain(Path(checkpoint))
-        if is_ours and self._prepare_settings["chunked_loss"] is None and read_manifest(Path(checkpoint)).get("loss_chunk"):
+        if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_settings["chunked_loss"] is not None:
+            return
+        if read_manifest(Path(checkpoint)).get("loss_chunk"):
             self._prepare_settings["chunked_loss"] = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -1,4 +1,7 @@
-"""A Trainer's checkpoints and results through the engine: whole or not at all, without pickled state, resumed under any plan."""
+"""A Trainer's checkpoints and results through the engine.
+
+They are whole or not at all, their state is not pickled, and they are resumed under any plan.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +78,8 @@ class KeepsRuns(_Trainer):
         if not self.args.save_only_model:
             save_rng(folder, self.engine.device)
             save_scheduler(folder, self.lr_scheduler)
-        plain.write_notes(folder, step=self.state.global_step, scheduler=None if self.args.save_only_model else self.lr_scheduler)
+        scheduler = None if self.args.save_only_model else self.lr_scheduler
+        plain.write_notes(folder, step=self.state.global_step, scheduler=scheduler)
         for callback in [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]:
             name, state = type(callback).__name__, callback.state()
             if isinstance(self.state.stateful_callbacks.get(name), list):
@@ -106,11 +110,14 @@ class KeepsRuns(_Trainer):
     # Loading.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Trainer calls this before the model is prepared. Of an outsize checkpoint, `_load_optimizer_and_scheduler` loads the weights too."""
+        """Trainer calls this before the model is prepared: the weights of a plain checkpoint.
+
+        `_load_optimizer_and_scheduler` loads an outsize checkpoint, weights included.
+        """
         folder = Path(resume_from_checkpoint)
         if not is_plain(folder):
             return
-        log.info("%s is a checkpoint of plain Trainer: weights, optimizer state, scheduler and random generators are taken from it", folder)
+        log.info("continuing from %s, a checkpoint of plain Trainer", folder)
         self.stop_engine()
         if is_adapted(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -1,7 +1,8 @@
 """Trainers that generate what they train on: TRL's GRPOTrainer and RLOOTrainer.
 
-Their loader gives lists of prompts. The model generates completions in `_prepare_inputs`, in the first micro-batch of a block, and the micro-batches of
-the block take slices of them. The plan is made before anything is generated: for the longest prompt of the first batch and a completion of full length.
+Their loader gives lists of prompts. The model generates completions in `_prepare_inputs`, in the first micro-batch of a
+block, and the micro-batches of the block take slices of them. The plan is made before anything is generated: for the
+longest prompt of the first batch and a completion of full length.
 """
 
 from collections.abc import Iterator
@@ -38,9 +39,13 @@ class Generates(_Trainer):
         if isinstance(batch, dict):
             return batch
         if not self._is_online:
-            name = next((base.__name__ for base in type(self).__mro__ if base.__module__.partition(".")[0] != "outsize"), type(self).__name__)
+            name = next(
+                (base.__name__ for base in type(self).__mro__ if base.__module__.partition(".")[0] != "outsize"),
+                type(self).__name__,
+            )
             raise ConfigError(
-                f"{name}: its training batches are a {type(batch).__name__}, not a dict of tensors, so there is nothing to plan for. "
+                f"{name}: its training batches are a {type(batch).__name__}, not a dict of tensors, "
+                "so there is nothing to plan for. "
                 "Give plan_batch=, a dict of tensors for the model, or use another trainer."
             )
         self._planned_for = self._longest(batch)
@@ -50,7 +55,9 @@ class Generates(_Trainer):
         length = self._sequence_len
         if length is None:
             if self.args.max_completion_length is None:
-                raise ConfigError("max_completion_length is None, so the longest row is unknown. Set it, or give sequence_len=.")
+                raise ConfigError(
+                    "max_completion_length is None, so the longest row is unknown. Set it, or give sequence_len=."
+                )
             prompts = self._tokenize_prompts([row["prompt"] for row in rows])
             ids = prompts[0] if isinstance(prompts, tuple) else prompts
             length = max(len(prompt) for prompt in ids) + self.args.max_completion_length
@@ -67,9 +74,13 @@ class Generates(_Trainer):
         zeros = torch.zeros(rows, device=ids.device)
         each = torch.zeros(rows, kept, device=ids.device)
         scored: dict[str, Any] = {
-            "prompt_ids": ids[:, :-kept], "prompt_mask": mask[:, :-kept], "completion_ids": ids[:, -kept:], "completion_mask": mask[:, -kept:],
-            "advantages": zeros, "num_items_in_batch": torch.tensor(rows * kept, device=ids.device),
-        }  # fmt: skip
+            "prompt_ids": ids[:, :-kept],
+            "prompt_mask": mask[:, :-kept],
+            "completion_ids": ids[:, -kept:],
+            "completion_mask": mask[:, -kept:],
+            "advantages": zeros,
+            "num_items_in_batch": torch.tensor(rows * kept, device=ids.device),
+        }
         if "RLOOTrainer" in trl_classes(type(self)):
             return {**scored, "old_logps": zeros}
         return {**scored, "old_per_token_logps": each, **({"ref_per_token_logps": each} if self.beta else {})}

@@ -16,7 +16,7 @@ from outsize.device.rng import HostRng
 
 
 def first_batch(loader: Any) -> Any:
-    """On the CPU: a dict of tensors, or, of loaders for online training, a list of rows. The caller sees to the random generators."""
+    """On the CPU: a dict of tensors, or a list of rows in online training. The caller restores global generators."""
     # Below accelerate: its loaders read one batch ahead, and tell its gradient state that an epoch has begun.
     base = getattr(loader, "base_dataloader", loader)
     stream = getattr(base, "dataset", None)

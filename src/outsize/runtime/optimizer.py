@@ -169,7 +169,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 class _State(Mapping[nn.Parameter, dict[str, Tensor]]):
-    """`optimizer.state` for those who read it: by parameter, views of where the state lives. It is written with `load_state_dict`."""
+    """`optimizer.state`, read-only: by parameter, views of where the state lives. `load_state_dict` writes it."""
 
     def __init__(self, optimizer: EngineOptimizer):
         self._optimizer = weakref.ref(optimizer)
@@ -177,7 +177,8 @@ class _State(Mapping[nn.Parameter, dict[str, Tensor]]):
     def _names(self) -> dict[nn.Parameter, str]:
         optimizer = self._optimizer()
         groups = optimizer.param_groups if optimizer is not None else []
-        return {param: name for group in groups for param, name in zip(group["params"], group["param_names"], strict=True)}
+        pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
+        return {param: name for group in pairs for param, name in group}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         optimizer = self._optimizer()
@@ -194,4 +195,6 @@ class _State(Mapping[nn.Parameter, dict[str, Tensor]]):
         return sum(1 for _ in self)
 
     def __setitem__(self, param: nn.Parameter, value: Any) -> None:
-        raise ConfigError("optimizer.state of a prepared model cannot be replaced. Write it with optimizer.load_state_dict().")
+        raise ConfigError(
+            "optimizer.state of a prepared model cannot be replaced. Write it with optimizer.load_state_dict()."
+        )

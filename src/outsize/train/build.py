@@ -281,29 +281,38 @@ _FORWARD_ONLY_SHARE = 0.25
 
 
 def prepare_forward_only(
-    model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], object], *, gpu_memory: str | int | None = None, device: str | Device | None = None,
-    max_shape: tuple[int, int] | None = None, least: bool = False, only_weights: bool = False, **settings: Any,
-) -> Engine:  # fmt: skip
-    """Prepare a model without trainable parameters, for forward passes alone. What does not fit is streamed from the host.
+    model: nn.Module,
+    batch: Any,
+    run: Callable[[nn.Module, Any], object],
+    *,
+    gpu_memory: str | int | None = None,
+    device: str | Device | None = None,
+    max_shape: tuple[int, int] | None = None,
+    least: bool = False,
+    only_weights: bool = False,
+    **settings: Any,
+) -> Engine:
+    """Prepare a model without trainable parameters for forward passes alone. What does not fit is streamed.
 
     Args:
         run: calls the model with a batch, as the training loop does.
-        gpu_memory: what this model and the one that is trained may use together. It takes a share of it, or what it needs if that is more.
-        least: take as little GPU memory as possible, instead of the share.
-        only_weights: budget the weights alone. Its activations are part of the other plan, whose trial run calls this model too.
+        gpu_memory: what this model and the one that is trained may use together.
+        least: take as little GPU memory as possible. Default: a quarter of `gpu_memory` at most, or what it needs.
+        only_weights: budget the weights alone. The plan of the model that is trained has room for its activations.
         settings: host_memory and chunk_bytes, as in `prepare`.
     """
     where = choose_device(device)
     total = _gpu_budget(gpu_memory, where)
+    settings = {**settings, "optimizer": AdamW(), "device": where, "chunked_loss": False}
 
     def loss(model: nn.Module, batch: Any) -> None:
         run(model, batch)
 
-    ready = _get_ready(model, optimizer=AdamW(), gpu_memory=gpu_memory, device=where, loss=loss, chunked_loss=False, **settings)
+    ready = _get_ready(model, gpu_memory=gpu_memory, loss=loss, **settings)
     found = ready.measure(grown(batch, max_shape), None)
 
     def plan(num_bytes: int) -> Planned:
-        return _get_ready(model, optimizer=AdamW(), gpu_memory=num_bytes, device=where, chunked_loss=False, **settings).solve(found, ready.terms)
+        return _get_ready(model, gpu_memory=num_bytes, **settings).solve(found, ready.terms)
 
     try:
         planned = plan(1 if least else int(total * _FORWARD_ONLY_SHARE))
@@ -314,7 +323,9 @@ def prepare_forward_only(
         planned = plan(needed)
     # What it does not need is left to the model that is trained.
     made = planned.plan
-    place = Placement(planned.graph, planned.layout, made.decision, made.terms, made.work, made.shared)
-    weights = sum(place.gpu.values()) + sum(buffer.nbytes for buffer in model.buffers())
-    planned = replace(planned, plan=replace(made, gpu_budget_bytes=weights if only_weights else made.estimate.gpu_bytes))
+    budget = made.estimate.gpu_bytes
+    if only_weights:
+        place = Placement(planned.graph, planned.layout, made.decision, made.terms, made.work, made.shared)
+        budget = sum(place.gpu.values()) + sum(buffer.nbytes for buffer in model.buffers())
+    planned = replace(planned, plan=replace(made, gpu_budget_bytes=budget))
     return Engine(model, ready.layers, planned, device=where, optimizer=ready.optimizer, planner=ready.planner)
