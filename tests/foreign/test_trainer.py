@@ -1,5 +1,6 @@
 """Callbacks of transformers' Trainer that look at a run or steer it see what they see in the plain Trainer, and change the same."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,19 @@ def test_early_stopping_stops_at_the_same_step_with_the_best_model(plan: str, tm
 def test_a_sampler_with_a_generator_of_its_own_is_not_advanced_by_the_peek(tmp_path: Path) -> None:
     """It draws another order for every pass, as TRL's RepeatSampler does; the first pass must be training's."""
 
+    class Shuffles(torch.utils.data.Sampler[int]):
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(7)
+
+        def __len__(self) -> int:
+            return 8
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(8, generator=self.generator).tolist())
+
     class Sampled:
         def _get_train_sampler(self, *args: Any) -> Any:
-            me: Any = self
-            return torch.utils.data.RandomSampler(me.train_dataset, generator=torch.Generator().manual_seed(7))
+            return Shuffles()
 
     plain = type("Plain", (Sampled, trainers.PlainTrainer), {})(**settings(tmp_path / "plain"))
     ours = type("Ours", (Sampled, trainers.OutsizeTrainer), {})(
