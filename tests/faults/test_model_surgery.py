@@ -102,18 +102,25 @@ def test_copying_and_moving_are_refused_with_what_to_do_instead() -> None:
 
 
 def test_a_rebound_parameter_is_named() -> None:
+    """Behind the engine's back; `p.data = value` itself is a write to the home (tests/foreign/test_weights.py)."""
     model, _ = streamed()
-    model.model.norm.weight.data = torch.ones(zoo.HIDDEN, dtype=torch.bfloat16)
+    with torch._C.DisableTorchFunctionSubclass():
+        model.model.norm.weight.data = torch.ones(zoo.HIDDEN, dtype=torch.bfloat16)
     with pytest.raises(EngineMisuse, match=r"model\.norm\.weight"):
         model(**zoo.batch("llama"))
 
 
-def test_a_weight_read_outside_forward_raises_with_what_the_slot_holds() -> None:
+@pytest.mark.parametrize("read", [lambda p: p.sum(), lambda p: p.detach().sum(), lambda p: torch._foreach_norm([p])])
+def test_a_weight_read_in_another_layers_forward_raises_with_what_the_slot_holds(read: Any) -> None:
     """Trap A10: not another layer's finite numbers."""
-    model, engine = streamed()
+    model, engine = streamed(depth=0)
     step(model, engine.optimizer)
+    far = model.model.layers[3].mlp.up_proj.weight
+    hook = model.model.layers[0].register_forward_hook(lambda *_: read(far))
     with pytest.raises(StaleParameter, match=r"layers\.3\.mlp\.up_proj\.weight.*its slot holds"):
-        model.model.layers[3].mlp.up_proj.weight.sum()
+        model(**zoo.batch("llama"))
+    hook.remove()
+    step(model, engine.optimizer)
     engine.detach()
 
 

@@ -64,6 +64,10 @@ class Device(ABC):
     def host_empty(self, num_bytes: int, *, pinned: bool) -> Tensor:
         """Host memory for the whole run, zeroed, as flat uint8. `pinned` where copies to or from the device read or write it."""
 
+    def map_host(self, buffer: Tensor) -> Tensor:
+        """Host memory from `host_empty(pinned=True)` as a tensor of the device, over the same bytes."""
+        return buffer
+
     @abstractmethod
     def put(self, tensor: Tensor) -> Tensor:
         """A batch tensor on the device."""

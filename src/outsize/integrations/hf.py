@@ -294,7 +294,7 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         self.num_tokens_seen += ids.numel() if isinstance(ids, Tensor) else 0
         batch = self._planned_for if self._is_online else self._with_num_items(inputs, num_items_in_batch)
         is_last, generated = self.accelerator.sync_gradients, self._generated()
-        if not self.engine.now.gradients.landed:
+        if not self.engine.now.gradients.waiting:
             self._earlier = ()  # of a step that was made, or given up
         self._fit(batch)
         rewind = rewinder(self.engine.device)

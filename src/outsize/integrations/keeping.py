@@ -50,7 +50,7 @@ class KeepsRuns(_Trainer):
 
     def _drop_waiting_gradients(self) -> None:
         """Of a run that was interrupted, or of the end of a stream. One that goes on from a checkpoint would not have them either."""
-        if self.engine.now.gradients.landed:
+        if self.engine.now.gradients.waiting:
             log.warning("the last batches fill no step of %s and are left out", self.args.gradient_accumulation_steps)
             self.engine.zero_grad()
 

@@ -17,6 +17,7 @@ from outsize.model.weights import Weights
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
 from outsize.plan.schedule import compile_schedule
+from outsize.runtime.access import ParameterAccess
 from outsize.runtime.executor import Executor
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.guard import Guard
@@ -48,7 +49,7 @@ class Attached:
     def __init__(
         self, planned: Planned, model: nn.Module, device: Device, optimizer: EngineOptimizer, weights: Weights | None, *,
         update_chunk: Callable[[int, bool], Callable[[], None]], drain: Callable[[], None],
-        before_write: Callable[[], None], zero_grad: Callable[[], None],
+        before_write: Callable[[], None], before_grad: Callable[[], None], zero_grad: Callable[[], None],
     ):  # fmt: skip
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         self.planned, self.device = planned, device
@@ -62,7 +63,10 @@ class Attached:
         # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.
         executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
         self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
-        self.patches = Patches(model, self.store, drain=drain, before_write=before_write, zero_grad=zero_grad)
+        self.access = ParameterAccess(
+            self.store, self.gradients, stage=lambda: executor.stage, drain=drain, before_write=before_write, before_grad=before_grad
+        )
+        self.patches = Patches(model, self.store, drain=drain, zero_grad=zero_grad)
         self._guard = Guard(self.store)
         weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
         self._is_guarded = False
@@ -82,6 +86,7 @@ class Attached:
         """By id of a module: the visits that read all of its own parameters that are read at all, and those that read any."""
         if planned.loss is not None:
             planned.loss.attach()
+        self.access.end_pass()
 
     @property
     def plan(self) -> Plan:
@@ -164,6 +169,7 @@ class Attached:
     def release(self, *, keep: bool = True) -> None:
         """A plain model on the CPU again; without `keep`, a hollow one."""
         self.drop_guard()
+        self.access.release()
         if self.planned.loss is not None:
             self.planned.loss.detach()
         self.patches.undo()
@@ -178,9 +184,11 @@ class Holder:
 
     def __init__(self) -> None:
         self.attached: Attached | None = None
+        self.ended = "it was detached"
+        """Why nothing is attached."""
 
     @property
     def now(self) -> Attached:
         if self.attached is None:
-            raise EngineMisuse(tell("the engine holds its model", "it was detached", "Call outsize.prepare again"))
+            raise EngineMisuse(f"The engine no longer holds its model: {self.ended}. Call outsize.prepare again.")
         return self.attached

@@ -25,11 +25,12 @@ from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights
 from outsize.plan.plan import Plan, Terms
+from outsize.runtime import process_hooks
 from outsize.runtime.attached import Attached, Holder, Planned
 from outsize.runtime.calibration import Calibration
 from outsize.runtime.checkpoints import Checkpoints
 from outsize.runtime.executor import Stage
-from outsize.runtime.optimizer import AdamW, EngineOptimizer
+from outsize.runtime.optimizer import AdamW, EngineOptimizer, require_valid_groups
 from outsize.runtime.passes import Passes
 from outsize.runtime.report import StepReport
 from outsize.runtime.retry import with_retries
@@ -43,10 +44,10 @@ Planner = Callable[[nn.Module, Any, Terms], Planned]
 class Engine:
     def __init__(
         self, model: nn.Module, layers: tuple[Layer, ...], planned: Planned, *, device: Device, optimizer: AdamW, planner: Planner,
-        weights: Weights | None = None,
+        weights: Weights | None = None, takes_all_memory: bool = False,
     ):  # fmt: skip
-        """`weights`: where the values of hollow parameters are read from, once, into their homes."""
-        self.model, self.device = model, device
+        """`weights`: where the values of hollow parameters are read from, once, into their homes. `takes_all_memory`: no gpu_memory was given."""
+        self.model, self.device, self.takes_all_memory = model, device, takes_all_memory
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
         self._planner = planner
@@ -66,13 +67,14 @@ class Engine:
         try:
             self._holder.attached = Attached(
                 planned, self.model, self.device, self.optimizer, weights, update_chunk=self._steps.update_work,
-                drain=self._drain_before_read, before_write=self.finish_saving, zero_grad=self.zero_grad,
+                drain=self._drain_before_read, before_write=self.finish_saving, before_grad=self._steps.before_grad_access, zero_grad=self.zero_grad,
             )
         except BaseException:
             self.device.close(id(self))
             raise
         self._calibration = Calibration(self.plan, self.now.executor, self.device)
         self._passes.attach()
+        process_hooks.install(self)
 
     def _release(self) -> dict[str, dict[str, Tensor]]:
         """Back to a plain model; returns the optimizer's state by parameter name. What lived on the host is handed over, not copied."""
@@ -81,6 +83,7 @@ class Engine:
         self._calibration.end()
         with self.device.on_host():
             state = {name: self.now.updates.state_to_keep(name) for name in self.optimizer.names}
+        process_hooks.uninstall(self)
         self._passes.detach()
         self.now.release()
         self._holder.attached = None
@@ -97,6 +100,13 @@ class Engine:
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
         return saved
 
+    def give_way(self, reason: str) -> None:
+        """End the engine for another one: the model is a plain one with its trained weights, what was under way is dropped. `reason` is for errors."""
+        self.forget_pass()
+        self._steps.abandon()
+        self._release()
+        self._holder.ended = reason
+
     def close(self) -> None:
         """End the engine without giving the model back: its parameters are hollow after this, and all memory is free. For the end of a run."""
         try:
@@ -106,6 +116,7 @@ class Engine:
             self._calibration.end()
             if self.now.executor.stage is not Stage.IDLE:
                 self._passes.roll_back()
+            process_hooks.uninstall(self)
             self._passes.detach()
             self.now.release(keep=False)
             self._holder.attached = None
@@ -140,6 +151,8 @@ class Engine:
         self._steps.require_usable()
         self._steps.require_whole("step")
         self._require_idle("step")
+        require_valid_groups(self.optimizer.param_groups)
+        self.now.access.settle()
         self._steps.step()
         if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":
             self.now.drop_guard()
@@ -300,7 +313,7 @@ class Engine:
         self._steps.require_usable()
         self._steps.require_whole(verb)
         self._steps.require_confirmed(f"{verb}() was called before it")
-        if self.now.gradients.landed:
+        if self.now.gradients.waiting:
             raise EngineMisuse(tell(f"{verb}() comes between steps", "gradients wait for a step", "Call it after step(), or drop them with zero_grad()"))
         self.finish_saving()
         self.drain()
@@ -334,7 +347,7 @@ class Engine:
         gradients = self.now.gradients
         with self.device.on_host():
             pending = {name: gradients.pending(name).detach().cpu().clone() for name in gradients.landed}
-            total, broken = gradients.total.detach().cpu().clone(), gradients.broken
+            total, broken, is_applied = gradients.total.detach().cpu().clone(), gradients.broken, gradients.is_applied
         state = self._release()
         planned = old
         try:
@@ -345,7 +358,7 @@ class Engine:
                 self.now.updates.load_state(name, values)
             self.now.gradients.restore(pending)
             self.now.gradients.total.copy_(total)
-            self.now.gradients.broken = broken
+            self.now.gradients.broken, self.now.gradients.is_applied = broken, is_applied
 
 
 def _require_something(given: dict[str, Tensor]) -> None:

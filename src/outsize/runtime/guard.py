@@ -1,7 +1,9 @@
-"""The guard: no operator reads a parameter while its slot holds another chunk.
+"""The guard: in a pass, no operator reads a parameter while its slot holds another chunk.
 
-Such a read gives finite, wrong numbers and no error, so a dispatch mode looks at every operator's Parameter arguments. Always on for `cpu` and
-`sim`; elsewhere for the first step after prepare or a re-plan, for the first that leaves certain blocks out, and with OUTSIZE_GUARD=1.
+Such a read gives finite, wrong numbers and no error, so a dispatch mode checks every operator's arguments: parameters by identity, and any
+other tensor (`p.data`, views, what autograd saved) by its storage, which may be a slot that no chunk owns. Always on for `cpu` and `sim`;
+elsewhere for the first step after prepare or a re-plan, for the first that leaves certain blocks out, and with OUTSIZE_GUARD=1. Between passes
+parameters read their homes (access.py), with and without the guard.
 """
 
 import weakref
@@ -27,11 +29,20 @@ class Guard(TorchDispatchMode):
             if place.streams(chunk.index)
             for piece in chunk.pieces
         }
+        self._slot_at = {store.gpu["slot", slot].untyped_storage().data_ptr(): slot for slot in store.owner}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tensors_of(*args, *(kwargs or {}).values()):
-            if isinstance(leaf, torch.nn.Parameter) and (known := self._where.get(id(leaf))) is not None and known[0]() is leaf and not _harmless(func, args):
-                self._check(func, *known[1:])
+            if isinstance(leaf, torch.nn.Parameter):
+                if (known := self._where.get(id(leaf))) is not None and known[0]() is leaf:
+                    self._check(func, *known[1:])
+            elif self._slot_at and type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+                slot = self._slot_at.get(leaf.untyped_storage().data_ptr())
+                if slot is not None and self._owner[slot] is None:
+                    raise StaleParameter(
+                        f"{func}: it reads {tuple(leaf.shape)} elements of a streamed weight whose slot holds no chunk. "
+                        "Read weights inside the forward of their own module, or between steps."
+                    )
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, name: str, chunk: int, slot: int) -> None:
@@ -42,10 +53,3 @@ class Guard(TorchDispatchMode):
             holds = "nothing yet" if owner is None else f"weights of {place.graph.visit_name(place.chunk(owner).visits[0])}"
             do = "Read it inside the model's forward, or `with engine.gathered(name)`"
             raise StaleParameter(tell(f"{func} reads {name} of {block}", f"its slot holds {holds}", do))
-
-
-def _harmless(func: Any, args: Any) -> bool:
-    """What state_dict and load_state_dict do to parameters, whose values our hooks take from and bring to their homes."""
-    if func is torch.ops.aten.detach.default:
-        return True
-    return func is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr()

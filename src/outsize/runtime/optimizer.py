@@ -6,7 +6,7 @@ tensors that are views of where the state lives. It holds no state of its own; t
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -31,6 +31,15 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "update": (lambda v: v in ("after_step", "in_backward"), "is after_step or in_backward"),
 }
 _GROUP_KEYS = {"params", "lr", "betas", "eps", "weight_decay"}
+
+
+def require_valid_groups(groups: list[dict[str, Any]]) -> None:
+    """Raise if somebody (a scheduler, a loop) has set what no step can be made with."""
+    for i, group in enumerate(groups):
+        for name in _GROUP_KEYS - {"params"}:
+            value = group[name].item() if isinstance(group[name], Tensor) and group[name].numel() == 1 else group[name]
+            if not _RULES[name][0](value):
+                raise ConfigError(f"param_groups[{i}][{name!r}] is {group[name]!r}, but it {_RULES[name][1]}. Set it before step(); nothing was updated.")
 
 
 def _problems(settings: dict[str, Any]) -> list[str]:
@@ -87,6 +96,32 @@ class AdamW:
         return groups
 
 
+class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
+    """`optimizer.state`: what the engine holds, by parameter. As in torch, a parameter that was never updated has no entry."""
+
+    def __init__(self, optimizer: "EngineOptimizer"):
+        self._optimizer = weakref.proxy(optimizer)
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
+        state = self._optimizer.state_of(self._optimizer.name_of(param))
+        return state if float(state["step"]) else {}
+
+    def __setitem__(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
+        self._optimizer.load_state_of(self._optimizer.name_of(param), state)
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        raise ConfigError("optimizer.state: an entry was deleted, but the engine holds the state. Load a state dict to reset it.")
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (p for group in self._optimizer.param_groups for p in group["params"] if self[p])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is p for p in self)
+
+
 class OwnsState(Protocol):
     """What the optimizer needs of the engine."""
 
@@ -101,16 +136,23 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: OwnsState, groups: list[dict[str, Any]], spec: AdamW):
         self._engine = engine
         super().__init__(groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay})
+        self._name_of = {id(p): name for group in self.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         self.state = _State(self)  # type: ignore[assignment]
-
-    def state_of(self, name: str) -> dict[str, Tensor]:
-        """Empty before the parameter's first step."""
-        views = self._engine.optimizer_state(name)
-        return views if float(views["step"]) else {}
 
     @property
     def names(self) -> list[str]:
         return [name for group in self.param_groups for name in group["param_names"]]
+
+    def name_of(self, param: nn.Parameter) -> str:
+        if id(param) not in self._name_of:
+            raise KeyError("this parameter is not one that the engine's optimizer trains")
+        return self._name_of[id(param)]
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        return self._engine.optimizer_state(name)
+
+    def load_state_of(self, name: str, state: dict[str, Tensor]) -> None:
+        self._engine.load_optimizer_state(name, state)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -134,19 +176,36 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
+        """Torch's layout. The tensors are views of where the state lives: clone them to keep them over a step."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        result = self._state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            result = result if (changed := after(self, result)) is None else changed
+        return result
+
+    def _state_dict(self) -> dict[str, Any]:
         groups, number = [], 0
         state: dict[int, dict[str, Tensor]] = {}
         for group in self.param_groups:
             names = group["param_names"]
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(number, number + len(names)))})
             for name in names:
-                if views := self.state_of(name):
+                views = self._engine.optimizer_state(name)
+                if float(views["step"]):
                     state[number] = views
                 number += 1
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies in place, by `param_names` where they are given, else by position; nothing changes its device."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = state_dict if (changed := before(self, state_dict)) is None else changed
+        self._load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         theirs = [name for group in state_dict["param_groups"] for name in group.get("param_names", ())]
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group["params"]) for group in self.param_groups] or (theirs and sorted(theirs) != sorted(self.names)):
@@ -166,35 +225,3 @@ class EngineOptimizer(torch.optim.Optimizer):
         for number, name in enumerate(order):
             self._engine.load_optimizer_state(name, state_dict["state"].get(number, empty))
         self._engine.state_was_loaded()
-
-
-class _State(Mapping[nn.Parameter, dict[str, Tensor]]):
-    """`optimizer.state`, read-only: by parameter, views of where the state lives. `load_state_dict` writes it."""
-
-    def __init__(self, optimizer: EngineOptimizer):
-        self._optimizer = weakref.ref(optimizer)
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        optimizer = self._optimizer()
-        groups = optimizer.param_groups if optimizer is not None else []
-        pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
-        return {param: name for group in pairs for param, name in group}
-
-    def _state_of(self, name: str) -> dict[str, Tensor]:
-        optimizer = self._optimizer()
-        return optimizer.state_of(name) if optimizer is not None else {}
-
-    def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
-        names = self._names()
-        return self._state_of(names[param]) if param in names else {}
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return (param for param, name in self._names().items() if self._state_of(name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __setitem__(self, param: nn.Parameter, value: Any) -> None:
-        raise ConfigError(
-            "optimizer.state of a prepared model cannot be replaced. Write it with optimizer.load_state_dict()."
-        )

@@ -64,10 +64,15 @@ class Passes:
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         now = self._holder.now
+        if (name := now.store.replaced()) is not None:
+            raise EngineMisuse(
+                f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the model, and prepare it again."
+            )
         for name in now.store.rebound():
             do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
             raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
-        self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
+        with torch._C.DisableTorchFunctionSubclass():
+            self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
         self._free_visit = 0
         if self._training:
             self._begin_training()
@@ -81,6 +86,7 @@ class Passes:
             self._beside()
             if now.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
                 self.roll_back()
+        self._holder.now.access.begin_pass()
         # The cache keeps a cast of every block's weights alive, and would serve those of a slot's earlier owner.
         self._autocast_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -117,6 +123,7 @@ class Passes:
             if torch.is_grad_enabled():
                 do = "Call the prepared model itself; for inference use torch.no_grad()"
                 raise EngineMisuse(tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do))
+            now.access.settle()
             now.executor.enter_unscheduled(now.layer_chunks(name))
         elif self._training:
             now.executor.enter_forward(visit, name)
@@ -128,6 +135,8 @@ class Passes:
         # Inside a forward without grad, too: it may read what no training forward reads.
         if not torch.is_grad_enabled() and not (self._course.is_open and self._training):
             now = self._holder.now
+            if not self._course.is_open:
+                now.access.settle()
             now.executor.enter_unscheduled(now.store.chunks_with(module._parameters.values()))
 
     def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +172,7 @@ class Passes:
                     executor.roll_back()
         finally:
             self._device.watching(False)
+            self._holder.now.access.end_pass()
 
     # Backward.
 
@@ -171,6 +181,7 @@ class Passes:
         executor = now.executor
         if executor.stage is Stage.WAITING and course == self._forward_number:
             self._device.watching(True)
+            now.access.begin_pass()
             executor.begin_backward(pending=bool(now.gradients.landed), update=self._steps.begin_backward())
         elif executor.stage is not Stage.BACKWARD:
             where = now.planned.graph.visit_name(visit) if executor.sees_visits else "the model"
@@ -182,6 +193,7 @@ class Passes:
     def backward_ends(self) -> None:
         self._holder.now.executor.end_backward()
         self._device.watching(False)
+        self._holder.now.access.end_pass()
 
     # Between passes.
 
@@ -195,6 +207,7 @@ class Passes:
             self._steps.backward_broke(where)
         now.executor.roll_back()
         self._device.watching(False)
+        now.access.end_pass()
 
     def settle(self) -> Stage:
         """Where training is, once what broke off or was abandoned is rolled back."""

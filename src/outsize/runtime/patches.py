@@ -18,9 +18,9 @@ from outsize.runtime.store import Store
 
 class Patches:
     def __init__(
-        self, model: nn.Module, store: Store, *, drain: Callable[[], None], before_write: Callable[[], None], zero_grad: Callable[[], None]
+        self, model: nn.Module, store: Store, *, drain: Callable[[], None], zero_grad: Callable[[], None]
     ):  # fmt: skip
-        self._model, self._store, self._drain, self._before_write = model, store, drain, before_write
+        self._model, self._store, self._drain = model, store, drain
         self._handles: list[Any] = []
         self._attributes: list[tuple[nn.Module, str]] = []
         names = {id(p): name for name, p in store.params.items()}
@@ -28,13 +28,14 @@ class Patches:
             self._set(module, "__deepcopy__", _refuse("deepcopy", path))
             self._set(module, "__reduce_ex__", _refuse("pickle", path))
             self._set(module, "_apply", _keeps_place(module, path))
+            self._set(module, "compile", _refuse_compile)
             if hasattr(type(module), "merge") and hasattr(type(module), "unmerge"):  # an adapter that writes into its base by `.data`
                 self._set(module, "merge", _refuse("merge", path))
                 self._set(module, "unmerge", _refuse("unmerge", path))
             owned = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
             if owned:
                 self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
-                self._handles.append(module.register_load_state_dict_pre_hook(self._writes(owned)))
+                self._handles.append(module.register_load_state_dict_pre_hook(_refuse_assign))
         self._set(model, "zero_grad", lambda set_to_none=True: zero_grad())
         self._cached = turn_caches_off(model)
 
@@ -62,25 +63,19 @@ class Patches:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._drain()
             for key, name in owned.items():
-                state[prefix + key] = self._store.read(name)
+                state[prefix + key] = self._store.read(name, owns=True)
 
         return hook
 
-    def _writes(self, owned: dict[str, str]) -> Callable[..., None]:
-        def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-            if metadata.get("assign_to_params_buffers"):
-                raise EngineMisuse(tell("load_state_dict copies values into a prepared model", "assign=True was given", "Leave it out"))
-            self._drain()
-            self._before_write()
-            for key, name in owned.items():
-                value = state.get(prefix + key)
-                param = self._store.params[name]
-                if isinstance(value, Tensor) and value.shape == param.shape:
-                    self._store.write(name, value)
-                    # What torch copies after this hook is the slot onto itself.
-                    state[prefix + key] = param.data
 
-        return hook
+def _refuse_compile(*_: Any, **__: Any) -> None:
+    raise EngineMisuse("compile: the schedule needs the model's own layers, which torch.compile replaces. Use the prepared model without torch.compile.")
+
+
+def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Values are copied with `param.copy_`, which writes the home (access.py)."""
+    if metadata.get("assign_to_params_buffers"):
+        raise EngineMisuse("load_state_dict(assign=True): a prepared model keeps its own memory. Leave assign out.")
 
 
 def _refuse(what: str, path: str) -> Callable[..., Any]:

@@ -26,6 +26,8 @@ class Steps:
         """Chunks that a declared backward has updated, until `step()` confirms it."""
         self._step: Step | None = None
         self._clip_at = spec.max_grad_norm
+        self._is_clip_asked = False
+        """`clip_grad_norm_` was called for the coming step, which applies it."""
         self._broke_in: str | None = None
         """The block in which a declared backward broke off after it had updated some weights."""
         self._failed: str | None = None
@@ -76,14 +78,20 @@ class Steps:
     def step(self) -> bool:
         """Update with what has landed; False if the step was skipped. Returns once the updates are issued."""
         now = self._holder.now
+        if not self._made and not now.gradients.landed:
+            raise EngineMisuse(
+                "step: no gradient has arrived since the last zero_grad(), so there is nothing to apply. Call loss.backward() before step()."
+            )
         total = now.gradients.norm()
-        clip_at, self._clip_at = self._clip_at, self._spec.max_grad_norm
+        clip_at, self._clip_at, self._is_clip_asked = self._clip_at, self._spec.max_grad_norm, False
         if self._made:
             for made in self._made.values():
                 now.updates.count(made)
             self._made = {}
             self._not_finite = now.gradients.not_finite()
-        elif now.gradients.landed:
+            now.gradients.discard()
+            now.gradients.is_consumed = True
+        else:
             norm = float(total)
             if norm - norm != 0.0:  # infinite or NaN
                 error = now.gradients.error(now.gradients.not_finite()() or sorted(now.gradients.landed))
@@ -96,7 +104,7 @@ class Steps:
             self._step = now.updates.plan_step(now.gradients.landed, clip_factor(norm, clip_at))
             now.updates.count(self._step)
             now.executor.update()
-        now.gradients.discard()
+            now.gradients.is_applied = True
         self.num_made += 1
         return True
 
@@ -105,8 +113,22 @@ class Steps:
         if self._made and not math.isinf(max_norm):
             do = "Give prepare AdamW(max_grad_norm=...), or leave last_backward() out"
             raise EngineMisuse(tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do))
-        self._clip_at = max_norm
+        self._clip_at, self._is_clip_asked = max_norm, True
         return self._holder.now.gradients.norm().clone()
+
+    def before_grad_access(self) -> None:
+        """`p.grad` is about to be read or written: gradients must still be there, and clipped if clipping was asked for."""
+        gradients = self._holder.now.gradients
+        if self._made or gradients.is_consumed:
+            raise EngineMisuse(
+                "p.grad: the backward inside last_backward() has used the gradients to update weights and kept none. "
+                "Leave last_backward() out (prepare with AdamW(update='after_step')) to read or change gradients."
+            )
+        if self._is_clip_asked and self._clip_at is not None and gradients.waiting:
+            factor = clip_factor(float(gradients.norm()), self._clip_at)
+            self._clip_at, self._is_clip_asked = None, False
+            if factor != 1.0:
+                gradients.scale(factor)
 
     @property
     def is_half_updated(self) -> bool:
@@ -117,6 +139,10 @@ class Steps:
         if self._made:
             self._broke_in = where
         self._made = {}
+
+    def abandon(self) -> None:
+        """The engine ends with a backward's updates unconfirmed: the weights are as they are."""
+        self._made, self._not_finite = {}, list
 
     def require_usable(self) -> None:
         if self._failed is not None:

@@ -10,7 +10,7 @@ A parameter's `.data` is set once, to a view into `weights` or `slot`, and never
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -29,11 +29,15 @@ class Store:
         """`weights`: where the values of hollow parameters are read from."""
         self.place, self.device = place, device
         self.params = dict(model.named_parameters())
+        self._tables = [(path, m._parameters, dict(m._parameters)) for path, m in model.named_modules()]
+        """Each module's own table of parameters, and what is in it."""
         self.gpu: dict[Buffer, Tensor] = {}
         self.host: dict[Buffer, Tensor] = {}
         self.owner: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
         """Per slot: the chunk whose weights it holds, or is about to hold on the lanes."""
         self._addresses: dict[str, int] = {}
+        self._mapped: dict[Buffer, Tensor] = {}
+        """Host buffers as tensors of the device."""
         self._strides = {name: _dense_stride(name, p) for name, p in self.params.items()}
         # All device memory first: if it does not fit, no parameter has moved yet.
         self.gpu = {buffer: device.empty(num_bytes) for buffer, num_bytes in place.gpu.items()}
@@ -95,9 +99,10 @@ class Store:
             if view is not first:
                 view.copy_(first)
 
-    def _view(self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter-shaped view into a chunk-shaped buffer."""
+    def _view(self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None, owns: bool = False) -> Tensor:
+        """A parameter-shaped view into a chunk-shaped buffer. `owns`: behind a storage of its own, for code that looks at storages."""
         flat = self.flat(buffer, index, dtype=dtype)[piece.offset : piece.offset + piece.numel]
+        flat = own_storage(flat) if owns else flat
         shape = self.place.graph.param[piece.name].shape
         stride = self._strides[piece.name]
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
@@ -139,6 +144,18 @@ class Store:
         buffer = self.host_gradient(index) if self.place.updates_on_host(index) else self.gradient(index)
         return self._view(buffer, index, piece, dtype=self.gradient_dtype(index))
 
+    def waiting_gradient_on_device(self, name: str) -> Tensor:
+        """The same memory as a tensor of the device."""
+        index, piece = self.place.layout.place[name]
+        on_host = self.place.updates_on_host(index)
+        buffer = self._map(self.place.host_gradient_buffer(index)) if on_host else self.gradient(index)
+        return self._view(buffer, index, piece, dtype=self.gradient_dtype(index))
+
+    def _map(self, buffer: Buffer) -> Tensor:
+        if buffer not in self._mapped:
+            self._mapped[buffer] = self.device.map_host(self.host[buffer])
+        return self._mapped[buffer]
+
     def state(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """First and second moments, and the lower half of the master (None: the weight is the master), flat."""
         on_host = self.place.updates_on_host(index)
@@ -157,10 +174,16 @@ class Store:
 
     # Parameters by name. The lanes are idle when these are called.
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, owns: bool = False) -> Tensor:
         """A view of the parameter's value at home."""
         index, piece = self.place.layout.place[name]
-        return self._view(self.truth(index), index, piece)
+        return self._view(self.truth(index), index, piece, owns=owns)
+
+    def device_view(self, name: str) -> Tensor:
+        """The same value as a tensor of the device, over the same memory."""
+        index, piece = self.place.layout.place[name]
+        buffer = self._map(("home", index)) if self.place.has_host_weights(index) else self.gpu["weights", index]
+        return self._view(buffer, index, piece, owns=True)
 
     def places(self, name: str) -> list[Tensor]:
         """All views of a parameter's value outside of slots: at home, and on the device where it is resident."""
@@ -173,12 +196,24 @@ class Store:
         index, piece = self.place.layout.place[name]
         with torch.no_grad(), self.device.on_host():
             weight = self.read(name)
-            if self.place.chunk(index).is_split:
-                lo = self.state_views(name)["lo"]
-                lo.masked_fill_((weight != value.to(weight.device, weight.dtype)).to(lo.device), 0)
+            self.clear_remainders(name, weight != value.to(weight.device, weight.dtype))
             weight.copy_(value)
             if self.place.has_host_weights(index) and not self.place.streams(index):
                 self._view(self.gpu["weights", index], index, piece).copy_(value)
+        self.invalidate(index)
+
+    def clear_remainders(self, name: str, changed: Tensor) -> None:
+        """Where a bf16 weight was changed from outside, the new value is the master: its lower half is zero."""
+        chunk = self.place.chunk(self.place.layout.place[name][0])
+        if chunk.trainable and chunk.is_split:
+            lo = self.state_views(name)["lo"]
+            lo.masked_fill_(changed.to(lo.device), 0)
+
+    def refresh_copies(self, index: int) -> None:
+        """A chunk's home was written from outside: bring it to the resident copy, if there is one, and mark slots that hold it as stale."""
+        if self.place.has_host_weights(index) and not self.place.streams(index):
+            with torch.no_grad(), self.device.on_host():
+                self.gpu["weights", index].copy_(self.home(index))
         self.invalidate(index)
 
     def invalidate(self, index: int) -> None:
@@ -194,15 +229,27 @@ class Store:
         shape, stride = self.place.graph.param[name].shape, self._strides[name]
 
         def view(flat: Tensor) -> Tensor:
-            part = flat[piece.offset : piece.offset + piece.numel]
+            part = own_storage(flat[piece.offset : piece.offset + piece.numel])
             return part.view(shape) if stride is None else part.as_strided(shape, stride)
 
         views = {"exp_avg": view(m), "exp_avg_sq": view(v)}
         return views if lo is None else {**views, "lo": view(lo)}
 
-    def rebound(self) -> Iterator[str]:
+    def replaced(self) -> str | None:
+        """A parameter of the model that is not the one it was prepared with: exchanged, added or removed since."""
+        for path, own, params in self._tables:
+            if len(own) != len(params):
+                name = next(iter(own.keys() ^ params.keys()))
+                return f"{path}.{name}".lstrip(".")
+            for key, param in params.items():
+                if own.get(key) is not param:
+                    return f"{path}.{key}".lstrip(".")
+        return None
+
+    def rebound(self) -> list[str]:
         """Parameters whose `.data` somebody has replaced."""
-        return (name for name, param in self.params.items() if param.data_ptr() != self._addresses[name])
+        with torch._C.DisableTorchFunctionSubclass():
+            return [name for name, param in self.params.items() if param.data_ptr() != self._addresses[name]]
 
     def move_out(self, chunks: Iterable[int] | None = None, *, keep: bool = True) -> None:
         """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one chunk after the other.
@@ -222,6 +269,14 @@ class Store:
             self.gpu.pop(("weights", index), None)
         self.gpu.clear()
         self.host.clear()
+        self._mapped.clear()
+
+
+def own_storage(flat: Tensor) -> Tensor:
+    """The same memory behind a storage of its own. Buffers hold tensors of several dtypes, and torch.save refuses a storage that is read as two."""
+    start = flat.storage_offset() * flat.itemsize
+    storage = flat.untyped_storage()[start : start + flat.nbytes] if flat.numel() else torch.UntypedStorage(0, device=flat.device)
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, flat.shape)  # type: ignore[call-overload]
 
 
 def _give_own(param: nn.Parameter, value: Tensor) -> None:

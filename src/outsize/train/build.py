@@ -1,5 +1,6 @@
 """Wires the rooms in the order of the design: model, profile, layout, plan, engine. `prepare` and `plan` of the public interface."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +27,10 @@ from outsize.planner.search import search
 from outsize.profile.cache import traced
 from outsize.profile.calling import Loss
 from outsize.profile.trace import ModelTrace
+from outsize.runtime.access import owner_of
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
+from outsize.runtime.process_hooks import attached_engines
 from outsize.train.batches import Images, grown, num_rows, require_something
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
@@ -72,13 +75,15 @@ def prepare(
         chunked_loss: make the model's own loss in chunks of tokens, never all logits at once; `outputs.logits` is not there in training then.
             Default: where the batch is larger than a chunk, the model allows it and `loss` is left out; the plan says which. False: never. True: or refuse.
     """
+    _end_earlier_engine(model)
     ready = _get_ready(
         model, optimizer=optimizer or AdamW(), gpu_memory=gpu_memory, host_memory=host_memory, device=device, blocks=blocks, accumulate=accumulate,
         max_shape=max_shape, pins=pins, plan=plan, chunk_bytes=chunk_bytes, weights=weights, loss=loss,
         chunked_loss=chunked_loss,
     )  # fmt: skip
     planned = ready.planner(model, batch, ready.terms)
-    engine = Engine(model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights)
+    engine = Engine(model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights,
+                    takes_all_memory=gpu_memory is None)  # fmt: skip
     if ready.weights is not None:
         ready.weights.close()
     return engine
@@ -141,8 +146,8 @@ def _get_ready(
     if not is_count(accumulate):
         raise ConfigError(tell("accumulate is a whole number from 1", f"it is {accumulate!r}", "Give the backward passes of an optimizer step"))
     where = choose_device(device)
-    if "__deepcopy__" in vars(model):  # see runtime/patches.py
-        raise EngineMisuse(tell("the model is a plain one", "it is prepared already", "Call engine.detach() of the engine that holds it first"))
+    _require_one_process()
+    _require_plain(model)
     source = _source(model, weights)
     _adopt_dtypes(model)
     _one_owner_of_recompute(model)
@@ -222,10 +227,53 @@ def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: P
         raise ConfigError(tell("a plan and the other arguments of prepare agree", "; ".join(conflicts), "Change one of them, or let the plan be made"))
 
 
+def _end_earlier_engine(model: nn.Module) -> None:
+    """A notebook cell that is run twice prepares its model twice: the new engine takes over."""
+    for engine in attached_engines():
+        if engine.model is model:
+            log.warning("the model is prepared already: that engine ends, and the model goes on from its present weights with a new optimizer state")
+            engine.give_way("outsize.prepare was called again for its model")
+
+
+def _require_plain(model: nn.Module) -> None:
+    held = [name for name, param in model.named_parameters() if owner_of(param) is not None]
+    if held:
+        raise EngineMisuse(f"{held[0]} belongs to a prepared model already. Call engine.detach() of the engine that holds it first.")
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ModelUnsupported(
+                f"{name or 'the model'} is compiled (torch.compile): the schedule needs the model's own layers. Prepare the model without torch.compile."
+            )
+        if any(kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") for kind in type(module).__mro__):
+            raise ModelUnsupported(f"{name or 'the model'} is a {type(module).__name__}: pass the module inside it (.module) to outsize.prepare.")
+
+
+def _require_one_process() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and (size := torch.distributed.get_world_size()) > 1:
+        raise EngineMisuse(
+            f"torch.distributed is initialised with {size} processes, but outsize trains on one device: each process would train its own copy. "
+            "Start one process, without a launcher."
+        )
+
+
 def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
     """Engines on one device share it: what one has planned for, another does not get."""
+    if device.promised:
+        gc.collect()  # an engine that was dropped together with its model is a reference cycle
     free = device.free_bytes
+    if gpu_memory is None and device.promised and free <= 0:
+        for engine in attached_engines():
+            if engine.device is device and engine.takes_all_memory:
+                name = type(engine.model).__name__
+                log.warning("the engine of a %s holds all memory of %s and ends: to train two models at once, give each a gpu_memory", name, device.spec.name)
+                engine.give_way("a later outsize.prepare took the device's memory; to train two models at once, give each prepare a gpu_memory")
+        free = device.free_bytes
     if gpu_memory is None:
+        if free <= 0:
+            held = show_bytes(sum(device.promised.values()))
+            raise ConfigError(
+                f"{device.spec.name} has no free memory: other engines hold {held}. Call detach() on one of them, or prepare it with a smaller gpu_memory."
+            )
         return free
     asked = parse_bytes(gpu_memory, name="gpu_memory")
     if asked > free:

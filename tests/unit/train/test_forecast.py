@@ -139,7 +139,11 @@ ODD: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ODD)
+BY_DEFAULT = {"BartForConditionalGeneration", "OPTForCausalLM", "MllamaForConditionalGeneration", "Glm4vForConditionalGeneration"}
+"""One each of two stacks, layers dropped at random, and images in two forms; the other families take minutes, and run in `make test-all`."""
+
+
+@pytest.mark.parametrize("kind", [kind if kind in BY_DEFAULT else pytest.param(kind, marks=pytest.mark.full) for kind in ODD])
 def test_what_depends_on_chance_and_not_on_weights_is_planned_as_prepare_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that draw a number to drop a layer or not, such as weights of shapes alone cannot be drawn for, and such as see images in forms of their own."""
     monkeypatch.setenv("OUTSIZE_CACHE", "")

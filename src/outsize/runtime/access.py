@@ -1,0 +1,427 @@
+"""Reads and writes of a prepared model's parameters while no forward or backward runs.
+
+[Note: Parameters between passes]
+A slot holds a streamed chunk only while a block that uses it runs. Between passes the memory behind a streamed parameter belongs to another
+chunk, and the host may still be updating weights. So between passes every trainable or streamed parameter has the class `PreparedParameter`.
+Its `__torch_function__` sees every use of the parameter from Python: it waits for updates in flight and runs the operator on a tensor over the
+parameter's home instead. On CUDA that tensor maps the pinned home into the GPU's address space, so nothing is copied and writes reach the home.
+In a pass the class is `nn.Parameter` again. Two class assignments per parameter and pass (0.1 µs each) are the only cost in the steady state.
+
+`p.data`, `p.detach()` and views of them are `PreparedTensor`s: tensors over the same memory that synchronize in the same way and record writes.
+`p.grad` is a `PreparedTensor` over the gradient that waits for `step()`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outsize.base.errors import EngineMisuse, StaleParameter
+from outsize.runtime.executor import Stage
+from outsize.runtime.gradients import Gradients
+from outsize.runtime.store import Store
+
+T = TypeVar("T")
+
+
+class ParameterAccess:
+    """The parameters of one prepared model, as user code reaches them between passes."""
+
+    def __init__(
+        self,
+        store: Store,
+        gradients: Gradients,
+        *,
+        stage: Callable[[], Stage],
+        drain: Callable[[], None],
+        before_write: Callable[[], None],
+        before_grad: Callable[[], None],
+    ):
+        """`drain` waits for all lanes, `before_write` for a background save. `before_grad` raises or applies what a read of `.grad` must see."""
+        self._store, self.gradients = store, gradients
+        self._stage, self._drain, self._before_write, self._before_grad = stage, drain, before_write, before_grad
+        place = store.place
+        moves = {
+            piece.name
+            for chunk in place.layout.chunks
+            if chunk.trainable or place.has_host_weights(chunk.index)
+            for piece in chunk.pieces
+        }
+        self._managed = [p for name, p in store.params.items() if name in moves and type(p) is nn.Parameter]
+        self._split = {piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces}
+        self._is_drained = False
+        self._touched: set[int] = set()
+        """Chunks whose memory was handed out since the last pass."""
+        for name, param in store.params.items():
+            _OWNERS[id(param)] = (weakref.ref(param), weakref.ref(self), name)
+
+    # Called by the engine around passes.
+
+    def begin_pass(self) -> None:
+        """Parameters are plain ones. Waits for the user's own work on their memory, if there was any."""
+        self.settle()
+        for param in self._managed:
+            param.__class__ = nn.Parameter
+
+    def end_pass(self) -> None:
+        for param in self._managed:
+            param.__class__ = PreparedParameter
+
+    def settle(self) -> None:
+        """Before the engine reads or writes weights: wait for the user's operators and bring what they wrote to every copy of a weight."""
+        self._is_drained = False
+        if self._touched:
+            self._drain()
+            for index in self._touched:
+                self._store.refresh_copies(index)
+            self._touched.clear()
+
+    def release(self) -> None:
+        for param in self._managed:
+            param.__class__ = nn.Parameter
+        for param in self._store.params.values():
+            _OWNERS.pop(id(param), None)
+
+    # Called for the user.
+
+    def synchronize(self) -> None:
+        if not self._is_drained:
+            self._drain()
+            self._is_drained = self._stage() in (Stage.IDLE, Stage.WAITING)
+
+    def weight(self, name: str) -> Tensor:
+        """The memory that holds a parameter's value, as a tensor on the device."""
+        self.synchronize()
+        self._touched.add(self._store.place.layout.place[name][0])
+        return self._store.device_view(name)
+
+    def loaded_weight(self, name: str) -> Tensor | None:
+        """The parameter's own memory on the device if it holds its value now: a module that is called by itself has just loaded it."""
+        index, store = self._store.place.layout.place[name][0], self._store
+        if index in self._touched or (store.place.streams(index) and store.owner[store.place.slots.slot_of[index]] != index):
+            return None
+        self.synchronize()
+        return store.params[name].detach()
+
+    def gradient(self, name: str) -> "PreparedTensor | None":
+        self._before_grad()
+        if not self.gradients.has(name):
+            return None
+        self.synchronize()
+        return _hand_out(self.gradients.hand_out(name), _Handle(weakref.ref(self), "gradient", name, self.gradients.generation))
+
+    def set_gradient(self, name: str, value: Tensor | None) -> None:
+        self._before_grad()
+        self.synchronize()
+        if value is None:
+            self.gradients.remove(name)
+        else:
+            self.gradients.assign(name, _plain(value) if isinstance(value, (PreparedTensor, PreparedParameter)) else value)
+
+    def write(self, names: list[str], run: Callable[[], T]) -> T:
+        """Run an operator that writes these weights. Where a bf16 value changes, the new value is the master."""
+        if self._stage() is Stage.WAITING:
+            raise EngineMisuse(
+                f"{names[0]}: it was written between a forward and its backward, which still needs the old value. "
+                "Write weights after backward, or after step()."
+            )
+        self._before_write()
+        split = [name for name in names if name in self._split]
+        # One weight is compared on the device; many at once would take too much of its memory.
+        value = self._store.device_view if len(split) == 1 else self._store.read
+        before = {name: value(name).clone() for name in split}
+        result = run()
+        if before:
+            self._drain()
+        for name, old in before.items():
+            changed = old != value(name)
+            if bool(changed.any()):
+                self._store.clear_remainders(name, changed)
+        return result
+
+    def replace_data(self, name: str, value: Tensor) -> None:
+        """`p.data = value`: copies the value into the parameter's memory."""
+        mine = self._store.params[name]
+        if isinstance(value, PreparedParameter) or (isinstance(value, PreparedTensor) and value._handle.kind == "weight"):
+            raise EngineMisuse(
+                f"{name}.data: it was set to the memory of another prepared parameter. Copy the value (p.data.copy_(q.data)); "
+                "to tie two parameters, do so before outsize.prepare. A wrapper that takes over a model's memory (FullyShardedDataParallel) cannot "
+                "be used on a prepared model."
+            )
+        value = _plain(value)
+        with torch._C.DisableTorchFunctionSubclass():
+            mine_is, theirs = (mine.shape, mine.dtype, mine.device), (value.shape, value.dtype, value.device)
+        if mine_is[:2] != theirs[:2] or mine_is[2].type != theirs[2].type:
+            raise EngineMisuse(
+                f"{name}.data: a prepared parameter keeps its shape, dtype and device ({_show(*mine_is)}), but {_show(*theirs)} was assigned. "
+                "Call engine.detach(), change the model and prepare it again."
+            )
+        self.write([name], lambda: self.weight(name).copy_(value))
+
+    def add_gradient_hook(self, name: str, register: Callable[[], Any]) -> Any:
+        return self.gradients.hook_before_ours(name, register)
+
+
+_OWNERS: dict[int, tuple["weakref.ref[nn.Parameter]", "weakref.ref[ParameterAccess]", str]] = {}
+"""Parameters of prepared models, by id."""
+
+
+def owner_of(tensor: Tensor) -> tuple[ParameterAccess, str] | None:
+    """The prepared model that a parameter belongs to, and the parameter's name there. None if there is none."""
+    entry = _OWNERS.get(id(tensor))
+    if entry is None or entry[0]() is not tensor or (access := entry[1]()) is None:
+        return None
+    return access, entry[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """Whose memory a handed-out tensor is over."""
+
+    access: "weakref.ref[ParameterAccess]"
+    kind: Literal["weight", "gradient"]
+    name: str
+    generation: int = 0
+
+    def open(self) -> ParameterAccess:
+        """Wait until the memory can be read. Raises if it is no longer the parameter's."""
+        access = self.access()
+        if access is None or owner_of(access._store.params[self.name]) is None:
+            raise StaleParameter(
+                f"{self.name}: this tensor is over memory of an engine that was detached or has re-planned. Read the parameter again, "
+                "or clone() a value that is kept."
+            )
+        if self.kind == "gradient" and (access.gradients.generation != self.generation or not access.gradients.has(self.name)):
+            raise StaleParameter(f"{self.name}.grad: this gradient was cleared by zero_grad() or used up by an update. clone() it to keep it.")
+        access.synchronize()
+        if self.kind == "weight":
+            access._touched.add(access._store.place.layout.place[self.name][0])
+        return access
+
+
+class _OutsideForward(torch.autograd.Function):
+    """Stands for a weight in an autograd graph that was built outside of the model's forward."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, value: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise EngineMisuse(
+            f"{ctx.name}: a loss that reads this weight outside of the model's forward was differentiated. Compute that part of the loss inside "
+            "the forward of the prepared model; for an L2 penalty use weight_decay; for logging use torch.no_grad()."
+        )
+
+
+def _descriptors(*names: str) -> set[Any]:
+    return {descriptor.__get__ for name in names if (descriptor := getattr(Tensor, name, None)) is not None}
+
+
+_METADATA: set[Any] = {
+    *_descriptors(
+        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+        "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "nbytes", "itemsize", "names", "name", "output_nr", "retains_grad", "_version",
+        "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn",
+    ),
+    vars(torch._C.TensorBase)["requires_grad"].__set__, Tensor.requires_grad_, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement,
+    Tensor.element_size, Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
+    Tensor.is_signed, Tensor.get_device, Tensor.register_hook, Tensor.is_inference, Tensor.__len__,
+    torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+"""What does not touch a parameter's memory."""
+_REBINDS = {"set_", "resize_", "resize_as_", "share_memory_", "swap_tensors", "detach_"}
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
+_DATA_GET, _DATA_SET = _data.__get__, _data.__set__
+_GRAD_GET, _GRAD_SET, _GRAD_DELETE = _grad.__get__, _grad.__set__, _grad.__delete__
+_COMPUTES = {F.linear, F.embedding, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm}
+"""What modules do with their weights, with results that are not views of them."""
+_INPLACE_DUNDERS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift")}
+
+
+class PreparedParameter(nn.Parameter):
+    """A parameter of a prepared model while no pass runs. See [Note: Parameters between passes]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(_plain(self.data).clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(_plain(self.data).clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class PreparedTensor(Tensor):
+    """A tensor over the memory of a prepared parameter or of its gradient."""
+
+    _handle: _Handle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = memo[id(self)] = _plain(self).clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).clone().__reduce_ex__(protocol)
+
+
+def _hand_out(memory: Tensor, handle: _Handle) -> PreparedTensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        made = memory.detach().as_subclass(PreparedTensor)
+    made._handle = handle
+    return made
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same memory as an ordinary tensor, synchronized."""
+    if isinstance(tensor, PreparedParameter):
+        owner = owner_of(tensor)
+        if owner is not None:
+            return owner[0].weight(owner[1])
+    if isinstance(tensor, PreparedTensor):
+        tensor._handle.open()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor) if isinstance(tensor, (PreparedTensor, PreparedParameter)) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    original: Tensor
+    memory: Tensor
+    """What stands for it in the call: over the parameter's memory, perhaps with an autograd graph."""
+    handle: _Handle
+    access: ParameterAccess
+
+
+def _source(tensor: Tensor, func: Any, *, is_target: bool) -> _Source | None:
+    if isinstance(tensor, PreparedTensor):
+        access = tensor._handle.open()
+        return _Source(tensor, tensor.as_subclass(Tensor), tensor._handle, access)
+    if (owner := owner_of(tensor)) is None:
+        return None
+    access, name = owner
+    if func in _COMPUTES and not torch.is_grad_enabled() and (loaded := access.loaded_weight(name)) is not None:
+        return _Source(tensor, loaded, _Handle(weakref.ref(access), "weight", name), access)
+    memory = access.weight(name)
+    if tensor.requires_grad and torch.is_grad_enabled() and func != _DATA_GET and func != Tensor.detach:
+        if is_target:
+            raise RuntimeError(f"{name}: a leaf Variable that requires grad is being used in an in-place operation. Use torch.no_grad().")
+        memory = _OutsideForward.apply(tensor, memory, name)
+    return _Source(tensor, memory, _Handle(weakref.ref(access), "weight", name), access)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator with the memory of prepared parameters in their place."""
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else None
+    with torch._C.DisableTorchFunctionSubclass():
+        owner = owner_of(first) if isinstance(first, PreparedParameter) else None
+        if owner is not None:
+            access, key = owner
+            if func == _GRAD_GET:
+                return access.gradient(key)
+            if func == _GRAD_SET:
+                return access.set_gradient(key, args[1])
+            if func == _GRAD_DELETE:
+                return access.set_gradient(key, None)
+            if func == _DATA_SET:
+                return access.replace_data(key, args[1])
+            if func == Tensor.register_post_accumulate_grad_hook:
+                return access.add_gradient_hook(key, lambda: func(*args, **kwargs))
+        if func == _DATA_SET and isinstance(first, PreparedTensor):  # `p.grad.data = ...`: into the memory, as its other writes
+            return _dispatch(Tensor.copy_, args, {})
+        if func is torch.autograd.grad or func is torch.autograd.backward:
+            raise EngineMisuse(
+                f"torch.autograd.{name}: the gradients of prepared parameters are collected by the engine. Call loss.backward() and read p.grad."
+            )
+        writes = _writes(name)
+        targets = {id(t) for t in _tensors((first if writes else None, kwargs.get("out")))}
+        if name in _REBINDS and targets | {id(first)}:
+            raise EngineMisuse(f"{name}: a prepared parameter keeps its memory. Call engine.detach() first.")
+        sources: dict[int, _Source] = {}
+        for tensor in _tensors((args, kwargs)):
+            if not isinstance(tensor, (PreparedTensor, PreparedParameter)) or id(tensor) in sources:
+                continue
+            if (found := _source(tensor, func, is_target=id(tensor) in targets)) is not None:
+                sources[id(tensor)] = found
+        call = lambda: func(*_replaced(args, sources), **_replaced(kwargs, sources))
+        for access, names in _written(sources, targets).items():
+            call = _writing(access, names, call)
+        return _wrapped(call(), list(sources.values()))
+
+
+def _writes(name: str) -> bool:
+    return name == "__setitem__" or name in _INPLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _written(sources: dict[int, _Source], targets: set[int]) -> dict[ParameterAccess, list[str]]:
+    found: dict[ParameterAccess, list[str]] = {}
+    for key, source in sources.items():
+        if key in targets and source.handle.kind == "weight":
+            found.setdefault(source.access, []).append(source.handle.name)
+    return found
+
+
+def _writing(access: ParameterAccess, names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: access.write(names, call)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _replaced(value: Any, sources: dict[int, _Source]) -> Any:
+    if isinstance(value, Tensor):
+        return sources[id(value)].memory if id(value) in sources else value
+    if isinstance(value, (list, tuple)):
+        items = [_replaced(item, sources) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or torch.Size
+    if isinstance(value, dict):
+        return {key: _replaced(item, sources) for key, item in value.items()}
+    return value
+
+
+def _wrapped(result: Any, sources: list[_Source]) -> Any:
+    """Results over the memory of a parameter stay connected to it; an operator that returned its argument returns the user's own object."""
+    if type(result) is tuple or type(result) is list:
+        return type(result)(_wrapped(item, sources) for item in result)
+    if type(result) is not Tensor or not sources:
+        return result
+    for source in sources:
+        if result is source.memory:
+            return source.original
+    if result.requires_grad or not result.numel() or result.layout is not torch.strided:
+        return result
+    for source in sources:
+        start = source.memory.data_ptr()
+        if start <= result.data_ptr() < start + source.memory.nbytes and result.device == source.memory.device:
+            return _hand_out(result, source.handle)
+    return result
+
+
+def _show(shape: Any, dtype: Any, device: Any) -> str:
+    return f"{tuple(shape)} {dtype} on {device}"
