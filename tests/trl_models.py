@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
     "{{ '\n' }}{% endfor %}"
 )
 
@@ -32,10 +33,20 @@ def llama(dtype: torch.dtype = torch.float32, *, seed: int = 0, scores: bool = F
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LlamaConfig(
-            vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-            max_position_embeddings=96, tie_word_embeddings=False, bos_token_id=None, eos_token_id=256, pad_token_id=257,
+            vocab_size=259,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=96,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=256,
+            pad_token_id=257,
             **({"num_labels": 1} if scores else {}),
-        )  # fmt: skip
+        )
         kind: Any = LlamaForSequenceClassification if scores else LlamaForCausalLM
         made: nn.Module = kind._from_config(config, dtype=dtype)
         return made.train()

@@ -1,4 +1,4 @@
-"""Callbacks of transformers' Trainer that look at a run or steer it see what they see in the plain Trainer, and change the same."""
+"""Callbacks that read or steer a run see and change the same as in transformers' plain Trainer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,6 @@ import trainers
 import zoo
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from outsize.base.errors import ConfigError
 from outsize.integrations.hf import OutsizeMixin
 
 KIND = "llama-untied"
@@ -117,20 +116,23 @@ def test_a_callback_that_reads_the_optimizers_state(plan: str, tmp_path: Path) -
         seen.append(callback)
     assert seen[0].by_position == seen[1].by_position and seen[0].rates == seen[1].rates
     assert seen[0].by_parameter == seen[1].by_parameter and len(seen[1].by_parameter[0]) == len(ours.optimizer.state)
-    with (
-        trainers.closing(ours),
-        pytest.raises(ConfigError, match=r"cannot be replaced. Write it with optimizer.load_state_dict"),
-    ):
-        ours.optimizer.state[next(ours.model.parameters())] = {}
+    ours.stop_engine()
 
 
 @pytest.mark.parametrize("plan", ["resident", "streamed"])
 def test_early_stopping_stops_at_the_same_step_with_the_best_model(plan: str, tmp_path: Path) -> None:
     """A learning rate that spoils the model: the first evaluation is the best."""
     args = {
-        "learning_rate": 0.5, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss", "greater_is_better": False, "max_steps": 8,
-    }  # fmt: skip
+        "learning_rate": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "max_steps": 8,
+    }
     plain, ours = both(tmp_path, plan, **args)
     outcomes = []
     for trainer in (plain, ours):
