@@ -93,7 +93,12 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> No
 def test_another_recipe_is_refused_by_the_names_of_what_changed_and_another_budget_is_not(tmp_path: Path) -> None:
     yaml = folders.write_run(tmp_path, save_steps=2, max_steps=2)
     assert train(yaml).exit_code == 0
-    refused(train(yaml, "--resume", "--set", "learning_rate=3e-3", "--set", "seed=7", "--set", "weight_decay=0"), "learning_rate", "seed", "weight_decay")
+    asked = ("learning_rate=3e-3", "seed=7", "adapter=lora", "lora_r=4", "lora_target_linear=true")
+    result = train(yaml, "--resume", *(word for change in asked for word in ("--set", change)))
+    refused(result, "seed was 42 and is 7", "adapter was null and is lora", "lora_r was 8 and is 4", "base_model: ")
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(yaml.read_text().replace("learning_rate: 0.01", "learning_rate: 0.003").replace("weight_decay: 0.1", "weight_decay: 0"))
+    refused(train(edited, "--resume"), "learning_rate was 0.01 and is 0.003", "--set learning_rate=0.003", "--set weight_decay=0")
     assert train(yaml, "--resume", "--set", "max_steps=3", "--set", "device=sim:2MiB", "--set", "plan.n_persist=1").exit_code == 0
     assert [step for step, _ in checkpoints(tmp_path / "out")] == [2, 3]
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 
-from outsize.base.errors import ModelUnsupported, tell
+from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
+from outsize.model.tensors import tensors_in
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 _OUR_REFERENCES = 2
@@ -91,6 +93,85 @@ class _Saved:
             do = "Take out of its forward what varies from call to call (a counter, a cache, Python's random)"
             raise ModelUnsupported(tell("a layer that is recomputed saves the same tensors both times", found, do))
         self._tensors = tensors
+
+
+def compared(forward: Callable[[], Any], device: torch.device, report: Callable[[str], None]) -> Any:
+    """Run `forward`, keep what autograd saves, and compare that run with a second one in backward.
+
+    The second run is as `made_again` would run it. `report` gets how it differs, "" if it does not. Gradients come from the first run.
+    A second run that raises is reported too, unless memory ran out.
+    """
+    if not torch.is_grad_enabled():
+        return forward()
+    run = _Compared(forward, _Surroundings(device), report)
+    with saved_tensors_hooks(run.note, run.get):
+        outputs = forward()
+    run.returned(outputs)
+    return outputs
+
+
+class _Compared:
+    """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with a second run."""
+
+    def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings", report: Callable[[str], None]):
+        self._forward, self._surroundings, self._report = forward, surroundings, report
+        self._kinds: list[_Kind] = []
+        self._outputs: list[tuple[Tensor, int]] | None = None
+        """With their versions: what the model writes into them afterwards is no difference. None before the first run has returned, and
+        after the comparison."""
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        return tensor.detach()  # the tensor itself may be an output, whose graph holds what is returned here
+
+    def returned(self, outputs: Any) -> None:
+        self._outputs = [(tensor.detach(), tensor._version) for tensor in tensors_in(outputs)]
+
+    def get(self, saved: Tensor) -> Tensor:
+        if self._outputs is not None:
+            outputs, self._outputs = self._outputs, None
+            self._report(self._difference(outputs))
+        return saved
+
+    def _difference(self, outputs: list[tuple[Tensor, int]]) -> str:
+        count, found = 0, ""
+
+        def add(tensor: Tensor) -> Tensor:
+            nonlocal count, found
+            now = (tensor.shape, tensor.dtype, tensor.device)
+            if not found and count < len(self._kinds) and self._kinds[count] != now:
+                was = _show(*self._kinds[count])
+                found = f"saved tensor {count} is {was} in the first run and {_show(*now)} in the second"
+                raise _Enough
+            count += 1
+            return tensor.detach()
+
+        again: list[Tensor] = []
+        try:
+            with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(add, _itself):
+                again += [tensor.detach() for tensor in tensors_in(self._forward())]
+        except (torch.OutOfMemoryError, DeviceOutOfMemory):
+            raise
+        except Exception as error:  # whatever the model's code raises, training with `keep` does not meet it
+            return found or f"a second run raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if found:  # and the model's code caught our exception
+            return found
+        if count < len(self._kinds):
+            return f"the first run saves {len(self._kinds)} tensors and the second {count}"
+        pairs = zip(outputs, again, strict=False)
+        is_same = all(one._version != version or _is_same(one, two) for (one, version), two in pairs)
+        return "" if is_same and len(again) == len(outputs) else "the second run returns other values"
+
+
+def _is_same(one: Tensor, two: Tensor) -> bool:
+    """Whether outputs are equal to the bit. On a GPU some kernels add up in any order: there, to about the rounding of bfloat16."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if one.layout != torch.strided or one.is_meta or detect_fake_mode() is not None or torch.equal(one, two):
+        return True
+    one, two = one.nan_to_num().double(), two.nan_to_num().double()
+    tolerance = 0.0 if one.device.type == "cpu" else 1e-2
+    return bool((one - two).norm() <= tolerance * one.norm())
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from outsize.activation.again import made_again
+from outsize.activation.again import compared, made_again
 from outsize.activation.parcel import Handle, Parcel
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
@@ -28,6 +28,16 @@ def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     """Only the input stays; backward runs the forward again, with the same random numbers and autocast."""
     first = next(tensors_in((args, kwargs)), None)
     return forward(*args, **kwargs) if first is None else made_again(lambda: forward(*args, **kwargs), first.device)
+
+
+def keep_and_compare(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], report: Callable[[str], None]
+) -> Any:
+    """For trial runs: `keep`, and in backward the forward that `recompute` would run. `report` gets how they differ, or ""."""
+    first = next(tensors_in((args, kwargs)), None)
+    if first is None:
+        return forward(*args, **kwargs)
+    return compared(lambda: forward(*args, **kwargs), first.device, report)
 
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
@@ -54,9 +64,10 @@ def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     shared = {t.untyped_storage()._cdata for t in inputs[1:]} - {t.untyped_storage()._cdata for t in inputs[:1]}
 
     def pack(tensor: Tensor) -> Tensor | Handle:
+        if tensor.layout != torch.strided or tensor.device != here:
+            return tensor
         storage = tensor.untyped_storage()
-        owned = storage.nbytes() and storage._cdata not in shared and not is_static(tensor)
-        travels = owned and tensor.layout == torch.strided and tensor.device == here
+        travels = storage.nbytes() and storage._cdata not in shared and not is_static(tensor)
         return parcel.pack(tensor) if travels else tensor
 
     with saved_tensors_hooks(pack, _unpack_from(parcel)):
@@ -65,6 +76,8 @@ def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 RUN: dict[Strategy, Callable[..., Any]] = {"keep": keep, "recompute": recompute, "offload": offload, "swap": swap}
 SENDS: tuple[Strategy, ...] = ("offload", "swap")
+RUNS_TWICE: tuple[Strategy, ...] = ("recompute", "offload")
+"""Backward runs the block's forward again."""
 
 
 def _unpack_from(parcel: Parcel) -> Callable[[Tensor | Handle], Tensor]:

@@ -54,7 +54,7 @@ def show_enough(num_bytes: int) -> str:
     text = show_bytes(num_bytes)
     number, unit = text.split(" ")
     decimals = len(number.partition(".")[2])
-    while parse_bytes(text) < num_bytes:
+    while num_bytes > 0 and parse_bytes(text) < num_bytes:
         number = f"{float(number) + 10.0**-decimals:.{decimals}f}"
         text = f"{number} {unit}"
     return text

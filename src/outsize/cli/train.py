@@ -18,6 +18,8 @@ outsize train run.yaml --set learning_rate=1e-5 --set gpu_memory=16GiB
 outsize train run.yaml --dry-run     [dim]plan and stop[/dim]
 
 outsize train run.yaml --resume     [dim]go on from the newest complete checkpoint, also under another budget[/dim]
+
+outsize train run.yaml --resume --set learning_rate=1e-5     [dim]change it from there on[/dim]
 """
 
 

@@ -4,6 +4,7 @@ Paths stay as they are written: they are relative to the working directory, as i
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from outsize.base.errors import ConfigError, tell
 from outsize.config.contradictions import contradictions
 from outsize.config.habits import settle
 from outsize.config.run import RunConfig, fields_by_key
-from outsize.config.source import load_yaml, override, read_text
+from outsize.config.source import load_yaml, overridden, override, read_text
 from outsize.config.values import read_fields
 
 
@@ -22,7 +23,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _require_mapping(mapping, where)
     for text in overrides:
         problems += override(mapping, text)
-    return _parse(mapping, where, problems)
+    return replace(_parse(mapping, where, problems), asked=tuple(dict.fromkeys(overridden(text) for text in overrides)))
 
 
 def parse_config(mapping: Mapping[str, Any], where: str) -> RunConfig:

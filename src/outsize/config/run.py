@@ -173,6 +173,8 @@ class RunConfig:
 
     notes: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """What was written and is ignored, in sentences to show the user."""
+    asked: tuple[str, ...] = field(default=(), metadata={"key": ""})
+    """Keys that were given on the command line, with `--set`."""
 
     @property
     def has_eval_data(self) -> bool:

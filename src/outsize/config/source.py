@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from outsize.base.errors import ConfigError, tell
-from outsize.config.habits import spelling_in
+from outsize.config.habits import ALIASES, spelling_in
 
 
 class _Loader(yaml.SafeLoader):
@@ -72,6 +72,12 @@ def override(mapping: dict[Any, Any], text: str) -> list[str]:
     except ConfigError as error:
         return [f"--set {text}: {error}"]
     return [f"--set {text}: {problem}" for problem in problems]
+
+
+def overridden(text: str) -> str:
+    """Our name of the key that `key=value` sets, or sets a part of."""
+    key = text.partition("=")[0].strip().split(".")[0]
+    return ALIASES.get(key, key)
 
 
 def _put(place: Any, steps: list[str], value: Any) -> None:

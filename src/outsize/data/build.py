@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from outsize.base.errors import ConfigError, DataError, tell
@@ -30,16 +30,27 @@ def load_rows(
     val_set_size: float = 0,
     seed: int = 42,
     train_on_inputs: bool = False,
+    fingerprints: list[str] | None = None,
 ) -> tuple[Rows | PackedRows, Rows | PackedRows | None]:
     """Rows to train on, and rows to validate on if `val_set_size` is not zero. The same for the same files, tokenizer and arguments.
 
-    `pad_id` fills up packed rows; `collate.pad_id_of` gives it.
+    `pad_id` fills up packed rows; `collate.pad_id_of` gives it. `fingerprints` is filled with one of each dataset's content as tokens.
     """
     if sequence_len < 2:
         raise ConfigError(tell("sequence_len is 2 or more", f"it is {sequence_len}", "Raise it: a token is predicted from the one before"))
     # All are opened before any is tokenized: a wrong path or column at the end of the list is told at once.
     opened = [_open(source, tokenizer, train_on_inputs) for source in datasets]
-    everything = Rows.of(counted(chain.from_iterable(opened), "tokenizing"))
+    sizes = [0] * len(opened)
+
+    def of(number: int) -> Iterator[Document]:
+        for document in opened[number]:
+            sizes[number] += 1
+            yield document
+
+    everything = Rows.of(counted(chain.from_iterable(map(of, range(len(opened)))), "tokenizing"))
+    if fingerprints is not None:
+        ends = list(accumulate(sizes, initial=0))
+        fingerprints += [everything.fingerprint(*edges) for edges in pairwise(ends)]
     documents = _with_something_to_train(everything, "documents")
     check_lengths(documents, sequence_len=sequence_len, strategy=excess_length_strategy)
     train, validation = split_off(documents, val_set_size=val_set_size, seed=seed)

@@ -4,6 +4,7 @@ A row is a span of the flat arrays, so taking some rows, splitting or truncating
 to the garbage collector and to a worker process. What a row came from is kept, for messages.
 """
 
+import hashlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -73,6 +74,18 @@ class Rows:
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
+
+    def fingerprint(self, start: int, end: int) -> str:
+        """Of the tokens, labels and lengths of rows `start` to `end`, in their order: any change of them is another one.
+
+        Only of rows as `of` makes them, which lie end to end. It takes a second for 90 million tokens.
+        """
+        bounds = self.bounds[start:end]
+        first, last = (int(bounds[0, 0]), int(bounds[-1, 1])) if len(bounds) else (0, 0)
+        digest = hashlib.blake2b(digest_size=16)
+        for values in (bounds - first, self.ids[first:last], self.labels[first:last]):
+            digest.update(np.ascontiguousarray(values).reshape(-1).data)
+        return digest.hexdigest()
 
     def place(self, index: int) -> str:
         return self.places[self.documents[index]]

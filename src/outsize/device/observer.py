@@ -59,6 +59,19 @@ def tensors_of(*values: Any) -> Iterator[Tensor]:
                     yield item
 
 
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold its elements: itself, or the indices and values of a sparse one, which has no storage."""
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
 def push_mode(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called it.
 
@@ -84,7 +97,8 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 def _aliases(key: int, args: Any, kwargs: Any) -> bool:
     """A view of (or a write into) memory that was there before the observer: not a birth."""
-    return any(leaf.untyped_storage()._cdata == key for leaf in tensors_of(*args, *kwargs.values()))
+    given = tensors_of(*args, *kwargs.values())
+    return any(part.untyped_storage()._cdata == key for leaf in given for part in parts_of(leaf))
 
 
 def _dies(observer: "weakref.ref[Observer]", key: int) -> None:
@@ -120,7 +134,8 @@ class Observer(TorchDispatchMode):
                 for leaf in tensors_of(*args, *kwargs.values()):
                     if isinstance(leaf, torch.nn.Parameter):
                         self.on_parameter(leaf)
-            leaves = list(tensors_of(*out) if isinstance(out, (list, tuple)) else tensors_of(out))
+            made = tensors_of(*out) if isinstance(out, (list, tuple)) else tensors_of(out)
+            leaves = [part for leaf in made for part in parts_of(leaf)]
             for leaf in leaves:
                 key = leaf.untyped_storage()._cdata
                 if key not in self._alive and not _aliases(key, args, kwargs):
@@ -149,7 +164,8 @@ class Observer(TorchDispatchMode):
         formula: Any = _FLOPS.get(packet) or flop_registry.get(packet)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
         moves = not func.is_view and packet not in _NO_TRAFFIC
-        moved = sum(t.nbytes for t in tensors_of(*args, *kwargs.values())) + sum(t.nbytes for t in leaves) if moves else 0
+        read = (part for t in tensors_of(*args, *kwargs.values()) for part in parts_of(t))
+        moved = sum(t.nbytes for t in read) + sum(t.nbytes for t in leaves) if moves else 0
         self.flops += flops
         self.moved_bytes += moved
         self.issued += VIEW_ISSUE if func.is_view else ATTENTION_ISSUE if packet in _ATTENTION else 1.0

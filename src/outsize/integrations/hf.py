@@ -134,8 +134,11 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
 
     def _renew_engine(self, dataloader: Any) -> None:
         """The arguments have changed since the plan was made for them: another engine, with the optimizer as it was."""
-        state = self.engine.detach()
-        self.start_engine(dataloader).optimizer.load_state_dict(state)
+        given_dtypes = self.engine.given_dtypes
+        state = self.engine.detach(as_trained=True)  # rounded to fp16 and back, masters would not be what they were
+        engine = self.start_engine(dataloader)
+        engine.given_dtypes = given_dtypes
+        engine.optimizer.load_state_dict(state)
 
     # Preparing.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, tell
 from outsize.base.log import log
+from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, hollow
 
 
@@ -43,6 +44,9 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
     model.tie_weights()  # on its way to meta every tied parameter became two
     folder = Path(weights_from) if weights_from else _local_folder(path)
     weights = FileWeights(folder, model)
+    if rounded := weights.rounded(model):
+        some = f"{rounded[0]} and {len(rounded) - 1} other weights are" if len(rounded) > 1 else f"{rounded[0]} is"
+        log.warning("%s: %s stored with more precision than %s and rounded to it. bf16: false (dtype float32) keeps every bit.", folder, some, _name(dtype))
     # What is kept in fp32 in a bf16 model, and what is not tied though the config says so, is transformers' knowledge.
     if _is_converted(model, weights) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
         weights.close()
@@ -54,17 +58,25 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
     return Built(hollow(model), weights)
 
 
-def load_config(model: str | Path) -> Any:
+def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
+    """A model's config, with its weights out of account. One whose weights are quantized is refused by the method's name."""
     from transformers import AutoConfig
 
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to"))
     try:
-        return AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
+        config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
     except (OSError, ValueError, KeyError) as error:
         found = f"transformers says: {_first_line(error)}"
         raise ConfigError(tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")) from None
+    if not may_be_quantized:
+        refuse_quantized_config(config.to_dict(), model)
+    return config
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_config(path: Path) -> bool:

@@ -1,13 +1,14 @@
 """Finds a model's layers from its module tree: the elements of every outermost nn.ModuleList.
 
-No table of model families. A list inside a layer (T5's sub-layers, a layer's experts) belongs to that layer. Whether and in which order the
+No table of model families. A list inside a layer (T5's sub-layers, a layer's experts) belongs to that layer. Layers may share modules
+and parameters (VeRA's projections, the attention of Zamba): these belong to every layer that has them. Whether and in which order the
 layers run is not read off the tree but seen when the model runs (profile/tracer.py): a list whose elements are never called
 is no stack of layers, and its parameters belong to the region that reads them.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -23,25 +24,62 @@ class Layer:
     """Equal for layers that do the same work on other weights."""
     is_last: bool
     """Of its list: a region begins when it returns."""
+    must_run: bool = False
+    """The trial run measures it even if equal layers have run: it completes the gradient of a weight that it shares with the
+    last layer of a list."""
 
 
 def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[Layer, ...]:
     """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`)."""
     lists = list(_named_lists(model, paths)) if paths else list(_outermost_lists(model))
+    sharing = _Sharing([module for _, modules in lists for module in modules])
     layers: list[Layer] = []
     for path, modules in lists:
-        structures = _structures(modules) if modules else []
+        structures = _structures(modules, sharing) if modules else []
         for i, module in enumerate(modules):
             name = f"{path}.{i}" if path else str(i)
             layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i + 1 == len(modules)))
-    seen: dict[int, str] = {}
-    for layer in layers:
-        for module in layer.module.modules():
-            if id(module) in seen and seen[id(module)] != layer.name:
-                found = f"{layer.name} shares a module with {seen[id(module)]}"
+    _require_separate(layers)
+    completes = {first for layer in layers if layer.is_last for first in sharing.first_users(layer.module)}
+    return tuple(replace(layer, must_run=True) if id(layer.module) in completes else layer for layer in layers)
+
+
+def _require_separate(layers: list[Layer]) -> None:
+    """Refuse a layer that is another layer, or is inside one. A module that is inside of several layers is fine."""
+    order = {id(layer.module): i for i, layer in enumerate(layers)}
+    for i, layer in enumerate(layers):
+        for other in (order[id(module)] for module in layer.module.modules() if id(module) in order):
+            if other != i:
+                found = f"{layers[max(i, other)].name} shares a module with {layers[min(i, other)].name}"
                 raise ConfigError(tell("layers do not contain one another", found, "Name the lists of layers with blocks=['path.to.list']"))
-            seen[id(module)] = layer.name
-    return tuple(layers)
+
+
+class _Sharing:
+    """Which layers have which trainable parameters, in the order of the tree.
+
+    The gradient of a shared one is alive from the backward of its last layer to that of its first.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        self._users: dict[int, list[nn.Module]] = {}
+        for module in modules:
+            for param in module.parameters():
+                if param.requires_grad:
+                    self._users.setdefault(id(param), []).append(module)
+
+    def place(self, param: nn.Parameter, module: nn.Module) -> tuple[bool, bool] | None:
+        """Whether an earlier layer has the parameter too, and whether a later one has. None: neither."""
+        users = self._users.get(id(param), [])
+        if len(users) < 2:
+            return None
+        return users[0] is not module, users[-1] is not module
+
+    def first_users(self, module: nn.Module) -> Iterable[int]:
+        """The ids of the layers in whose backward the gradients of this layer's shared parameters are complete."""
+        for param in module.parameters():
+            users = self._users.get(id(param), [])
+            if len(users) > 1:
+                yield id(users[0])
 
 
 def _outermost_lists(model: nn.Module, path: str = "") -> Iterable[tuple[str, list[nn.Module]]]:
@@ -69,9 +107,9 @@ def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[tuple[str, 
         yield path, list(module)
 
 
-def _structures(modules: list[nn.Module]) -> list[str]:
+def _structures(modules: list[nn.Module], sharing: _Sharing) -> list[str]:
     """One hash per layer over classes, parameters, buffers and plain settings; settings that merely count the layers do not enter."""
-    facts = [_facts(module) for module in modules]
+    facts = [_facts(module, sharing) for module in modules]
     counting = {
         key
         for key, value in facts[0].items()
@@ -81,7 +119,7 @@ def _structures(modules: list[nn.Module]) -> list[str]:
     return [hashlib.sha256(repr(sorted((k, repr(v)) for k, v in f.items() if k not in counting)).encode()).hexdigest()[:12] for f in facts]
 
 
-def _facts(layer: nn.Module) -> dict[str, Any]:
+def _facts(layer: nn.Module, sharing: _Sharing) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for path, module in layer.named_modules():
         facts[f"{path}:class"] = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -90,6 +128,8 @@ def _facts(layer: nn.Module) -> dict[str, Any]:
                 facts[f"{path}.{key}"] = value
     for path, param in layer.named_parameters(remove_duplicate=False):
         facts[f"{path}:param"] = (tuple(param.shape), str(param.dtype), param.requires_grad)
+        if (place := sharing.place(param, layer)) is not None:
+            facts[f"{path}:shared"] = place
     for path, buffer in layer.named_buffers(remove_duplicate=False):
         facts[f"{path}:buffer"] = (tuple(buffer.shape), str(buffer.dtype))
     return facts

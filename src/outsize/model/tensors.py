@@ -1,4 +1,4 @@
-"""Finding the tensors inside what modules take and return: tensors, sequences, mappings and dataclasses, nested."""
+"""Finding the tensors inside what modules take and return: tensors, sequences, mappings, dataclasses and records, nested."""
 
 import copy
 import dataclasses
@@ -6,6 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+
+_SIMPLE = (Tensor, bool, int, float, str, type(None))
+
+
+def _is_record(value: Any) -> bool:
+    """An instance of a class without bases whose attributes are tensors and plain values, such as PEFT's ShadowCarrier.
+
+    A cache is none: layers write to it.
+    """
+    kind = type(value)
+    if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not hasattr(value, "__dict__"):
+        return False
+    fields = vars(value).values()
+    return any(isinstance(item, Tensor) for item in fields) and all(isinstance(item, _SIMPLE) for item in fields)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -20,6 +34,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+    elif _is_record(value):
+        yield from (item for item in vars(value).values() if isinstance(item, Tensor))
 
 
 def with_grad(value: Any) -> list[Tensor]:
@@ -28,7 +44,7 @@ def with_grad(value: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nesting with every tensor replaced. Mappings other than dict, and dataclasses, are changed in a shallow copy."""
+    """The same nesting with every tensor replaced. Mappings other than dict, dataclasses and records are changed in a shallow copy."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -46,5 +62,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         copied = copy.copy(value)
         for field in dataclasses.fields(value):
             object.__setattr__(copied, field.name, map_tensors(function, getattr(value, field.name)))
+        return copied
+    if _is_record(value):
+        copied = copy.copy(value)
+        vars(copied).update({name: function(item) for name, item in vars(value).items() if isinstance(item, Tensor)})
         return copied
     return value

@@ -20,9 +20,9 @@ from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights, is_hollow
 from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Tracer
+from outsize.profile.tracer import Tracer, generators_of
 
-TRACE_FORMAT = 10
+TRACE_FORMAT = 11
 
 
 def traced(
@@ -35,7 +35,10 @@ def traced(
     if folder and path.exists():
         try:
             data = json.loads(path.read_text())
-            return from_json(BlockGraph, data["graph"]), from_json(ModelTrace, data["trace"])
+            graph, trace = from_json(BlockGraph, data["graph"]), from_json(ModelTrace, data["trace"])
+            for note in trace.notes:
+                log.warning("%s", note)
+            return graph, trace
         except (ConfigError, ValueError, KeyError, TypeError):
             log.warning("the cached trace %s is not readable and is taken again", path)
     graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
@@ -71,6 +74,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "params": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters(remove_duplicate=False)],
             "tied": [len({id(p) for p in model.parameters()})],
             "modules": fingerprint([[n, type(m).__qualname__, m.extra_repr(), _settings(m)] for n, m in model.named_modules()]),
+            "generators": len(list(generators_of(model))),  # what draws from them cannot be recomputed
             "layers": [[layer.name, layer.structure] for layer in layers],
             "loss": model_loss,
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},

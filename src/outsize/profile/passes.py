@@ -3,13 +3,14 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from outsize.activation.parcel import Parcel
-from outsize.activation.strategies import RUN
+from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
 from outsize.model.discover import Layer
@@ -36,6 +37,13 @@ class Trial(Protocol):
         """What is known of the time before a layer and after it: what comes before may hold its input, what comes after is measured with it."""
         ...
 
+    compares: bool
+    """Scouts compare a second run of each layer's forward with the first."""
+
+    def may_run_twice(self, layer: Layer) -> bool:
+        """Backward may run its forward again."""
+        ...
+
     def has_sequel(self, visit: int) -> bool:
         """Something runs after it that would run, and be measured with another layer, if it were skipped."""
         ...
@@ -45,7 +53,8 @@ class Pass:
     """One forward and backward under one strategy, listening to the model's course."""
 
     def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False, ahead: bool = True):
-        """`scout`: also find out which layer takes what which other made. Its bytes are not to be used."""
+        """`scout`: also find out which layer takes what which other made, and compare second runs of layers' forwards with the first.
+        Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
         self.phases = Phases(meter, tracer.device, ahead=ahead)
         self.layer_of: list[int | None] = []
@@ -69,6 +78,8 @@ class Pass:
         """Two visits that took the same input."""
         self.goes_on: set[int] = set()
         """Visits whose output a later layer took as its input, as it was."""
+        self.differs: dict[str, str] = {}
+        """By structure of a layer: how a second run of its forward differs from the first."""
 
     # Forward.
 
@@ -108,10 +119,13 @@ class Pass:
             if self.scout:
                 self._takes(visit, inputs[0])
         # Layers that are the same modules differ by what runs around them.
-        key = (facts.structure, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs), self.tracer.around(visit), self._beside)
+        kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
+        # A model may run its layers without grad first (X-LoRA's scaling pass): such runs do not stand for those with a backward.
+        key = (facts.structure, kinds, self.tracer.around(visit), self._beside, torch.is_grad_enabled())
         if not self._beside:
             self.keys[visit] = key
-        may_skip = self._ran.get(key, 0) >= 2 and not facts.is_last and not self.tracer.has_sequel(visit)
+        always_runs = facts.is_last or facts.must_run or self.tracer.has_sequel(visit)
+        may_skip = self._ran.get(key, 0) >= 2 and not always_runs
         if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:
                 self.skipped.add(visit)
@@ -125,10 +139,19 @@ class Pass:
         else:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
-            outputs = RUN[self.strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+            if self.scout and self.tracer.compares:
+                outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure))
+            else:
+                can = self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts)
+                strategy = self.strategy if can else "keep"
+                outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
             self._makes(visit, outputs)
         self._pass_through[key] = _pass_through(inputs, outputs) if inputs else None
         return outputs
+
+    def _compared(self, structure: str, difference: str) -> None:
+        if difference:
+            self.differs.setdefault(structure, difference)
 
     def _takes(self, visit: int, hidden: Tensor) -> None:
         took, made = self._taken.get(id(hidden)), self._made.get(id(hidden))
@@ -194,12 +217,20 @@ class Pass:
 
 
 def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]], Any] | None":
-    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state, and of whatever else was handed on."""
+    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state, and of whatever else was handed on.
+
+    A second stream (ShadowPEFT's shadow state, the text beside the image) is passed through too: an output that has a gradient and the
+    shape of an input.
+    """
     hidden, results = inputs[0], list(tensors_in(outputs))
     place = next((i for i, t in enumerate(results) if t is not hidden and t.shape == hidden.shape and t.dtype == hidden.dtype), None)
     if place is None:
         return None
     sources = [0 if i == place else next((n for n, given in enumerate(inputs) if given is t), None) for i, t in enumerate(results)]
+    for i, t in enumerate(results):
+        if sources[i] is None and t.requires_grad:
+            free = ((n, given) for n, given in enumerate(inputs) if n not in sources)
+            sources[i] = next((n for n, given in free if given.shape == t.shape and given.dtype == t.dtype), None)
 
     # What else comes out is as this layer made it, without its graph: that knows of the hooks of this pass, and both would live for ever.
     def without_graph(t: Tensor, source: int | None) -> Tensor:

@@ -23,6 +23,8 @@ class ModelTrace:
     """What issuing takes was counted by operators, not timed."""
     residue: Residue = Residue()
     """Of the trial run. A plan that is made from a trace in the cache meets all of it in its first step."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of the model: which blocks cannot be recomputed, and why. Each is logged once per prepare."""
 
     def work(self, visit: int, strategy: Strategy) -> Work:
         return self.visits[visit][strategy]

@@ -1,9 +1,10 @@
 """Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
 
 Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the ends); the others
-pass their input through and get the second one's numbers. What runs between two layers counts as the earlier one's: layers that have such a sequel all
-run. The first pass finds these out, and which lists are no stacks. Only the weights of layers that run, and those outside layers,
-are put on the device. Each activation strategy is measured in a pass of its own, through the code that the engine runs.
+pass their input through and get the second one's numbers. Layers that share trainable weights are of one kind if they are alike in that.
+What runs between two layers counts as the earlier one's: layers that have such a sequel all run. The first pass finds these out, which lists
+are no stacks, and which layers cannot be recomputed. Only the weights of layers that run, and those outside layers, are put on the device.
+Each activation strategy is measured in a pass of its own, through the code that the engine runs.
 Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
 """
 
@@ -18,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outsize.activation.strategies import SENDS
+from outsize.activation.strategies import RUNS_TWICE, SENDS
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
+from outsize.base.log import log
 from outsize.base.records import fingerprint
 from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
@@ -60,6 +62,8 @@ class Tracer:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.progress = Bar("Looking at the model")
         self._brought: dict[nn.Parameter, Tensor] = {}
+        self._storages: dict[nn.Parameter, int] = {}
+        """Where the values of parameters are while the model runs."""
         self._static: set[int] = set()
         self._readers: dict[int, set[int]] = {}
         self._bare: set[int] = set()
@@ -67,6 +71,9 @@ class Tracer:
         """The layers of the visits, as in every pass."""
         self._sequels: dict[int, Any] = {}
         self._got_gradient: set[int] = set()
+        self.compares = True
+        self._differs: dict[str, str] = {}
+        """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
 
     def is_static(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._static
@@ -84,31 +91,45 @@ class Tracer:
             elif param.device != self.device.torch_device:
                 self._brought[param] = param.data
                 param.data = param.data.to(self.device.torch_device)
-            self._static.add(param.untyped_storage()._cdata)
+            self._storages[param] = param.untyped_storage()._cdata
+            self._static.add(self._storages[param])
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
         with self._model_untouched(), self.progress:
-            scout = self._run("keep", scout=True)
+            scout = self._scout()
             if self._set_aside(scout):
-                self._readers, self._bare, self._path = {}, set(), None
-                scout = self._run("keep", scout=True)
+                scout = self._scout()
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
+            self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
         graph = self._graph(passes["keep"])
         self._require_landings(graph)
+        notes = tuple(self._notes())
+        for note in notes:
+            log.warning("%s", note)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
-            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0,
+            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
 
     def around(self, visit: int) -> Any:
         before = self._sequels.get(visit - 1, _NOTHING)
         return before if before != _NOTHING else None, self._sequels.get(visit)
+
+    def may_run_twice(self, layer: Layer) -> bool:
+        return layer.structure not in self._differs
+
+    def _notes(self) -> Iterator[str]:
+        for structure, difference in self._differs.items():
+            names = [layer.name for layer in self.layers if layer.structure == structure]
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            what = f"a second run of the forward differs from the first ({difference.rstrip('.')})"
+            yield f"{names[0]}{others}: {what}. These activations are kept or swapped, not recomputed."
 
     def has_sequel(self, visit: int) -> bool:
         return self._sequels.get(visit, _NOTHING) != _NOTHING
@@ -153,6 +174,20 @@ class Tracer:
                 raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
 
     # Running.
+
+    def _scout(self) -> Pass:
+        """Where memory is too small to compare second runs as well, layers count as such that can be recomputed."""
+        self._readers, self._bare, self._path = {}, set(), None
+        done = self.progress.done
+        try:
+            return self._run("keep", scout=True)
+        except DeviceOutOfMemory:
+            if not self.compares:
+                raise
+        self.progress.done = done
+        gc.collect()  # as in _measure
+        self.compares = False
+        return self._scout()
 
     def _measure(self, strategy: Strategy) -> Pass:
         done = self.progress.done
@@ -222,6 +257,17 @@ class Tracer:
             do = "Turn off what drops layers at random until the model is prepared; training may drop them"
             raise ModelUnsupported(tell("a model takes the same way through its layers every time that it is looked at", found, do))
         self._path = run.layer_of
+        self._require_own_memory()
+
+    def _require_own_memory(self) -> None:
+        """Parameters are views into the engine's buffers: a value that the model's code puts elsewhere would be lost."""
+        for name, param in self.model.named_parameters():
+            if param in self._storages and param.untyped_storage()._cdata != self._storages[param]:
+                raise ModelUnsupported(
+                    f"{name}: the model's forward replaces the data of this parameter, which outsize keeps in a buffer "
+                    "of its own. Write new values between steps, inside `with engine.gathered(name)`, or train this model "
+                    "without outsize."
+                )
 
     def _drop_grad(self, param: Tensor) -> None:
         self._got_gradient.add(id(param))
@@ -246,6 +292,8 @@ class Tracer:
         owned = [(module, name, b) for module in self.model.modules() for name, b in module._buffers.items() if b is not None]
         buffers = [(module, name, b, b.data, b.clone()) for module, name, b in owned]
         grads = [(p, p.grad) for p in self.model.parameters()]
+        values = [(p, p.data) for p in self.model.parameters()]
+        generators = [(generator, generator.get_state()) for generator in generators_of(self.model)]
         for param, _ in grads:
             param.grad = None
         cached = turn_caches_off(self.model)
@@ -263,9 +311,11 @@ class Tracer:
             with torch.enable_grad():
                 yield
         finally:
-            for param, data in self._brought.items():
+            for param, data in values:
                 param.data = data
             self._brought.clear()
+            for generator, state in generators:
+                generator.set_state(state)
             for param, grad in grads:
                 param.grad = grad
             with torch.no_grad():
@@ -348,9 +398,11 @@ class Tracer:
 
     def _works(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], visit: int) -> dict[str, Work]:
         run = passes["keep"]
-        is_layer = run.layer_of[visit] is not None
+        layer = run.layer_of[visit]
         differentiable = self._twin(run, visit) in run.backward
-        strategies = STRATEGIES if is_layer and differentiable else ("keep",)
+        strategies = STRATEGIES if layer is not None and differentiable else ("keep",)
+        if layer is not None and not self.may_run_twice(self.layers[layer]):
+            strategies = tuple(s for s in strategies if s not in RUNS_TWICE)
         return {s: w for s in strategies if (w := self._work(passes, timed, s, visit)) is not None}
 
     def _work(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], strategy: Strategy, visit: int) -> Work | None:
@@ -377,6 +429,15 @@ class Tracer:
             late_bytes=forward.late_bytes if is_late else 0,
             late_visit=forward.late_visit if is_late else -1,
         )
+
+
+def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
+    """Random generators that modules own, as attributes or in a dict or list."""
+    for module in model.modules():
+        for value in vars(module).values():
+            for item in value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,):
+                if isinstance(item, torch.Generator):
+                    yield item
 
 
 def _shared(passes: dict[Strategy, Pass]) -> tuple[Shared, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
 
 from outsize.base.errors import ConfigError, OutsizeError, tell
@@ -28,7 +29,7 @@ from outsize.plan.pins import Pins
 from outsize.profile.trace import ModelTrace
 from outsize.run.adapters import adapt
 from outsize.run.fit import first_line, make_trackers, require_language_model, require_packable, require_positions, require_scheduler, require_vocabulary
-from outsize.run.recipe import RECIPE, recipe, require_same, split_of
+from outsize.run.recipe import RECIPE, recipe, require_resumable, require_same_data, split_of
 from outsize.runtime.engine import Planned
 from outsize.runtime.optimizer import AdamW
 from outsize.train.build import choose_micro_batch, trace_shorter
@@ -54,6 +55,8 @@ class RunTrainer(OutsizeTrainer):
     """A Trainer whose checkpoints say which run they are of."""
 
     recipe: dict[str, Any]
+    changed: tuple[str, ...] = ()
+    """Settings that differ from those of the checkpoint, as was asked for."""
     half_batch: dict[str, Any] | None = None
     """A batch half as long as the longest; None where all are as long."""
 
@@ -86,9 +89,26 @@ class RunTrainer(OutsizeTrainer):
         super()._write_common(folder)
         (folder / RECIPE).write_text(json.dumps(self.recipe, indent=1))
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loading brings the checkpoint's settings of the optimizer and its learning rate; those that were asked for go on top."""
+        groups = self.engine.optimizer.param_groups
+        asked = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        scheduler = self.lr_scheduler
+        if checkpoint is None or not self.changed or not isinstance(scheduler, LambdaLR):
+            return
+        # The next step is the schedule's, as if it had been this one from the start.
+        scheduler.base_lrs = [settings["initial_lr"] for settings in asked]
+        scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        for group, settings, rate in zip(groups, asked, scheduler._last_lr, strict=True):
+            group.update(settings, lr=rate)
+
     def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any) -> Any:
         """Trainer makes a step before it looks whether one is left."""
         done = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
+        # Trainer goes on with the checkpoint's micro-batch size and steps between saves, evaluations and log lines.
+        self.state.train_batch_size = self._train_batch_size
+        self.state.compute_steps(self.args, max_steps)
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else done
 
 
@@ -98,9 +118,10 @@ def assemble(config: RunConfig) -> Assembled:
     _require_writable(Path(config.output_dir))
     checkpoint = find_checkpoint(config)
     splits = _splits(config)
+    changed: list[str] = []
     if checkpoint is not None:
         splits = [split_of(checkpoint, splits)]
-        require_same(checkpoint, _split(config, splits[0]))
+        changed = require_resumable(checkpoint, _split(config, splits[0]))
     else:
         _tell_of_earlier_run(config)
     config = _split(config, splits[0])
@@ -110,7 +131,9 @@ def assemble(config: RunConfig) -> Assembled:
     load_config(config.base_model)  # a wrong name is told as one, not as a tokenizer that is missing
     tokenizer = load_tokenizer(config)
     pad_id = pad_id_of(tokenizer)
-    train, evaluated = rows(config, tokenizer, pad_id)
+    train, evaluated, fingerprints = rows(config, tokenizer, pad_id)
+    if checkpoint is not None:
+        require_same_data(checkpoint, config, fingerprints)
     set_seed(config.seed)
     built = _build(config, checkpoint)
     require_language_model(built.model)
@@ -141,7 +164,7 @@ def assemble(config: RunConfig) -> Assembled:
         config, chosen_by = _split(config, choice.split), choice.words
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
-    trainer.recipe = recipe(config)
+    trainer.recipe, trainer.changed = recipe(config, fingerprints), tuple(changed)
     if not config.sample_packing and not config.pad_to_sequence_len and config.sequence_len > 3:
         trainer.half_batch = batch_of(trainer.args.per_device_train_batch_size, config.sequence_len // 2)
     return Assembled(trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by)
@@ -217,16 +240,18 @@ def _template(written: str) -> str:
         raise ConfigError(tell(f"chat_template_jinja is a template, or the path of one ({written})", f"it cannot be read ({error})", do)) from None
 
 
-def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any]:
-    """Rows to train on, and rows to evaluate on or None."""
+def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list[str]]:
+    """Rows to train on, rows to evaluate on or None, and a fingerprint of each of `datasets`."""
+    fingerprints: list[str] = []
     settings: dict[str, Any] = dict(
         sequence_len=config.sequence_len, pad_id=pad_id, excess_length_strategy=config.excess_length_strategy, sample_packing=config.sample_packing,
         seed=config.seed if config.data_seed is None else config.data_seed, train_on_inputs=config.train_on_inputs,
     )  # fmt: skip
-    train, evaluated = load_rows(tokenizer, [Source(**asdict(d)) for d in config.datasets], val_set_size=config.val_set_size, **settings)
+    sources = [Source(**asdict(d)) for d in config.datasets]
+    train, evaluated = load_rows(tokenizer, sources, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings)
     if config.test_datasets:
         evaluated, _ = load_rows(tokenizer, [Source(**asdict(d)) for d in config.test_datasets], **settings)
-    return train, evaluated
+    return train, evaluated, fingerprints
 
 
 def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:

@@ -1,53 +1,153 @@
-"""The recipe of a run: what its bits depend on. It is kept in every checkpoint, and a run that goes on from one must have the same.
+"""The recipe of a run: what its bits depend on. It is kept in every checkpoint, and a resumed run is compared with it.
 
-Where bytes live, what is saved or logged when, and how long the run is may differ: none of it changes a step that is made.
+Settings are of three kinds. Where bytes live and what is saved or logged when is free. The learning rate, its schedule, the length of the run and
+the like change the steps to come: they may be changed on resume, by asking for it with `--set`. Data, seed, model, adapter and precision
+decide the steps that were made: they stay.
+
+Data is compared by content, not by path: by a fingerprint of each dataset's tokens and labels, in their order (see `Rows.fingerprint`).
+So a file may move, and a row that is cut, added, changed or moved is noticed, as is another tokenizer or chat template.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from outsize.base.errors import BadFile, ConfigError, tell
+from outsize.base.log import log
 from outsize.config.run import RunConfig
 from outsize.train.micro_batch import Split
 
 RECIPE = "run.json"
+DATA = "data"
+"""The key of the fingerprints, one for each dataset."""
 _FREE = {
-    "num_epochs", "max_steps", "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps",
+    "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps",
     "eval_batch_size", "test_datasets", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience", "logging_steps", "report_to",
     "dataloader_num_workers", "gpu_memory", "host_memory", "device", "plan_file", "pins", "activation_offloading", "resume_from_checkpoint",
-    "auto_resume_from_checkpoints", "chunk_bytes", "notes", "base_model", "reinit_weights", "batch_size",
+    "auto_resume_from_checkpoints", "chunk_bytes", "notes", "asked", "base_model", "reinit_weights", "batch_size",
 }  # fmt: skip
-"""`base_model`: the weights are the checkpoint's, and it is compared tensor by tensor; the folder may have moved. `batch_size`: is what it is split into."""
+"""`base_model`: the weights are the checkpoint's and are compared tensor by tensor; the folder may have moved. `batch_size`: see `_SPLIT`."""
+_SPLIT = ("micro_batch_size", "gradient_accumulation_steps")
+_TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio"))
+"""Settings that say one thing: whoever asks for one of them asks for what follows for the others."""
+_ON_REQUEST = {
+    *_SPLIT, "num_epochs", "max_steps", "learning_rate", "lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "nonfinite", "chunked_loss", "attn_implementation", "full_determinism",
+}  # fmt: skip
 
 
-def recipe(config: RunConfig) -> dict[str, Any]:
-    """Of a config whose batch is split."""
+def recipe(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
+    """Of a config whose batch is split. `fingerprints`: of its datasets."""
+    return {**_settings(config), DATA: list(fingerprints)}
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in json.loads(json.dumps(asdict(config))).items() if name not in _FREE}
 
 
 def split_of(checkpoint: Path, splits: Sequence[Split]) -> Split:
-    """Of the splits that a config leaves open, the checkpoint's: another would be other bits."""
-    then = _read(checkpoint)
-    theirs = Split(rows=then["micro_batch_size"], passes=then["gradient_accumulation_steps"])
+    """Of the splits that a config leaves open, the checkpoint's."""
+    theirs = _split_in(_read(checkpoint))
     if len(splits) > 1 and theirs not in splits:
-        batch_size = splits[0].rows * splits[0].passes
-        raise _another(checkpoint, [f"batch_size was {theirs.rows * theirs.passes} ({theirs}) and is {batch_size}"])
+        raise _refused(checkpoint, [_another_batch(theirs, splits[0], f"{splits[0].rows * splits[0].passes}")])
     return theirs if theirs in splits else splits[0]
 
 
-def require_same(checkpoint: Path, config: RunConfig) -> None:
-    then, now = _read(checkpoint), recipe(config)
-    other = [f"{name} was {then.get(name)!r} and is {now.get(name)!r}" for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
-    if other:
-        raise _another(checkpoint, other)
+def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
+    """Compare a config whose batch is split with the checkpoint's. Returns the names of settings that change because it was asked for, and logs them."""
+    then, now = _read(checkpoint), _settings(config)
+    theirs, mine = _split_in(then), Split(rows=now["micro_batch_size"], passes=now["gradient_accumulation_steps"])
+    keeps_batch = theirs.rows * theirs.passes == mine.rows * mine.passes
+    problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
+    changed = []
+    # What is told of otherwise: by content once the data is read, or above.
+    told = {DATA, "datasets"} | ({"chat_template_jinja"} if DATA in then else set()) | (set() if keeps_batch else set(_SPLIT))
+    # A setting that the checkpoint does not have is younger than the checkpoint.
+    for name in sorted(then.keys() - told):
+        if then[name] == now.get(name):
+            continue
+        if name in _ON_REQUEST and _is_asked(name, config.asked):
+            changed.append(name)
+        else:
+            problems.append(_problem(name, then[name], now.get(name), name in config.asked))
+    if DATA not in then:
+        problems += _other_paths(then.get("datasets", []), now["datasets"])
+    if problems:
+        raise _refused(checkpoint, problems)
+    for name in changed:
+        log.warning("resuming with another setting: %s: %s → %s", name, _show(then[name]), _show(now[name]))
+    return changed
 
 
-def _another(checkpoint: Path, other: list[str]) -> ConfigError:
-    do = "Set it back, or train from the checkpoint anew: base_model: " + str(checkpoint)
-    return ConfigError(tell(f"a run that goes on from {checkpoint} has its recipe", "; ".join(other), do))
+def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequence[str]) -> None:
+    """Once the data is read."""
+    then = _read(checkpoint)
+    if DATA not in then:
+        log.warning("%s has no fingerprint of its data (an earlier outsize wrote it): the paths are compared, the content is not", checkpoint)
+        return
+    paths = [dataset.path for dataset in config.datasets]
+    if then[DATA] == list(fingerprints):
+        for was, now in zip(then.get("datasets", []), paths, strict=False):
+            if not _is_same_path(was["path"], now):
+                log.info("the data of %s is now %s, with the same content", was["path"], now)
+        return
+    if len(then[DATA]) != len(fingerprints):
+        found = [f"datasets: there were {len(then[DATA])} and there are {len(fingerprints)}."]
+    elif sorted(then[DATA]) == sorted(fingerprints):
+        found = ["datasets: they are given in another order."]
+    else:
+        other = [path for path, was, now in zip(paths, then[DATA], fingerprints, strict=True) if was != now]
+        found = [f"datasets: {path} has other content than when the run began (its rows, their order, the tokenizer or the chat template)." for path in other]
+    raise _refused(checkpoint, [f"{text} Put back what it was." for text in found])
+
+
+def _split_in(then: dict[str, Any]) -> Split:
+    return Split(rows=then["micro_batch_size"], passes=then["gradient_accumulation_steps"])
+
+
+def _is_asked(name: str, asked: Sequence[str]) -> bool:
+    return any(name in group and not set(group).isdisjoint(asked) for group in ((name,), *_TOGETHER))
+
+
+def _another_batch(then: Split, now: Split, shown: str) -> str:
+    do = "A resumed run keeps its global batch, by which its place in the data is counted: choose micro_batch_size × gradient_accumulation_steps"
+    return f"batch_size was {then.rows * then.passes} ({then}) and is {shown}. {do} = {then.rows * then.passes}."
+
+
+def _problem(name: str, then: Any, now: Any, is_asked: bool) -> str:
+    found = f"{name} was {_show(then)} and is {_show(now)}."
+    if name in _ON_REQUEST:
+        both = " and ".join(f"--set {key}=…" for key in _SPLIT) if name in _SPLIT else f"--set {name}={_show(now)}"
+        return f"{found} Set it back, or ask for the change with {both}."
+    unless = "--set cannot change it on resume" if is_asked else "It cannot be changed on resume"
+    return f"{found} {unless}, since the steps so far were made with it: set it back."
+
+
+def _other_paths(then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
+    """For checkpoints without fingerprints."""
+
+    def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+        return _is_same_path(one["path"], other["path"]) and {**one, "path": ""} == {**other, "path": ""}
+
+    are_same = len(then) == len(now) and all(map(is_same, then, now))
+    return [] if are_same else [_problem("datasets", then, now, False)]
+
+
+def _is_same_path(one: str, other: str) -> bool:
+    """`./chat.jsonl` is `chat.jsonl`. The name of a dataset on the hub is the same as itself alone."""
+    return one == other or os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _refused(checkpoint: Path, problems: Sequence[str]) -> ConfigError:
+    new = f"For a new run from these weights: base_model: {checkpoint}, another output_dir and no --resume."
+    return ConfigError("\n  ".join([f"{checkpoint}: the run cannot be resumed from it as it is asked for.", *problems, new]))
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

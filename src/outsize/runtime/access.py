@@ -97,7 +97,8 @@ class ParameterAccess:
         """The memory that holds a parameter's value, as a tensor on the device."""
         self.synchronize()
         self._touched.add(self._store.place.layout.place[name][0])
-        return self._store.device_view(name)
+        with torch.inference_mode(False):  # it may be written later
+            return self._store.device_view(name)
 
     def loaded_weight(self, name: str) -> Tensor | None:
         """The parameter's own memory on the device if it holds its value now: a module that is called by itself has just loaded it."""
@@ -112,7 +113,8 @@ class ParameterAccess:
         if not self.gradients.has(name):
             return None
         self.synchronize()
-        return _hand_out(self.gradients.hand_out(name), _Handle(weakref.ref(self), "gradient", name, self.gradients.generation))
+        with torch.inference_mode(False):
+            return _hand_out(self.gradients.hand_out(name), _Handle(weakref.ref(self), "gradient", name, self.gradients.generation))
 
     def set_gradient(self, name: str, value: Tensor | None) -> None:
         self._before_grad()

@@ -49,12 +49,12 @@ class Attached:
     def __init__(
         self, planned: Planned, model: nn.Module, device: Device, optimizer: EngineOptimizer, weights: Weights | None, *,
         update_chunk: Callable[[int, bool], Callable[[], None]], drain: Callable[[], None],
-        before_write: Callable[[], None], before_grad: Callable[[], None], zero_grad: Callable[[], None],
+        before_write: Callable[[], None], before_grad: Callable[[], None], zero_grad: Callable[[], None], check_finite: bool = False,
     ):  # fmt: skip
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         self.planned, self.device = planned, device
         self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
-        self.store = Store(model, self.place, device, weights)
+        self.store = Store(model, self.place, device, weights, check_finite=check_finite)
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)

@@ -9,7 +9,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
-from outsize.model.weights import Weights
+from outsize.model.weights import Weights, convert, is_finite
 from outsize.plan.plan import Plan, Terms
 from outsize.runtime import process_hooks
 from outsize.runtime.attached import Attached, Holder, Planned
@@ -44,9 +44,12 @@ Planner = Callable[[nn.Module, Any, Terms], Planned]
 class Engine:
     def __init__(
         self, model: nn.Module, layers: tuple[Layer, ...], planned: Planned, *, device: Device, optimizer: AdamW, planner: Planner,
-        weights: Weights | None = None, takes_all_memory: bool = False,
+        weights: Weights | None = None, given_dtypes: Mapping[str, torch.dtype] | None = None, takes_all_memory: bool = False,
     ):  # fmt: skip
-        """`weights`: where the values of hollow parameters are read from, once, into their homes. `takes_all_memory`: no gpu_memory was given."""
+        """`weights`: where the values of hollow parameters are read from, once, into their homes. `given_dtypes`: see `detach`. `takes_all_memory`: no
+        gpu_memory was given."""
+        self.given_dtypes = dict(given_dtypes or {})
+        """Of parameters that are trained in another dtype than the model came with, by name."""
         self.model, self.device, self.takes_all_memory = model, device, takes_all_memory
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
@@ -58,16 +61,17 @@ class Engine:
         self._started = time.perf_counter()
         # Whoever drops an engine without a word has its memory back with it, and the device its promise.
         weakref.finalize(self, device.promised.pop, id(self), None).atexit = False
-        self._attach(planned, weights)
+        self._attach(planned, weights, check_finite=True)
 
     # Life.
 
-    def _attach(self, planned: Planned, weights: Weights | None = None) -> None:
+    def _attach(self, planned: Planned, weights: Weights | None = None, *, check_finite: bool = False) -> None:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
             self._holder.attached = Attached(
                 planned, self.model, self.device, self.optimizer, weights, update_chunk=self._steps.update_work,
                 drain=self._drain_before_read, before_write=self.finish_saving, before_grad=self._steps.before_grad_access, zero_grad=self.zero_grad,
+                check_finite=check_finite,
             )
         except BaseException:
             self.device.close(id(self))
@@ -90,14 +94,23 @@ class Engine:
         self.device.close(id(self))
         return state
 
-    def detach(self) -> dict[str, Any]:
-        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the background is waited for."""
+    def detach(self, *, as_trained: bool = False) -> dict[str, Any]:
+        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the background is waited for.
+
+        Parameters have the dtypes that they came with: what came in fp16 was trained in fp32 and is rounded once, here.
+        With `as_trained` they stay in fp32.
+        """
         self._require_idle("detach")
         self._steps.require_confirmed("detach() was called before it")
         self._steps.warn_if_spoilt()
         saved = self.optimizer.state_dict()
         by_name = self._release()
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
+        if self.given_dtypes and not as_trained:
+            log.info("%d trained parameters are rounded from fp32 to fp16, as the model came; detach(as_trained=True) keeps fp32", len(self.given_dtypes))
+            convert(self.model, self.given_dtypes)
+            if lost := [name for name, param in self.model.named_parameters() if name in self.given_dtypes and not is_finite(param)]:
+                log.warning("%s: %d of the parameters have values beyond the range of fp16, which are infinite now", lost[0], len(lost))
         return saved
 
     def give_way(self, reason: str) -> None:
@@ -119,6 +132,7 @@ class Engine:
             process_hooks.uninstall(self)
             self._passes.detach()
             self.now.release(keep=False)
+            convert(self.model, self.given_dtypes)
             self._holder.attached = None
             self.device.close(id(self))
 
@@ -273,6 +287,8 @@ class Engine:
     ) -> None:  # fmt: skip
         """Write a checkpoint: the model's files as `save_pretrained` lays them out, and the optimizer's state. It is there whole, or not at all.
 
+        Weights are written in the dtype that they are trained in: fp32 where they came in fp16.
+
         Args:
             folder: does not exist yet, unless `replace`.
             background: return as soon as what lives on the device is written; the rest follows while training goes on. `finish_saving` waits.
@@ -304,7 +320,7 @@ class Engine:
             self.state_was_loaded()
 
     def export(self, folder: str | Path, *, tokenizer: Any = None) -> None:
-        """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the model is made."""
+        """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the model is made. Dtypes as in `save`."""
         self._require_saveable("export")
         self._checkpoints.export(Path(folder), tokenizer=tokenizer)
 

@@ -301,11 +301,16 @@ class Executor:
             return tensors
         for buffer in buffers:
             if buffer[0] == "live":
-                parcel = self._parcels.get(buffer[1])
-                tensors += parcel.items if parcel is not None else []
+                tensors += self._made_by(buffer[1])
             else:
                 tensors.append(self.store.gpu[buffer] if buffer in self.store.gpu else self.store.host[buffer])
         return tensors
+
+    def _made_by(self, visit: int) -> list[Tensor]:
+        """What a visit made and sends. What an earlier visit sends too was made before, and this one only reads it."""
+        earlier = {item.data_ptr() for other, parcel in self._parcels.items() if other < visit for item in parcel.items}
+        items = self._parcels[visit].items if visit in self._parcels else []
+        return [item for item in items if item.data_ptr() not in earlier]
 
 
 def _copy(to: Tensor, source: Tensor) -> Callable[[], Any]:

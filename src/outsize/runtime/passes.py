@@ -64,10 +64,6 @@ class Passes:
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         now = self._holder.now
-        if (name := now.store.replaced()) is not None:
-            raise EngineMisuse(
-                f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the model, and prepare it again."
-            )
         for name in now.store.rebound():
             do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
             raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
@@ -99,6 +95,10 @@ class Passes:
         return args, kwargs
 
     def _begin_training(self) -> None:
+        if (name := self._holder.now.store.replaced()) is not None:
+            raise EngineMisuse(
+                f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the model, and prepare it again."
+            )
         executor = self._holder.now.executor
         self._steps.require_usable()
         self._steps.require_confirmed("another forward began")

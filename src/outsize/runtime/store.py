@@ -16,17 +16,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import ModelUnsupported, tell
+from outsize.base.errors import BadFile, ModelUnsupported, tell
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
-from outsize.model.weights import Weights, hollow_like, is_hollow
+from outsize.model.weights import Weights, hollow_like, is_hollow, require_finite
 from outsize.plan.placement import Buffer, Placement
 from outsize.progress import counted
 
 
 class Store:
-    def __init__(self, model: nn.Module, place: Placement, device: Device, weights: Weights | None = None):
-        """`weights`: where the values of hollow parameters are read from."""
+    def __init__(self, model: nn.Module, place: Placement, device: Device, weights: Weights | None = None, *, check_finite: bool = False):
+        """`weights`: where the values of hollow parameters are read from. `check_finite`: refuse NaN and infinity in what is moved in."""
+        self._check_finite = check_finite
         self.place, self.device = place, device
         self.params = dict(model.named_parameters())
         self._tables = [(path, m._parameters, dict(m._parameters)) for path, m in model.named_modules()]
@@ -76,9 +77,12 @@ class Store:
                     if is_hollow(param):
                         assert weights is not None
                         undo.append(partial(setattr, param, "data", param.data))
-                        self.fill(views, partial(weights.read_into, piece.name))
+                        self.fill(views, partial(self._read_into, weights, piece.name))
                     else:
                         undo.append(partial(_give_own, param, views[0]))
+                        if self._check_finite:
+                            with self.device.on_host():
+                                require_finite(piece.name, param.data, ModelUnsupported)
                         for view in views:
                             view.copy_(param.data)
                     param.data = self._view(in_use, index, piece)
@@ -87,6 +91,12 @@ class Store:
             for take_back in undo[:-1]:  # the last one has not moved
                 take_back()
             raise
+
+    def _read_into(self, weights: Weights, name: str, tensor: Tensor) -> None:
+        with self.device.on_host():
+            weights.read_into(name, tensor)
+            if self._check_finite:
+                require_finite(name, tensor, BadFile)
 
     def fill(self, views: list[Tensor], read_into: Callable[[Tensor], None]) -> None:
         """Read one tensor into all its places: straight into the first if that is host memory."""

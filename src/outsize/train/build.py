@@ -1,7 +1,8 @@
 """Wires the rooms in the order of the design: model, profile, layout, plan, engine. `prepare` and `plan` of the public interface."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, ModelUnsupported, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, ModelUnsupported, OutsizeError, PlanInfeasible, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
@@ -18,7 +19,8 @@ from outsize.hardware.allowance import Allowance
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
 from outsize.model.discover import Layer, find_layers
-from outsize.model.weights import FileWeights, Weights, hollow, hollow_like, is_hollow
+from outsize.model.tensors import tensors_in
+from outsize.model.weights import FileWeights, Weights, convert, hollow, is_hollow
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
 from outsize.plan.placement import Placement
@@ -55,7 +57,9 @@ def prepare(
     loss: Loss | None = None,
     chunked_loss: bool | None = None,
 ) -> Engine:
-    """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change, but for `chunked_loss`.
+    """Make a model trainable under a memory budget. The model stays the user's; its training bits do not change, but for `chunked_loss` and fp16.
+
+    Trainable fp16 weights are trained in fp32, which holds their values exactly; `engine.detach()` rounds them back. Frozen ones stay fp16.
 
     Args:
         model: an nn.Module on the CPU; or on meta, with `weights`.
@@ -81,9 +85,15 @@ def prepare(
         max_shape=max_shape, pins=pins, plan=plan, chunk_bytes=chunk_bytes, weights=weights, loss=loss,
         chunked_loss=chunked_loss,
     )  # fmt: skip
-    planned = ready.planner(model, batch, ready.terms)
-    engine = Engine(model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights,
-                    takes_all_memory=gpu_memory is None)  # fmt: skip
+    try:
+        planned = ready.planner(model, batch, ready.terms)
+        engine = Engine(
+            model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights,
+            given_dtypes=ready.given_dtypes, takes_all_memory=gpu_memory is None,
+        )  # fmt: skip
+    except BaseException:
+        convert(model, ready.given_dtypes)
+        raise
     if ready.weights is not None:
         ready.weights.close()
     return engine
@@ -92,14 +102,16 @@ def prepare(
 def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **settings: Any) -> Planned:
     """The plan that `prepare` would make, with the same arguments. The model is not touched, and nothing is allocated for it but by the trial run."""
     ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
-    return ready.planner(model, batch, ready.terms)
+    with ready.dtypes_given_back(model):
+        return ready.planner(model, batch, ready.terms)
 
 
 def trace_shorter(model: nn.Module, batch: Any, shorter: Any, *, optimizer: AdamW | None = None, **settings: Any) -> ModelTrace:
     """The trace of a shorter batch than the plan is for, its loss made as the plan's is. The arguments are those of `preview`."""
     ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
-    planned_for = choose_loss(model, batch, wanted=settings.get("chunked_loss"), is_custom=settings.get("loss") is not None)
-    return ready.measure(shorter, planned_for).trace
+    with ready.dtypes_given_back(model):
+        planned_for = choose_loss(model, batch, wanted=settings.get("chunked_loss"), is_custom=settings.get("loss") is not None)
+        return ready.measure(shorter, planned_for).trace
 
 
 def choose_micro_batch(
@@ -118,7 +130,8 @@ def choose_micro_batch(
         optimizer = optimizer_for(split)
         return ready.solve(found, Terms(update=optimizer.update, accumulate=split.passes, fp32_grads=optimizer.fp32_grads))
 
-    return fastest(splits, lambda rows: ready.measure(batch_of(rows), None), solve)
+    with ready.dtypes_given_back(model):
+        return fastest(splits, lambda rows: ready.measure(batch_of(rows), None), solve)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +148,16 @@ class _Ready:
     solve: Callable[[Traced, Terms], Planned]
     planner: Planner
     """One after the other, for a batch at its largest."""
+    given_dtypes: Mapping[str, torch.dtype]
+    """Of parameters that were converted to be trained, by name."""
+
+    @contextmanager
+    def dtypes_given_back(self, model: nn.Module) -> Iterator[None]:
+        """For what only plans: the model has its own dtypes afterwards. The values are those it came with, so nothing is rounded."""
+        try:
+            yield
+        finally:
+            convert(model, self.given_dtypes)
 
 
 def _get_ready(
@@ -149,7 +172,6 @@ def _get_ready(
     _require_one_process()
     _require_plain(model)
     source = _source(model, weights)
-    _adopt_dtypes(model)
     _one_owner_of_recompute(model)
     layers = find_layers(model, blocks)
     terms = Terms(update=optimizer.update, accumulate=accumulate, fp32_grads=optimizer.fp32_grads)
@@ -160,6 +182,7 @@ def _get_ready(
     if given is not None:
         _agree(given, terms, gpu_budget, host_budget, pins, chunked_loss)
         chunked_loss = given.loss_chunk > 0
+    given_dtypes = _adopt_dtypes(model)  # last: what is refused above leaves the model as it was
 
     def measure(batch: Any, before: ChosenLoss | None) -> Traced:
         require_something(batch)
@@ -170,6 +193,12 @@ def _get_ready(
                 ), wanted=chunked_loss, is_custom=loss is not None, before=before,
             )  # fmt: skip
             where.expect(trace.residue)
+        except RuntimeError as error:
+            # Frozen weights and activations in fp16 beside weights in fp32: some models cast between them (PEFT's layers), most do not.
+            is_half = any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)))
+            if given_dtypes and is_half and not isinstance(error, (OutsizeError, torch.OutOfMemoryError)):
+                raise _refused_mix(next(iter(given_dtypes)), error) from error
+            raise
         finally:
             where.limit(gpu_budget)
         return Traced(rows=num_rows(batch) or 1, graph=graph, trace=trace, loss=chosen)
@@ -208,7 +237,8 @@ def _get_ready(
         images.keep(batch)
         return plan_for(batch, terms)
 
-    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve, planner=planner)
+    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve, planner=planner,
+                  given_dtypes=given_dtypes)  # fmt: skip
 
 
 def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None, chunked_loss: bool | None) -> None:
@@ -303,17 +333,36 @@ def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights
     return weights
 
 
-def _adopt_dtypes(model: nn.Module) -> None:
-    """fp16 weights become bf16, since only that splits into an exact master; what cannot be trained is refused by name."""
-    for name, param in model.named_parameters():
-        if param.dtype == torch.float16:
-            log.warning("fp16 weights are converted to bf16: fp32 masters are kept beside them, exactly")
-            for half in model.parameters():
-                if half.dtype == torch.float16:
-                    half.data = hollow_like(half, torch.bfloat16) if is_hollow(half) else half.data.to(torch.bfloat16)
-        if param.requires_grad and param.dtype not in (torch.bfloat16, torch.float32):
-            found = f"{name} is {param.dtype}"
-            raise ModelUnsupported(tell("trainable parameters are bfloat16 or float32", found, f"Convert it, or freeze it with {name}.requires_grad_(False)"))
+def _adopt_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Convert trainable fp16 parameters to fp32, which is exact; frozen ones stay fp16. Returns the dtypes of those that were converted, by name."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise ModelUnsupported(
+                f"{name}: a {kind} tensor cannot be placed by a plan. Keep its values in a dense parameter and make the sparse tensor of them "
+                "in the forward, as PEFT's SHiRA does."
+            )
+    params = dict(model.named_parameters())
+    for name, param in params.items():
+        if param.requires_grad and param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            do = f"Convert it, or freeze it with {name}.requires_grad_(False)"
+            raise ModelUnsupported(tell("trainable parameters are float16, bfloat16 or float32", f"{name} is {param.dtype}", do))
+    given = {name: param.dtype for name, param in params.items() if param.requires_grad and param.dtype == torch.float16}
+    if given:
+        log.info("%d trainable fp16 parameters are trained in fp32, which holds their values exactly", len(given))
+        convert(model, dict.fromkeys(given, torch.float32))
+    if num_frozen := sum(param.dtype == torch.float16 for param in params.values()):
+        log.info("%d frozen parameters stay fp16", num_frozen)
+    return given
+
+
+def _refused_mix(name: str, error: RuntimeError) -> ModelUnsupported:
+    """A sentence for a trial run that failed, probably since some fp16 weights were converted and others were not."""
+    words = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ModelUnsupported(
+        f"{name}: trainable fp16 weights are trained in fp32 beside others that stay fp16, and the trial run of the model failed: {words}. "
+        "If its dtypes do not go together, convert the whole model first: model.to(torch.bfloat16) or model.float()."
+    )
 
 
 def _one_owner_of_recompute(model: nn.Module) -> None:

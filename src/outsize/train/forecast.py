@@ -30,6 +30,7 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
+from outsize.model.quantized import quantization_of
 from outsize.plan.check import check
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, Terms
@@ -230,7 +231,10 @@ def _config(model: Any) -> Any:
     if not isinstance(model, (str, Path)):
         found = f"{type(model).__name__} was given"
         raise ConfigError(tell("model is a path, a hub id or a transformers config", found, "For a model object use outsize.prepare, or give its config"))
-    return load_config(model)
+    config = load_config(model, may_be_quantized=True)
+    if (method := quantization_of(config.to_dict())) is not None:
+        log.warning("%s: its weights are quantized with %s. The plan is for the unquantized model, which training needs.", model, method)
+    return config
 
 
 def fake_trace(

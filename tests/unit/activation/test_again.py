@@ -11,7 +11,7 @@ import zoo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outsize.activation.again import made_again
+from outsize.activation.again import compared, made_again
 from outsize.base.errors import ModelUnsupported
 from outsize.device.observer import Observer
 
@@ -172,3 +172,82 @@ def test_tensors_are_made_where_they_were_made() -> None:
         out = ours(forward)
     out.sum().backward()
     assert seen == ["meta", "meta"]
+
+
+# --- comparing a second run with the first
+
+
+def differences(forward: Callable[[], Tensor]) -> list[str]:
+    reports: list[str] = []
+    compared(forward, CPU, reports.append).square().sum().backward()
+    return reports
+
+
+def test_a_second_run_that_is_the_same_is_reported_once_as_such() -> None:
+    """With the same random numbers, as `made_again` runs it."""
+    layer, x = nn.Linear(6, 6), torch.randn(4, 6)
+    assert differences(lambda: nn.functional.dropout(layer(x).tanh())) == [""]
+
+
+def test_gradients_are_of_the_first_run() -> None:
+    """Whatever the second does."""
+    x = torch.randn(3, requires_grad=True)
+    factors = iter([2.0, 5.0])
+    assert differences(lambda: (x * next(factors)).exp()) == ["the second run returns other values"]
+    expected = torch.autograd.grad((x * 2).exp().square().sum(), x)[0]
+    assert x.grad is not None and torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (lambda x: x[:1].exp(), "saved tensor 0 is float32 (3,) on cpu in the first run and float32 (1,) on cpu in the second"),
+        (lambda x: x + 0.0, "the first run saves 1 tensors and the second 0"),
+        (lambda x: {}["task"], "a second run raises KeyError: 'task'"),
+        (lambda x: x.exp() + 1, "the second run returns other values"),
+        (lambda x: x.exp().exp().log(), ""),  # only what backward asks for counts
+    ],
+)
+def test_how_a_second_run_differs_is_reported(second: Callable[[Tensor], Tensor], expected: str) -> None:
+    x = torch.zeros(3, requires_grad=True)
+    runs = iter([torch.exp, second])
+    assert differences(lambda: next(runs)(x)) == [expected]
+
+
+def test_memory_that_runs_out_in_the_second_run_is_no_difference() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    reports: list[str] = []
+    calls = 0
+
+    def forward() -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return x.exp()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        compared(forward, CPU, reports.append).sum().backward()
+    assert reports == []
+
+
+def test_what_is_written_into_an_output_afterwards_is_no_difference() -> None:
+    x = torch.ones(3, requires_grad=True)
+    reports: list[str] = []
+    out = compared(lambda: x * x, CPU, reports.append)
+    out += 1  # as a model does that adds to its hidden states in place
+    out.sum().backward()
+    assert reports == [""]
+
+
+def test_a_difference_is_reported_also_by_a_model_that_catches_everything() -> None:
+    x = torch.ones(3, requires_grad=True)
+    runs = iter([3, 2])
+
+    def forward() -> Tensor:
+        try:
+            return x[: next(runs)].exp()
+        except Exception:
+            return x.exp()
+
+    assert differences(forward) == ["saved tensor 0 is float32 (3,) on cpu in the first run and float32 (2,) on cpu in the second"]

@@ -55,3 +55,8 @@ def test_shown_sizes_have_three_digits(num_bytes: float, shown: str) -> None:
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0, "0 s"), (2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (3e-9, "3 ns")])
 def test_shown_seconds_pick_a_readable_unit(seconds: float, shown: str) -> None:
     assert show_seconds(seconds) == shown
+
+
+def test_nothing_is_enough_for_nothing() -> None:
+    """A host budget of 0 may do without pins, and the message says so."""
+    assert show_enough(0) == "0 B"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from outsize.device.observer import ATTENTION_ISSUE, VIEW_ISSUE, Observer, push_mode, remove_mode
+from outsize.device.observer import ATTENTION_ISSUE, VIEW_ISSUE, Observer, parts_of, push_mode, remove_mode
 
 
 def test_births_and_deaths_are_counted_and_the_peak_stays() -> None:
@@ -29,6 +29,20 @@ def test_a_death_after_the_observer_left_is_seen() -> None:
     assert seen.live_bytes == 40
     del x
     assert seen.live_bytes == 0
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc])
+def test_a_sparse_tensor_is_its_indices_and_values(convert) -> None:
+    """SHiRA and FRoD make them in their forwards."""
+    dense = torch.eye(4, 6)
+    with Observer() as seen:
+        sparse = convert(dense)
+        gc.collect()
+        expected = sum(part.untyped_storage().nbytes() for part in parts_of(sparse))
+        assert seen.live_bytes == expected > 0
+        del sparse
+        gc.collect()
+        assert seen.live_bytes == 0
 
 
 VIEWS = {

@@ -22,6 +22,16 @@ class Record:
     rest: Any = None
 
 
+class Pair:
+    """As PEFT's ShadowCarrier."""
+
+    def __init__(self, hidden: Tensor, shadow: Tensor):
+        self.hidden, self.shadow, self.scale = hidden, shadow, 0.5
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pair) and vars(self) == vars(other)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Frozen:
     hidden: Tensor
@@ -37,6 +47,7 @@ NESTED: dict[str, tuple[Any, list[Tensor]]] = {
     "a dict": ({"b": A, "a": {"c": B}, "n": None}, [A, B]),
     "an OrderedDict": (OrderedDict(z=A, a=B), [A, B]),
     "a dataclass": (Record(A, 5, {"x": B}), [A, B]),
+    "a plain record": ((Pair(A, B), C), [A, B, C]),
     "a frozen dataclass": (Frozen(hidden=A), [A]),
     "a ModelOutput": (BaseModelOutput(last_hidden_state=A, hidden_states=(B, C)), [A, B, C]),
     "a ModelOutput with a gap": (CausalLMOutputWithPast(loss=None, logits=A, attentions=(B,)), [A, B]),

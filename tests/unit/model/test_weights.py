@@ -341,14 +341,15 @@ def test_training_from_streamed_weights_equals_training_from_memory(
     assert all(torch.equal(param, plain.get_parameter(name)) for name, param in model.named_parameters())
 
 
-def test_fp16_files_train_a_bf16_model_as_their_conversion_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "trained_in"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_fp16_files_train_a_model_as_their_conversion_does(tmp_path: Path, dtype: torch.dtype, trained_in: torch.dtype) -> None:
     write(tmp_path, zoo.make("llama", torch.float16))
-    plain = type(zoo.make("llama")).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    plain = type(zoo.make("llama")).from_pretrained(tmp_path, dtype=trained_in).train()
     data = cells.batches("llama", 3)
     expected = cells.plain(plain, data, spec=SPEC, steps=STEPS)
-    for model in (emptied(zoo.make("llama", torch.bfloat16)), emptied(zoo.make("llama", torch.float16))):
-        with cells.closing(outsize.prepare(model, data[0], optimizer=SPEC, device="cpu", chunk_bytes="8KiB", weights=tmp_path)) as engine:
-            cells.assert_same(cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected)
+    model = emptied(zoo.make("llama", dtype))
+    with cells.closing(outsize.prepare(model, data[0], optimizer=SPEC, device="cpu", chunk_bytes="8KiB", weights=tmp_path)) as engine:
+        cells.assert_same(cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected)
 
 
 def test_frozen_and_permuted_parameters_are_streamed_too(tmp_path: Path) -> None:

@@ -57,6 +57,36 @@ def test_the_second_call_reads_what_the_first_wrote(folder: Path, taken: list[st
     assert len(files) == 1 and files[0].suffix == ".json", "no temporary file is left"
 
 
+class Counts(nn.Linear):
+    """Returns something else from call to call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counts.calls += 1
+        return super().forward(x) * Counts.calls
+
+
+def test_what_a_trace_says_of_a_model_is_logged_again_when_it_is_read(folder: Path, taken: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    model = zoo.make("plain")
+    model.layers[1].down = Counts(2 * zoo.HIDDEN, zoo.HIDDEN)
+    for _ in range(2):
+        caplog.clear()
+        _, found = ask(model, zoo.batch("plain"))
+        [note] = [record.getMessage() for record in caplog.records]
+        assert found.notes == (note,) and note.startswith("layers.1: a second run of the forward differs from the first (the second run returns")
+    assert taken == ["taken"]
+
+
+def test_generators_that_modules_own_make_another_trace(folder: Path, taken: list[str]) -> None:
+    """PVeRA with and without one are the same modules; with one they cannot be recomputed."""
+    for generator in (None, torch.Generator()):
+        model = zoo.make("plain")
+        model.layers[0].generators = {"default": generator}
+        ask(model, zoo.batch("plain"))
+    assert taken == ["taken", "taken"]
+
+
 def llama(**change: Any) -> nn.Module:
     return zoo.make("llama", **change)
 

@@ -27,6 +27,7 @@ from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import tensors_in
 from outsize.model.work import STRATEGIES, Work
+from outsize.profile import passes
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
@@ -213,6 +214,31 @@ def test_other_random_streams_are_where_they_were(draw: Callable[[], Any]) -> No
     np.random.seed(0)
     trace(Draws(), batch())
     assert draw() == expected
+
+
+def test_a_generator_that_a_module_owns_is_where_it_was() -> None:
+    """PVeRA keeps them in a dict."""
+    model = Model()
+    model.layers[0].generators = {"default": torch.Generator().manual_seed(5), "other": None}
+    model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] + torch.randn(8, generator=module.generators["default"]),))
+    trace(model, batch())
+    assert torch.equal(model.layers[0].generators["default"].get_state(), torch.Generator().manual_seed(5).get_state())
+
+
+class Replaces(Model):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.head.weight.data = self.head.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+@EVERY_DEVICE
+def test_a_parameter_whose_data_forward_replaces_is_refused_by_name_and_the_users_again(device: str) -> None:
+    """PEFT's CPT does: what it puts there would never reach the parameter's home."""
+    model = Replaces()
+    before = everything(model)
+    with pytest.raises(ModelUnsupported, match=r"^head\.weight: the model's forward replaces the data of this parameter"):
+        trace(model, batch(), device)
+    assert equal(before, everything(model))
 
 
 class NoLoss(Model):
@@ -451,6 +477,143 @@ def test_layers_that_are_skipped_have_the_bytes_that_they_have_when_all_run(num_
         for strategy in few.strategies(visit):
             assert only_bytes(few.work(visit, strategy)) == only_bytes(many.work(visit, strategy)), (graph.visit_name(visit), strategy)
     assert few.shared == many.shared and few.held_bytes == many.held_bytes
+
+
+class Lent(nn.Module):
+    """A layer with a module that other layers have too."""
+
+    def __init__(self, lent: nn.Module, tag: Any) -> None:
+        super().__init__()
+        self.own, self.lent, self.tag = nn.Linear(8, 8), lent, tag
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lent(self.own(x)))
+
+
+class Lending(nn.Module):
+    def __init__(self, *, stride: int, alike: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        lent = [nn.Linear(8, 8) for _ in range(12 // stride)]
+        self.layers = nn.ModuleList(Lent(lent[i // stride], None if alike else (i, i)) for i in range(12))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": self.head(x).square().mean()}
+
+
+@pytest.mark.parametrize("stride", [2, 3, 12])
+def test_layers_that_share_weights_have_the_bytes_that_they_have_when_all_run(stride: int) -> None:
+    """The gradient of a shared weight is there from the backward of the last layer that has it to that of the first."""
+    (graph, few), (_, many) = (trace(Lending(stride=stride, alike=alike), batch()) for alike in (True, False))
+    for visit in range(len(graph.visits)):
+        for strategy in few.strategies(visit):
+            assert only_bytes(few.work(visit, strategy)) == only_bytes(many.work(visit, strategy)), (graph.visit_name(visit), strategy)
+
+
+class Stream:
+    def __init__(self, hidden: Tensor, beside: Tensor):
+        self.hidden, self.beside = hidden, beside
+
+
+class TwoStreams(nn.Module):
+    def __init__(self, tag: Any) -> None:
+        super().__init__()
+        self.one, self.two, self.tag = nn.Linear(8, 8), nn.Linear(8, 8), tag
+
+    def forward(self, stream: Stream) -> Stream:
+        hidden = stream.hidden + torch.tanh(self.one(stream.beside))
+        return Stream(hidden, stream.beside + torch.tanh(self.two(hidden)))
+
+
+class Streaming(nn.Module):
+    def __init__(self, *, alike: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(TwoStreams(None if alike else (i, i)) for i in range(8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        stream = Stream(self.embed(x), x)
+        for layer in self.layers:
+            stream = layer(stream)
+        return {"loss": self.head(stream.hidden + stream.beside).square().mean()}
+
+
+def test_a_second_stream_in_a_record_goes_through_layers_that_are_skipped() -> None:
+    """As ShadowPEFT's: its gradient comes to the layers before them too. What is swapped of it is an upper bound."""
+    (graph, few), (_, many) = (trace(Streaming(alike=alike), batch()) for alike in (True, False))
+    assert all(graph.has_backward)
+    for visit in range(len(graph.visits)):
+        for strategy in {"keep", "recompute", "offload"} & set(few.strategies(visit)):
+            assert only_bytes(few.work(visit, strategy)) == only_bytes(many.work(visit, strategy)), (graph.visit_name(visit), strategy)
+
+
+class LooksFirst(Model):
+    """Runs its layers without grad before it trains them, as X-LoRA does."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.embed.requires_grad_(False)
+            seen = self.embed(x)
+            for layer in self.layers:
+                seen = layer(seen)
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": (self.head(x) + seen.mean()).square().mean()}
+
+
+def test_layers_that_run_without_grad_first_do_not_stand_for_those_that_train() -> None:
+    graph, found = trace(LooksFirst(num_layers=6), batch())
+    layers = [visit for visit in range(len(graph.visits)) if graph.visit_name(visit).startswith("layers")]
+    assert [graph.has_backward[visit] for visit in layers] == [False] * 6 + [True] * 6
+    assert all(found.strategies(visit) == (STRATEGIES if graph.has_backward[visit] else ("keep",)) for visit in layers)
+
+
+# --- layers that cannot be recomputed
+
+
+class Remembers(nn.Module):
+    """Saves more from call to call, as a layer with a cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return x + torch.tanh(self.proj(torch.cat(self.seen))).sum(0)
+
+
+@pytest.mark.parametrize("odd", [(2,), (1, 3, 5)])
+def test_a_layer_whose_second_run_differs_is_kept_or_swapped_and_a_note_names_it(odd: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(num_layers=7)
+    for i in odd:
+        model.layers[i] = Remembers()
+    model.register_forward_pre_hook(lambda module, args, kwargs: [module.layers[i].seen.clear() for i in odd] and None, with_kwargs=True)
+    _, found = trace(model, batch())
+    for visit in range(1, 8):
+        assert found.strategies(visit) == (("keep", "swap") if visit - 1 in odd else STRATEGIES)
+    [note] = [record.getMessage() for record in caplog.records]
+    others = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+    assert note.startswith(f"layers.{odd[0]}{others}: a second run of the forward differs from the first (saved tensor 0 is float32 (5, 8) on cpu")
+    assert note.endswith("These activations are kept or swapped, not recomputed.")
+
+
+def test_where_memory_is_too_small_for_second_runs_none_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come on top of what a trial kept before there was a comparison: a batch that fitted then fits still."""
+    expected, calls = traced("plain"), 0
+
+    def runs_out(*_: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        raise torch.OutOfMemoryError("no memory for a second run")
+
+    monkeypatch.setattr(passes, "keep_and_compare", runs_out)
+    assert trace(zoo.make("plain"), zoo.batch("plain")) == expected and calls == 1
 
 
 # --- the numbers

@@ -1,0 +1,97 @@
+"""Recognizes quantized models: by their config, and by what lies in their files.
+
+No quantization method is supported yet. Read as plain numbers, quantized weights lack their scales, and training would start from garbage.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.base.errors import BadFile, ModelUnsupported
+from outsize.model.tensorfile import Spec
+
+_SECTIONS = ("quantization_config", "compression_config")
+_DO = (
+    "Use the unquantized model, or dequantize it with transformers "
+    "(from_pretrained with FineGrainedFP8Config(dequantize=True) or Mxfp4Config(dequantize=True), or model.dequantize()) and save that"
+)
+_BESIDE = re.compile(
+    r"""(?P<weight>.+?)(?:
+        # fp8, nvfp4, compressed-tensors
+        [._]scale_inv
+      | \.(?:weight|input|activation|output)_(?:scale(?:_inv|_2)?|global_scale|zero_point|packed|shape|g_idx)
+        # mxfp4
+      | _(?:scales|blocks)
+        # gptq, awq
+      | \.(?:qweight|qzeros|scales|g_idx)
+        # bitsandbytes
+      | \.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+|SCB|weight_format)
+    )""",
+    re.VERBOSE,
+)
+"""Tensors that quantization methods put beside weights, or in their place."""
+_FP8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)}
+
+
+def quantization_of(config: Mapping[str, Any]) -> str | None:
+    """The name of the method that a config (as in config.json) quantizes with, also in a nested config such as text_config. None: not quantized."""
+    for section in _SECTIONS:
+        if (settings := config.get(section)) is not None and settings != {}:
+            return _method(settings)
+    for value in config.values():
+        if isinstance(value, Mapping) and (found := quantization_of(value)) is not None:
+            return found
+    return None
+
+
+def _method(settings: Any) -> str:
+    if not isinstance(settings, Mapping):
+        return f"an unknown method ({settings!r})"
+    if (method := settings.get("quant_method")) is not None:
+        return str(getattr(method, "value", method))
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    return f"an unknown method (its keys are {', '.join(map(str, settings))})"
+
+
+def refuse_quantized_config(config: Mapping[str, Any], where: object) -> None:
+    if (method := quantization_of(config)) is not None:
+        raise ModelUnsupported(f"{where}: its weights are quantized with {method}, which outsize does not read. {_DO}.")
+
+
+def refuse_quantized_folder(folder: Path) -> None:
+    """By its config.json, where there is one that can be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(config, Mapping):
+        refuse_quantized_config(config, folder)
+
+
+def refuse_quantized_tensors(stored: Mapping[str, tuple[Path, Spec]], params: Mapping[str, Tensor], known: Collection[str]) -> None:
+    """By what is stored: scales beside weights, or weights in 8-bit or integer storage.
+
+    Args:
+        stored: per key its file and what it is there.
+        params: the model's parameters by key.
+        known: keys that the model has a place for. A tensor of the model itself may have any name.
+    """
+    for key, (path, spec) in stored.items():
+        is_integer = key in params and params[key].is_floating_point() and not spec.dtype.is_floating_point
+        if spec.dtype in _FP8 or is_integer:
+            dtype = str(spec.dtype).removeprefix("torch.")
+            raise BadFile(f"{path}: {key} is stored as {dtype}, which outsize does not read as a weight: it is quantized. {_DO}.")
+        beside = _BESIDE.fullmatch(key) if key not in known else None
+        if beside is not None and _has_sibling(key, beside["weight"], stored.keys() | params.keys()):
+            raise BadFile(f"{path}: {key} lies beside the weights, as in a quantized model, which outsize does not read. {_DO}.")
+
+
+def _has_sibling(key: str, weight: str, keys: Collection[str]) -> bool:
+    """Another tensor of the same module or weight: a lone name may be anything."""
+    return any(other != key and (other == weight or other.startswith((f"{weight}.", f"{weight}_"))) for other in keys)
