@@ -115,3 +115,7 @@ class AdamW(torch.optim.Optimizer):
         for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 self.state[p][key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+            if p.dtype == torch.bfloat16 and (state := self.state.get(p)) and "lo" not in state:
+                # Of torch's AdamW: its bf16 moments are fp32 here, exactly, and the weight is its own master.
+                state.update({key: state[key].float() for key in ("exp_avg", "exp_avg_sq")})
+                state["lo"] = torch.zeros_like(p, dtype=torch.int16)

@@ -19,7 +19,9 @@ EVERY_PLAN = pytest.mark.parametrize("plan", list(foreign_plans.PLANS))
 Edit = Callable[[nn.Module], Any]
 
 
-def train(model: nn.Module, optimizer: Any, edit: Edit, *, steps: int = 3, accumulate: int = 1) -> tuple[list[float], list[Any]]:
+def train(
+    model: nn.Module, optimizer: Any, edit: Edit, *, steps: int = 3, accumulate: int = 1
+) -> tuple[list[float], list[Any]]:
     losses, seen = [], []
     for seed in range(steps):
         for micro in range(accumulate):
@@ -32,7 +34,9 @@ def train(model: nn.Module, optimizer: Any, edit: Edit, *, steps: int = 3, accum
     return losses, seen
 
 
-def assert_same_run(plan: str, edit: Edit, *, dtype: torch.dtype = torch.float32, accumulate: int = 1, plain_edit: Edit | None = None) -> None:
+def assert_same_run(
+    plan: str, edit: Edit, *, dtype: torch.dtype = torch.float32, accumulate: int = 1, plain_edit: Edit | None = None
+) -> None:
     (plain, reference), (model, engine) = foreign_plans.both(plan, dtype=dtype)
     expected, wanted = train(plain, reference, plain_edit or edit, accumulate=accumulate)
     losses, seen = train(model, engine.optimizer, edit, accumulate=accumulate)
@@ -125,7 +129,9 @@ def test_clip_grad_norm_goes_through_the_engine(plan: str, dtype: torch.dtype) -
     reference = foreign_plans.reference(plain, spec)
     engine = foreign_plans.prepared(model, zoo.batch("llama"), plan)
     expected, true_norms = train(plain, reference, true_norm)
-    losses, norms = train(model, engine.optimizer, lambda m: float(nn.utils.clip_grad_norm_(m.parameters(), cells.MAX_GRAD_NORM)))
+    losses, norms = train(
+        model, engine.optimizer, lambda m: float(nn.utils.clip_grad_norm_(m.parameters(), cells.MAX_GRAD_NORM))
+    )
     assert losses == expected and min(norms) > cells.MAX_GRAD_NORM
     assert norms == pytest.approx(true_norms, rel=1e-6)
     engine.detach()
@@ -233,6 +239,7 @@ def test_edits_between_micro_batches_are_used(plan: str) -> None:
 @EVERY_PLAN
 def test_sharpness_aware_minimisation(plan: str) -> None:
     """SAM by hand: weights move along the gradient, a second backward, weights move back, step."""
+
     def run(model: nn.Module, optimizer: Any) -> list[float]:
         losses = []
         for seed in range(3):
@@ -263,6 +270,7 @@ def test_sharpness_aware_minimisation(plan: str) -> None:
 @EVERY_PLAN
 def test_grad_scaler(plan: str) -> None:
     """It failed with 'No inf checks were recorded'."""
+
     def run(model: nn.Module, optimizer: Any) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         losses = []
@@ -284,6 +292,7 @@ def test_grad_scaler(plan: str) -> None:
 @EVERY_PLAN
 def test_hooks_on_parameters(plan: str) -> None:
     """A gradient hook changes what arrives; a post-accumulate hook sees `param.grad`, registered before prepare or after."""
+
     def hooked(model: nn.Module, seen: list[float]) -> None:
         model.lm_head.weight.register_hook(lambda grad: grad * 0.5)
         model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
@@ -331,14 +340,18 @@ def test_a_step_with_nothing_to_apply_is_refused() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("made", ["before", "after"])
 @EVERY_PLAN
-def test_an_optimizer_that_is_not_the_engines_is_refused_at_its_first_step(plan: str, kind: type[torch.optim.Optimizer], made: str) -> None:
+def test_an_optimizer_that_is_not_the_engines_is_refused_at_its_first_step(
+    plan: str, kind: type[torch.optim.Optimizer], made: str
+) -> None:
     """It trained nothing, without a message."""
     model = zoo.make("llama")
     optimizer = kind(model.parameters(), lr=1e-3) if made == "before" else None
     engine = foreign_plans.prepared(model, zoo.batch("llama"), plan)
     optimizer = optimizer or kind(model.parameters(), lr=1e-3)
     model(**zoo.batch("llama")).loss.backward()
-    with pytest.raises(EngineMisuse, match=rf"{kind.__name__}\.step: it holds .* of a prepared model.*engine\.optimizer"):
+    with pytest.raises(
+        EngineMisuse, match=rf"{kind.__name__}\.step: it holds .* of a prepared model.*engine\.optimizer"
+    ):
         optimizer.step()
     engine.optimizer.zero_grad()
     engine.detach()
@@ -377,7 +390,13 @@ def test_plain_tensors_stay_plain() -> None:
     _, (model, engine) = foreign_plans.both("streamed")
     model(**zoo.batch("llama")).loss.backward()
     param = model.lm_head.weight
-    for made in (param.grad + 1, param.data.clone(), param.detach().float() * 2, torch.stack([param, param]), param.cpu() * 1):
+    for made in (
+        param.grad + 1,
+        param.data.clone(),
+        param.detach().float() * 2,
+        torch.stack([param, param]),
+        param.cpu() * 1,
+    ):
         assert type(made) is Tensor
     engine.optimizer.step()
     engine.detach()

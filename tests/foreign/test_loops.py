@@ -17,7 +17,9 @@ from outsize.base.errors import EngineMisuse, ModelUnsupported
 CLIPPED = outsize.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=cells.MAX_GRAD_NORM)
 
 
-def plain_losses(*, accumulate: int, clip: bool, steps: int = 3, autocast: bool = False, dtype: torch.dtype = torch.float32) -> tuple[list[float], nn.Module]:
+def plain_losses(
+    *, accumulate: int, clip: bool, steps: int = 3, autocast: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], nn.Module]:
     model = zoo.make("llama", dtype=dtype)
     optimizer = foreign_plans.reference(model, CLIPPED if clip else foreign_plans.SPEC)
     losses = []
@@ -38,7 +40,8 @@ def assert_equal(model: nn.Module, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "clip", "precision"), [("streamed", True, "no"), ("streamed", False, "bf16"), ("resident", False, "no"), ("mixed", True, "bf16")]
+    ("plan", "clip", "precision"),
+    [("streamed", True, "no"), ("streamed", False, "bf16"), ("resident", False, "no"), ("mixed", True, "bf16")],
 )
 def test_accelerate(plan: str, clip: bool, precision: str, tmp_path: Path) -> None:
     from accelerate import Accelerator
@@ -49,7 +52,9 @@ def test_accelerate(plan: str, clip: bool, precision: str, tmp_path: Path) -> No
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
     model = zoo.make("llama")
     engine = foreign_plans.prepared(model, zoo.batch("llama"), plan)
-    wrapped, optimizer, data = accelerator.prepare(model, engine.optimizer, [zoo.batch("llama", seed=i) for i in range(6)])
+    wrapped, optimizer, data = accelerator.prepare(
+        model, engine.optimizer, [zoo.batch("llama", seed=i) for i in range(6)]
+    )
     assert wrapped is model
     losses, norms = [], []
     for batch in data:
@@ -63,7 +68,9 @@ def test_accelerate(plan: str, clip: bool, precision: str, tmp_path: Path) -> No
             optimizer.zero_grad()
     expected, plain = plain_losses(accumulate=2, clip=clip, autocast=precision == "bf16")
     assert losses == expected and (not clip or min(norms) > cells.MAX_GRAD_NORM)
-    accelerator.save_state(str(tmp_path / "state"), safe_serialization=True)  # failed on the optimizer's state of bf16 models
+    accelerator.save_state(
+        str(tmp_path / "state"), safe_serialization=True
+    )  # failed on the optimizer's state of bf16 models
     before = {n: v.clone() for n, v in model.state_dict().items()}
     with torch.no_grad():
         for param in model.parameters():
@@ -97,7 +104,16 @@ def lightning_module(model: nn.Module, make_optimizer: Any, losses: list[float],
     return Module()
 
 
-def fit(module: Any, folder: Path, *, accumulate: int, clip: bool, precision: Any, steps: int = 3, resume: Path | None = None) -> Any:
+def fit(
+    module: Any,
+    folder: Path,
+    *,
+    accumulate: int,
+    clip: bool,
+    precision: Any,
+    steps: int = 3,
+    resume: Path | None = None,
+) -> Any:
     import lightning
 
     data = torch.utils.data.DataLoader([zoo.batch("llama", seed=i) for i in range(steps * accumulate)], batch_size=None)
@@ -112,7 +128,8 @@ def fit(module: Any, folder: Path, *, accumulate: int, clip: bool, precision: An
 
 
 @pytest.mark.parametrize(
-    ("plan", "clip", "precision"), [("streamed", True, "bf16-mixed"), ("streamed", False, "32-true"), ("resident", True, "32-true")]
+    ("plan", "clip", "precision"),
+    [("streamed", True, "bf16-mixed"), ("streamed", False, "32-true"), ("resident", True, "32-true")],
 )
 def test_lightning(plan: str, clip: bool, precision: str, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
@@ -120,14 +137,22 @@ def test_lightning(plan: str, clip: bool, precision: str, tmp_path: Path) -> Non
     engine = foreign_plans.prepared(model, zoo.batch("llama"), plan)
     losses: list[float] = []
     norms: list[dict[str, float]] = []
-    trainer = fit(lightning_module(model, lambda: engine.optimizer, losses, norms), tmp_path, accumulate=2, clip=clip, precision=precision)
+    trainer = fit(
+        lightning_module(model, lambda: engine.optimizer, losses, norms),
+        tmp_path,
+        accumulate=2,
+        clip=clip,
+        precision=precision,
+    )
     expected, plain = plain_losses(accumulate=2, clip=clip, autocast=precision == "bf16-mixed")
     assert losses == expected
     assert len(norms) == 3 and min(each["grad_2.0_norm_total"] for each in norms) > 0
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert torch.equal(saved["state_dict"]["model.model.norm.weight"], model.model.norm.weight)
-    assert torch.equal(saved["optimizer_states"][0]["state"][0]["exp_avg"], engine.optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        saved["optimizer_states"][0]["state"][0]["exp_avg"], engine.optimizer.state_dict()["state"][0]["exp_avg"]
+    )
     engine.detach()
     assert_equal(model, plain)
 
@@ -138,8 +163,20 @@ def test_lightning_logs_the_norms_of_a_plain_run(tmp_path: Path) -> None:
     wanted: list[dict[str, float]] = []
     plain, model = zoo.make("llama"), zoo.make("llama")
     engine = foreign_plans.prepared(model, zoo.batch("llama"), "streamed")
-    fit(lightning_module(plain, lambda: foreign_plans.reference(plain), [], wanted), tmp_path, accumulate=1, clip=False, precision="32-true")
-    fit(lightning_module(model, lambda: engine.optimizer, [], found), tmp_path, accumulate=1, clip=False, precision="32-true")
+    fit(
+        lightning_module(plain, lambda: foreign_plans.reference(plain), [], wanted),
+        tmp_path,
+        accumulate=1,
+        clip=False,
+        precision="32-true",
+    )
+    fit(
+        lightning_module(model, lambda: engine.optimizer, [], found),
+        tmp_path,
+        accumulate=1,
+        clip=False,
+        precision="32-true",
+    )
     assert found == wanted and len(found) == 3
     engine.detach()
 

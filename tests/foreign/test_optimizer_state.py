@@ -40,7 +40,10 @@ def through_torch_save(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def through_safetensors(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file, save_file
 
-    save_file({f"{i}/{key}": value for i, values in state["state"].items() for key, value in values.items()}, folder / "state.safetensors")
+    save_file(
+        {f"{i}/{key}": value for i, values in state["state"].items() for key, value in values.items()},
+        folder / "state.safetensors",
+    )
     read: dict[int, dict[str, Any]] = {}
     for name, value in load_file(folder / "state.safetensors").items():
         read.setdefault(int(name.split("/")[0]), {})[name.split("/")[1]] = value
@@ -91,7 +94,9 @@ def test_state_by_parameter(plan: str) -> None:
     state = optimizer.state[weight]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "lo"} and float(state["step"]) == 1
     assert state["exp_avg"].shape == weight.shape and bool(state["exp_avg"].any())
-    assert weight in optimizer.state and len(optimizer.state) == len(list(model.parameters())) == len(dict(optimizer.state.items()))
+    assert weight in optimizer.state and len(optimizer.state) == len(list(model.parameters())) == len(
+        dict(optimizer.state.items())
+    )
     optimizer.state[weight] = {**state, "exp_avg": torch.ones_like(state["exp_avg"])}
     assert bool((optimizer.state[weight]["exp_avg"] == 1).all())
     with pytest.raises(KeyError):
@@ -154,8 +159,15 @@ def test_schedulers(name: str) -> None:
 
     def make(optimizer: Any) -> Any:
         if name in ("SequentialLR", "ChainedScheduler"):
-            parts = [lr_scheduler.ConstantLR(optimizer, total_iters=1), lr_scheduler.ExponentialLR(optimizer, gamma=0.5)]
-            return lr_scheduler.SequentialLR(optimizer, parts, [1]) if name == "SequentialLR" else lr_scheduler.ChainedScheduler(parts)
+            parts = [
+                lr_scheduler.ConstantLR(optimizer, total_iters=1),
+                lr_scheduler.ExponentialLR(optimizer, gamma=0.5),
+            ]
+            return (
+                lr_scheduler.SequentialLR(optimizer, parts, [1])
+                if name == "SequentialLR"
+                else lr_scheduler.ChainedScheduler(parts)
+            )
         return getattr(lr_scheduler, name)(optimizer, **SCHEDULERS[name])
 
     def run(model: nn.Module, optimizer: Any) -> list[Any]:
@@ -185,7 +197,9 @@ def test_a_closure_is_called() -> None:
         return closure
 
     for _ in range(2):
-        assert float(engine.optimizer.step(closure_of(model, engine.optimizer)).detach()) == float(reference.step(closure_of(plain, reference)).detach())
+        assert float(engine.optimizer.step(closure_of(model, engine.optimizer)).detach()) == float(
+            reference.step(closure_of(plain, reference)).detach()
+        )
     engine.detach()
 
 

@@ -66,7 +66,9 @@ def test_a_model_whose_parameters_were_exchanged_is_refused(one_process: Any) ->
         model = zoo.make("llama")
         engine = foreign_plans.prepared(model, zoo.batch("llama"), "streamed")
         change(model)
-        with pytest.raises(EngineMisuse, match=rf"{name} is not the parameter that the model was prepared with.*detach"):
+        with pytest.raises(
+            EngineMisuse, match=rf"{name} is not the parameter that the model was prepared with.*detach"
+        ):
             model(**zoo.batch("llama"))
         engine.close()
 
@@ -81,7 +83,9 @@ def test_resizing_an_embedding_is_refused() -> None:
 def test_a_wrapped_model_is_refused_by_prepare(one_process: Any) -> None:
     with pytest.raises(ModelUnsupported, match=r"DistributedDataParallel.*\.module"):
         outsize.prepare(wrap_ddp(zoo.make("llama")), zoo.batch("llama"), device="cpu")
-    engine = outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device="cpu")  # a group of one process is no obstacle
+    engine = outsize.prepare(
+        zoo.make("llama"), zoo.batch("llama"), device="cpu"
+    )  # a group of one process is no obstacle
     engine.detach()
 
 
@@ -157,7 +161,9 @@ def test_a_part_of_a_prepared_model_is_refused() -> None:
 
 def test_an_engine_that_is_dropped_gives_its_memory_to_the_next() -> None:
     def prepare() -> Any:
-        return outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device="sim:25MiB", gpu_memory="20MiB", chunk_bytes="16KiB")
+        return outsize.prepare(
+            zoo.make("llama"), zoo.batch("llama"), device="sim:25MiB", gpu_memory="20MiB", chunk_bytes="16KiB"
+        )
 
     gc.disable()
     try:
@@ -170,7 +176,9 @@ def test_an_engine_that_is_dropped_gives_its_memory_to_the_next() -> None:
 
 
 def test_a_full_device_is_told_in_true_words() -> None:
-    first = outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device="sim:26MiB", gpu_memory="26MiB", chunk_bytes="16KiB")
+    first = outsize.prepare(
+        zoo.make("llama"), zoo.batch("llama"), device="sim:26MiB", gpu_memory="26MiB", chunk_bytes="16KiB"
+    )
     with pytest.raises(ConfigError, match=r"has no free memory: other engines hold 26\.0 MiB.*gpu_memory"):
         outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device="sim:26MiB", chunk_bytes="16KiB")
     first.detach()

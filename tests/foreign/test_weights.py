@@ -20,7 +20,9 @@ EVERY_PLAN = pytest.mark.parametrize("plan", list(foreign_plans.PLANS))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-def train(model: nn.Module, optimizer: Any, between: Callable[[nn.Module, int], Any], steps: int = 3) -> tuple[list[float], list[Any]]:
+def train(
+    model: nn.Module, optimizer: Any, between: Callable[[nn.Module, int], Any], steps: int = 3
+) -> tuple[list[float], list[Any]]:
     losses, seen = [], []
     for seed in range(steps):
         loss = model(**zoo.batch("llama", seed=seed)).loss
@@ -79,7 +81,9 @@ def test_averaged_model(plan: str, ema: bool) -> None:
 
     def update(model: nn.Module, seed: int) -> list[Tensor]:
         if id(model) not in averages:
-            averages[id(model)] = AveragedModel(zoo.make("llama"), multi_avg_fn=get_ema_multi_avg_fn(0.9) if ema else None)
+            averages[id(model)] = AveragedModel(
+                zoo.make("llama"), multi_avg_fn=get_ema_multi_avg_fn(0.9) if ema else None
+            )
         averages[id(model)].update_parameters(model)
         return [p.detach().clone() for p in averages[id(model)].parameters()]
 
@@ -169,11 +173,15 @@ def test_pickles_and_copies_of_parameters_have_their_values() -> None:
     expected = {n: p.detach().clone() for n, p in model.named_parameters()}
     engine = foreign_plans.prepared(model, zoo.batch("llama"), "streamed")
     buffer = io.BytesIO()
-    torch.save({"params": dict(model.named_parameters()), "data": {n: p.data for n, p in model.named_parameters()}}, buffer)
+    torch.save(
+        {"params": dict(model.named_parameters()), "data": {n: p.data for n, p in model.named_parameters()}}, buffer
+    )
     buffer.seek(0)
     for name, saved in torch.load(buffer, weights_only=True).items():
         for key, value in saved.items():
-            assert type(value) is (nn.Parameter if name == "params" else Tensor) and torch.equal(value, expected[key]), (name, key)
+            assert type(value) is (nn.Parameter if name == "params" else Tensor) and torch.equal(
+                value, expected[key]
+            ), (name, key)
     copied = copy.deepcopy(model.model.layers[3].mlp.up_proj.weight)
     assert type(copied) is nn.Parameter and torch.equal(copied, expected["model.layers.3.mlp.up_proj.weight"])
     engine.detach()
@@ -252,7 +260,9 @@ def spectral_like(model: nn.Module, seed: int) -> list[Tensor]:
 
 
 @EVERY_PLAN
-@pytest.mark.parametrize("write", [clamp, clamp_no_grad, reinitialise, assign_data, load, spectral_like], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "write", [clamp, clamp_no_grad, reinitialise, assign_data, load, spectral_like], ids=lambda f: f.__name__
+)
 def test_writes_between_steps(plan: str, write: Callable[[nn.Module, int], Any]) -> None:
     """On CUDA such writes went into a slot and were lost."""
     assert_same_run(plan, write)
@@ -261,6 +271,7 @@ def test_writes_between_steps(plan: str, write: Callable[[nn.Module, int], Any])
 @EVERY_PLAN
 def test_a_teacher_that_is_prepared_follows_its_student(plan: str) -> None:
     """BYOL and TRL's sync_ref_model: the target's parameters are written from the source's, both prepared."""
+
     def sync(target: nn.Module, source: nn.Module) -> None:
         for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
             mine.data.mul_(0.4).add_(theirs.data, alpha=0.6)
@@ -319,7 +330,9 @@ def test_what_would_lose_a_write_is_refused() -> None:
 @pytest.mark.parametrize("device", ["sim:64MiB"])
 def test_on_sim_reads_and_writes_cause_no_race_and_stay_in_budget(device: str) -> None:
     model, plain = zoo.make("llama"), zoo.make("llama")
-    engine = outsize.prepare(model, zoo.batch("llama"), optimizer=foreign_plans.SPEC, device=device, gpu_memory="2MiB", chunk_bytes="16KiB")
+    engine = outsize.prepare(
+        model, zoo.batch("llama"), optimizer=foreign_plans.SPEC, device=device, gpu_memory="2MiB", chunk_bytes="16KiB"
+    )
     between = lambda m, seed: (walk(m, seed), clamp(m, seed))
     assert train(model, engine.optimizer, between)[0] == train(plain, foreign_plans.reference(plain), between)[0]
     engine.detach()

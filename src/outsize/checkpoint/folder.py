@@ -164,12 +164,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return facts
 
 
+def is_plain(folder: Path) -> bool:
+    """Whether transformers' plain Trainer has written it. See integrations/plain.py."""
+    return (folder / "trainer_state.json").is_file() and not (folder / MANIFEST).exists()
+
+
 def checkpoints(parent: Path) -> list[tuple[int, Path]]:
     """Complete ones, by step."""
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
         match = _CHECKPOINT.fullmatch(path.name)
         if match and path.is_dir():
+            if is_plain(path):
+                continue
             try:
                 read_manifest(path)
             except BadFile as why:

@@ -115,6 +115,10 @@ class SimDevice(CpuDevice):
         """Engines on one device may use what they have planned for, together."""
         self.budget_bytes = min(self.spec.gpu_bytes, sum(self.promised.values())) if self.promised else self.spec.gpu_bytes
 
+    def limit(self, num_bytes: int) -> None:
+        """Bound a trial run that runs another engine's model too: by this much beside what engines were promised."""
+        self.budget_bytes = min(self.spec.gpu_bytes, num_bytes + sum(self.promised.values()))
+
     def close(self, owner: int) -> None:
         super().close(owner)
         self._share()

@@ -28,8 +28,54 @@ _REFUSED = {
     "parallelism_config": "outsize trains on one device; leave it out",
     "optim_args": _OURS,
     "optim_target_modules": _OURS,
+    "use_vllm": "vLLM has weights and a cache of its own on the GPU, outside of the plan; leave it out",
+    "use_transformers_continuous_batching": "its cache is outside of the plan; leave it out",
+    "use_transformers_paged": "its cache is outside of the plan; leave it out",
+    "use_adaptive_entropy": "its coefficient would not be in the checkpoint; leave it out, and set entropy_coef",
     "enable_jit_checkpoint": "it saves in the middle of a step; use save_steps, or a callback that sets control.should_save",
 }
+
+
+_TRAINERS = {
+    "A2POTrainer",
+    "AsyncDistillationTrainer",
+    "AsyncGRPOTrainer",
+    "DistillationTrainer",
+    "GKDTrainer",
+    "GOLDTrainer",
+    "IWOPDTrainer",
+    "MiniLLMTrainer",
+    "NashMDTrainer",
+    "OnlineDPOTrainer",
+    "PPOTrainer",
+    "SDFTTrainer",
+    "SDPOTrainer",
+    "ServerDistillationTrainer",
+    "XPOTrainer",
+}
+"""Of TRL: those that run a teacher or generate in ways that are not part of a plan."""
+
+
+def trl_classes(trainer: type) -> set[str]:
+    """Names of the classes of TRL that a Trainer class inherits from. TRL itself need not be installed."""
+    return {base.__name__ for base in trainer.__mro__ if base.__module__.partition(".")[0] == "trl"}
+
+
+def refuse_trainer(trainer: type) -> None:
+    for name in sorted(trl_classes(trainer) & _TRAINERS):
+        raise ConfigError(
+            f"{name} does not work with outsize: it runs a second model, or generates, in a way that is not part of a "
+            "plan. Use SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer or RLOOTrainer, or train without "
+            "outsize."
+        )
+
+
+def loads_reference(trainer: type, given: dict[str, Any]) -> bool:
+    """Whether TRL loads a reference model by itself."""
+    classes = trl_classes(trainer)
+    is_online, beta = bool(classes & {"GRPOTrainer", "RLOOTrainer"}), getattr(given.get("args"), "beta", 0.0)
+    has_reference = bool(beta) if is_online else bool(classes & {"DPOTrainer", "KTOTrainer"})
+    return has_reference and given.get("ref_model") is None and given.get("peft_config") is None
 
 
 def take_over(args: Any, *, optimizers: Any = None, optimizer_cls_and_kwargs: Any = None) -> None:

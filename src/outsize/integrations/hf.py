@@ -5,7 +5,6 @@ engine's. Three places where Trainer and accelerate would put the model or the o
 construction, and accelerate's placement of model and optimizer when they are prepared.
 """
 
-import dataclasses
 import inspect
 import math
 import weakref
@@ -16,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.training_args import TrainingArguments
 
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, tell
 from outsize.base.log import log
-from outsize.checkpoint.folder import newest, read_manifest
+from outsize.checkpoint.folder import is_plain, read_manifest
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.device.rng import rewinder, rng_untouched
-from outsize.integrations.arguments import NonFinite, adamw, take_over, update_mode
+from outsize.integrations import plain
+from outsize.integrations.arguments import NonFinite, adamw, loads_reference, refuse_trainer, take_over, update_mode
 from outsize.integrations.keeping import KeepsRuns
+from outsize.integrations.online import Generates
+from outsize.integrations.others import OtherModel, RunsOthers, without_autocast_cache
 from outsize.integrations.peek import Rewound, first_batch, rewindable
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights
@@ -36,13 +37,13 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
 from outsize.runtime.engine import Engine, Planned
 from outsize.runtime.retry import with_retries
-from outsize.train.build import prepare, preview
+from outsize.train.build import preview
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
 """Of models that some Trainer has prepared: the next Trainer for the same model ends it."""
 
 
-class OutsizeMixin(KeepsRuns):
+class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
     """Put it before a Trainer class: `class MyTrainer(OutsizeMixin, SFTTrainer): pass`.
 
     Args beside the Trainer's own, as in `outsize.prepare`:
@@ -71,9 +72,12 @@ class OutsizeMixin(KeepsRuns):
         chunked_loss: bool | None = None, nonfinite: NonFinite = "raise", **kwargs: Any,
     ):  # fmt: skip
         given = _by_name(super().__init__, args, kwargs)
+        refuse_trainer(type(self))
         if isinstance(given.get("args"), TrainingArguments):
             take_over(given["args"], optimizers=given.get("optimizers"), optimizer_cls_and_kwargs=given.get("optimizer_cls_and_kwargs"))
-            if isinstance(given.get("model"), str) and hasattr(given["args"], "model_init_kwargs"):  # TRL loads it, onto the GPU if nobody objects
+            # By default TRL loads models that are given by name, and reference models, onto the GPU.
+            is_loaded = isinstance(given.get("model"), str) or loads_reference(type(self), given)
+            if is_loaded and hasattr(given["args"], "model_init_kwargs"):
                 given["args"].model_init_kwargs = {"device_map": None, **(given["args"].model_init_kwargs or {})}
         self._prepare_settings: dict[str, Any] = dict(
             gpu_memory=gpu_memory, host_memory=host_memory, pins=pins, plan=plan, chunk_bytes=chunk_bytes, blocks=blocks, weights=weights,
@@ -103,7 +107,7 @@ class OutsizeMixin(KeepsRuns):
         if (other := _ENGINES.pop(self.model, lambda: None)()) is not None and _is_attached(other):
             log.info("the engine of an earlier Trainer lets go of the model")
             other.detach()
-        self._engine = prepare(self.model, **self._preparation(dataloader))
+        self._engine = self._prepare_with_others(self._preparation(dataloader))
         _ENGINES[self.model] = weakref.ref(self._engine)
         if self.model_init is None:
             self._prepare_settings["weights"] = None  # they are in the model now
@@ -114,10 +118,14 @@ class OutsizeMixin(KeepsRuns):
         engine, self._engine, self.optimizer = self._engine, None, None
         if engine is not None and _is_attached(engine):
             engine.detach()
+        self._stop_others()
 
     def preview(self, dataloader: Any = None) -> Planned:
         """The plan alone."""
-        return self.engine.now.planned if self._has_engine else preview(self.model, **self._preparation(dataloader))
+        if self._has_engine:
+            return self.engine.now.planned
+        with self._with_others(self._preparation(dataloader)) as settings:
+            return preview(self.model, **settings)
 
     @property
     def _has_engine(self) -> bool:
@@ -136,15 +144,12 @@ class OutsizeMixin(KeepsRuns):
 
     def _preparation(self, dataloader: Any) -> dict[str, Any]:
         """The arguments of `prepare`."""
-        device = choose_device(self._device_name or self.args.device.type)
-        if device.torch_device.type != self.args.device.type:
-            do = "Give TrainingArguments(use_cpu=True) for cpu and sim, or leave device out"
-            raise ConfigError(tell(f"device is where the Trainer puts its batches ({self.args.device})", f"it is {self._device_name}", do))
+        device = self._chosen_device()
         with rng_untouched(device):
             batch = self._batch_to_plan_for(dataloader)
         self.model.train()
-        # accelerate's autocast wraps the model's forward: before the trial run, so that it is measured. Its cache would keep a cast of every weight.
-        self.accelerator.autocast_handler = dataclasses.replace(self.accelerator.autocast_handler or AutocastKwargs(), cache_enabled=False)
+        # accelerate's autocast wraps the model's forward: before the trial run, so that it is measured.
+        without_autocast_cache(self.accelerator)
         self.accelerator.prepare_model(self.model, device_placement=False)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
         return dict(
@@ -153,11 +158,34 @@ class OutsizeMixin(KeepsRuns):
             **self._prepare_settings,
         )  # fmt: skip
 
+    def _chosen_device(self) -> Device:
+        device = choose_device(self._device_name or self.args.device.type)
+        if device.torch_device.type != self.args.device.type:
+            do = "Give TrainingArguments(use_cpu=True) for cpu and sim, or leave device out"
+            raise ConfigError(tell(f"device is where the Trainer puts its batches ({self.args.device})", f"it is {self._device_name}", do))
+        return device
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL runs the reference over a dataset, perhaps in its constructor. It has an engine meanwhile."""
+        model = getattr(self, "ref_model", None) or self.model
+        if self._has_engine if model is self.model else bool(self._running):
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        device = self._chosen_device()
+        without_autocast_cache(self.accelerator)
+        with rng_untouched(device):
+            batch = self.data_collator([row for row, _ in zip(dataset, range(batch_size), strict=False)])
+            settings = dict(self._prepare_settings, device=device, batch=batch, max_shape=self._largest_shape)
+            other = OtherModel(model, "the reference model", settings)
+        try:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        finally:
+            other.stop()
+
     def _batch_to_plan_for(self, dataloader: Any) -> dict[str, Any]:
         if self._plan_batch is not None:
             batch = dict(self._plan_batch)
         else:
-            batch = first_batch(dataloader if dataloader is not None else self.get_train_dataloader())
+            batch = self._tensors_of(first_batch(dataloader if dataloader is not None else self.get_train_dataloader()))
         return self._as_in_training(batch)
 
     def _as_in_training(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +215,8 @@ class OutsizeMixin(KeepsRuns):
 
     def _trial_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """As in training, but what the Trainer counts beside it is counted in copies."""
-        inputs = self._prepare_inputs(self._inputs_of(batch))
-        num_items = inputs.pop("num_items_in_batch", None)
+        inputs = self._scored(batch) if self._is_online else self._prepare_inputs(self._inputs_of(batch))
+        num_items = None if self._is_online else inputs.pop("num_items_in_batch", None)
         with self._counting_in_copies():
             self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
             return self.compute_loss(model, inputs, num_items_in_batch=num_items)
@@ -215,11 +243,13 @@ class OutsizeMixin(KeepsRuns):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         take_over(self.args)
         if resume_from_checkpoint is True:
-            found = newest(Path(self.args.output_dir))
+            found = plain.newest_of_both(Path(self.args.output_dir))
             if found is None:
                 do = "Start without resume_from_checkpoint, or name the folder"
                 raise ConfigError(tell(f"{self.args.output_dir} has a complete checkpoint", "there is none", do))
             resume_from_checkpoint = str(found)
+        if resume_from_checkpoint and is_plain(Path(resume_from_checkpoint)):
+            plain.require_plain(Path(resume_from_checkpoint))
         elif resume_from_checkpoint:
             read_manifest(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
@@ -253,7 +283,9 @@ class OutsizeMixin(KeepsRuns):
 
     def _go_on_with_the_loss_of(self, checkpoint: str | None) -> None:
         """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is resumed before it meets such a batch again."""
-        if checkpoint is not None and self._prepare_settings["chunked_loss"] is None and read_manifest(Path(checkpoint)).get("loss_chunk"):
+        if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_settings["chunked_loss"] is not None:
+            return
+        if read_manifest(Path(checkpoint)).get("loss_chunk"):
             self._prepare_settings["chunked_loss"] = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -261,9 +293,10 @@ class OutsizeMixin(KeepsRuns):
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        ids = inputs.get("input_ids")
+        ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
         self.num_tokens_seen += ids.numel() if isinstance(ids, Tensor) else 0
-        batch, is_last = self._with_num_items(inputs, num_items_in_batch), self.accelerator.sync_gradients
+        batch = self._planned_for if self._is_online else self._with_num_items(inputs, num_items_in_batch)
+        is_last, generated = self.accelerator.sync_gradients, self._generated()
         if not self.engine.now.gradients.waiting:
             self._earlier = ()  # of a step that was made, or given up
         self._fit(batch)
@@ -272,7 +305,7 @@ class OutsizeMixin(KeepsRuns):
         def make() -> Tensor:
             # In another micro-batch's turn, if this one is made again.
             self.accelerator.gradient_state._set_sync_gradients(is_last)
-            self._inputs = batch
+            self._inputs = None if self._is_online else batch
             try:
                 with self.engine.last_backward() if is_last else nullcontext():
                     return super(OutsizeMixin, self).training_step(model, inputs, num_items_in_batch)
@@ -282,7 +315,7 @@ class OutsizeMixin(KeepsRuns):
         def make_again() -> None:
             self._fit(batch)
             rewind()
-            with self._counting_in_copies():
+            with self._counting_in_copies(), self._generated_again(generated):
                 make()
 
         try:
@@ -296,7 +329,7 @@ class OutsizeMixin(KeepsRuns):
 
     def _fit(self, batch: dict[str, Any]) -> None:
         """Plan again for a larger batch, where the loss is not the model's own: the engine does it otherwise."""
-        if self._is_plain_loss:
+        if self._is_plain_loss or self._is_online:
             return
         planned = self.engine.plan.inputs
         largest = max(map(math.prod, planned.values()), default=0)

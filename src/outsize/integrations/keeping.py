@@ -1,4 +1,7 @@
-"""A Trainer's checkpoints and results through the engine: whole or not at all, without pickle, resumed under any plan."""
+"""A Trainer's checkpoints and results through the engine.
+
+They are whole or not at all, their state is not pickled, and they are resumed under any plan.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +12,11 @@ from transformers.trainer_callback import ExportableState
 
 from outsize.base.errors import EngineMisuse, SaveFailed, tell
 from outsize.base.log import log
-from outsize.checkpoint.folder import checkpoints, read_manifest, rotate
+from outsize.checkpoint.folder import checkpoints, is_plain, read_manifest, rotate
+from outsize.integrations import plain
 from outsize.integrations.state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.model.weights import is_hollow
+from outsize.runtime.contents import is_adapted
 
 if TYPE_CHECKING:
     _Trainer: Any
@@ -73,6 +78,8 @@ class KeepsRuns(_Trainer):
         if not self.args.save_only_model:
             save_rng(folder, self.engine.device)
             save_scheduler(folder, self.lr_scheduler)
+        scheduler = None if self.args.save_only_model else self.lr_scheduler
+        plain.write_notes(folder, step=self.state.global_step, scheduler=scheduler)
         for callback in [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]:
             name, state = type(callback).__name__, callback.state()
             if isinstance(self.state.stateful_callbacks.get(name), list):
@@ -103,16 +110,42 @@ class KeepsRuns(_Trainer):
     # Loading.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Trainer calls this before the model is prepared; `_load_optimizer_and_scheduler` loads everything."""
+        """Trainer calls this before the model is prepared: the weights of a plain checkpoint.
+
+        `_load_optimizer_and_scheduler` loads an outsize checkpoint, weights included.
+        """
+        folder = Path(resume_from_checkpoint)
+        if not is_plain(folder):
+            return
+        log.info("continuing from %s, a checkpoint of plain Trainer", folder)
+        self.stop_engine()
+        if is_adapted(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif any(param.is_meta or is_hollow(param) for param in self.model.parameters()):
+            self._prepare_settings["weights"] = folder
+        else:
+            plain.load_weights(folder, self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if is_plain(folder):
+            optimizer, scheduler = plain.training_state(folder, self.engine.optimizer.param_groups)
+            self.engine.optimizer.load_state_dict(optimizer)
+            self.lr_scheduler.load_state_dict(scheduler)
+        else:
             self.engine.load(checkpoint)
-            load_scheduler(Path(checkpoint), self.lr_scheduler)
+            load_scheduler(folder, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
+        if checkpoint is not None and is_plain(Path(checkpoint)):
+            super()._load_rng_state(checkpoint)
+        elif checkpoint is not None:
             load_rng(Path(checkpoint), self.engine.device)
 
     def _load_best_model(self) -> None:
-        self.engine.load(self.state.best_model_checkpoint, only_model=True)
+        if is_plain(Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+        else:
+            self.engine.load(self.state.best_model_checkpoint, only_model=True)

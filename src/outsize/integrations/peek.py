@@ -8,25 +8,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from outsize.base.errors import ConfigError, tell
 from outsize.device.rng import HostRng
 
 
-def first_batch(loader: Any) -> dict[str, Any]:
-    """On the CPU. The caller sees to the random generators."""
+def first_batch(loader: Any) -> Any:
+    """On the CPU: a dict of tensors, or a list of rows in online training. The caller restores global generators."""
     # Below accelerate: its loaders read one batch ahead, and tell its gradient state that an epoch has begun.
     base = getattr(loader, "base_dataloader", loader)
     stream = getattr(base, "dataset", None)
+    generators = [(generator, generator.get_state()) for generator in _generators(base)]
     with stream.looking() if isinstance(stream, Rewound) else nullcontext():
         batch = next(iter(base), None)
+    for generator, state in generators:
+        generator.set_state(state)
     if getattr(base, "_iterator", None) is not None:
         base._iterator = None  # workers that persist would go on from here
     if batch is None:
         do = "Look at the dataset, and at dataloader_drop_last"
         raise ConfigError(tell("the data to plan for has at least one batch", "it has none", do))
-    return dict(batch)
+    return batch if isinstance(batch, list) else dict(batch)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Those of its samplers, which may draw another order for each pass (TRL's RepeatSampler)."""
+    found, left = {}, [loader]
+    while left:
+        owner = left.pop()
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+        left += [inner for name in ("sampler", "batch_sampler") if (inner := getattr(owner, name, None)) is not None]
+    return list(found.values())
 
 
 def rewindable(dataset: Any) -> Any:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from outsize.base.errors import ModelUnsupported, tell
 from outsize.model.tensors import with_grad
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[nn.Module, Any], Tensor | None]
+"""Makes the loss of a batch. None: the model only runs forward, and there is nothing to differentiate."""
 
 
 def call(model: nn.Module, batch: Any) -> Any:

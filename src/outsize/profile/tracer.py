@@ -244,7 +244,8 @@ class Tracer:
             with _out_of_memory(lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"):
                 run.phases.begin()
                 loss, outputs = self._loss(run)
-                loss.backward()
+                if loss is not None:
+                    loss.backward()
                 run.phases.finish()
                 del loss, outputs
         finally:
@@ -272,7 +273,7 @@ class Tracer:
         self._got_gradient.add(id(param))
         param.grad = None
 
-    def _loss(self, run: Pass) -> tuple[Tensor, Any]:
+    def _loss(self, run: Pass) -> tuple[Tensor | None, Any]:
         """The loss, and what its loop holds beside it: of a loop that calls the model itself, the outputs."""
         if self.loss is not None:
             loss = self.loss(self.model, self.batch)

@@ -13,6 +13,7 @@ from outsize.model.build import trainable_class
 from outsize.run.fit import first_line
 
 _OURS = {MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json", "run.json", "training_args.json"}
+_OURS |= {"optimizer.pt", "scheduler.pt", "outsize-checkpoint.md"}  # see integrations/plain.py
 _ADAPTER = "adapter_config.json"
 
 

@@ -170,6 +170,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             do = "Give all groups to prepare: AdamW(groups=[...])"
             raise ConfigError(tell("the engine's optimizer has the groups it was prepared with", "one more was added", do))
         super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("param_names", [])  # torch leaves it out of an empty group
 
     def close_groups(self) -> None:
         self._closed = True

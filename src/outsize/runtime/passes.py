@@ -74,6 +74,11 @@ class Passes:
             self._begin_training()
             self._fit(args, kwargs)
         else:
+            if torch.is_grad_enabled() and with_grad((args, kwargs)):
+                raise EngineMisuse(
+                    "The model is prepared for forward passes only, and an input requires grad. "
+                    "Call it under torch.no_grad(), or detach its inputs."
+                )
             self._beside()
             if now.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
                 self.roll_back()

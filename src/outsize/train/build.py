@@ -23,6 +23,7 @@ from outsize.model.tensors import tensors_in
 from outsize.model.weights import FileWeights, Weights, convert, hollow, is_hollow
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
+from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan, Terms
 from outsize.planner.search import search
 from outsize.profile.cache import traced
@@ -368,3 +369,60 @@ def _one_owner_of_recompute(model: nn.Module) -> None:
     if getattr(model, "is_gradient_checkpointing", False):
         log.warning("gradient checkpointing is turned off: the plan decides per block what is recomputed")
         model.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
+# Models that only run forward beside the one that is trained: reference models and reward models.
+
+_FORWARD_ONLY_SHARE = 0.25
+"""Of gpu_memory that such a model may use, unless it needs more."""
+
+
+def prepare_forward_only(
+    model: nn.Module,
+    batch: Any,
+    run: Callable[[nn.Module, Any], object],
+    *,
+    gpu_memory: str | int | None = None,
+    device: str | Device | None = None,
+    max_shape: tuple[int, int] | None = None,
+    least: bool = False,
+    only_weights: bool = False,
+    **settings: Any,
+) -> Engine:
+    """Prepare a model without trainable parameters for forward passes alone. What does not fit is streamed.
+
+    Args:
+        run: calls the model with a batch, as the training loop does.
+        gpu_memory: what this model and the one that is trained may use together.
+        least: take as little GPU memory as possible. Default: a quarter of `gpu_memory` at most, or what it needs.
+        only_weights: budget the weights alone. The plan of the model that is trained has room for its activations.
+        settings: host_memory and chunk_bytes, as in `prepare`.
+    """
+    where = choose_device(device)
+    total = _gpu_budget(gpu_memory, where)
+    settings = {**settings, "optimizer": AdamW(), "device": where, "chunked_loss": False}
+
+    def loss(model: nn.Module, batch: Any) -> None:
+        run(model, batch)
+
+    ready = _get_ready(model, gpu_memory=gpu_memory, loss=loss, **settings)
+    found = ready.measure(grown(batch, max_shape), None)
+
+    def plan(num_bytes: int) -> Planned:
+        return _get_ready(model, gpu_memory=num_bytes, **settings).solve(found, ready.terms)
+
+    try:
+        planned = plan(1 if least else int(total * _FORWARD_ONLY_SHARE))
+    except PlanInfeasible as error:
+        if error.resource != "gpu" or error.needed_bytes > total:
+            raise
+        needed = error.needed_bytes
+        planned = plan(needed)
+    # What it does not need is left to the model that is trained.
+    made = planned.plan
+    budget = made.estimate.gpu_bytes
+    if only_weights:
+        place = Placement(planned.graph, planned.layout, made.decision, made.terms, made.work, made.shared)
+        budget = sum(place.gpu.values()) + sum(buffer.nbytes for buffer in model.buffers())
+    planned = replace(planned, plan=replace(made, gpu_budget_bytes=budget))
+    return Engine(model, ready.layers, planned, device=where, optimizer=ready.optimizer, planner=ready.planner)

@@ -436,15 +436,19 @@ def test_a_callback_finds_the_checkpoint_it_is_told_of(ours: Any) -> None:
     assert all({"model.safetensors", "config.json", "state.safetensors", "outsize.json", "trainer_state.json"} <= names for names in watching.found)
 
 
-def test_no_file_of_a_checkpoint_is_a_pickle(ours: Any) -> None:
+def test_no_state_of_a_checkpoint_is_in_a_pickle(ours: Any) -> None:
+    """The two that there are stop plain Trainer, and hold no tensors."""
     trainer = ours(args=SAVING)
     assert trainer._may_save_in_background
     trainer.save_model()
     trainer.train()
     trainer.save_model()
     files = [path for path in Path(trainer.args.output_dir).rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".safetensors", ".json"} and checkpoints(trainer) == [f"checkpoint-{i}" for i in (1, 2, 3, 4)]
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".md", ".pt"} and checkpoints(trainer) == [f"checkpoint-{i}" for i in (1, 2, 3, 4)]
     assert json.loads((Path(trainer.args.output_dir) / "training_args.json").read_text())["learning_rate"] == 1e-2
+    assert {path.name for path in files if path.suffix == ".pt"} == {"optimizer.pt", "scheduler.pt"}
+    assert not any(path.parent == Path(trainer.args.output_dir) for path in files if path.suffix in (".pt", ".md"))
+    assert all(path.stat().st_size < 10_000 for path in files if path.suffix == ".pt")
 
 
 @pytest.mark.parametrize(("limit", "left"), [(1, ["checkpoint-2"]), (2, ["checkpoint-2", "checkpoint-4"])])
@@ -494,6 +498,7 @@ def test_a_checkpoint_that_is_not_there_or_not_ours_is_refused(ours: Any, plain:
         trainer.train(resume_from_checkpoint=True)
     other = plain(args=SAVING)
     other.train()
+    (Path(other.args.output_dir) / "checkpoint-2" / "trainer_state.json").unlink()
     with pytest.raises(BadFile, match=r"outsize\.json"):
         trainer.train(resume_from_checkpoint=f"{other.args.output_dir}/checkpoint-2")
 

@@ -1,0 +1,254 @@
+"""Models that a Trainer runs beside the one it trains: TRL's reference models and reward models.
+
+TRL hands them to `accelerator.prepare_model(..., evaluation_mode=True)`, which would move them whole to the GPU,
+outside of any plan. Here each of them gets an engine of its own, for forward passes alone. What its plan needs comes
+out of the user's `gpu_memory` and `host_memory`.
+"""
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import AutocastKwargs
+from torch import Tensor, nn
+
+from outsize.base.errors import PlanInfeasible
+from outsize.base.log import log
+from outsize.base.units import parse_bytes, show_bytes
+from outsize.runtime.engine import Engine
+from outsize.train.build import prepare, prepare_forward_only
+
+if TYPE_CHECKING:
+    _Trainer: Any
+else:
+    _Trainer = object
+
+
+class OtherModel:
+    """A model that only runs forward: its engine, from its construction until `stop`."""
+
+    def __init__(
+        self, model: nn.Module, name: str, settings: dict[str, Any], *, least: bool = False, only_weights: bool = False
+    ):
+        """Plan and prepare it.
+
+        Args:
+            name: for messages.
+            settings: those of `prepare` for the model that is trained.
+            least: take as little GPU memory as possible.
+            only_weights: budget its weights alone. The plan of the model that is trained has room for its activations.
+        """
+        if (earlier := _RUNNING.pop(model, lambda: None)()) is not None:
+            log.info("the engine of an earlier Trainer lets go of %s", name)
+            earlier.stop()
+        self.name = name
+        self._trainable = [param for param in model.parameters() if param.requires_grad]
+        model.requires_grad_(False)
+        kept = {key: settings[key] for key in ("gpu_memory", "host_memory", "device", "max_shape", "chunk_bytes")}
+        try:
+            self.engine: Engine = prepare_forward_only(
+                model, _inputs_of(model, settings["batch"]), _run, least=least, only_weights=only_weights, **kept
+            )
+        except PlanInfeasible as error:
+            self._thaw()
+            raise _too_small(error, f"{name} alone needs", 0, settings) from None
+        except BaseException:
+            self._thaw()
+            raise
+        self._is_running = True
+        _RUNNING[model] = weakref.ref(self)
+        homes = self.engine.plan.decision.homes
+        streamed = sum(home.weights == "host" for home in homes)
+        how = (
+            f"{streamed} of its {len(homes)} chunks are streamed from the host"
+            if streamed
+            else "all of its weights stay on the GPU"
+        )
+        log.info("%s takes %s of gpu_memory: %s", name, show_bytes(self.gpu_bytes), how)
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.engine.plan.gpu_budget_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.engine.plan.estimate.host_bytes
+
+    def stop(self) -> None:
+        """A plain model on the CPU again, trainable as it was before."""
+        if self._is_running:
+            self._is_running = False
+            self.engine.detach()
+            self._thaw()
+
+    def _thaw(self) -> None:
+        for param in self._trainable:
+            param.requires_grad_(True)
+
+
+_RUNNING: "weakref.WeakKeyDictionary[nn.Module, Callable[[], OtherModel | None]]" = weakref.WeakKeyDictionary()
+"""By model: the next Trainer that uses the same one ends it."""
+
+
+class RunsOthers(_Trainer):
+    """The part of `OutsizeMixin` that keeps other models off the GPU until they are planned for."""
+
+    _others: "dict[str, nn.Module] | None" = None
+    """By what messages call them."""
+    _is_online: bool
+    """Batches are generated, and other models run then, not in the loss."""
+    _running: "tuple[OtherModel, ...]" = ()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        place = self.accelerator.prepare_model
+
+        def prepare_model(
+            model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        ) -> nn.Module:
+            if evaluation_mode and model is not self.model:
+                self._others = self._others or {}
+                if not any(other is model for other in self._others.values()):
+                    self._others[self._name_of(model)] = model
+                device_placement = False
+                without_autocast_cache(self.accelerator)
+            return place(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+        self.accelerator.prepare_model = prepare_model
+
+    def _name_of(self, model: nn.Module) -> str:
+        is_reward = any(model is func for func in getattr(self, "reward_funcs", ()))
+        is_reference = model is getattr(self, "ref_model", None)
+        word = "the reference model" if is_reference else "the reward model" if is_reward else type(model).__name__
+        count = sum(name.startswith(word) for name in self._others or {})
+        return f"{word} {count + 1}" if count else word
+
+    def _prepare_with_others(self, settings: dict[str, Any]) -> Engine:
+        """`prepare` for the model that is trained, in what the others leave. They use less where it does not fit."""
+        if not self._others:
+            return prepare(self.model, **settings)
+        try:
+            return self._prepare_beside(settings, least=False)
+        except PlanInfeasible as error:
+            why = str(error)
+        log.info("planning again with as little GPU memory as possible for the other models: %s", why)
+        return self._prepare_beside(settings, least=True)
+
+    def _prepare_beside(self, settings: dict[str, Any], *, least: bool) -> Engine:
+        self._start_others(settings, least=least)
+        try:
+            return prepare(self.model, **self._left_by_others(settings))
+        except PlanInfeasible as error:
+            taken = sum(other.gpu_bytes if error.resource == "gpu" else other.host_bytes for other in self._running)
+            parts = [
+                f"{other.name} needs {show_bytes(other.gpu_bytes if error.resource == 'gpu' else other.host_bytes)}"
+                for other in self._running
+            ]
+            words = f"{', '.join(parts)}, the model that is trained {show_bytes(error.needed_bytes)}, together"
+            self._stop_others()
+            raise _too_small(error, words, taken, settings) from None
+        except BaseException:
+            self._stop_others()
+            raise
+
+    @contextmanager
+    def _with_others(self, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """For as long as a plan is made. Gives the settings of `prepare` with what the others leave."""
+        self._start_others(settings, least=False)
+        try:
+            yield self._left_by_others(settings)
+        finally:
+            self._stop_others()
+
+    def _start_others(self, settings: dict[str, Any], *, least: bool) -> None:
+        self._stop_others()
+        left = settings
+        try:
+            for name, model in (self._others or {}).items():
+                self._running = (
+                    *self._running,
+                    OtherModel(model, name, left, least=least, only_weights=self._has_room_for(model)),
+                )
+                left = self._left_by_others(settings)
+        except BaseException:
+            self._stop_others()
+            raise
+
+    def _has_room_for(self, model: nn.Module) -> bool:
+        """Whether the plan of the model that is trained has room for this one's activations.
+
+        It has where its loss, and so its trial run, runs this one. In online training a reference model runs before the
+        training forward, on the same rows, and needs no more than that does.
+        """
+        return not self._is_online or model is getattr(self, "ref_model", None)
+
+    def _stop_others(self) -> None:
+        others, self._running = self._running, ()
+        for other in others:
+            other.stop()
+
+    def _left_by_others(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Where the user gave no size, the device and the host say themselves what is left."""
+        left = dict(settings)
+        taken = {
+            "gpu_memory": sum(other.gpu_bytes for other in self._running),
+            "host_memory": sum(other.host_bytes for other in self._running),
+        }
+        for name, num_bytes in taken.items():
+            if settings[name] is not None:
+                left[name] = max(1, parse_bytes(settings[name], name=name) - num_bytes)
+        return left
+
+
+def _too_small(error: PlanInfeasible, words: str, taken: int, settings: dict[str, Any]) -> PlanInfeasible:
+    """`taken`: by other models, on top of what the error says is needed."""
+    name, needed = f"{error.resource}_memory", error.needed_bytes + taken
+    allowed = parse_bytes(settings[name], name=name) if settings[name] is not None else error.allowed_bytes + taken
+    message = (
+        f"{name} {show_bytes(allowed)} is too small: {words} at least {show_bytes(needed)} ({needed} bytes). "
+        f"Raise {name}, or reduce the batch size or the sequence length."
+    )
+    return PlanInfeasible(message, resource=error.resource, allowed_bytes=allowed, needed_bytes=needed)
+
+
+def without_autocast_cache(accelerator: Any) -> None:
+    """The autocast cache would keep a cast of every weight."""
+    accelerator.autocast_handler = dataclasses.replace(
+        accelerator.autocast_handler or AutocastKwargs(), cache_enabled=False
+    )
+
+
+def _run(model: nn.Module, batch: dict[str, Any]) -> None:
+    """Not under no_grad, which a trial run passes over. Nothing in the model requires grad."""
+    model(**batch)
+
+
+def _inputs_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """What TRL's losses call a reference model with, for a batch of the model that is trained."""
+    known = inspect.signature(type(model).forward).parameters
+    kept = {name: value for name, value in batch.items() if name in known and name != "labels"}
+    ids = kept.get("input_ids")
+    if not isinstance(ids, Tensor):
+        return kept
+    config = getattr(model, "config", None)
+    vocab = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+    if vocab:  # the tokenizer of a reward model may know fewer words
+        kept["input_ids"] = ids.remainder(vocab)
+    if _has_fused_head(model):
+        kept |= {"labels": kept["input_ids"].clone(), "fused_lm_head": True}
+    return {**kept, "use_cache": False} if "use_cache" in known else kept
+
+
+def _has_fused_head(model: nn.Module) -> bool:
+    """Whether TRL has patched the forward: it then takes `fused_lm_head`, which its signature does not say."""
+    patched: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    function: Any = getattr(patched, "_original_forward", patched.forward)
+    while function is not None:
+        inner = getattr(function, "__func__", function)
+        if "fused_lm_head" in getattr(getattr(inner, "__code__", None), "co_varnames", ()):
+            return True
+        function = getattr(inner, "__wrapped__", None)
+    return False
