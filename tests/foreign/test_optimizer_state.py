@@ -99,6 +99,8 @@ def test_state_by_parameter(plan: str) -> None:
     )
     optimizer.state[weight] = {**state, "exp_avg": torch.ones_like(state["exp_avg"])}
     assert bool((optimizer.state[weight]["exp_avg"] == 1).all())
+    optimizer.state[weight] = {}
+    assert weight not in optimizer.state and optimizer.state[weight] == {}
     with pytest.raises(KeyError):
         optimizer.state[nn.Parameter(torch.ones(1))]
     engine.detach()

@@ -107,7 +107,7 @@ class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
         return state if float(state["step"]) else {}
 
     def __setitem__(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
-        self._optimizer.load_state_of(self._optimizer.name_of(param), state)
+        self._optimizer.load_state_of(self._optimizer.name_of(param), {"step": torch.tensor(0.0), **state})  # {}: as never updated
 
     def __delitem__(self, param: nn.Parameter) -> None:
         raise ConfigError("optimizer.state: an entry was deleted, but the engine holds the state. Load a state dict to reset it.")
