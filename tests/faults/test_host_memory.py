@@ -82,7 +82,8 @@ def test_the_engine_trains_under_python_O() -> None:
         "engine = cells.prepare_by_hand(model, data[0], spec=spec, weights='host', optimizer='host', strategy='swap', device='sim:64MiB')\n"
         "found = cells.train(model, engine.optimizer, data, steps=3, accumulate=1, engine=engine)\n"
         "print(found.losses == plain.losses and found.norms == plain.norms)\n"
-        "try:\n    model.model.layers[1].mlp.up_proj.weight.sum()\nexcept outsize.base.errors.StaleParameter:\n    print('guarded')\n"
+        "far = model.model.layers[3].mlp.up_proj.weight\nmodel.model.layers[0].register_forward_hook(lambda *_: far.sum())\n"
+        "try:\n    model(**data[0])\nexcept outsize.base.errors.StaleParameter:\n    print('guarded')\n"
     )
     run = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert run.stdout.split()[-2:] == ["True", "guarded"], run.stderr[-2000:]

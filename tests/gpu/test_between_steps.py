@@ -87,7 +87,7 @@ def read(model: nn.Module) -> dict[str, Any]:
         "foreach": torch._foreach_norm(list(model.parameters())),
         "histogram": {n: torch.histc(p.float().cpu(), 8) for n, p in model.named_parameters() if n.endswith("q_proj.weight")},
         "cpu": {n: p.cpu() for n, p in model.named_parameters()},
-        "device": {p.data.device.type for p in model.parameters()},
+        "device": [p.data.device.type == "cuda" for p in model.parameters()],
     }
 
 

@@ -11,16 +11,18 @@ In a pass the class is `nn.Parameter` again. Two class assignments per parameter
 `p.grad` is a `PreparedTensor` over the gradient that waits for `step()`.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, StaleParameter
+from outsize.base.errors import EngineMisuse, ModelUnsupported, StaleParameter
 from outsize.runtime.executor import Stage
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.store import Store
@@ -51,11 +53,15 @@ class ParameterAccess:
             if chunk.trainable or place.has_host_weights(chunk.index)
             for piece in chunk.pieces
         }
-        self._managed = [p for name, p in store.params.items() if name in moves and type(p) is nn.Parameter]
+        self._managed = [(p, type(p), prepared_class(type(p))) for name, p in store.params.items() if name in moves]
         self._split = {piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces}
         self._is_drained = False
         self._touched: set[int] = set()
         """Chunks whose memory was handed out since the last pass."""
+        self._handed_out: dict[str, list[weakref.ref[PreparedTensor]]] = {}
+        """Tensors over weights that users may hold, by parameter."""
+        self._exported: dict[str, tuple[Tensor, int]] = {}
+        """The plain tensor of each parameter in the last state dict, and its version: a write into it is found by that."""
         for name, param in store.params.items():
             _OWNERS[id(param)] = (weakref.ref(param), weakref.ref(self), name)
 
@@ -64,16 +70,20 @@ class ParameterAccess:
     def begin_pass(self) -> None:
         """Parameters are plain ones. Waits for the user's own work on their memory, if there was any."""
         self.settle()
-        for param in self._managed:
-            param.__class__ = nn.Parameter
+        for param, plain, _ in self._managed:
+            param.__class__ = plain
 
     def end_pass(self) -> None:
-        for param in self._managed:
-            param.__class__ = PreparedParameter
+        for param, _, prepared in self._managed:
+            param.__class__ = prepared
 
     def settle(self) -> None:
         """Before the engine reads or writes weights: wait for the user's operators and bring what they wrote to every copy of a weight."""
         self._is_drained = False
+        for name, (tensor, version) in self._exported.items():
+            if tensor._version != version:
+                self._exported[name] = (tensor, tensor._version)
+                self._written_unseen(name)
         if self._touched:
             self._drain()
             for index in self._touched:
@@ -81,8 +91,9 @@ class ParameterAccess:
             self._touched.clear()
 
     def release(self) -> None:
-        for param in self._managed:
-            param.__class__ = nn.Parameter
+        self._exported.clear()
+        for param, plain, _ in self._managed:
+            param.__class__ = plain
         for param in self._store.params.values():
             _OWNERS.pop(id(param), None)
 
@@ -108,16 +119,27 @@ class ParameterAccess:
         self.synchronize()
         return store.params[name].detach()
 
-    def gradient(self, name: str) -> "PreparedTensor | None":
+    def export(self, name: str) -> Tensor:
+        """A plain tensor over the parameter's home, for state dicts."""
+        made = self._store.read(name, owns=True)
+        self._exported[name] = (made, made._version)
+        return made
+
+    def before_grad(self) -> None:
+        """Gradients must still be there, and clipped if clipping was asked for."""
         self._before_grad()
+
+    def gradient(self, name: str) -> "PreparedTensor | None":
+        self.before_grad()
         if not self.gradients.has(name):
             return None
         self.synchronize()
         with torch.inference_mode(False):
-            return _hand_out(self.gradients.hand_out(name), _Handle(weakref.ref(self), "gradient", name, self.gradients.generation))
+            memory = self.gradients.hand_out(name)
+            return _hand_out(memory, _Handle(weakref.ref(self), "gradient", name, self.gradients.generation(name)))
 
     def set_gradient(self, name: str, value: Tensor | None) -> None:
-        self._before_grad()
+        self.before_grad()
         self.synchronize()
         if value is None:
             self.gradients.remove(name)
@@ -126,11 +148,7 @@ class ParameterAccess:
 
     def write(self, names: list[str], run: Callable[[], T]) -> T:
         """Run an operator that writes these weights. Where a bf16 value changes, the new value is the master."""
-        if self._stage() is Stage.WAITING:
-            raise EngineMisuse(
-                f"{names[0]}: it was written between a forward and its backward, which still needs the old value. "
-                "Write weights after backward, or after step()."
-            )
+        self._require_writable(names[0])
         self._before_write()
         split = [name for name in names if name in self._split]
         # One weight is compared on the device; many at once would take too much of its memory.
@@ -145,9 +163,51 @@ class ParameterAccess:
                 self._store.clear_remainders(name, changed)
         return result
 
+    def _require_writable(self, name: str) -> None:
+        if self._stage() is Stage.WAITING:
+            raise EngineMisuse(
+                f"{name}: it was written between a forward and its backward, which still needs the old value. "
+                "Write weights after backward, or after step()."
+            )
+
+    def written(self, name: str) -> None:
+        """An operator that is not known to write has written a weight: all of it is its own master from now on."""
+        self._require_writable(name)
+        self._written_unseen(name)
+
+    def _written_unseen(self, name: str) -> None:
+        self._touched.add(self._store.place.layout.place[name][0])
+        if name in self._split:
+            self._drain()
+            value = self._store.read(name)
+            self._store.clear_remainders(name, torch.ones(value.shape, dtype=torch.bool, device=value.device))
+
+    def hand_out(self, memory: Tensor, handle: "_Handle") -> "PreparedTensor":
+        made = _hand_out(memory, handle)
+        held = self._handed_out.setdefault(handle.name, [])
+        held[:] = [ref for ref in held if ref() is not None]
+        held.append(weakref.ref(made))
+        return made
+
+    def _let_go(self, name: str) -> None:
+        """Tensors that were handed out keep the present value, as in torch when `p.data` gets other memory."""
+        held = [made for ref in self._handed_out.pop(name, []) if (made := ref()) is not None]
+        if not held:
+            return
+        old = _flat(self._store.device_view(name)).clone()
+        for made in held:
+            own = old.as_strided(made.size(), made.stride(), made.storage_offset())
+            plain: Any = made
+            plain.__class__ = Tensor
+            plain.data = own
+
     def replace_data(self, name: str, value: Tensor) -> None:
         """`p.data = value`: copies the value into the parameter's memory."""
         mine = self._store.params[name]
+        if isinstance(value, PreparedTensor) and value._handle.kind == "weight" and value._handle.name == name:
+            value._handle.open()
+            if value.data_ptr() == self._store.device_view(name).data_ptr() and value.shape == mine.shape:
+                return  # its own memory
         if isinstance(value, PreparedParameter) or (isinstance(value, PreparedTensor) and value._handle.kind == "weight"):
             raise EngineMisuse(
                 f"{name}.data: it was set to the memory of another prepared parameter. Copy the value (p.data.copy_(q.data)); "
@@ -162,6 +222,9 @@ class ParameterAccess:
                 f"{name}.data: a prepared parameter keeps its shape, dtype and device ({_show(*mine_is)}), but {_show(*theirs)} was assigned. "
                 "Call engine.detach(), change the model and prepare it again."
             )
+        self._require_writable(name)
+        self.synchronize()
+        self._let_go(name)
         self.write([name], lambda: self.weight(name).copy_(value))
 
     def add_gradient_hook(self, name: str, register: Callable[[], Any]) -> Any:
@@ -192,13 +255,16 @@ class _Handle:
     def open(self) -> ParameterAccess:
         """Wait until the memory can be read. Raises if it is no longer the parameter's."""
         access = self.access()
-        if access is None or owner_of(access._store.params[self.name]) is None:
+        owner = owner_of(access._store.params[self.name]) if access is not None else None
+        if access is None or owner is None or owner[0] is not access:
             raise StaleParameter(
                 f"{self.name}: this tensor is over memory of an engine that was detached or has re-planned. Read the parameter again, "
                 "or clone() a value that is kept."
             )
-        if self.kind == "gradient" and (access.gradients.generation != self.generation or not access.gradients.has(self.name)):
-            raise StaleParameter(f"{self.name}.grad: this gradient was cleared by zero_grad() or used up by an update. clone() it to keep it.")
+        if self.kind == "gradient":
+            if access.gradients.generation(self.name) != self.generation or not access.gradients.has(self.name):
+                raise StaleParameter(f"{self.name}.grad: this gradient was cleared by zero_grad() or used up by an update. clone() it to keep it.")
+            access.before_grad()
         access.synchronize()
         if self.kind == "weight":
             access._touched.add(access._store.place.layout.place[self.name][0])
@@ -232,12 +298,12 @@ _METADATA: set[Any] = {
         "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn",
     ),
     vars(torch._C.TensorBase)["requires_grad"].__set__, Tensor.requires_grad_, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement,
-    Tensor.element_size, Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.is_signed, Tensor.get_device, Tensor.register_hook, Tensor.is_inference, Tensor.__len__,
+    Tensor.element_size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
+    Tensor.is_signed, Tensor.get_device, Tensor.register_hook, Tensor.is_inference, Tensor.__len__, Tensor.detach_,
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 """What does not touch a parameter's memory."""
-_REBINDS = {"set_", "resize_", "resize_as_", "share_memory_", "swap_tensors", "detach_"}
+_REBINDS = {"set_", "resize_", "resize_as_", "share_memory_", "swap_tensors"}
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _DATA_GET, _DATA_SET = _data.__get__, _data.__set__
@@ -285,11 +351,30 @@ class PreparedTensor(Tensor):
         return _plain(self).clone().__reduce_ex__(protocol)
 
 
+@functools.cache
+def prepared_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of a parameter between passes, by its own class."""
+    if plain is nn.Parameter:
+        return PreparedParameter
+    if plain.__torch_function__ is not nn.Parameter.__torch_function__ or "__torch_dispatch__" in vars(plain):
+        raise ModelUnsupported(
+            f"parameters of class {plain.__name__} define operators of their own, which a prepared parameter cannot keep. "
+            "Prepare the model with plain nn.Parameters."
+        )
+    return type(f"Prepared{plain.__name__}", (PreparedParameter, plain), {})
+
+
 def _hand_out(memory: Tensor, handle: _Handle) -> PreparedTensor:
+    """The same memory, and the same autograd graph if it has one."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = memory.detach().as_subclass(PreparedTensor)
+        made = (memory if memory.requires_grad else memory.detach()).as_subclass(PreparedTensor)
     made._handle = handle
     return made
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor that owns its storage."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -323,7 +408,8 @@ def _source(tensor: Tensor, func: Any, *, is_target: bool) -> _Source | None:
     if func in _COMPUTES and not torch.is_grad_enabled() and (loaded := access.loaded_weight(name)) is not None:
         return _Source(tensor, loaded, _Handle(weakref.ref(access), "weight", name), access)
     memory = access.weight(name)
-    if tensor.requires_grad and torch.is_grad_enabled() and func != _DATA_GET and func != Tensor.detach:
+    records = torch.is_grad_enabled() and getattr(func, "__module__", None) != "torch.nn.init"  # those turn grad off themselves
+    if tensor.requires_grad and records and func != _DATA_GET and func != Tensor.detach:
         if is_target:
             raise RuntimeError(f"{name}: a leaf Variable that requires grad is being used in an in-place operation. Use torch.no_grad().")
         memory = _OutsideForward.apply(tensor, memory, name)
@@ -350,13 +436,15 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return access.add_gradient_hook(key, lambda: func(*args, **kwargs))
         if func == _DATA_SET and isinstance(first, PreparedTensor):  # `p.grad.data = ...`: into the memory, as its other writes
             return _dispatch(Tensor.copy_, args, {})
+        if isinstance(first, PreparedTensor) and func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
+            return func(*args, **kwargs)  # of a leaf that the user made of it
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise EngineMisuse(
                 f"torch.autograd.{name}: the gradients of prepared parameters are collected by the engine. Call loss.backward() and read p.grad."
             )
-        writes = _writes(name)
-        targets = {id(t) for t in _tensors((first if writes else None, kwargs.get("out")))}
-        if name in _REBINDS and targets | {id(first)}:
+        writes = _writes(func, name, kwargs)
+        targets = {id(t) for t in _tensors(((first if args else list(kwargs.values())) if writes else None, kwargs.get("out")))}
+        if name in _REBINDS and isinstance(first, (PreparedTensor, PreparedParameter)):
             raise EngineMisuse(f"{name}: a prepared parameter keeps its memory. Call engine.detach() first.")
         sources: dict[int, _Source] = {}
         for tensor in _tensors((args, kwargs)):
@@ -367,11 +455,19 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = lambda: func(*_replaced(args, sources), **_replaced(kwargs, sources))
         for access, names in _written(sources, targets).items():
             call = _writing(access, names, call)
-        return _wrapped(call(), list(sources.values()))
+        versions = {number: source.memory._version for number, source in sources.items()}
+        result = call()
+        for number, source in sources.items():
+            if source.handle.kind == "weight" and number not in targets and source.memory._version != versions[number]:
+                source.access.written(source.handle.name)
+        return _wrapped(result, list(sources.values()))
 
 
-def _writes(name: str) -> bool:
-    return name == "__setitem__" or name in _INPLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator is known to write its first argument. Others that do are found by the version of what they got."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.is_mutable
+    return name == "__setitem__" or name in _INPLACE_DUNDERS or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 
 
 def _written(sources: dict[int, _Source], targets: set[int]) -> dict[ParameterAccess, list[str]]:
@@ -411,17 +507,18 @@ def _wrapped(result: Any, sources: list[_Source]) -> Any:
     """Results over the memory of a parameter stay connected to it; an operator that returned its argument returns the user's own object."""
     if type(result) is tuple or type(result) is list:
         return type(result)(_wrapped(item, sources) for item in result)
+    if isinstance(result, np.ndarray) and any(source.memory.device.type == "cpu" for source in sources):
+        result.flags.writeable = False  # a write into it could not be seen; it may share the weight's memory
     if type(result) is not Tensor or not sources:
         return result
     for source in sources:
         if result is source.memory:
             return source.original
-    if result.requires_grad or not result.numel() or result.layout is not torch.strided:
+    if not result.numel() or result.layout is not torch.strided:
         return result
-    for source in sources:
-        start = source.memory.data_ptr()
-        if start <= result.data_ptr() < start + source.memory.nbytes and result.device == source.memory.device:
-            return _hand_out(result, source.handle)
+    for source in sources:  # what is handed out owns its storage
+        if result.untyped_storage().data_ptr() == source.memory.untyped_storage().data_ptr() and result.device == source.memory.device:
+            return source.access.hand_out(result, source.handle) if source.handle.kind == "weight" else _hand_out(result, source.handle)
     return result
 
 

@@ -49,7 +49,7 @@ class Attached:
     def __init__(
         self, planned: Planned, model: nn.Module, device: Device, optimizer: EngineOptimizer, weights: Weights | None, *,
         update_chunk: Callable[[int, bool], Callable[[], None]], drain: Callable[[], None],
-        before_write: Callable[[], None], before_grad: Callable[[], None], zero_grad: Callable[[], None], check_finite: bool = False,
+        before_write: Callable[[], None], before_grad: Callable[[], None], zero_grad: Callable[[bool], None], check_finite: bool = False,
     ):  # fmt: skip
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         self.planned, self.device = planned, device
@@ -60,13 +60,14 @@ class Attached:
             buffer.data = device.keep(data)
         group_of = {name: i for i, group in enumerate(optimizer.param_groups) for name in group["param_names"]}
         self.updates = Updates(self.store, lambda: optimizer.param_groups, group_of)
+        self.frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
         # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.
         executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
         self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
         self.access = ParameterAccess(
             self.store, self.gradients, stage=lambda: executor.stage, drain=drain, before_write=before_write, before_grad=before_grad
         )
-        self.patches = Patches(model, self.store, drain=drain, zero_grad=zero_grad)
+        self.patches = Patches(model, self.store, drain=drain, export=self.access.export, zero_grad=zero_grad)
         self._guard = Guard(self.store)
         weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
         self._is_guarded = False

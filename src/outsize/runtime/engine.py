@@ -55,12 +55,13 @@ class Engine:
         self.optimizer.close_groups()
         self._planner = planner
         self._holder = Holder()
-        self._steps = Steps(optimizer, self._holder)
+        self._steps = Steps(optimizer, self._holder, self.drain)
         self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.interrupted())
         self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
         self._started = time.perf_counter()
         # Whoever drops an engine without a word has its memory back with it, and the device its promise.
         weakref.finalize(self, device.promised.pop, id(self), None).atexit = False
+        weakref.finalize(self, process_hooks.uninstall).atexit = False
         self._attach(planned, weights, check_finite=True)
 
     # Life.
@@ -185,17 +186,23 @@ class Engine:
         """A declared backward broke off after it had updated some weights."""
         return self._steps.is_half_updated
 
+    def backward_failed(self) -> None:
+        """A backward raised: if it was this model's, roll it back, so that what is read next is right."""
+        if self._holder.attached is not None and self.now.executor.stage is Stage.BACKWARD:
+            self._passes.roll_back()
+
     def forget_pass(self) -> None:
         """Roll back a pass that broke off. Weights and optimizer are as before it; sums of gradients are not, if its backward had begun."""
         if self.now.executor.stage is not Stage.IDLE:
             self._passes.roll_back()
 
-    def zero_grad(self) -> None:
-        """Discard pending gradients. Never waits."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard pending gradients, or make them zero. Never waits."""
         if self.now.executor.stage is Stage.BACKWARD:
             self._passes.roll_back()
         self._steps.require_confirmed("zero_grad() was called before it")
-        self.now.gradients.discard()
+        self._steps.forget_clipping()
+        self.now.gradients.discard(to_zero=not set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the coming step's gradients, as torch.nn.utils.clip_grad_norm_ does for a plain model. Returns the norm."""
@@ -244,11 +251,13 @@ class Engine:
         store = self.now.store
         with torch.no_grad(), self.device.on_host():
             values = {name: store.read(name).cpu().clone() for name in names or store.params}
+        given = {name: (value, value._version) for name, value in values.items()}
         yield values
         self.finish_saving()
+        self.drain()
         with torch.no_grad(), self.device.on_host():
             for name, value in values.items():
-                if not torch.equal(value, store.read(name).cpu()):
+                if (given[name][0] is not value or given[name][1] != value._version) and not torch.equal(value, store.read(name).cpu()):
                     store.write(name, value)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
@@ -361,9 +370,12 @@ class Engine:
         old = self.now.planned
         self.drain()
         gradients = self.now.gradients
+        self._steps.apply_clipping()
+        gradients.make_zeros()
+        gradients.pull_assigned()
         with self.device.on_host():
             pending = {name: gradients.pending(name).detach().cpu().clone() for name in gradients.landed}
-            total, broken, is_applied = gradients.total.detach().cpu().clone(), gradients.broken, gradients.is_applied
+            total, was = gradients.total.detach().cpu().clone(), (gradients.broken, gradients.is_applied, gradients.is_consumed)
         state = self._release()
         planned = old
         try:
@@ -374,7 +386,7 @@ class Engine:
                 self.now.updates.load_state(name, values)
             self.now.gradients.restore(pending)
             self.now.gradients.total.copy_(total)
-            self.now.gradients.broken, self.now.gradients.is_applied = broken, is_applied
+            self.now.gradients.broken, self.now.gradients.is_applied, self.now.gradients.is_consumed = was
 
 
 def _require_something(given: dict[str, Tensor]) -> None:

@@ -32,10 +32,15 @@ class Gradients:
         """A step has used what has landed."""
         self.is_consumed = False
         """The last step was made in its backward, which kept no gradients, and zero_grad() was not called since."""
-        self.generation = 0
-        """Counts zero_grad(): tensors handed out as `p.grad` are valid in one generation."""
+        self._generation = 0
+        self._replaced: dict[str, int] = {}
+        """How often each `p.grad` was set by the user: tensors handed out before are another gradient's."""
         self._handed_out: set[str] = set()
         """Gradients that the user may have edited since their norm was taken."""
+        self._zeroed: set[str] = set()
+        """After zero_grad(set_to_none=False): gradients that are zero, if anybody looks."""
+        self._assigned: dict[str, tuple[Tensor, int]] = {}
+        """What the user assigned to `p.grad`, and its version. In torch it is the gradient's memory, so changes of either reach the other."""
         self.broken: str | None = None
         """The visit in which a backward broke off: what has landed is not the gradient of anything."""
         self._landing: dict[str, tuple[int | None, Tensor | None]] = {}
@@ -43,21 +48,48 @@ class Gradients:
         for name in self._names:
             expected = store.place.landing.get(store.place.layout.place[name][0])
             self._landing[name] = expected, store.gradient_view(name) if expected is not None else None
-        self._handles = {name: store.params[name].register_post_accumulate_grad_hook(self._taker(name)) for name in self._names}
+        self._handles: dict[str, list[Any]] = {}
+        for name in self._names:
+            self._hook(name)
 
-    def _taker(self, name: str) -> Callable[[Tensor], None]:
+    def _hook(self, name: str) -> None:
+        """Take the gradient after the user's own post-accumulate hooks. They see the sum so far in `param.grad`, as in torch."""
         # The garbage collector does not see hooks on tensors: one that referred to `self` would keep a dropped engine's memory for ever.
-        me = weakref.ref(self)
+        me, param = weakref.ref(self), self._store.params[name]
+        with torch._C.DisableTorchFunctionSubclass():
+            has_others = bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
-        def take(param: Tensor) -> None:
-            grad, param.grad = param.grad, None
-            gradients = me()
-            assert grad is not None and gradients is not None
-            gradients._take(name, grad)
+            def show_sum(param: Tensor) -> None:
+                gradients = me()
+                if gradients is not None and param.grad is not None and name in gradients.landed:
+                    gradients._show_sum(name, param.grad)
 
-        return take
+            def take(param: Tensor) -> None:
+                grad, param.grad = param.grad, None
+                gradients = me()
+                assert gradients is not None
+                if grad is None:  # a hook of the user's has dropped it
+                    gradients.remove(name)
+                else:
+                    gradients._take(name, grad, is_sum=has_others)
 
-    def _take(self, name: str, grad: Tensor) -> None:
+            handles = []
+            if has_others:
+                hooks: Any = param._post_accumulate_grad_hooks
+                others = list(hooks.items())
+                hooks.clear()  # torch runs them in the order of insertion
+                handles.append(param.register_post_accumulate_grad_hook(show_sum))
+                hooks.update(others)
+            self._handles[name] = [*handles, param.register_post_accumulate_grad_hook(take)]
+
+    def _show_sum(self, name: str, grad: Tensor) -> None:
+        total = self._landing[name][1]
+        if total is not None:
+            with torch.no_grad():
+                grad.copy_(total.add(grad))
+
+    def _take(self, name: str, grad: Tensor, *, is_sum: bool = False) -> None:
+        """`is_sum`: what landed before is in it already."""
         visit = self._current_visit()
         expected, total = self._landing[name]
         if total is None or visit not in (expected, ALL_VISITS):
@@ -68,7 +100,7 @@ class Gradients:
             raise OrderMismatch(tell(f"the gradient of {name} is complete {where}", found, "Prepare the model again with a batch that takes this path"))
         self.is_applied = False
         with torch.no_grad():
-            if name in self.landed:
+            if name in self.landed and not is_sum:
                 total.add_(grad)
             else:
                 total.copy_(grad)
@@ -83,12 +115,54 @@ class Gradients:
     # What users do with `p.grad` between passes. The lanes are idle.
 
     def has(self, name: str) -> bool:
-        return name in self.landed
+        return name in self.landed or name in self._zeroed
+
+    def generation(self, name: str) -> int:
+        """Changes with zero_grad() and with `p.grad = ...`: tensors handed out as `p.grad` are valid in one generation."""
+        return self._generation + self._replaced.get(name, 0)
 
     def hand_out(self, name: str) -> Tensor:
         """A gradient's memory, which the caller may write."""
         self._handed_out.add(name)
-        return self._store.waiting_gradient_on_device(name)
+        self._pull_assigned(name)
+        memory = self._store.waiting_gradient_on_device(name)
+        if name in self._zeroed:
+            self._zeroed.discard(name)
+            memory.zero_()
+            self.landed.add(name)
+        return memory
+
+    def make_zeros(self) -> None:
+        """Before a step: gradients that zero_grad(set_to_none=False) made zero, and that no backward has reached, are applied as zeros."""
+        with torch.no_grad():
+            for name in sorted(self._zeroed - self.landed):
+                self.hand_out(name)
+        self._zeroed.clear()
+
+    def _pull_assigned(self, name: str) -> None:
+        """The user may have changed the tensor that was assigned to `p.grad`."""
+        tensor, version = self._assigned.get(name, (None, 0))
+        if tensor is not None and tensor._version != version:
+            self._assigned[name] = (tensor, tensor._version)
+            self._handed_out.add(name)
+            with torch.no_grad():
+                self._store.waiting_gradient_on_device(name).copy_(tensor)
+
+    def pull_assigned(self) -> None:
+        for name in list(self._assigned):
+            self._pull_assigned(name)
+
+    def push_assigned(self) -> None:
+        """After a backward: tensors that were assigned to `p.grad` hold the sum."""
+        with torch.no_grad():
+            for name, (tensor, _) in self._assigned.items():
+                if name in self.landed and not tensor.requires_grad:
+                    tensor.copy_(self._store.waiting_gradient_on_device(name))
+                    self._assigned[name] = (tensor, tensor._version)
+
+    @property
+    def has_assigned(self) -> bool:
+        return bool(self._assigned)
 
     def assign(self, name: str, value: Tensor) -> None:
         """`p.grad = value`."""
@@ -106,16 +180,22 @@ class Gradients:
                 f"{name}.grad: a gradient was assigned to a parameter that got none in the profiling run of prepare, so the plan does not update it. "
                 "Prepare with a batch that trains it."
             )
+        self._forget(name)
         with torch.no_grad():
             self.hand_out(name).copy_(value)
+        self._assigned[name] = (value, value._version)
         self.landed.add(name)
         self.is_applied = False
 
     def remove(self, name: str) -> None:
         """`p.grad = None`."""
+        self._forget(name)
         self.landed.discard(name)
-        if not self.landed:
-            self.discard()
+
+    def _forget(self, name: str) -> None:
+        self._assigned.pop(name, None)
+        self._zeroed.discard(name)
+        self._replaced[name] = self._replaced.get(name, 0) + 1
 
     def scale(self, factor: float) -> None:
         """Multiply what has landed, in place."""
@@ -126,16 +206,16 @@ class Gradients:
     def hook_before_ours(self, name: str, register: Callable[[], Any]) -> Any:
         """Register a user's post-accumulate hook so that it runs while `param.grad` still holds the gradient: ours takes it away."""
         ours = self._handles.pop(name, None)
+        for handle in ours or ():
+            handle.remove()
+        theirs = register()
         if ours is not None:
-            ours.remove()
-        handle = register()
-        if ours is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._handles[name] = self._store.params[name].register_post_accumulate_grad_hook(self._taker(name))
-        return handle
+            self._hook(name)
+        return theirs
 
     def norm(self) -> Tensor:
         """The global norm of what has landed: a float64 scalar on the device, overwritten by the next call."""
+        self.pull_assigned()
         with torch.no_grad():
             for name in sorted(self._handed_out & self.landed):
                 torch.linalg.vector_norm(self._store.waiting_gradient_on_device(name), dtype=torch.float32, out=self._norm_of[name])
@@ -177,14 +257,17 @@ class Gradients:
                 self._norm_of[name].copy_(norm)
                 self.landed.add(name)
 
-    def discard(self) -> None:
+    def discard(self, *, to_zero: bool = False) -> None:
+        """`to_zero`: they are zero from now on, and not absent."""
+        self._zeroed = self._zeroed | self.landed if to_zero else set()
         self.landed.clear()
         self._handed_out.clear()
-        self.generation += 1
+        self._assigned.clear()
+        self._generation += 1
         self.broken, self.is_applied, self.is_consumed = None, False, False
 
     def detach(self) -> None:
         """Let go of the model, and of the memory that gradients are added up in."""
-        for handle in self._handles.values():
+        for handle in (handle for handles in self._handles.values() for handle in handles):
             handle.remove()
         self._landing.clear()

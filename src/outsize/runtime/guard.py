@@ -22,6 +22,7 @@ class Guard(TorchDispatchMode):
         super().__init__()
         # Neither the store itself nor its parameters: a mode lives until it is removed (from its own thread's stack), and would keep a dropped engine's memory.
         self._place, self._owner = store.place, store.owner
+        self._store = weakref.ref(store)
         place = store.place
         self._where = {
             id(store.params[piece.name]): (weakref.ref(store.params[piece.name]), piece.name, chunk.index, place.slots.slot_of[chunk.index])
@@ -32,6 +33,8 @@ class Guard(TorchDispatchMode):
         self._slot_at = {store.gpu["slot", slot].untyped_storage().data_ptr(): slot for slot in store.owner}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._store() is None:  # a mode that was not removed, since its store was collected inside of it
+            return func(*args, **(kwargs or {}))
         for leaf in tensors_of(*args, *(kwargs or {}).values()):
             if isinstance(leaf, torch.nn.Parameter):
                 if (known := self._where.get(id(leaf))) is not None and known[0]() is leaf:

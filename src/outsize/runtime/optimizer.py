@@ -34,8 +34,13 @@ _GROUP_KEYS = {"params", "lr", "betas", "eps", "weight_decay"}
 
 
 def require_valid_groups(groups: list[dict[str, Any]]) -> None:
-    """Raise if somebody (a scheduler, a loop) has set what no step can be made with."""
+    """Raise if a scheduler or a loop has set what no step can be made with."""
     for i, group in enumerate(groups):
+        if len(group["params"]) != len(group["param_names"]):
+            raise ConfigError(
+                f"param_groups[{i}]: it had {len(group['param_names'])} parameters when the model was prepared and has {len(group['params'])} now. "
+                "To stop training a parameter, set its grad to None before step(), or prepare the model again."
+            )
         for name in _GROUP_KEYS - {"params"}:
             value = group[name].item() if isinstance(group[name], Tensor) and group[name].numel() == 1 else group[name]
             if not _RULES[name][0](value):
@@ -96,6 +101,18 @@ class AdamW:
         return groups
 
 
+class _ParamState(dict[str, Tensor]):
+    """The state of one parameter. Its moments are views of where they live; entries that are assigned are copied there."""
+
+    def __init__(self, state: dict[str, Tensor], load: Callable[[dict[str, Tensor]], None]):
+        super().__init__(state)
+        self._load = load
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        super().__setitem__(key, value)
+        self._load(self)
+
+
 class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
     """`optimizer.state`: what the engine holds, by parameter. As in torch, a parameter that was never updated has no entry."""
 
@@ -103,8 +120,9 @@ class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
         self._optimizer = weakref.proxy(optimizer)
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
-        state = self._optimizer.state_of(self._optimizer.name_of(param))
-        return state if float(state["step"]) else {}
+        name = self._optimizer.name_of(param)
+        state = self._optimizer.state_of(name)
+        return _ParamState(state if float(state["step"]) else {}, lambda changed: self._optimizer.load_state_of(name, changed))
 
     def __setitem__(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
         self._optimizer.load_state_of(self._optimizer.name_of(param), {"step": torch.tensor(0.0), **state})  # {}: as never updated
@@ -126,7 +144,7 @@ class OwnsState(Protocol):
     """What the optimizer needs of the engine."""
 
     def step(self) -> None: ...
-    def zero_grad(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
     def optimizer_state(self, name: str) -> dict[str, Tensor]: ...
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None: ...
     def state_was_loaded(self) -> None: ...
@@ -137,11 +155,26 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine = engine
         super().__init__(groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay})
         self._name_of = {id(p): name for group in self.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)}
-        self.state = _State(self)  # type: ignore[assignment]
+        self._state = _State(self)
 
     @property
     def names(self) -> list[str]:
         return [name for group in self.param_groups for name in group["param_names"]]
+
+    @property
+    def state(self) -> Any:
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if hasattr(self, "_closed"):
+            raise ConfigError("optimizer.state: it was replaced, but the engine holds the state. Load a state dict, or assign to its entries.")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ConfigError("engine.optimizer: it cannot be copied, since the engine holds its state. Copy its state_dict().")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError("engine.optimizer: it cannot be pickled, since the engine holds its state. Save its state_dict().")
 
     def name_of(self, param: nn.Parameter) -> str:
         if id(param) not in self._name_of:
@@ -163,7 +196,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._engine.zero_grad()
+        self._engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_closed"):

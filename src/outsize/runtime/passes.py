@@ -99,6 +99,13 @@ class Passes:
             raise EngineMisuse(
                 f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the model, and prepare it again."
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = next((name for name, param in self._holder.now.frozen if param.requires_grad), None)
+        if thawed is not None:
+            raise EngineMisuse(
+                f"{thawed} requires grad, but it was frozen when the model was prepared, so the plan does not train it. "
+                "Call engine.detach() and prepare the model again."
+            )
         executor = self._holder.now.executor
         self._steps.require_usable()
         self._steps.require_confirmed("another forward began")
@@ -180,9 +187,13 @@ class Passes:
         now = self._holder.now
         executor = now.executor
         if executor.stage is Stage.WAITING and course == self._forward_number:
+            update = self._steps.begin_backward()
+            if now.gradients.has_assigned:
+                self._device.synchronize()
+                now.gradients.pull_assigned()
             self._device.watching(True)
             now.access.begin_pass()
-            executor.begin_backward(pending=bool(now.gradients.landed), update=self._steps.begin_backward())
+            executor.begin_backward(pending=bool(now.gradients.landed), update=update)
         elif executor.stage is not Stage.BACKWARD:
             where = now.planned.graph.visit_name(visit) if executor.sees_visits else "the model"
             found = f"another one reaches {where}; its activations are gone"
@@ -191,9 +202,13 @@ class Passes:
             executor.enter_backward(visit)
 
     def backward_ends(self) -> None:
-        self._holder.now.executor.end_backward()
+        now = self._holder.now
+        now.executor.end_backward()
         self._device.watching(False)
-        self._holder.now.access.end_pass()
+        now.access.end_pass()
+        if now.gradients.has_assigned:
+            self._device.synchronize()
+            now.gradients.push_assigned()
 
     # Between passes.
 

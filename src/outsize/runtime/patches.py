@@ -18,9 +18,9 @@ from outsize.runtime.store import Store
 
 class Patches:
     def __init__(
-        self, model: nn.Module, store: Store, *, drain: Callable[[], None], zero_grad: Callable[[], None]
+        self, model: nn.Module, store: Store, *, drain: Callable[[], None], export: Callable[[str], Tensor], zero_grad: Callable[[bool], None]
     ):  # fmt: skip
-        self._model, self._store, self._drain = model, store, drain
+        self._model, self._store, self._drain, self._export = model, store, drain, export
         self._handles: list[Any] = []
         self._attributes: list[tuple[nn.Module, str]] = []
         names = {id(p): name for name, p in store.params.items()}
@@ -36,7 +36,7 @@ class Patches:
             if owned:
                 self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
                 self._handles.append(module.register_load_state_dict_pre_hook(_refuse_assign))
-        self._set(model, "zero_grad", lambda set_to_none=True: zero_grad())
+        self._set(model, "zero_grad", lambda set_to_none=True: zero_grad(set_to_none))
         self._cached = turn_caches_off(model)
 
     @contextmanager
@@ -63,7 +63,7 @@ class Patches:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._drain()
             for key, name in owned.items():
-                state[prefix + key] = self._store.read(name, owns=True)
+                state[prefix + key] = self._export(name)
 
         return hook
 

@@ -2,6 +2,7 @@
 
 - `torch.nn.utils.clip_grad_norm_` over all parameters of a prepared model is the engine's clipping. (A reference to torch's own function that was
   imported earlier works too, through `p.grad`, but reads and writes every gradient.)
+- A backward that breaks off is rolled back.
 - A step of another optimizer over prepared parameters is refused.
 - A wrapper that replicates a prepared model (DDP, DataParallel) or compiles it is refused when it takes the model. FSDP fails at its first write to
   a parameter (access.py), fully_shard at the next forward, which finds other parameters in the model (store.py).
@@ -36,25 +37,41 @@ _REFUSED = {
     "DataParallel": "outsize trains on one device: use the prepared model itself.",
     "OptimizedModule": "The schedule needs the model's own layers, which torch.compile replaces: use the prepared model without torch.compile.",
 }
-_clip_grad_norm_ = nn.utils.clip_grad_norm_
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _handles: list[Any] = []
+_originals: dict[str, Callable[..., Any]] = {}
+"""Functions of torch that ours stand in for, by name."""
 
 
 def install(engine: Clips) -> None:
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
         _handles.append(register_module_module_registration_hook(_refuse_wrappers))
-        _set_clipping(_clip_through_engine)
+        _originals.update(clip_grad_norm_=nn.utils.clip_grad_norm_, backward=torch.autograd.backward)
+        _put(nn.utils, "clip_grad_norm_", _clip_through_engine)
+        _put(nn.utils.clip_grad, "clip_grad_norm_", _clip_through_engine)
+        _put(torch.autograd, "backward", _backward)
     _engines.add(engine)
 
 
-def uninstall(engine: Clips) -> None:
-    _engines.discard(engine)
-    if not _engines:
+def uninstall(engine: Clips | None = None) -> None:
+    """None: an engine was collected."""
+    if engine is not None:
+        _engines.discard(engine)
+    if not _engines and _handles:
         while _handles:
             _handles.pop().remove()
-        _set_clipping(_clip_grad_norm_)
+        for module, name, ours in (
+            (nn.utils, "clip_grad_norm_", _clip_through_engine),
+            (nn.utils.clip_grad, "clip_grad_norm_", _clip_through_engine),
+            (torch.autograd, "backward", _backward),
+        ):
+            if getattr(module, name) is ours:  # else somebody has wrapped it since
+                _put(module, name, _originals[name])
+
+
+def _put(module: Any, name: str, function: Callable[..., Any]) -> None:
+    setattr(module, name, function)
 
 
 def attached_engines() -> list[Any]:
@@ -62,9 +79,14 @@ def attached_engines() -> list[Any]:
     return list(_engines)
 
 
-def _set_clipping(function: Callable[..., Tensor]) -> None:
-    for module in (nn.utils, nn.utils.clip_grad):
-        module.clip_grad_norm_ = function  # type: ignore[attr-defined]
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.backward. Nothing of ours runs when a backward breaks off, so its exception is caught here."""
+    try:
+        return _originals["backward"](*args, **kwargs)
+    except BaseException:
+        for engine in attached_engines():
+            engine.backward_failed()
+        raise
 
 
 def _clip_through_engine(
@@ -74,7 +96,7 @@ def _clip_through_engine(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     engine = _engine_of_all(params) if float(norm_type) == 2.0 else None
     if engine is None:
-        return _clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _originals["clip_grad_norm_"](params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = engine.clip_grad_norm_(float(max_norm))
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise RuntimeError(f"The total norm of order 2.0 for gradients from `parameters` is non-finite ({float(norm)}), so it cannot be clipped.")

@@ -19,15 +19,14 @@ from outsize.runtime.updates import Step
 
 
 class Steps:
-    def __init__(self, spec: AdamW, holder: Holder):
-        self._spec, self._holder = spec, holder
+    def __init__(self, spec: AdamW, holder: Holder, drain: Callable[[], None]):
+        self._spec, self._holder, self._drain = spec, holder, drain
         self._declared = False
         self._made: dict[int, Step] = {}
         """Chunks that a declared backward has updated, until `step()` confirms it."""
         self._step: Step | None = None
-        self._clip_at = spec.max_grad_norm
-        self._is_clip_asked = False
-        """`clip_grad_norm_` was called for the coming step, which applies it."""
+        self._clip_at: float | None = None
+        """What `clip_grad_norm_` was called with. The gradients are clipped when somebody looks at them, or by the step."""
         self._broke_in: str | None = None
         """The block in which a declared backward broke off after it had updated some weights."""
         self._failed: str | None = None
@@ -40,7 +39,7 @@ class Steps:
     @contextmanager
     def last_backward(self) -> Iterator[None]:
         # Clipping and skipping need all gradients before the first update: then `step()` does the work, to the same bits.
-        self._declared = self._clip_at is None and self._spec.nonfinite == "raise"
+        self._declared = self._spec.max_grad_norm is None and self._clip_at is None and self._spec.nonfinite == "raise"
         try:
             yield
         finally:
@@ -48,6 +47,7 @@ class Steps:
 
     def begin_backward(self) -> bool:
         """Whether the backward that begins updates as it goes."""
+        self.apply_clipping()
         if not self._declared and not self._holder.now.plan.terms.hold_gradients:
             do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or AdamW(update='after_step')"
             raise EngineMisuse(tell("this plan keeps no gradients, so every backward is declared to be the last before step()", "this one is not", do))
@@ -78,12 +78,14 @@ class Steps:
     def step(self) -> bool:
         """Update with what has landed; False if the step was skipped. Returns once the updates are issued."""
         now = self._holder.now
+        if not self._made:
+            now.gradients.make_zeros()
         if not self._made and not now.gradients.landed:
             raise EngineMisuse(
                 "step: no gradient has arrived since the last zero_grad(), so there is nothing to apply. Call loss.backward() before step()."
             )
+        clip_at = self._take_clipping()
         total = now.gradients.norm()
-        clip_at, self._clip_at, self._is_clip_asked = self._clip_at, self._spec.max_grad_norm, False
         if self._made:
             for made in self._made.values():
                 now.updates.count(made)
@@ -113,8 +115,33 @@ class Steps:
         if self._made and not math.isinf(max_norm):
             do = "Give prepare AdamW(max_grad_norm=...), or leave last_backward() out"
             raise EngineMisuse(tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do))
-        self._clip_at, self._is_clip_asked = max_norm, True
+        self.apply_clipping()
+        self._clip_at = None if math.isinf(max_norm) else max_norm
         return self._holder.now.gradients.norm().clone()
+
+    def _take_clipping(self) -> float | None:
+        """The norm at which the step clips. Of clipping that was asked for and the optimizer's own, the smaller is the result of both."""
+        asked, own = self._clip_at, self._spec.max_grad_norm
+        if asked is not None and own is not None and asked > own:
+            self.apply_clipping()
+            return own
+        self._clip_at = None
+        return own if asked is None else asked
+
+    def apply_clipping(self) -> None:
+        """Clip the gradients in place, if that was asked for and not done."""
+        max_norm, self._clip_at = self._clip_at, None
+        gradients = self._holder.now.gradients
+        if max_norm is None or not gradients.landed:
+            return
+        norm = float(gradients.norm())
+        factor = clip_factor(norm, max_norm) if math.isfinite(norm) else (0.0 if math.isinf(norm) else math.nan)
+        if factor != 1.0:
+            self._drain()
+            gradients.scale(factor)
+
+    def forget_clipping(self) -> None:
+        self._clip_at = None
 
     def before_grad_access(self) -> None:
         """`p.grad` is about to be read or written: gradients must still be there, and clipped if clipping was asked for."""
@@ -124,11 +151,7 @@ class Steps:
                 "p.grad: the backward inside last_backward() has used the gradients to update weights and kept none. "
                 "Leave last_backward() out (prepare with AdamW(update='after_step')) to read or change gradients."
             )
-        if self._is_clip_asked and self._clip_at is not None and gradients.waiting:
-            factor = clip_factor(float(gradients.norm()), self._clip_at)
-            self._clip_at, self._is_clip_asked = None, False
-            if factor != 1.0:
-                gradients.scale(factor)
+        self.apply_clipping()
 
     @property
     def is_half_updated(self) -> bool:
@@ -150,7 +173,7 @@ class Steps:
 
     def state_was_loaded(self) -> None:
         """Weights and optimizer are whole again."""
-        self._failed, self._broke_in, self._not_finite = None, None, list
+        self._failed, self._broke_in, self._not_finite, self._clip_at = None, None, list, None
         # What a declared backward has made since is of the state that was there before.
         self._made, self._step = {}, None
 

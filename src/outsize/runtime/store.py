@@ -159,7 +159,7 @@ class Store:
         index, piece = self.place.layout.place[name]
         on_host = self.place.updates_on_host(index)
         buffer = self._map(self.place.host_gradient_buffer(index)) if on_host else self.gradient(index)
-        return self._view(buffer, index, piece, dtype=self.gradient_dtype(index))
+        return self._view(buffer, index, piece, dtype=self.gradient_dtype(index), owns=True)
 
     def _map(self, buffer: Buffer) -> Tensor:
         if buffer not in self._mapped:
