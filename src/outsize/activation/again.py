@@ -10,11 +10,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
+from outsize.model.state import ModuleState
 from outsize.model.tensors import tensors_in
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -95,15 +96,15 @@ class _Saved:
         self._tensors = tensors
 
 
-def compared(forward: Callable[[], Any], device: torch.device, report: Callable[[str], None]) -> Any:
+def compared(forward: Callable[[], Any], device: torch.device, report: Callable[[str], None], module: nn.Module | None = None) -> Any:
     """Run `forward`, keep what autograd saves, and compare that run with a second one in backward.
 
     The second run is as `made_again` would run it. `report` gets how it differs, "" if it does not. Gradients come from the first run.
-    A second run that raises is reported too, unless memory ran out.
+    A second run that raises is reported too, unless memory ran out; so is one that writes to the state of `module`.
     """
     if not torch.is_grad_enabled():
         return forward()
-    run = _Compared(forward, _Surroundings(device), report)
+    run = _Compared(forward, _Surroundings(device), report, module)
     with saved_tensors_hooks(run.note, run.get):
         outputs = forward()
     run.returned(outputs)
@@ -113,8 +114,10 @@ def compared(forward: Callable[[], Any], device: torch.device, report: Callable[
 class _Compared:
     """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with a second run."""
 
-    def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings", report: Callable[[str], None]):
-        self._forward, self._surroundings, self._report = forward, surroundings, report
+    def __init__(
+        self, forward: Callable[[], Any], surroundings: "_Surroundings", report: Callable[[str], None], module: nn.Module | None
+    ):  # fmt: skip
+        self._forward, self._surroundings, self._report, self._module = forward, surroundings, report, module
         self._kinds: list[_Kind] = []
         self._outputs: list[tuple[Tensor, int]] | None = None
         """With their versions: what the model writes into them afterwards is no difference. None before the first run has returned, and
@@ -130,7 +133,13 @@ class _Compared:
     def get(self, saved: Tensor) -> Tensor:
         if self._outputs is not None:
             outputs, self._outputs = self._outputs, None
-            self._report(self._difference(outputs))
+            before = ModuleState(self._module) if self._module is not None else None
+            difference = self._difference(outputs)
+            if before is not None:
+                written = before.changed()
+                before.restore()
+                difference = difference or (f"the forward writes {written}, and a second one would write it twice" if written else "")
+            self._report(difference)
         return saved
 
     def _difference(self, outputs: list[tuple[Tensor, int]]) -> str:

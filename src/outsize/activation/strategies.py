@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.activation.again import compared, made_again
@@ -31,13 +31,13 @@ def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def keep_and_compare(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], report: Callable[[str], None]
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], report: Callable[[str], None], module: nn.Module | None = None
 ) -> Any:
     """For trial runs: `keep`, and in backward the forward that `recompute` would run. `report` gets how they differ, or ""."""
     first = next(tensors_in((args, kwargs)), None)
     if first is None:
         return forward(*args, **kwargs)
-    return compared(lambda: forward(*args, **kwargs), first.device, report)
+    return compared(lambda: forward(*args, **kwargs), first.device, report, module)
 
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:

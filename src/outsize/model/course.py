@@ -141,7 +141,7 @@ class Course:
         self._openings.append((torch.autograd._get_sequence_nr(), visit))
         self._listener.forward_enters(visit, layer)
 
-    def _root_runs(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _root_runs(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):  # torch calls no hook after these
@@ -156,7 +156,7 @@ class Course:
         else:
             self._listener.forward_enters(self._visit, index)
 
-    def _layer_runs(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _layer_runs(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return self._listener.runs(self._visit, index, forward, args, kwargs)
 
     def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -140,7 +140,7 @@ class Pass:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
             if self.scout and self.tracer.compares:
-                outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure))
+                outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
             else:
                 can = self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts)
                 strategy = self.strategy if can else "keep"

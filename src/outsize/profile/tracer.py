@@ -31,6 +31,7 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
+from outsize.model.state import ModuleState
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
@@ -291,6 +292,7 @@ class Tracer:
         python_rng, numpy_rng = random.getstate(), np.random.get_state()
         owned = [(module, name, b) for module in self.model.modules() for name, b in module._buffers.items() if b is not None]
         buffers = [(module, name, b, b.data, b.clone()) for module, name, b in owned]
+        module_state = ModuleState(self.model)
         grads = [(p, p.grad) for p in self.model.parameters()]
         values = [(p, p.data) for p in self.model.parameters()]
         generators = [(generator, generator.get_state()) for generator in generators_of(self.model)]
@@ -329,6 +331,7 @@ class Tracer:
             torch.set_autocast_cache_enabled(autocast_cache)
             turn_caches_on(cached)
             turn_layerdrop_on(dropped)
+            module_state.restore()
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
             self.device.set_rng_state(device_rng)

@@ -1,0 +1,176 @@
+"""Models whose forward changes something beside its outputs: statistics, counters, random numbers of other generators. Each trains as a plain loop does,
+buffers included, under every strategy: what must not run twice is not recomputed."""
+
+import logging
+import random
+from typing import Any
+
+import cells
+import foreign_plans
+import numpy as np
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import outsize
+
+WIDTH = 8
+
+
+class Normed(nn.Module):
+    """Running statistics, which a second forward would update twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.proj(x)))
+
+
+class Spectral(nn.Module):
+    """Power iteration in every forward: a second one gives another weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.proj(x))
+
+
+class Counting(nn.Module):
+    """Counts tokens in a buffer, calls in an attribute, and keeps a moving average of its output that the next forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.long))
+        self.calls = 0
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.proj(x)) + 0.1 * self.mean
+        with torch.no_grad():
+            self.tokens += len(x)
+            self.calls += 1
+            self.mean = 0.9 * self.mean + 0.1 * out.mean(0)
+        return x + out
+
+
+class Drawing(nn.Module):
+    """Dropout with numpy's and Python's generators and with one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.proj(x) * torch.from_numpy((np.random.rand(WIDTH) > 0.3).astype(np.float32))
+        out = out * (0.5 + random.random())
+        return x + out * (torch.rand(WIDTH, generator=self.generator) > 0.2)
+
+
+class Indexed(nn.Module):
+    """Called with `index=` and `forward=`, which are names of arguments of our own wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, index: int = 0, forward: float = 1.0) -> Tensor:
+        return x + torch.tanh(self.proj(x)) * forward / (index + 1)
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(block() for _ in range(4))
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for i, layer in enumerate(self.layers):
+            x = layer(x, index=i, forward=0.5) if isinstance(layer, Indexed) else layer(x)
+        return {"loss": self.out(x).square().mean()}
+
+
+BLOCKS = [Normed, Spectral, Counting, Drawing, Indexed]
+DATA = [{"x": torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i))} for i in range(3)]
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    attributes = {f"{n}.{k}": v for n, m in model.named_modules() for k, v in vars(m).items() if isinstance(v, Tensor) or k == "calls"}
+    return {**{n: v.clone() for n, v in model.state_dict().items()}, **{k: v.clone() if isinstance(v, Tensor) else v for k, v in attributes.items()}}
+
+
+def train(model: nn.Module, optimizer: Any) -> list[float]:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    losses = []
+    for batch in DATA:
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "swap"])
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.__name__)
+def test_state_equals_that_of_plain_training_under_every_strategy(block: type[nn.Module], strategy: str) -> None:
+    plain, model = Stack(block), Stack(block)
+    expected = train(plain, foreign_plans.reference(plain))
+    how: dict[str, Any] = dict(weights="host", optimizer="host", depth=0, strategy=strategy, chunk_bytes=256)
+    engine = cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device="sim:16MiB", **how)
+    recomputed = {s for s in engine.plan.decision.strategies if s in ("recompute", "offload")}
+    assert bool(recomputed) == (block is Indexed and strategy in ("recompute", "offload"))
+    assert train(model, engine.optimizer) == expected
+    engine.detach()
+    torch.testing.assert_close(state(model), state(plain), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.__name__)
+def test_prepare_leaves_model_and_generators_as_they_were(block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = Stack(block), Stack(block)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with caplog.at_level(logging.WARNING, logger="outsize"):
+        engine = outsize.prepare(model, DATA[0], device="cpu", chunk_bytes="1KiB")
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    torch.testing.assert_close(state(model), state(twin), rtol=0, atol=0)
+    noted = [text for text in caplog.messages if "not recomputed" in text]
+    assert len(noted) == (0 if block is Indexed else 1) and all("layers.0 and 3 more" in text for text in noted)
+    if block is Normed:
+        assert "the forward writes norm.running_mean" in noted[0]
+    engine.detach()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "mixtral", "qwen3-next", "modernbert"])
+def test_ordinary_layers_are_recomputed(kind: str) -> None:
+    _, trace = cells.Cell(kind=kind).traced("sim:64MiB")
+    assert not trace.notes
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:64MiB"])
+def test_gradients_reach_the_models_inputs(device: str) -> None:
+    """Soft prompts, GANs, embeddings made by hand: `sim` cut them off, CUDA did not."""
+    def run(model: nn.Module, optimizer: Any) -> Tensor:
+        prompt = torch.randn(2, 4, zoo.HIDDEN, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        labels = torch.ones(2, 4, dtype=torch.long)
+        model(inputs_embeds=prompt * 2, labels=labels).loss.backward()
+        optimizer.step()
+        assert prompt.grad is not None
+        return prompt.grad
+
+    plain, model = zoo.make("llama-untied"), zoo.make("llama-untied")
+    for one in (plain, model):
+        one.model.embed_tokens.weight.requires_grad_(False)
+    batch = {"inputs_embeds": torch.randn(2, 4, zoo.HIDDEN), "labels": torch.ones(2, 4, dtype=torch.long)}
+    expected = run(plain, foreign_plans.reference(plain))
+    engine = cells.prepare_by_hand(model, batch, spec=foreign_plans.SPEC, device=device, **foreign_plans.STREAMED)
+    assert torch.equal(run(model, engine.optimizer), expected)
+    engine.detach()
