@@ -14,6 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import outsize
+from outsize.base.errors import EngineMisuse, ModelUnsupported
 
 WIDTH = 8
 
@@ -174,3 +175,57 @@ def test_gradients_reach_the_models_inputs(device: str) -> None:
     engine = cells.prepare_by_hand(model, batch, spec=foreign_plans.SPEC, device=device, **foreign_plans.STREAMED)
     assert torch.equal(run(model, engine.optimizer), expected)
     engine.detach()
+
+
+class Codebook(nn.Module):
+    """Moves a parameter in its forward, as vector quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.codes = nn.Parameter(torch.randn(4, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x + torch.tanh(self.proj(x)) + self.codes.mean(0)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:16MiB"])
+@pytest.mark.parametrize(("block", "name"), [(Codebook, "layers.0.codes"), (Renormed, "layers.0.table.weight")], ids=["codebook", "max_norm"])
+def test_a_parameter_that_the_forward_writes_is_refused_and_left_as_it_was(block: type[nn.Module], name: str, device: str) -> None:
+    model, twin = Stack(block), Stack(block)
+    with pytest.raises(ModelUnsupported, match=rf"{name}: the model's forward writes this parameter.*Keep it as a buffer"):
+        outsize.prepare(model, DATA[0], device=device)
+    torch.testing.assert_close(state(model), state(twin), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("plan", list(foreign_plans.PLANS))
+def test_a_weight_that_a_hook_writes_in_a_pass_is_kept_or_refused(plan: str) -> None:
+    def clamp(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.01, 0.01)  # type: ignore[operator, union-attr]
+
+    (plain, reference), (model, engine) = foreign_plans.both(plan)
+    for run, optimizer in ((plain, reference), (model, engine.optimizer)):
+        run.model.layers[1].mlp.up_proj.register_forward_pre_hook(clamp)
+        if run is model and plan != "resident":
+            with pytest.raises(EngineMisuse, match=r"layers\.1\.mlp\.up_proj\.weight: it was written inside a forward or backward.*between steps"):
+                run(**zoo.batch("llama"))
+            engine.optimizer.zero_grad()
+            engine.detach()
+            return
+        for seed in range(2):
+            run(**zoo.batch("llama", seed=seed)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.detach()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

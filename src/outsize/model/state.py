@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-_PLAIN = (bool, int, float, complex, str)
+_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from outsize.activation.strategies import RUNS_TWICE, SENDS
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
@@ -40,6 +41,8 @@ from outsize.profile.phases import Phase
 from outsize.profile.trace import ModelTrace
 from outsize.progress import Bar
 
+_MOST_COMPARED_BYTES = 4 * 2**20
+"""Of parameters on another device, compared with what they were copied from. Codebooks are smaller."""
 _NOTHING = (True, ())
 """A layer's output goes on to the next layer as it is, and no weights are read in between."""
 
@@ -63,6 +66,9 @@ class Tracer:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.progress = Bar("Looking at the model")
         self._brought: dict[nn.Parameter, Tensor] = {}
+        self._saved: dict[nn.Parameter, torch.UntypedStorage] = {}
+        """Values of parameters that run where they are: a forward may write them."""
+        self._versions: dict[nn.Parameter, int] = {}
         self._storages: dict[nn.Parameter, int] = {}
         """Where the values of parameters are while the model runs."""
         self._static: set[int] = set()
@@ -92,6 +98,10 @@ class Tracer:
             elif param.device != self.device.torch_device:
                 self._brought[param] = param.data
                 param.data = param.data.to(self.device.torch_device)
+            elif param not in self._brought and param not in self._saved and detect_fake_mode() is None:
+                with self.device.on_host():
+                    self._saved[param] = param.untyped_storage().clone()
+            self._versions.setdefault(param, param._version)
             self._storages[param] = param.untyped_storage()._cdata
             self._static.add(self._storages[param])
 
@@ -258,9 +268,9 @@ class Tracer:
             do = "Turn off what drops layers at random until the model is prepared; training may drop them"
             raise ModelUnsupported(tell("a model takes the same way through its layers every time that it is looked at", found, do))
         self._path = run.layer_of
-        self._require_own_memory()
+        self._require_own_memory(compares_values=run.scout)
 
-    def _require_own_memory(self) -> None:
+    def _require_own_memory(self, *, compares_values: bool) -> None:
         """Parameters are views into the engine's buffers: a value that the model's code puts elsewhere would be lost."""
         for name, param in self.model.named_parameters():
             if param in self._storages and param.untyped_storage()._cdata != self._storages[param]:
@@ -269,6 +279,22 @@ class Tracer:
                     "of its own. Write new values between steps, inside `with engine.gathered(name)`, or train this model "
                     "without outsize."
                 )
+            if param in self._versions and (param._version != self._versions[param] or (compares_values and self._has_other_values(param))):
+                raise ModelUnsupported(
+                    f"{name}: the model's forward writes this parameter (as nn.Embedding(max_norm=...) and codebooks do), and a plan may stream it from "
+                    "the host, where the write would be lost. Keep it as a buffer, or write it between steps."
+                )
+
+    def _has_other_values(self, param: nn.Parameter) -> bool:
+        """Whether it was written through `.data`, which its version does not tell. Large ones on another device are not compared."""
+        if param in self._saved:
+            saved = torch.empty(0, dtype=torch.uint8).set_(self._saved[param])
+            now = torch.empty(0, dtype=torch.uint8).set_(param.untyped_storage())
+            return not torch.equal(saved, now)
+        original = self._brought.get(param)
+        if original is None or param.nbytes > _MOST_COMPARED_BYTES or is_hollow(original) or detect_fake_mode() is not None:
+            return False
+        return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
 
     def _drop_grad(self, param: Tensor) -> None:
         self._got_gradient.add(id(param))
@@ -315,7 +341,12 @@ class Tracer:
         finally:
             for param, data in values:
                 param.data = data
+            for param, bytes_before in self._saved.items():
+                if self._has_other_values(param):
+                    param.untyped_storage().copy_(bytes_before)
             self._brought.clear()
+            self._saved.clear()
+            self._versions.clear()
             for generator, state in generators:
                 generator.set_state(state)
             for param, grad in grads:

@@ -1,5 +1,6 @@
 """A batch of the user's at another size: what a plan is made for, and what is tried where that is too large to try."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,6 +8,11 @@ from torch import Tensor
 
 from outsize.base.errors import ConfigError, tell
 from outsize.base.units import is_count
+
+
+def as_dict(batch: Any) -> Any:
+    """BatchEncoding and other mappings as the dict that `model(**batch)` makes of them. Anything else as it is."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:

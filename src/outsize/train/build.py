@@ -33,7 +33,7 @@ from outsize.runtime.access import owner_of
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
 from outsize.runtime.process_hooks import attached_engines
-from outsize.train.batches import Images, grown, num_rows, require_something
+from outsize.train.batches import Images, as_dict, grown, num_rows, require_something
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
 from outsize.train.trial import try_out
@@ -228,6 +228,7 @@ def _get_ready(
         return solve(found, terms)
 
     def planner(_: nn.Module, batch: Any, terms: Terms) -> Planned:
+        batch = as_dict(batch)
         # Nothing may keep the error: its frames hold the activations of what did not fit.
         if (both := images.added_to(batch)) is not None:
             try:
@@ -366,9 +367,19 @@ def _refused_mix(name: str, error: RuntimeError) -> ModelUnsupported:
 
 
 def _one_owner_of_recompute(model: nn.Module) -> None:
-    if getattr(model, "is_gradient_checkpointing", False):
-        log.warning("gradient checkpointing is turned off: the plan decides per block what is recomputed")
-        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    """Turn off checkpointing that the model does itself: transformers', also of a model inside a wrapper, diffusers', timm's."""
+    found = []
+    for name, module in model.named_modules():
+        if getattr(module, "is_gradient_checkpointing", False) is True and hasattr(module, "gradient_checkpointing_disable"):
+            module.gradient_checkpointing_disable()
+            found.append(name)
+        for flag in ("gradient_checkpointing", "grad_checkpointing"):
+            if vars(module).get(flag) is True:
+                setattr(module, flag, False)
+                found.append(name)
+    if found:
+        where = f" in {found[0]}" if found[0] else ""
+        log.warning("gradient checkpointing is turned off%s: the plan decides per block what is recomputed", where)
 
 
 # Models that only run forward beside the one that is trained: reference models and reward models.

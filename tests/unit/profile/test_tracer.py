@@ -79,11 +79,23 @@ class Layer(nn.Module):
         return x + self.drop(torch.tanh(self.norm(self.proj(x))))
 
 
+class Stateless(nn.Module):
+    """Can be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.proj(x)))
+
+
 class Model(nn.Module):
-    def __init__(self, num_layers: int = 4) -> None:
+    def __init__(self, num_layers: int = 4, layer: type[nn.Module] = Layer) -> None:
         super().__init__()
         self.embed = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(layer() for _ in range(num_layers))
         self.head = nn.Linear(8, 3)
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.fails = False
@@ -566,7 +578,7 @@ class LooksFirst(Model):
 
 
 def test_layers_that_run_without_grad_first_do_not_stand_for_those_that_train() -> None:
-    graph, found = trace(LooksFirst(num_layers=6), batch())
+    graph, found = trace(LooksFirst(num_layers=6, layer=Stateless), batch())
     layers = [visit for visit in range(len(graph.visits)) if graph.visit_name(visit).startswith("layers")]
     assert [graph.has_backward[visit] for visit in layers] == [False] * 6 + [True] * 6
     assert all(found.strategies(visit) == (STRATEGIES if graph.has_backward[visit] else ("keep",)) for visit in layers)
@@ -590,7 +602,7 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize("odd", [(2,), (1, 3, 5)])
 def test_a_layer_whose_second_run_differs_is_kept_or_swapped_and_a_note_names_it(odd: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
-    model = Model(num_layers=7)
+    model = Model(num_layers=7, layer=Stateless)
     for i in odd:
         model.layers[i] = Remembers()
     model.register_forward_pre_hook(lambda module, args, kwargs: [module.layers[i].seen.clear() for i in odd] and None, with_kwargs=True)
