@@ -279,20 +279,23 @@ class Tracer:
                     "of its own. Write new values between steps, inside `with engine.gathered(name)`, or train this model "
                     "without outsize."
                 )
-            if param in self._versions and (param._version != self._versions[param] or (compares_values and self._has_other_values(param))):
+            if compares_values and param in self._versions and self._has_other_values(param):
                 raise ModelUnsupported(
                     f"{name}: the model's forward writes this parameter (as nn.Embedding(max_norm=...) and codebooks do), and a plan may stream it from "
                     "the host, where the write would be lost. Keep it as a buffer, or write it between steps."
                 )
 
     def _has_other_values(self, param: nn.Parameter) -> bool:
-        """Whether it was written through `.data`, which its version does not tell. Large ones on another device are not compared."""
+        """Whether it was written. Large ones on another device are compared only if their version tells of a write, which may have been of the same
+        values (PEFT's parametrizations)."""
         if param in self._saved:
             saved = torch.empty(0, dtype=torch.uint8).set_(self._saved[param])
             now = torch.empty(0, dtype=torch.uint8).set_(param.untyped_storage())
             return not torch.equal(saved, now)
         original = self._brought.get(param)
-        if original is None or param.nbytes > _MOST_COMPARED_BYTES or is_hollow(original) or detect_fake_mode() is not None:
+        if original is None or is_hollow(original) or detect_fake_mode() is not None:
+            return False
+        if param.nbytes > _MOST_COMPARED_BYTES and param._version == self._versions[param]:
             return False
         return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
 

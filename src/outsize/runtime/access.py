@@ -56,8 +56,6 @@ class ParameterAccess:
         self._managed = [(p, type(p), prepared_class(type(p))) for name, p in store.params.items() if name in moves]
         self._split = {piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces}
         self._is_drained = False
-        self._versions: list[int] = []
-        """Of the managed parameters, when the pass began."""
         self._touched: set[int] = set()
         """Chunks whose memory was handed out since the last pass."""
         self._handed_out: dict[str, list[weakref.ref[PreparedTensor]]] = {}
@@ -74,28 +72,10 @@ class ParameterAccess:
         self.settle()
         for param, plain, _ in self._managed:
             param.__class__ = plain
-        self._versions = [param._version for param, _, _ in self._managed]
 
     def end_pass(self) -> None:
         for param, _, prepared in self._managed:
             param.__class__ = prepared
-
-    def require_unwritten(self) -> None:
-        """Raise if a weight was written in the pass that ends now and the write is lost, in a slot or beside its home."""
-        with torch._C.DisableTorchFunctionSubclass():
-            now = [param._version for param, _, _ in self._managed]
-        if now == self._versions or not self._versions:
-            return
-        written = [param for (param, _, _), was, version in zip(self._managed, self._versions, now, strict=True) if was != version]
-        self._versions = now
-        for param in written:
-            name = _OWNERS[id(param)][2]
-            if self._store.place.has_host_weights(self._store.place.layout.place[name][0]):
-                raise EngineMisuse(
-                    f"{name}: it was written inside a forward or backward, where this plan has only a copy of it, so the write is lost. "
-                    "Write weights between steps (see docs/other-code.md)."
-                )
-            self._written_unseen(name)
 
     def settle(self) -> None:
         """Before the engine reads or writes weights: wait for the user's operators and bring what they wrote to every copy of a weight."""

@@ -180,8 +180,6 @@ class Passes:
         finally:
             self._device.watching(False)
             self._holder.now.access.end_pass()
-        if not failed:
-            self._holder.now.access.require_unwritten()
 
     # Backward.
 
@@ -208,7 +206,6 @@ class Passes:
         now.executor.end_backward()
         self._device.watching(False)
         now.access.end_pass()
-        now.access.require_unwritten()
         if now.gradients.has_assigned:
             self._device.synchronize()
             now.gradients.push_assigned()
