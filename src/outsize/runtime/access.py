@@ -5,7 +5,8 @@ A slot holds a streamed chunk only while a block that uses it runs. Between pass
 chunk, and the host may still be updating weights. So between passes every trainable or streamed parameter has the class `PreparedParameter`.
 Its `__torch_function__` sees every use of the parameter from Python: it waits for updates in flight and runs the operator on a tensor over the
 parameter's home instead. On CUDA that tensor maps the pinned home into the GPU's address space, so nothing is copied and writes reach the home.
-In a pass the class is `nn.Parameter` again. Two class assignments per parameter and pass (0.1 µs each) are the only cost in the steady state.
+In a pass the class is `nn.Parameter` again. In the steady state this costs two class assignments per parameter and pass: with the check for exchanged
+parameters 0.48 ms a step for the 146 parameters of a 1B model (H200, benchmarks/results/between-steps-h200-2026-11-16.md).
 
 `p.data`, `p.detach()` and views of them are `PreparedTensor`s: tensors over the same memory that synchronize in the same way and record writes.
 `p.grad` is a `PreparedTensor` over the gradient that waits for `step()`.
@@ -45,7 +46,7 @@ class ParameterAccess:
     ):
         """`drain` waits for all lanes, `before_write` for a background save. `before_grad` raises or applies what a read of `.grad` must see."""
         self._store, self.gradients = store, gradients
-        self._stage, self._drain, self._before_write, self._before_grad = stage, drain, before_write, before_grad
+        self._stage, self._drain, self._before_write, self.before_grad = stage, drain, before_write, before_grad
         place = store.place
         moves = {
             piece.name
@@ -125,10 +126,6 @@ class ParameterAccess:
         self._exported[name] = (made, made._version)
         return made
 
-    def before_grad(self) -> None:
-        """Gradients must still be there, and clipped if clipping was asked for."""
-        self._before_grad()
-
     def gradient(self, name: str) -> "PreparedTensor | None":
         self.before_grad()
         if not self.gradients.has(name):
@@ -189,8 +186,8 @@ class ParameterAccess:
         held.append(weakref.ref(made))
         return made
 
-    def _let_go(self, name: str) -> None:
-        """Tensors that were handed out keep the present value, as in torch when `p.data` gets other memory."""
+    def _give_own_memory(self, name: str) -> None:
+        """Tensors that were handed out keep the present value in memory of their own, as in torch when `p.data` gets other memory."""
         held = [made for ref in self._handed_out.pop(name, []) if (made := ref()) is not None]
         if not held:
             return
@@ -224,7 +221,7 @@ class ParameterAccess:
             )
         self._require_writable(name)
         self.synchronize()
-        self._let_go(name)
+        self._give_own_memory(name)
         self.write([name], lambda: self.weight(name).copy_(value))
 
     def add_gradient_hook(self, name: str, register: Callable[[], Any]) -> Any:
@@ -318,9 +315,6 @@ class PreparedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         return _dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -338,9 +332,6 @@ class PreparedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         return _dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -421,6 +412,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
     with torch._C.DisableTorchFunctionSubclass():
+        if func in _METADATA:
+            return func(*args, **kwargs)
         owner = owner_of(first) if isinstance(first, PreparedParameter) else None
         if owner is not None:
             access, key = owner
