@@ -58,12 +58,13 @@ class Attached:
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
-        group_of = {name: i for i, group in enumerate(optimizer.param_groups) for name in group["param_names"]}
+        # A group that was added waits for a plan that trains its parameters.
+        group_of = {name: i for i, group in enumerate(optimizer.param_groups) for name in group["param_names"] if graph.param[name].trainable}
         self.updates = Updates(self.store, lambda: optimizer.param_groups, group_of)
-        self.frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
+        self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
         # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.
         executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
-        self.gradients = Gradients(self.store, optimizer.names, lambda: executor.current_visit)
+        self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_visit)
         self.access = ParameterAccess(
             self.store, self.gradients, stage=lambda: executor.stage, drain=drain, before_write=before_write, before_grad=before_grad
         )
@@ -92,6 +93,11 @@ class Attached:
     @property
     def plan(self) -> Plan:
         return self.planned.plan
+
+    def unfrozen(self) -> list[str]:
+        """Parameters that require grad now, and did not when the plan was made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [name for name, param in self._frozen if param.requires_grad]
 
     def layer_chunks(self, name: str) -> tuple[int, ...]:
         return self._chunks_of.get(name, ())

@@ -87,7 +87,7 @@ class Engine:
         self.drain()
         self._calibration.end()
         with self.device.on_host():
-            state = {name: self.now.updates.state_to_keep(name) for name in self.optimizer.names}
+            state = {name: self.now.updates.state_to_keep(name) for name in self.now.updates.steps}
         process_hooks.uninstall(self)
         self._passes.detach()
         self.now.release()
@@ -262,11 +262,15 @@ class Engine:
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         self.drain()
-        return self.now.updates.state(name)
+        return self.now.updates.state(name) if name in self.now.updates.steps else {"step": torch.tensor(0.0)}
 
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.finish_saving()
         self._drain_before_load()
+        if name not in self.now.updates.steps:
+            if float(state["step"]):
+                raise EngineMisuse(f"{name}: it was frozen when the model was prepared. Prepare the model with it unfrozen, then load its optimizer state.")
+            return
         missing = self.now.store.state_views(name).keys() - state.keys()
         if missing and float(state["step"]):
             raise EngineMisuse(tell(f"the state of {name} has {', '.join(sorted(missing))}", "it is missing", "Load a state that outsize saved"))
@@ -343,11 +347,14 @@ class Engine:
         self.finish_saving()
         self.drain()
 
-    # Another batch than planned.
+    def name_of(self, param: nn.Parameter) -> str | None:
+        return next((name for name, own in self.now.store.params.items() if own is param), None)
+
+    # Another batch than planned, or other parameters.
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Re-plan before a batch that is larger than planned for, or has numbers that none had yet (the first images). Lists of places in a row (where its
-        documents begin) may be longer: they are small."""
+        documents begin) may be longer: they are small. And re-plan when parameters were unfrozen."""
         given = {name: t for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 0}
         _require_something(given)
         tensors = {name: t for name, t in given.items() if t.dim() > 1}
@@ -359,10 +366,26 @@ class Engine:
                 return tensor.numel() > math.prod(planned[name])
             return tensor.numel() > largest or (name in kwargs and tensor.is_floating_point())
 
-        if any(is_more(name, tensor) for name, tensor in tensors.items()):
+        unfrozen = self.now.unfrozen()
+        if unfrozen:
+            self._require_trainable(unfrozen)
+            log.info("%s and %d more parameters were unfrozen: planning again", unfrozen[0], len(unfrozen) - 1)
+            self.replan(self._bound(args, kwargs), self.plan.terms)
+        elif any(is_more(name, tensor) for name, tensor in tensors.items()):
             log.info("a batch of %s is larger than the plan's %s: planning again", {name: tuple(t.shape) for name, t in tensors.items()}, planned)
-            bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
-            self.replan({**bound.arguments, **bound.arguments.pop("kwargs", {})}, self.plan.terms)
+            self.replan(self._bound(args, kwargs), self.plan.terms)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
+        return {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+
+    def _require_trainable(self, names: list[str]) -> None:
+        for name in names:
+            if self.graph.param[name].dtype not in ("bfloat16", "float32"):
+                raise EngineMisuse(
+                    f"{name} was unfrozen, but it is {self.graph.param[name].dtype}, which is trained in float32: its dtype must change. "
+                    "Call engine.detach() and prepare the model again."
+                )
 
     def replan(self, batch: Any, terms: Terms) -> None:
         """Plan again for a batch and go on from the same state. If nothing fits, the old plan stays and PlanInfeasible says so."""
@@ -378,15 +401,31 @@ class Engine:
             total, was = gradients.total.detach().cpu().clone(), (gradients.broken, gradients.is_applied, gradients.is_consumed)
         state = self._release()
         planned = old
-        try:
-            planned = self._planner(self.model, batch, terms)
-        finally:
-            self._attach(planned)
-            for name, values in state.items():
-                self.now.updates.load_state(name, values)
-            self.now.gradients.restore(pending)
-            self.now.gradients.total.copy_(total)
-            self.now.gradients.broken, self.now.gradients.is_applied, self.now.gradients.is_consumed = was
+        with _requiring_grad(self.model, set(self.optimizer.names)):
+            try:
+                made = self._planner(self.model, batch, terms)
+                self.optimizer.join_groups(self.model.named_parameters())
+                planned = made
+            finally:
+                self._attach(planned)
+                for name, values in state.items():
+                    self.now.updates.load_state(name, values)
+                self.now.gradients.restore(pending)
+                self.now.gradients.total.copy_(total)
+                self.now.gradients.broken, self.now.gradients.is_applied, self.now.gradients.is_consumed = was
+
+
+@contextmanager
+def _requiring_grad(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """What the optimizer has state of stays in the plan, though it may be frozen now."""
+    frozen = [param for name, param in model.named_parameters() if name in names and not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def _require_something(given: dict[str, Tensor]) -> None:

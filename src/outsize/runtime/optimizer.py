@@ -83,8 +83,9 @@ class AdamW:
             raise ConfigError("AdamW: " + "; ".join(problems) + ".")
 
     def param_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Torch's groups of (name, parameter) pairs, over all trainable parameters; each exactly once."""
-        left = {name: p for name, p in named if p.requires_grad}
+        """Torch's groups of (name, parameter) pairs, over all trainable parameters; each exactly once. `groups` may name frozen ones: they count when they
+        are unfrozen."""
+        left = dict(named)
         name_of = {id(p): name for name, p in left.items()}
         groups = []
         for group in self.groups:
@@ -93,11 +94,11 @@ class AdamW:
                 name = item if isinstance(item, str) else name_of.get(id(item))
                 if name not in left:
                     found = f"{name or 'a parameter'} is not, or is in two groups"
-                    raise ConfigError(tell("groups name trainable parameters of the model, each once", found, "Compare with model.named_parameters()"))
+                    raise ConfigError(f"AdamW: groups name parameters of the model, each once, but {found}. Compare with model.named_parameters().")
                 members[name] = left.pop(name)
-            groups.append({**group, "params": list(members.items())})
-        if left or not groups:
-            groups.append({"params": list(left.items())})
+            groups.append({**group, "params": [(name, p) for name, p in members.items() if p.requires_grad]})
+        if not groups or any(p.requires_grad for p in left.values()):
+            groups.append({"params": [(name, p) for name, p in left.items() if p.requires_grad]})
         return groups
 
 
@@ -148,11 +149,12 @@ class OwnsState(Protocol):
     def optimizer_state(self, name: str) -> dict[str, Tensor]: ...
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None: ...
     def state_was_loaded(self) -> None: ...
+    def name_of(self, param: nn.Parameter) -> str | None: ...
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: OwnsState, groups: list[dict[str, Any]], spec: AdamW):
-        self._engine = engine
+        self._engine, self._spec, self._num_own = engine, spec, len(groups)
         super().__init__(groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay})
         self._name_of = {id(p): name for group in self.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         self._state = _State(self)
@@ -199,11 +201,36 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """After prepare: a group of parameters that were frozen. The plan is made again before the next training forward."""
         if hasattr(self, "_closed"):
-            do = "Give all groups to prepare: AdamW(groups=[...])"
-            raise ConfigError(tell("the engine's optimizer has the groups it was prepared with", "one more was added", do))
+            param_group = {**param_group, "params": self._named(param_group["params"])}
+            self._name_of |= {id(param): name for name, param in param_group["params"]}
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("param_names", [])  # torch leaves it out of an empty group
+
+    def _named(self, params: Any) -> list[tuple[str, nn.Parameter]]:
+        named = []
+        for item in [params] if isinstance(params, Tensor) else list(params):
+            param = item if isinstance(item, Tensor) else item[1]
+            if (name := self._engine.name_of(param)) is None:
+                raise ConfigError("add_param_group: one of the parameters is not the prepared model's. Call engine.detach() and prepare the model again.")
+            if id(param) in self._name_of:
+                raise ConfigError(f"add_param_group: {name} is in a group already. Name the groups in prepare: AdamW(groups=[...]).")
+            named.append((name, param))
+        return named
+
+    def join_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Parameters that were frozen and require grad now join the groups that AdamW has for them. `named`: all parameters, all trained ones with grad."""
+        added = {name for group in self.param_groups[self._num_own :] for name in group["param_names"]}
+        groups = [group["params"] for group in self._spec.param_groups((name, param) for name, param in named if name not in added)]
+        if len(groups) > self._num_own:
+            raise ConfigError(
+                f"{groups[-1][0][0]}: it was frozen when the model was prepared, and no group of AdamW(groups=...) has it. "
+                "Name it in one of the groups, or give it to engine.optimizer.add_param_group(...)."
+            )
+        for group, members in zip(self.param_groups, groups, strict=False):
+            group["param_names"], group["params"] = [name for name, _ in members], [param for _, param in members]
+            self._name_of |= {id(param): name for name, param in members}
 
     def close_groups(self) -> None:
         self._closed = True

@@ -99,13 +99,6 @@ class Passes:
             raise EngineMisuse(
                 f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the model, and prepare it again."
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            thawed = next((name for name, param in self._holder.now.frozen if param.requires_grad), None)
-        if thawed is not None:
-            raise EngineMisuse(
-                f"{thawed} requires grad, but it was frozen when the model was prepared, so the plan does not train it. "
-                "Call engine.detach() and prepare the model again."
-            )
         executor = self._holder.now.executor
         self._steps.require_usable()
         self._steps.require_confirmed("another forward began")

@@ -186,6 +186,7 @@ def _get_ready(
 
     def measure(batch: Any, before: ChosenLoss | None) -> Traced:
         require_something(batch)
+        layers = find_layers(model, blocks)  # anew each time: parameters may have been unfrozen
         try:
             (graph, trace), chosen = trace_with_loss(
                 model, batch, lambda words: try_out(
