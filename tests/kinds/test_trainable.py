@@ -127,11 +127,11 @@ def test_an_unfrozen_parameter_that_no_group_has_is_refused_and_nothing_is_lost(
     engine = prepare(model, "32MiB", optimizer=outsize.AdamW(groups=[{"params": ["lm_head.weight"]}]))
     steps(model, engine.optimizer)
     model.model.norm.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight: it was frozen when .* Name it in one of the groups, or give it to engine\.optimizer\.add_param"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight: it was frozen when .* give it to engine\.optimizer\.add_param_group"):
         model(**BATCH)
     model.model.norm.requires_grad_(False)
     steps(model, engine.optimizer)
-    with pytest.raises(ConfigError, match="lm_head.weight is in a group already"):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is in a group already"):
         engine.optimizer.add_param_group({"params": model.lm_head.parameters()})
     with pytest.raises(ConfigError, match="not the prepared model's"):
         engine.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})

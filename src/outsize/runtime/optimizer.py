@@ -209,9 +209,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.param_groups[-1].setdefault("param_names", [])  # torch leaves it out of an empty group
 
     def _named(self, params: Any) -> list[tuple[str, nn.Parameter]]:
-        named = []
+        named: list[tuple[str, nn.Parameter]] = []
         for item in [params] if isinstance(params, Tensor) else list(params):
-            param = item if isinstance(item, Tensor) else item[1]
+            param: Any = item if isinstance(item, Tensor) else item[1]
             if (name := self._engine.name_of(param)) is None:
                 raise ConfigError("add_param_group: one of the parameters is not the prepared model's. Call engine.detach() and prepare the model again.")
             if id(param) in self._name_of:
