@@ -347,7 +347,7 @@ class CallsItself(nn.Module):
 
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_a_model_that_calls_itself_is_refused(with_grad: bool) -> None:
-    with pytest.raises(ModelUnsupported, match="The model's forward calls the model itself. Put the part that runs twice"):
+    with pytest.raises(ModelUnsupported, match=r"The model's forward calls the model itself\. Put the part that runs twice"):
         outsize.prepare(CallsItself(with_grad), DATA[0], device=DEVICE)
 
 
