@@ -303,7 +303,7 @@ def test_a_second_training_forward_names_the_ways_out() -> None:
     model = Encoder()
     with cells.closing(outsize.prepare(model, (DATA[0]["x"],), device=DEVICE)) as engine:
         held = model(DATA[0]["x"])
-        with pytest.raises(EngineMisuse, match=r"Training forward 2 begins before the backward of forward 1.*class Pair.*GradCache.*docs/loops.md"):
+        with pytest.raises(EngineMisuse, match=r"Training forward 2 begins before the backward of forward 1.*GradCache.*class Pair.*docs/loops.md"):
             model(DATA[0]["y"])
         held.sum().backward()  # the first one is still good
         engine.optimizer.step()
@@ -313,7 +313,7 @@ def test_a_loss_of_two_forwards_names_the_ways_out() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch["x"]) - model(batch["y"])).square().mean()
 
-    with pytest.raises(ModelUnsupported, match=r"loss= calls the model a second time with grad.*class Pair.*GradCache.*docs/loops.md"):
+    with pytest.raises(ModelUnsupported, match=r"loss= calls the model a second time with grad.*concatenate.*GradCache.*class Pair.*docs/loops.md"):
         outsize.prepare(Encoder(), DATA[0], loss=loss, device=DEVICE)
 
 
@@ -371,11 +371,11 @@ def plain_engine(model: nn.Module, *_: Any, **__: Any) -> Any:
     return SimpleNamespace(optimizer=foreign_plans.reference(model), detach=lambda: None)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["module", "concatenated", "gradcache"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["concatenated", "gradcache", "module"])
 def test_the_code_of_the_page_on_loops(number: int) -> None:
     expected, found = run_code(CODE[number], plain_engine), run_code(CODE[number], functools.partial(outsize.prepare, chunk_bytes="1KiB"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    if number == 1:  # equal to separate forwards up to rounding
+    if number == 0:  # equal to separate forwards up to rounding
         return
     plain = Encoder()
     optimizer = foreign_plans.reference(plain)

@@ -11,9 +11,8 @@ def tell(expected: str, found: str, do: str) -> str:
 
 
 SEVERAL_FORWARDS = (
-    "For a loss of several forwards, call them in the forward of one module and prepare that module (class Pair: forward(a, b) returns "
-    "loss(model(a), model(b))); or concatenate the batches into one forward; or cache the gradients of the outputs (GradCache). "
-    "docs/loops.md has an example of each."
+    "For a loss of several forwards, concatenate the batches into one forward; or cache the gradients of the outputs (GradCache); or, if the weights fit "
+    "the GPU, make all forwards in the forward of one module and prepare that module (class Pair). docs/loops.md has an example of each."
 )
 """What to do instead of several training forwards before one backward."""
 
