@@ -282,7 +282,7 @@ def test_reentrant_checkpointing_in_a_layer_that_runs_twice_is_refused() -> None
 def test_checkpointing_around_layers_is_refused_by_name(forward: Callable[..., Tensor], reentrant: bool) -> None:
     make = functools.partial(Model, functools.partial(forward, reentrant=reentrant))
     model, plain = make(), make()
-    with pytest.raises(ModelUnsupported, match=r"encoder.layers.\d is called again in backward: the model calls it inside torch.utils.checkpoint.*directly"):
+    with pytest.raises(ModelUnsupported, match=r"encoder.layers.\d is called again in backward: it was called inside torch.utils.checkpoint.*directly"):
         outsize.prepare(model, DATA[0], device=DEVICE)
     assert train(model, foreign_plans.reference(model)) == train(plain, foreign_plans.reference(plain))  # prepare left it as it was
 
@@ -294,6 +294,14 @@ def test_checkpointing_that_is_turned_on_after_prepare_is_refused() -> None:
         loss = model(**zoo.batch("llama")).loss
         with pytest.raises(EngineMisuse, match=r"model.layers.3 is called again in backward: .* Turn this checkpointing off"):
             loss.backward()
+
+
+def test_checkpointing_around_a_prepared_model_is_refused_if_it_is_not_reentrant() -> None:
+    model = Encoder()
+    with cells.closing(cells.prepare_by_hand(model, (DATA[0]["x"],), spec=foreign_plans.SPEC, device=DEVICE, strategy="keep", **STREAMED)):
+        out = checkpoint(model, DATA[0]["x"].clone().requires_grad_(), use_reentrant=False)
+        with pytest.raises(EngineMisuse, match=r"The model is called again in backward: it was called inside torch.utils.checkpoint"):
+            out.sum().backward()
 
 
 # Several forwards of a prepared model.

@@ -8,8 +8,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def rerun_in_backward(layer: str) -> str:
+def rerun_in_backward(name: str) -> str:
+    """`name`: of a layer, or "The model"."""
     return (
-        f"{layer} is called again in backward: the model calls it inside torch.utils.checkpoint, but outsize decides itself which layers are recomputed. "
-        "Turn this checkpointing off, or call the layer directly. Checkpointing parts of a layer inside its forward is supported."
+        f"{name} is called again in backward: it was called inside torch.utils.checkpoint, but outsize decides itself which layers are recomputed. "
+        "Turn this checkpointing off, or call it directly. Checkpointing parts of a layer inside its forward is supported."
     )

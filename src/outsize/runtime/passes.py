@@ -112,6 +112,8 @@ class Passes:
         executor = self._holder.now.executor
         self._steps.require_usable()
         self._steps.require_confirmed("another forward began")
+        if is_in_backward() and executor.stage is not Stage.IDLE:
+            raise EngineMisuse(rerun_in_backward("The model"))
         if executor.stage is Stage.WAITING and self._outputs_are_held():
             raise EngineMisuse(
                 f"Training forward {self._course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held: the plan "
