@@ -10,6 +10,13 @@ def tell(expected: str, found: str, do: str) -> str:
     return f"{expected}, but {found.rstrip().removesuffix('.')}. {do}."
 
 
+SEVERAL_FORWARDS = (
+    "For a loss of several forwards, concatenate the batches into one forward; or cache the gradients of the outputs (GradCache); or, if the weights fit "
+    "the GPU, make all forwards in the forward of one module and prepare that module (class Pair). docs/loops.md has an example of each."
+)
+"""What to do instead of several training forwards before one backward."""
+
+
 class OutsizeError(Exception):
     """The root of all our errors."""
 

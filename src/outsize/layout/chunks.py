@@ -1,7 +1,7 @@
 """ChunkLayout: which parameter lies where in which chunk. Pure geometry, no torch.
 
-A chunk holds parameters that are used by the same visits, of one dtype, all trainable or all frozen: so a chunk has one kind of
-master, one gradient and one optimizer state, and frozen bytes never see weight decay. Every parameter begins at a multiple of
+A chunk holds parameters that are used by the same visits, forward and backward, of one dtype, all trainable or all frozen: so a chunk has one kind
+of master, one gradient and one optimizer state, and frozen bytes never see weight decay. Every parameter begins at a multiple of
 256 bytes in its chunk, whatever the chunk, so kernels see the same alignment under every plan.
 """
 
@@ -88,13 +88,13 @@ def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayo
     last = (len(graph.visits) - 1,)
     ordered.update(dict.fromkeys(p.name for p in graph.params))
 
-    groups: dict[tuple[tuple[int, ...], str, bool], list[str]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool], list[str]] = {}
     for name in ordered:
         param = graph.param[name]
-        groups.setdefault((graph.users[name] or last, param.dtype, param.trainable), []).append(name)
+        groups.setdefault((graph.users[name] or last, graph.backward_users[name], param.dtype, param.trainable), []).append(name)
 
     chunks: list[Chunk] = []
-    for (visits, dtype, trainable), names in groups.items():
+    for (visits, _, dtype, trainable), names in groups.items():
         size = DTYPE_BYTES[dtype]
         pieces: list[Piece] = []
         end = 0

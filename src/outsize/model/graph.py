@@ -66,6 +66,8 @@ class BlockGraph:
     """Buffers are resident on the device."""
     bare: tuple[int, ...] = ()
     """Visits that read weights outside of the module that has them, in a region or behind a layer: nothing but the order of layers tells when."""
+    without_grad: tuple[tuple[int, str], ...] = ()
+    """(visit, parameter): the visit has a backward, but reads this parameter without grad, so that none of its gradient comes from there."""
 
     @cached_property
     def param(self) -> dict[str, Param]:
@@ -79,6 +81,12 @@ class BlockGraph:
             for name in self.blocks[block].params:
                 used[name].append(visit)
         return {name: tuple(visits) for name, visits in used.items()}
+
+    @cached_property
+    def backward_users(self) -> dict[str, tuple[int, ...]]:
+        """Per parameter, the visits whose backward adds to its gradient, in forward order. With the first of them it is complete."""
+        without = set(self.without_grad)
+        return {name: tuple(v for v in visits if self.has_backward[v] and (v, name) not in without) for name, visits in self.users.items()}
 
     def visit_name(self, visit: int) -> str:
         return self.blocks[self.visits[visit]].name

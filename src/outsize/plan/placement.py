@@ -63,7 +63,9 @@ class Placement:
         """Trainable chunk to the visit in whose backward its gradient is complete: autograd adds up all uses first."""
         lands = {}
         for chunk in self.layout.chunks:
-            backward = [v for v in chunk.visits if self.graph.has_backward[v]]
+            name = chunk.pieces[0].name
+            # A parameter that no visit reads belongs to the last one.
+            backward = self.graph.backward_users[name] if self.graph.users[name] else [v for v in chunk.visits if self.graph.has_backward[v]]
             if chunk.trainable and backward:
                 lands[chunk.index] = backward[0]
         return lands

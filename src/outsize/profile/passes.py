@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.checkpointed import is_in_backward, rerun_in_backward
 from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
+from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
 from outsize.model.discover import Layer
@@ -63,6 +65,10 @@ class Pass:
         self._beside = False
         """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
         self.skipped: set[int] = set()
+        self.without_grad: set[int] = set()
+        """Visits whose layer ran without grad. What comes after it in the same visit may have a backward."""
+        self.landings: dict[int, set[int]] = {}
+        """By id of a parameter: the visits in whose backward a gradient of it came. -1: before that of any visit."""
         self.backward: list[int] = []
         self.keys: dict[int, Any] = {}
         self._ran: dict[Any, int] = {}
@@ -85,8 +91,17 @@ class Pass:
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         put = self.tracer.device.put
+        if self.is_forward:
+            raise ModelUnsupported(
+                "The model's forward calls the model itself. Put the part that runs twice into a method or a module of its own and call that."
+            )
         self._beside = not torch.is_grad_enabled()
         if not self._beside:
+            if self.layer_of:
+                raise ModelUnsupported(
+                    f"loss= calls the model a second time with grad before a backward: the plan keeps the activations of one forward. {SEVERAL_FORWARDS} "
+                    "Run forwards that need no backward under torch.no_grad()."
+                )
             self.is_forward = True
             self.tracer.progress.advance()
             self.phases.open_forward()
@@ -99,7 +114,10 @@ class Pass:
         return visit
 
     def forward_enters(self, visit: int, layer: int | None) -> None:
-        if self._beside:
+        if visit < 0:
+            assert layer is not None
+            self._require_callable_alone(self.tracer.layers[layer].name)
+        if self._beside or visit < 0:
             return
         if visit > 0:
             self._close_forward(visit - 1)
@@ -108,8 +126,21 @@ class Pass:
             self.tracer.progress.advance()  # between phases: drawing takes time
             self.phases.open_forward()
 
+    def _require_callable_alone(self, layer: str) -> None:
+        """Outside of the model's forward, as in the engine."""
+        if is_in_backward():
+            raise ModelUnsupported(rerun_in_backward(layer))
+        if torch.is_grad_enabled():
+            raise ModelUnsupported(
+                f"{layer} is called with grad outside of the model's forward. Call it inside the forward of the module that is prepared, "
+                "or under torch.no_grad()."
+            )
+
     def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self.tracer.layers[layer]
+        if visit < 0:
+            self.tracer.bring(facts.module)
+            return forward(*args, **kwargs)
         inputs = list(tensors_in((args, kwargs)))
         if inputs and not self._beside:
             # Inputs that are weights or buffers are there for good.
@@ -124,6 +155,8 @@ class Pass:
         key = (facts.structure, kinds, self.tracer.around(visit), self._beside, torch.is_grad_enabled())
         if not self._beside:
             self.keys[visit] = key
+            if not torch.is_grad_enabled():
+                self.without_grad.add(visit)
         always_runs = facts.is_last or facts.must_run or self.tracer.has_sequel(visit)
         may_skip = self._ran.get(key, 0) >= 2 and not always_runs
         if may_skip and (skip := self._pass_through.get(key)) is not None:
@@ -210,6 +243,11 @@ class Pass:
             self._parcels[visit].returned(self._returned)
         self._parcels.pop(visit, None)
         self.phases.open_backward(visit)
+
+    def takes_gradient(self, param: Tensor) -> None:
+        """A hook on parameters, called when the gradient of one is complete."""
+        self.landings.setdefault(id(param), set()).add(self.backward[-1] if self.backward else -1)
+        param.grad = None
 
     def backward_ends(self) -> None:
         self.phases.close_backward()

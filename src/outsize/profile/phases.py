@@ -150,6 +150,7 @@ class Phases:
         before = self._read()
         let_go()
         self.forward[visit].released_bytes = before - self._read()
+        self._end -= self.forward[visit].released_bytes  # counted here, and not once more by `returned`
 
     def _bury(self, visit: int) -> None:
         """Deaths that depend on more than the phase they happen in are taken out of its numbers and kept apart."""

@@ -40,7 +40,7 @@ def added_in_place(trace: ModelTrace, graph: BlockGraph) -> ModelTrace:
     """
     largest: dict[int, int] = {}
     for param in graph.params:
-        for visit in [v for v in graph.users[param.name] if graph.has_backward[v]][:-1] if param.trainable else []:
+        for visit in graph.backward_users[param.name][:-1] if param.trainable else []:
             largest[visit] = max(largest.get(visit, 0), param.nbytes)  # sums are made one after the other
     visits = [
         {s: replace(w, backward_peak_bytes=max(w.backward_peak_bytes - largest.get(visit, 0), w.backward_delta_bytes)) for s, w in works.items()}

@@ -12,6 +12,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from outsize.model.state import ModuleState
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
+from outsize.profile.landings import read_without_grad, require_landings
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase
 from outsize.profile.trace import ModelTrace
@@ -77,7 +79,6 @@ class Tracer:
         self._path: list[int | None] | None = None
         """The layers of the visits, as in every pass."""
         self._sequels: dict[int, Any] = {}
-        self._got_gradient: set[int] = set()
         self.compares = True
         self._differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
@@ -117,7 +118,7 @@ class Tracer:
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
         graph = self._graph(passes["keep"])
-        self._require_landings(graph)
+        require_landings(self.model, graph, passes["keep"])
         notes = tuple(self._notes())
         for note in notes:
             log.warning("%s", note)
@@ -174,15 +175,6 @@ class Tracer:
         own = {id(param) for param in self.layers[layer].module.parameters()}
         others = [p for p in self.model.parameters() if id(p) not in own and visit in self._readers.get(id(p), ())]
         return visit in scout.goes_on, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in others)
-
-    def _require_landings(self, graph: BlockGraph) -> None:
-        """Where a gradient comes in must be known: a visit that nobody saw in backward can have none."""
-        for name, param in self.model.named_parameters():
-            if id(param) in self._got_gradient and not any(graph.has_backward[visit] for visit in graph.users[name]):
-                where = graph.visit_name(graph.users[name][0]) if graph.users[name] else "no block"
-                found = f"{name} has a gradient, and the backward of {where} that reads it is not seen"
-                do = f"Read it in the forward of a module of its own, or freeze it with {name}.requires_grad_(False)"
-                raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
 
     # Running.
 
@@ -250,7 +242,7 @@ class Tracer:
     def _once(self, run: Pass, course: Course | None = None) -> None:
         course = course or Course(self.model, run)
         course.attach(self.layers)
-        drop = [p.register_post_accumulate_grad_hook(self._drop_grad) for p in self.model.parameters() if p.requires_grad]
+        drop = [p.register_post_accumulate_grad_hook(run.takes_gradient) for p in self.model.parameters() if p.requires_grad]
         try:
             with _out_of_memory(lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"):
                 run.phases.begin()
@@ -298,10 +290,6 @@ class Tracer:
         if param.nbytes > _MOST_COMPARED_BYTES and param._version == self._versions[param]:
             return False
         return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
-
-    def _drop_grad(self, param: Tensor) -> None:
-        self._got_gradient.add(id(param))
-        param.grad = None
 
     def _loss(self, run: Pass) -> tuple[Tensor | None, Any]:
         """The loss, and what its loop holds beside it: of a loop that calls the model itself, the outputs."""
@@ -391,7 +379,7 @@ class Tracer:
             kind = "layer" if layer is not None else "head" if label == "head" else "stem" if label == "stem" else "between"
             structure = self.layers[layer].structure if layer is not None else label
             blocks.append(Block(name=label, kind=kind, structure=structure, params=tuple(members[label])))  # type: ignore[arg-type]
-        return BlockGraph(
+        graph = BlockGraph(
             blocks=tuple(blocks),
             visits=tuple(order.index(label) for label in labels),
             has_backward=tuple(self._twin(run, v) in run.backward for v in range(len(labels))),
@@ -399,6 +387,7 @@ class Tracer:
             buffer_bytes=sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
             bare=tuple(sorted(self._bare)),
         )
+        return replace(graph, without_grad=read_without_grad(self.model, graph, run, self._readers))
 
     def _label(self, layer_of: list[int | None], visit: int) -> str:
         layer = layer_of[visit]
@@ -436,7 +425,7 @@ class Tracer:
     def _works(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], visit: int) -> dict[str, Work]:
         run = passes["keep"]
         layer = run.layer_of[visit]
-        differentiable = self._twin(run, visit) in run.backward
+        differentiable = self._twin(run, visit) in run.backward and visit not in run.without_grad
         strategies = STRATEGIES if layer is not None and differentiable else ("keep",)
         if layer is not None and not self.may_run_twice(self.layers[layer]):
             strategies = tuple(s for s in strategies if s not in RUNS_TWICE)

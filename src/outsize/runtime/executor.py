@@ -59,6 +59,8 @@ class Executor:
         self._bare = frozenset(place.graph.bare) - {0}
         self._left_out: set[int] = set()
         """Visits that this forward, or its backward, has passed over."""
+        self._without_grad: set[int] = set()
+        """Visits that ran without grad in this forward, though the plan has a backward for them."""
         self._parcels: dict[int, Parcel] = {}
         self._known: dict[tuple[Action, bool], tuple[Effect, float]] = {}
 
@@ -68,6 +70,7 @@ class Executor:
         self.stage, self._queue, self._next, self._updating = Stage.FORWARD, self.schedule.forward, 0, False
         self.issued = []
         self._left_out.clear()
+        self._without_grad.clear()
 
     def enter_forward(self, visit: int, layer: str | None) -> None:
         """`layer`: the name of the layer that opens, None for a region."""
@@ -88,7 +91,7 @@ class Executor:
         graph = self.place.graph
         for visit in self._left_out:
             for piece in (piece for chunk in self.place.landing_at.get(visit, ()) for piece in self.place.chunk(chunk).pieces):
-                ran = [user for user in graph.users[piece.name] if user not in self._left_out and graph.has_backward[user]]
+                ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
                 if ran and graph.param[piece.name].trainable:
                     found = f"the model left that out and ran {graph.visit_name(ran[0])}"
                     do = "Prepare it with a batch that takes this way, or have it leave out neither"
@@ -98,6 +101,10 @@ class Executor:
         """A fresh parcel for the activations of a visit."""
         self._parcels[visit] = Parcel()
         return self._parcels[visit]
+
+    def runs_without_grad(self, visit: int) -> None:
+        """This time the visit saves no activations, and sends none."""
+        self._without_grad.add(visit)
 
     def begin_backward(self, *, pending: bool, update: bool) -> None:
         self.stage, self._queue, self._next, self._updating = Stage.BACKWARD, self.schedule.backward[backward_key(pending=pending, update=update)], 0, update
@@ -279,7 +286,9 @@ class Executor:
         raise AssertionError(f"{action} is opened by the model's course, not issued")
 
     def _saved_nothing(self, visit: int) -> bool:
-        """A layer that swaps whose input needed no grad this time, since what trains before it was left out."""
+        """A layer that swaps whose input needed no grad this time, since what trains before it was left out; or one that ran without grad."""
+        if visit in self._without_grad:
+            return True
         parcel = self._parcels.get(visit)
         return parcel is not None and not parcel.num_bytes and bool(self._left_out)
 

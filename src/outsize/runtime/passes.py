@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.checkpointed import is_in_backward, rerun_in_backward
 from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, SENDS
-from outsize.base.errors import EngineMisuse, OrderMismatch, tell
+from outsize.base.errors import SEVERAL_FORWARDS, EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
 from outsize.model.course import Course
 from outsize.model.discover import Layer
@@ -64,6 +65,8 @@ class Passes:
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         now = self._holder.now
+        if self._course.is_open and self._training:
+            raise EngineMisuse("The model's forward calls the model itself. Put the part that runs twice into a method or a module of its own and call that.")
         for name in now.store.rebound():
             do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
             raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
@@ -102,10 +105,14 @@ class Passes:
         executor = self._holder.now.executor
         self._steps.require_usable()
         self._steps.require_confirmed("another forward began")
+        if is_in_backward() and executor.stage is not Stage.IDLE:
+            raise EngineMisuse(rerun_in_backward("The model"))
         if executor.stage is Stage.WAITING and self._outputs_are_held():
-            found = f"forward {self._course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held"
-            do = "Run backward first, or drop the outputs (`del out`); for evaluation use torch.no_grad()"
-            raise EngineMisuse(tell("each training forward of a prepared model is followed by its backward", found, do))
+            raise EngineMisuse(
+                f"Training forward {self._course.number} begins before the backward of forward {self._forward_number}, whose outputs are still held: the plan "
+                f"keeps the activations of one. {SEVERAL_FORWARDS} Run forwards that need no backward under torch.no_grad(), "
+                "and drop outputs that are not used (`del out`)."
+            )
         if executor.stage is not Stage.IDLE:
             self.roll_back()
 
@@ -120,6 +127,8 @@ class Passes:
         now = self._holder.now
         name = self._layers[layer].name if layer is not None else None
         if name is not None and visit < 0:
+            if is_in_backward():
+                raise EngineMisuse(rerun_in_backward(name))
             if torch.is_grad_enabled():
                 do = "Call the prepared model itself; for inference use torch.no_grad()"
                 raise EngineMisuse(tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do))
@@ -144,6 +153,10 @@ class Passes:
             return forward(*args, **kwargs)
         now = self._holder.now
         strategy = now.plan.decision.strategies[visit]
+        if not torch.is_grad_enabled():
+            if strategy in SENDS:
+                now.executor.runs_without_grad(visit)
+            return forward(*args, **kwargs)
         parcel = now.executor.parcel(visit) if strategy in SENDS else Parcel()
         return RUN[strategy](forward, args, kwargs, parcel, now.is_static)
 

@@ -1,0 +1,16 @@
+"""Layers that the model's own code checkpoints: they run again in backward, where no plan has them."""
+
+import torch
+
+
+def is_in_backward() -> bool:
+    """Autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def rerun_in_backward(name: str) -> str:
+    """`name`: of a layer, or "The model"."""
+    return (
+        f"{name} is called again in backward: it was called inside torch.utils.checkpoint, but outsize decides itself which layers are recomputed. "
+        "Turn this checkpointing off, or call it directly. Checkpointing parts of a layer inside its forward is supported."
+    )

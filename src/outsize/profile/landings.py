@@ -1,0 +1,45 @@
+"""Landings: in which visit's backward the gradient of each parameter is complete, as a trial run saw it."""
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+from outsize.base.errors import ModelUnsupported, tell
+from outsize.model.graph import BlockGraph
+from outsize.profile.passes import Pass
+
+
+def read_without_grad(model: nn.Module, graph: BlockGraph, run: Pass, readers: Mapping[int, Collection[int]]) -> tuple[tuple[int, str], ...]:
+    """Visits that have a backward, each with the trainable parameters that it reads without grad.
+
+    A teacher's pass under no_grad may share a visit with the start of the student's, and a layer that runs without grad may be followed by code that
+    does not. A visit that read a parameter, and whose backward came after the one in which the gradient was complete, has added nothing to it.
+
+    Args:
+        readers: by id of a parameter, the visits that were seen to read it. An expert that no token came to is not read, and may be in the next batch.
+    """
+    found = []
+    for name, param in model.named_parameters():
+        landed = run.landings.get(id(param), set())
+        for visit in graph.users[name] if param.requires_grad else ():
+            adds = visit in run.skipped or (bool(landed) and min(landed) <= visit)
+            if graph.has_backward[visit] and not adds and (visit in run.without_grad or (bool(landed) and visit in readers.get(id(param), ()))):
+                found.append((visit, name))
+    return tuple(found)
+
+
+def require_landings(model: nn.Module, graph: BlockGraph, run: Pass) -> None:
+    """The engine takes each gradient once per backward, in a visit that it knows."""
+    for name, param in model.named_parameters():
+        landed = run.landings.get(id(param), set())
+        if landed and not graph.backward_users[name]:
+            where = graph.visit_name(graph.users[name][0]) if graph.users[name] else "no block"
+            found = f"{name} has a gradient, and the backward of {where} that reads it is not seen"
+            do = f"Read it in the forward of a module of its own, or freeze it with {name}.requires_grad_(False)"
+            raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
+        if len(landed) > 1:
+            names = " and ".join(dict.fromkeys(graph.visit_name(visit) for visit in sorted(landed) if visit >= 0))
+            raise ModelUnsupported(
+                f"{name} gets its gradient in {len(landed)} parts, from different calls of {names}, as with torch.utils.checkpoint(use_reentrant=True) in a "
+                "layer that runs several times. Use use_reentrant=False."
+            )
