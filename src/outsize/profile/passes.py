@@ -44,8 +44,8 @@ class Trial(Protocol):
         """Backward may run its forward again."""
         ...
 
-    def has_sequel(self, visit: int) -> bool:
-        """Something runs after it that would run, and be measured with another layer, if it were skipped."""
+    def must_run(self, visit: int) -> bool:
+        """Others are measured with it: what runs after it, or the gradient of a weight that they share."""
         ...
 
 
@@ -124,7 +124,7 @@ class Pass:
         key = (facts.structure, kinds, self.tracer.around(visit), self._beside, torch.is_grad_enabled())
         if not self._beside:
             self.keys[visit] = key
-        always_runs = facts.is_last or facts.must_run or self.tracer.has_sequel(visit)
+        always_runs = facts.is_last or self.tracer.must_run(visit)
         may_skip = self._ran.get(key, 0) >= 2 and not always_runs
         if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:

@@ -1,7 +1,8 @@
 """Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
 
 Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the ends); the others
-pass their input through and get the second one's numbers. Layers that share trainable weights are of one kind if they are alike in that.
+pass their input through and get the second one's numbers. Visits that share trainable weights with others are of one kind if they are alike in that: see
+profile/sharing.py.
 What runs between two layers counts as the earlier one's: layers that have such a sequel all run. The first pass finds these out, which lists
 are no stacks, and which layers cannot be recomputed. Only the weights of layers that run, and those outside layers, are put on the device.
 Each activation strategy is measured in a pass of its own, through the code that the engine runs.
@@ -38,6 +39,7 @@ from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase
+from outsize.profile.sharing import SharedWeights, visits_to_run
 from outsize.profile.trace import ModelTrace
 from outsize.progress import Bar
 
@@ -77,6 +79,9 @@ class Tracer:
         self._path: list[int | None] | None = None
         """The layers of the visits, as in every pass."""
         self._sequels: dict[int, Any] = {}
+        self._weights = SharedWeights(())
+        self._to_run: set[int] = set()
+        """Visits that a measuring pass does not skip."""
         self._got_gradient: set[int] = set()
         self.compares = True
         self._differs: dict[str, str] = {}
@@ -114,6 +119,9 @@ class Tracer:
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
             self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
+            self._weights = self._shared_weights(scout)
+            sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
+            self._to_run = visits_to_run({visit: (key, self.around(visit)) for visit, key in scout.keys.items()}, sequels, self._weights)
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
         graph = self._graph(passes["keep"])
@@ -130,7 +138,7 @@ class Tracer:
 
     def around(self, visit: int) -> Any:
         before = self._sequels.get(visit - 1, _NOTHING)
-        return before if before != _NOTHING else None, self._sequels.get(visit)
+        return before if before != _NOTHING else None, self._sequels.get(visit), self._weights.place(visit)
 
     def may_run_twice(self, layer: Layer) -> bool:
         return layer.structure not in self._differs
@@ -142,8 +150,16 @@ class Tracer:
             what = f"a second run of the forward differs from the first ({difference.rstrip('.')})"
             yield f"{names[0]}{others}: {what}. These activations are kept or swapped, not recomputed."
 
-    def has_sequel(self, visit: int) -> bool:
-        return self._sequels.get(visit, _NOTHING) != _NOTHING
+    def must_run(self, visit: int) -> bool:
+        return visit in self._to_run
+
+    def _shared_weights(self, scout: Pass) -> SharedWeights:
+        users: dict[int, set[int]] = {id(p): set(self._readers.get(id(p), ())) for p in self.model.parameters() if p.requires_grad}
+        for visit, layer in enumerate(scout.layer_of):
+            for param in self.layers[layer].module.parameters() if layer is not None else ():
+                if param.requires_grad:
+                    users[id(param)].add(visit)
+        return SharedWeights(sorted(v for v in visits if self._twin(scout, v) in scout.backward) for visits in users.values())
 
     def _set_aside(self, scout: Pass) -> bool:
         """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules run as part of the layer before.
