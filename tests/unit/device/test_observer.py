@@ -179,7 +179,7 @@ def test_an_address_that_comes_back_is_another_storage() -> None:
 def test_the_parameters_that_operators_read_are_told() -> None:
     linear, read = torch.nn.Linear(2, 2), []
     seen = Observer()
-    seen.on_parameter = lambda p: read.append(p)
+    seen.on_read = lambda p: read.append(p)
     with seen:
         linear(torch.ones(2))
     assert {id(p) for p in read} == {id(linear.weight), id(linear.bias)}
