@@ -381,9 +381,9 @@ class Tracer:
         finally:
             for param, data in values:
                 param.data = data
-            for param, saved in self._saved.items():
+            for param, bytes_before in self._saved.items():
                 if self._has_other_values(param):
-                    _bytes_of(param).copy_(saved)
+                    _bytes_of(param).copy_(bytes_before)
             self._brought.clear()
             self._saved.clear()
             self._versions.clear()
