@@ -27,7 +27,24 @@ def keep(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
     """Only the input stays; backward runs the forward again, with the same random numbers and autocast."""
     first = next(tensors_in((args, kwargs)), None)
-    return forward(*args, **kwargs) if first is None else made_again(lambda: forward(*args, **kwargs), first.device)
+    return forward(*args, **kwargs) if first is None else made_again(_repeatable(forward, args, kwargs), first.device)
+
+
+def _repeatable(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """A call that can be made again. A layer may write to a dict among its arguments, for later layers to read (Gemma 3n's keys and values): the first call
+    gets the dict itself, later ones a copy as it was before the first."""
+    before = map_tensors(_itself, (args, kwargs))
+    first = [(args, kwargs)]
+
+    def run() -> Any:
+        positional, named = first.pop() if first else map_tensors(_itself, before)
+        return forward(*positional, **named)
+
+    return run
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def keep_and_compare(
@@ -37,21 +54,24 @@ def keep_and_compare(
     first = next(tensors_in((args, kwargs)), None)
     if first is None:
         return forward(*args, **kwargs)
-    return compared(lambda: forward(*args, **kwargs), first.device, report, module)
+    return compared(_repeatable(forward, args, kwargs), first.device, report, module)
 
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
     """`recompute`, with the input on the host. The input is the first tensor argument; others (masks, encoder output) are shared by many blocks."""
     hidden = next(tensors_in((args, kwargs)))
     handle, requires_grad = parcel.pack(hidden), hidden.requires_grad
-    present = [hidden]  # during the forward alone: backward takes it from the parcel
     empty = hidden.new_empty(0)  # stands for the input among the arguments
     device = hidden.device
-    args, kwargs = map_tensors(lambda t: empty if t is hidden else t, (args, kwargs))
+    before = map_tensors(lambda t: empty if t is hidden else t, (args, kwargs))
+    first = [(args, kwargs)]  # during the forward alone: backward takes the input from the parcel. See _repeatable
 
     def run() -> Any:
-        x = present.pop() if present else parcel.unpack(handle).requires_grad_(requires_grad)
-        positional, named = map_tensors(lambda t: x if t is empty else t, (args, kwargs))
+        if first:
+            positional, named = first.pop()
+        else:
+            x = parcel.unpack(handle).requires_grad_(requires_grad)
+            positional, named = map_tensors(lambda t: x if t is empty else t, before)
         return forward(*positional, **named)
 
     return made_again(run, device)

@@ -20,7 +20,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -163,6 +163,8 @@ class Course:
         if self._visit < 0:
             return
         self._opens_backward(self._visit, with_grad(output))
+        if any(isinstance(value, (list, MutableMapping)) for value in (*args, *kwargs.values())):
+            self._open_where_made((args, kwargs))  # what it left there is an output too
         if self._layers[index].is_last:
             self._enters(self._visit + 1, None)
 
@@ -197,11 +199,11 @@ class Course:
         made: dict[int, list[Tensor]] = {}
         for tensor in with_grad(value):
             if (known := self._known.get(id(tensor))) is None or known() is not tensor:
-                made.setdefault(self._made_in(tensor), []).append(tensor)
+                made.setdefault(self.made_in(tensor), []).append(tensor)
         for visit, tensors in made.items():
             self._opens_backward(visit, tensors)
 
-    def _made_in(self, tensor: Tensor) -> int:
+    def made_in(self, tensor: Tensor) -> int:
         """Autograd numbers its nodes as they are made. -1: before this forward."""
         if tensor.grad_fn is None:
             return self._visit

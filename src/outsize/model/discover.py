@@ -8,7 +8,7 @@ is no stack of layers, and its parameters belong to the region that reads them.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -24,24 +24,19 @@ class Layer:
     """Equal for layers that do the same work on other weights."""
     is_last: bool
     """Of its list: a region begins when it returns."""
-    must_run: bool = False
-    """The trial run measures it even if equal layers have run: it completes the gradient of a weight that it shares with the
-    last layer of a list."""
 
 
 def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[Layer, ...]:
     """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`)."""
     lists = list(_named_lists(model, paths)) if paths else list(_outermost_lists(model))
-    sharing = _Sharing([module for _, modules in lists for module in modules])
     layers: list[Layer] = []
     for path, modules in lists:
-        structures = _structures(modules, sharing) if modules else []
+        structures = _structures(modules) if modules else []
         for i, module in enumerate(modules):
             name = f"{path}.{i}" if path else str(i)
             layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i + 1 == len(modules)))
     _require_separate(layers)
-    completes = {first for layer in layers if layer.is_last for first in sharing.first_users(layer.module)}
-    return tuple(replace(layer, must_run=True) if id(layer.module) in completes else layer for layer in layers)
+    return tuple(layers)
 
 
 def _require_separate(layers: list[Layer]) -> None:
@@ -52,34 +47,6 @@ def _require_separate(layers: list[Layer]) -> None:
             if other != i:
                 found = f"{layers[max(i, other)].name} shares a module with {layers[min(i, other)].name}"
                 raise ConfigError(tell("layers do not contain one another", found, "Name the lists of layers with blocks=['path.to.list']"))
-
-
-class _Sharing:
-    """Which layers have which trainable parameters, in the order of the tree.
-
-    The gradient of a shared one is alive from the backward of its last layer to that of its first.
-    """
-
-    def __init__(self, modules: list[nn.Module]):
-        self._users: dict[int, list[nn.Module]] = {}
-        for module in modules:
-            for param in module.parameters():
-                if param.requires_grad:
-                    self._users.setdefault(id(param), []).append(module)
-
-    def place(self, param: nn.Parameter, module: nn.Module) -> tuple[bool, bool] | None:
-        """Whether an earlier layer has the parameter too, and whether a later one has. None: neither."""
-        users = self._users.get(id(param), [])
-        if len(users) < 2:
-            return None
-        return users[0] is not module, users[-1] is not module
-
-    def first_users(self, module: nn.Module) -> Iterable[int]:
-        """The ids of the layers in whose backward the gradients of this layer's shared parameters are complete."""
-        for param in module.parameters():
-            users = self._users.get(id(param), [])
-            if len(users) > 1:
-                yield id(users[0])
 
 
 def _outermost_lists(model: nn.Module, path: str = "") -> Iterable[tuple[str, list[nn.Module]]]:
@@ -107,9 +74,9 @@ def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[tuple[str, 
         yield path, list(module)
 
 
-def _structures(modules: list[nn.Module], sharing: _Sharing) -> list[str]:
+def _structures(modules: list[nn.Module]) -> list[str]:
     """One hash per layer over classes, parameters, buffers and plain settings; settings that merely count the layers do not enter."""
-    facts = [_facts(module, sharing) for module in modules]
+    facts = [_facts(module) for module in modules]
     counting = {
         key
         for key, value in facts[0].items()
@@ -119,7 +86,7 @@ def _structures(modules: list[nn.Module], sharing: _Sharing) -> list[str]:
     return [hashlib.sha256(repr(sorted((k, repr(v)) for k, v in f.items() if k not in counting)).encode()).hexdigest()[:12] for f in facts]
 
 
-def _facts(layer: nn.Module, sharing: _Sharing) -> dict[str, Any]:
+def _facts(layer: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for path, module in layer.named_modules():
         facts[f"{path}:class"] = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -128,8 +95,6 @@ def _facts(layer: nn.Module, sharing: _Sharing) -> dict[str, Any]:
                 facts[f"{path}.{key}"] = value
     for path, param in layer.named_parameters(remove_duplicate=False):
         facts[f"{path}:param"] = (tuple(param.shape), str(param.dtype), param.requires_grad)
-        if (place := sharing.place(param, layer)) is not None:
-            facts[f"{path}:shared"] = place
     for path, buffer in layer.named_buffers(remove_duplicate=False):
         facts[f"{path}:buffer"] = (tuple(buffer.shape), str(buffer.dtype))
     return facts

@@ -54,3 +54,7 @@ class Shared:
     """Strategies under which a layer keeps it for backward."""
     dies_at: int
     """The visit in whose forward it dies if nobody keeps it (-1: every strategy keeps it)."""
+    maker: int = -1
+    """The visit of a layer that left it in an argument, for later layers to take (-1: it came otherwise) …"""
+    maker_keeps: tuple[str, ...] = ()
+    """… and the strategies under which that layer keeps it for its own backward."""

@@ -83,6 +83,8 @@ def _deaths(place: Placement) -> tuple[dict[int, int], dict[int, int]]:
             forward[cost.late_visit] = forward.get(cost.late_visit, 0) + cost.late_bytes
     for tensor in place.shared:
         keepers = [v for v in tensor.visits if place.graph.has_backward[v] and place.decision.strategies[v] in tensor.kept_by]
+        if tensor.maker >= 0 and place.decision.strategies[tensor.maker] in tensor.maker_keeps:
+            keepers.append(tensor.maker)
         if keepers:
             backward[min(keepers)] = backward.get(min(keepers), 0) + tensor.num_bytes
         elif tensor.dies_at >= 0:

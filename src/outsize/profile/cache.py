@@ -22,7 +22,7 @@ from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer, generators_of
 
-TRACE_FORMAT = 12
+TRACE_FORMAT = 13
 
 
 def traced(
@@ -63,6 +63,7 @@ def _residue(model: nn.Module, device: Device) -> Residue:
 def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, model_loss: str = "") -> str:
     config = getattr(model, "config", None)
     kind = device.torch_device.type
+    names = {id(p): n for n, p in model.named_parameters()}
     return fingerprint(
         {
             "format": TRACE_FORMAT,
@@ -72,7 +73,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "attention": str(getattr(config, "_attn_implementation", "")),
             "training": str([m.training for m in model.modules()]),
             "params": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters(remove_duplicate=False)],
-            "tied": [len({id(p) for p in model.parameters()})],
+            "tied": [names[id(p)] for _, p in model.named_parameters(remove_duplicate=False)],
             "modules": fingerprint([[n, type(m).__qualname__, m.extra_repr(), _settings(m)] for n, m in model.named_modules()]),
             "generators": len(list(generators_of(model))),  # what draws from them cannot be recomputed
             "layers": [[layer.name, layer.structure] for layer in layers],

@@ -46,8 +46,8 @@ class Trial(Protocol):
         """Backward may run its forward again."""
         ...
 
-    def has_sequel(self, visit: int) -> bool:
-        """Something runs after it that would run, and be measured with another layer, if it were skipped."""
+    def must_run(self, visit: int) -> bool:
+        """Others are measured with it: what runs after it, or the gradient of a weight that they share."""
         ...
 
 
@@ -64,6 +64,8 @@ class Pass:
         self.is_forward = False
         self._beside = False
         """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
+        self.given: set[int] | None = None
+        """While a layer's forward runs: the storages of its arguments."""
         self.skipped: set[int] = set()
         self.without_grad: set[int] = set()
         """Visits whose layer ran without grad. What comes after it in the same visit may have a backward."""
@@ -144,8 +146,7 @@ class Pass:
         inputs = list(tensors_in((args, kwargs)))
         if inputs and not self._beside:
             # Inputs that are weights or buffers are there for good.
-            others = [t.untyped_storage() for t in inputs[1:] if not self.tracer.is_static(t)]
-            self.phases.takes(visit, inputs[0].untyped_storage(), others)
+            self.phases.takes(visit, inputs[0], [t for t in inputs[1:] if not self.tracer.is_static(t)])
             self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
             if self.scout:
                 self._takes(visit, inputs[0])
@@ -157,7 +158,7 @@ class Pass:
             self.keys[visit] = key
             if not torch.is_grad_enabled():
                 self.without_grad.add(visit)
-        always_runs = facts.is_last or facts.must_run or self.tracer.has_sequel(visit)
+        always_runs = facts.is_last or self.tracer.must_run(visit)
         may_skip = self._ran.get(key, 0) >= 2 and not always_runs
         if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:
@@ -172,14 +173,21 @@ class Pass:
         else:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
+            self.given = {t.untyped_storage()._cdata for t in inputs}
             if self.scout and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
             else:
                 can = self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts)
                 strategy = self.strategy if can else "keep"
                 outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+            self.given = None
             self._makes(visit, outputs)
-        self._pass_through[key] = _pass_through(inputs, outputs) if inputs else None
+        # What it left in its arguments, later layers may need: no other layer answers in its place.
+        known = {id(t) for t in inputs}
+        left = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
+        if not self._beside:
+            self.phases.leaves(visit, [t for t in left if not self.tracer.is_static(t)])
+        self._pass_through[key] = _pass_through(inputs, outputs) if inputs and not left else None
         return outputs
 
     def _compared(self, structure: str, difference: str) -> None:

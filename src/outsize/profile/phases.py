@@ -3,10 +3,11 @@
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
@@ -52,6 +53,11 @@ class SharedTensor:
     num_bytes: int
     storage: "weakref.ref[torch.UntypedStorage]"
     visits: list[int]
+    maker: int = -1
+    """The visit of the layer that left it in an argument, for later layers to take. -1: a region made it, or a layer returned it."""
+    readers: set[int] = field(default_factory=set)
+    """Visits that compute with it, as far as they ran and a scout looked."""
+    requires_grad: bool = False
     died_forward: int = -1
     died_backward: int = -1
 
@@ -65,6 +71,7 @@ class Phases:
         self.held_bytes = 0
         self.shared: list[SharedTensor] = []
         """In the order in which layers first took them."""
+        self._shared_by_key: dict[int, SharedTensor] = {}
         self._late: list[_Late] = []
         self._open: Phase | None = None
         self._level = 0
@@ -126,18 +133,32 @@ class Phases:
             self._take(self._open)
             self._bury_backward(next(reversed(self.backward)))
 
-    def takes(self, visit: int, hidden: torch.UntypedStorage, others: Iterable[torch.UntypedStorage]) -> None:
+    def takes(self, visit: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
         """A layer was called with these."""
-        known = {id(t.storage()): t for t in self.shared if t.storage() is not None}
-        for storage in others:
-            if storage._cdata == hidden._cdata:
-                continue
-            tensor = known.get(id(storage))
-            if tensor is None:
-                tensor = known[id(storage)] = SharedTensor(storage.nbytes(), weakref.ref(storage), [])
-                self.shared.append(tensor)
-            if visit not in tensor.visits:
-                tensor.visits.append(visit)
+        for tensor in others:
+            if tensor.untyped_storage()._cdata != hidden.untyped_storage()._cdata:
+                shared = self._share(tensor)
+                if visit not in shared.visits:
+                    shared.visits.append(visit)
+
+    def leaves(self, visit: int, tensors: Iterable[Tensor]) -> None:
+        """A layer has put these into its arguments, for later layers."""
+        for tensor in tensors:
+            self._share(tensor).maker = visit
+
+    def _share(self, tensor: Tensor) -> SharedTensor:
+        storage = tensor.untyped_storage()
+        shared = self.shared_as(storage)
+        if shared is None:
+            shared = SharedTensor(storage.nbytes(), weakref.ref(storage), [])
+            self.shared.append(shared)
+            self._shared_by_key[storage._cdata] = shared
+        shared.requires_grad |= tensor.requires_grad
+        return shared
+
+    def shared_as(self, storage: torch.UntypedStorage) -> SharedTensor | None:
+        found = self._shared_by_key.get(storage._cdata)
+        return found if found is not None and found.storage() is storage else None
 
     def watch(self, visit: int, storage: "weakref.ref[torch.UntypedStorage]") -> None:
         """The forward phase of a layer is over: if its input dies from here on, and still in forward, a frame held it."""

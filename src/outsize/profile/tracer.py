@@ -1,7 +1,8 @@
 """Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
 
 Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the ends); the others
-pass their input through and get the second one's numbers. Layers that share trainable weights are of one kind if they are alike in that.
+pass their input through and get the second one's numbers. Visits that share trainable weights with others are of one kind if they are alike in that: see
+profile/sharing.py.
 What runs between two layers counts as the earlier one's: layers that have such a sequel all run. The first pass finds these out, which lists
 are no stacks, and which layers cannot be recomputed. Only the weights of layers that run, and those outside layers, are put on the device.
 Each activation strategy is measured in a pass of its own, through the code that the engine runs.
@@ -35,11 +36,12 @@ from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.state import ModuleState
 from outsize.model.weights import Weights, is_hollow
-from outsize.model.work import STRATEGIES, Shared, Strategy, Work
+from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
 from outsize.profile.landings import read_without_grad, require_landings
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase
+from outsize.profile.sharing import HiddenReads, SharedGradients, shared_tensors, visits_to_run
 from outsize.profile.trace import ModelTrace
 from outsize.progress import Bar
 
@@ -79,6 +81,9 @@ class Tracer:
         self._path: list[int | None] | None = None
         """The layers of the visits, as in every pass."""
         self._sequels: dict[int, Any] = {}
+        self._gradients, self._hidden = SharedGradients(()), HiddenReads()
+        self._to_run: set[int] = set()
+        """Visits that a measuring pass does not skip."""
         self.compares = True
         self._differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
@@ -101,7 +106,7 @@ class Tracer:
                 param.data = param.data.to(self.device.torch_device)
             elif param not in self._brought and param not in self._saved and detect_fake_mode() is None:
                 with self.device.on_host():
-                    self._saved[param] = param.untyped_storage().clone()
+                    self._saved[param] = _bytes_of(param).clone()
             self._versions.setdefault(param, param._version)
             self._storages[param] = param.untyped_storage()._cdata
             self._static.add(self._storages[param])
@@ -115,6 +120,9 @@ class Tracer:
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
             self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
+            self._gradients = self._shared_gradients(scout)
+            sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
+            self._to_run = visits_to_run({visit: (key, self.around(visit)) for visit, key in scout.keys.items()}, sequels, self._gradients)
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
         graph = self._graph(passes["keep"])
@@ -125,26 +133,48 @@ class Tracer:
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
-            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=shared_tensors(passes),
+            held_bytes=passes["keep"].phases.held_bytes, provenance=f"seconds {provenance}, bytes measured",
+            counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
 
     def around(self, visit: int) -> Any:
         before = self._sequels.get(visit - 1, _NOTHING)
-        return before if before != _NOTHING else None, self._sequels.get(visit)
+        return before if before != _NOTHING else None, self._sequels.get(visit), self._gradients.place(visit)
 
     def may_run_twice(self, layer: Layer) -> bool:
         return layer.structure not in self._differs
 
     def _notes(self) -> Iterator[str]:
+        for maker, readers in list(self._hidden.of_tensors())[:1]:
+            path = self._path or []
+            yield (
+                f"{self._label(path, min(readers))} reads a tensor that {self._label(path, maker)} made and that is none of its arguments, so the activations "
+                "of all layers are kept. To have them recomputed or sent to the host, pass the tensor as an argument, or in a dict or list that is one."
+            )
+            return
         for structure, difference in self._differs.items():
             names = [layer.name for layer in self.layers if layer.structure == structure]
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = f"a second run of the forward differs from the first ({difference.rstrip('.')})"
             yield f"{names[0]}{others}: {what}. These activations are kept or swapped, not recomputed."
 
-    def has_sequel(self, visit: int) -> bool:
-        return self._sequels.get(visit, _NOTHING) != _NOTHING
+    def must_run(self, visit: int) -> bool:
+        return visit in self._to_run
+
+    def _shared_gradients(self, scout: Pass) -> SharedGradients:
+        users: dict[int, set[int]] = {id(p): set(self._readers.get(id(p), ())) for p in self.model.parameters() if p.requires_grad}
+        for visit, layer in enumerate(scout.layer_of):
+            for param in self.layers[layer].module.parameters() if layer is not None else ():
+                if param.requires_grad and visit in scout.without_grad:
+                    users[id(param)].discard(visit)
+                elif param.requires_grad:
+                    users[id(param)].add(visit)
+        twin = {visit: self._twin(scout, visit) for visit in range(len(scout.layer_of))}
+        weights = [sorted(v for v in visits if twin[v] in scout.backward) for visits in users.values()]
+        tensors = [[t.maker, *(v for v in t.visits if twin[v] in t.readers)] for t in scout.phases.shared if t.requires_grad]
+        hidden = [[maker, *(v for v in twin if v > maker and twin[v] in readers)] for maker, readers in self._hidden.of_tensors()]
+        return SharedGradients([*weights, *tensors, *hidden])
 
     def _set_aside(self, scout: Pass) -> bool:
         """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules run as part of the layer before.
@@ -180,7 +210,7 @@ class Tracer:
 
     def _scout(self) -> Pass:
         """Where memory is too small to compare second runs as well, layers count as such that can be recomputed."""
-        self._readers, self._bare, self._path = {}, set(), None
+        self._readers, self._bare, self._path, self._hidden = {}, set(), None, HiddenReads()
         done = self.progress.done
         try:
             return self._run("keep", scout=True)
@@ -213,7 +243,7 @@ class Tracer:
                 self._once(run)
                 return run
             reader, course = Observer(), Course(self.model, run)
-            reader.on_parameter = lambda p: self._reads(p, run, course)
+            reader.on_read = lambda tensor: self._reads(tensor, run, course)
             push_mode(reader)
             try:
                 self._once(run, course)
@@ -221,14 +251,24 @@ class Tracer:
                 remove_mode(reader)
         return run
 
-    def _reads(self, param: Tensor, run: Pass, course: Course) -> None:
-        if run.is_forward:
-            visit = len(run.layer_of) - 1
-            self._readers.setdefault(id(param), set()).add(visit)
-            layer = run.layer_of[visit]
-            around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
-            if not any(own is param for module in around for own in module._parameters.values()):
-                self._bare.add(visit)
+    def _reads(self, tensor: Tensor, run: Pass, course: Course) -> None:
+        if not run.is_forward:
+            return
+        visit = len(run.layer_of) - 1
+        if not isinstance(tensor, nn.Parameter):
+            shared = run.phases.shared_as(tensor.untyped_storage()) if run.phases.shared and tensor.layout == torch.strided else None
+            if shared is not None:
+                shared.readers.add(visit)
+            elif run.given is not None and tensor.grad_fn is not None and tensor.untyped_storage()._cdata not in run.given:
+                maker = course.made_in(tensor)
+                if 0 <= maker < visit and run.layer_of[maker] is not None:
+                    self._hidden.add(tensor, maker, visit)
+            return
+        self._readers.setdefault(id(tensor), set()).add(visit)
+        layer = run.layer_of[visit]
+        around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
+        if not any(own is tensor for module in around for own in module._parameters.values()):
+            self._bare.add(visit)
 
     def _time(self, strategy: Strategy) -> Pass:
         """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
@@ -281,8 +321,7 @@ class Tracer:
         """Whether it was written. Large ones on another device are compared only if their version tells of a write, which may have been of the same
         values (PEFT's parametrizations)."""
         if param in self._saved:
-            saved = torch.empty(0, dtype=torch.uint8).set_(self._saved[param])
-            now = torch.empty(0, dtype=torch.uint8).set_(param.untyped_storage())
+            saved, now = (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (self._saved[param], _bytes_of(param)))
             return not torch.equal(saved, now)
         original = self._brought.get(param)
         if original is None or is_hollow(original) or detect_fake_mode() is not None:
@@ -334,7 +373,7 @@ class Tracer:
                 param.data = data
             for param, bytes_before in self._saved.items():
                 if self._has_other_values(param):
-                    param.untyped_storage().copy_(bytes_before)
+                    _bytes_of(param).copy_(bytes_before)
             self._brought.clear()
             self._saved.clear()
             self._versions.clear()
@@ -426,7 +465,7 @@ class Tracer:
         run = passes["keep"]
         layer = run.layer_of[visit]
         differentiable = self._twin(run, visit) in run.backward and visit not in run.without_grad
-        strategies = STRATEGIES if layer is not None and differentiable else ("keep",)
+        strategies = STRATEGIES if layer is not None and differentiable and not self._hidden else ("keep",)
         if layer is not None and not self.may_run_twice(self.layers[layer]):
             strategies = tuple(s for s in strategies if s not in RUNS_TWICE)
         return {s: w for s in strategies if (w := self._work(passes, timed, s, visit)) is not None}
@@ -457,6 +496,15 @@ class Tracer:
         )
 
 
+def _bytes_of(param: nn.Parameter) -> torch.UntypedStorage:
+    """The part of its storage that it spans: many parameters may lie in one storage. A storage is copied without an operator, which a meter would count."""
+    storage, size = param.untyped_storage(), param.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(param.shape, param.stride(), strict=True)) if param.numel() else -1
+    part = storage[param.storage_offset() * size : (param.storage_offset() + last + 1) * size]
+    assert isinstance(part, torch.UntypedStorage)
+    return part
+
+
 def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
     """Random generators that modules own, as attributes or in a dict or list."""
     for module in model.modules():
@@ -464,14 +512,3 @@ def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
             for item in value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,):
                 if isinstance(item, torch.Generator):
                     yield item
-
-
-def _shared(passes: dict[Strategy, Pass]) -> tuple[Shared, ...]:
-    """What the passes say together: which strategies keep a tensor, and where it dies if none does."""
-    table = []
-    for same in zip(*(run.phases.shared for run in passes.values()), strict=True):
-        kept_by = tuple(s for s, tensor in zip(passes, same, strict=True) if tensor.died_backward >= 0)
-        dies_at = max(tensor.died_forward for tensor in same)
-        if kept_by or dies_at >= 0:
-            table.append(Shared(num_bytes=same[0].num_bytes, visits=tuple(same[0].visits), kept_by=kept_by, dies_at=dies_at))
-    return tuple(table)

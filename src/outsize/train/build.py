@@ -33,6 +33,7 @@ from outsize.runtime.access import owner_of
 from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
 from outsize.runtime.process_hooks import attached_engines
+from outsize.train.aliases import require_own_memory
 from outsize.train.batches import Images, as_dict, grown, num_rows, require_something
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
@@ -171,6 +172,7 @@ def _get_ready(
     where = choose_device(device)
     _require_one_process()
     _require_plain(model)
+    require_own_memory(model)
     source = _source(model, weights)
     _one_owner_of_recompute(model)
     layers = find_layers(model, blocks)

@@ -1,0 +1,102 @@
+"""Gradients that several visits add to, and what follows for a trial run that skips visits.
+
+The gradient of a weight that several visits use lives from the backward of its last user to that of its first, and the users between them hold both the
+sum so far and their own part. So does that of a tensor which several layers take beside their input (encoder states, keys and values of an
+earlier layer): it lives until the backward of whoever made it. So a visit that stands for others must have the same place among the users,
+and wherever one user runs, the first and the last run too: without them a sum is neither begun nor kept.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from outsize.base.errors import ModelUnsupported
+from outsize.model.work import Shared, Strategy
+from outsize.profile.passes import Pass
+
+BEFORE_ALL = -1
+"""Stands for a region that made a tensor: regions always run."""
+
+
+class SharedGradients:
+    def __init__(self, users: Iterable[Sequence[int]]):
+        """`users`: the visits whose backward adds to one gradient, in forward order. Of a tensor, first the one that made it."""
+        self._of: dict[int, list[tuple[int, ...]]] = {}
+        for visits in users:
+            for visit in visits if len(visits) > 1 else ():
+                self._of.setdefault(visit, []).append(tuple(visits))
+
+    def place(self, visit: int) -> tuple[tuple[bool, bool], ...]:
+        """Per gradient that it adds to: whether an earlier visit does too, and whether a later one does."""
+        return tuple((visits[0] < visit, visits[-1] > visit) for visits in self._of.get(visit, ()))
+
+    def complete(self, visits: Iterable[int]) -> set[int]:
+        """These visits and all that must run with them."""
+        found: set[int] = set()
+        to_do = list(visits)
+        while to_do:
+            visit = to_do.pop()
+            if visit not in found:
+                found.add(visit)
+                to_do += [end for users in self._of.get(visit, ()) for end in (users[0], users[-1]) if end != BEFORE_ALL]
+        return found
+
+
+def visits_to_run(keys: Mapping[int, object], always: Iterable[int], gradients: SharedGradients) -> set[int]:
+    """The first two visits of every kind, those that run in any case, and what must run with them. `keys`: the kind of every visit of a layer."""
+    counts: dict[object, int] = {}
+    first: list[int] = []
+    for visit, key in sorted(keys.items()):
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] <= 2:
+            first.append(visit)
+    return gradients.complete([*first, *always])
+
+
+class HiddenReads:
+    """Tensors that a layer made and a later one computes with, though it is neither given them nor has them: they came through an object that both know.
+
+    What lives how long then depends on who holds that object: nothing but a pass in which every layer keeps its activations can tell.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], int, set[int]]] = {}
+
+    def add(self, tensor: Tensor, maker: int, reader: int) -> None:
+        known = self._found.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            # One that died makes way, but not what is known of it.
+            key = id(tensor) if known is None else -len(self._found) - 1
+            self._found[key] = (weakref.ref(tensor), maker, {reader})
+        else:
+            known[2].add(reader)
+
+    def of_tensors(self) -> Iterator[tuple[int, set[int]]]:
+        """Who made each, and who reads it."""
+        return ((maker, readers) for _, maker, readers in self._found.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+
+def shared_tensors(passes: Mapping[Strategy, Pass]) -> tuple[Shared, ...]:
+    """What the passes say together: which strategies keep a tensor, and where it dies if none does."""
+    table = []
+    if len({len(run.phases.shared) for run in passes.values()}) > 1:
+        raise ModelUnsupported(
+            "The model's layers get other tensors as arguments when activations are recomputed or sent to the host. "
+            "Let layers return what later layers need, instead of writing it into an object that they are given."
+        )
+    for same in zip(*(run.phases.shared for run in passes.values()), strict=True):
+        one = same[0]
+        died = {s: tensor.died_backward for s, tensor in zip(passes, same, strict=True) if tensor.died_backward >= 0}
+        maker_keeps = tuple(s for s, visit in died.items() if visit == one.maker)
+        dies_at = max(tensor.died_forward for tensor in same)
+        if died or dies_at >= 0:
+            table.append(
+                Shared(
+                    num_bytes=one.num_bytes, visits=tuple(one.visits), kept_by=tuple(died), dies_at=dies_at, maker=one.maker, maker_keeps=maker_keeps
+                )
+            )
+    return tuple(table)
