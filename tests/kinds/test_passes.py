@@ -259,7 +259,8 @@ def test_layers_that_run_without_grad_after_prepare() -> None:
 
 @pytest.mark.parametrize("forward", SEVERAL, ids=lambda f: f.__name__)
 def test_several_passes_in_one_module(forward: Forward) -> None:
-    assert_every_strategy_trains(functools.partial(Model, forward), budget=cells.GiB)
+    assert_every_strategy_trains(functools.partial(Model, forward))
+    assert_tight_and_roomy_train(functools.partial(Model, forward))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
@@ -273,7 +274,7 @@ def test_checkpointing_inside_layers_and_outside_of_them(reentrant: bool) -> Non
 
 
 def test_reentrant_checkpointing_in_a_layer_that_runs_twice_is_refused() -> None:
-    with pytest.raises(ModelUnsupported, match=r"encoder.layers.3.up.weight gets its gradient in 2 parts.*Use use_reentrant=False"):
+    with pytest.raises(ModelUnsupported, match=r"encoder\.layers\.\d\.up\.weight gets its gradient in 2 parts.*Use use_reentrant=False"):
         outsize.prepare(Model(pair, reentrant=True), DATA[0], device=DEVICE)
 
 
