@@ -184,3 +184,12 @@ def weight_files(folder: Path) -> Sequence[Path]:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def bytes_of(param: nn.Parameter) -> torch.UntypedStorage:
+    """The part of its storage that it spans: many parameters may lie in one storage. A storage is copied without an operator, which a meter would count."""
+    storage, size = param.untyped_storage(), param.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(param.shape, param.stride(), strict=True)) if param.numel() else -1
+    part = storage[param.storage_offset() * size : (param.storage_offset() + last + 1) * size]
+    assert isinstance(part, torch.UntypedStorage)
+    return part

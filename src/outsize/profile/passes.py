@@ -14,7 +14,7 @@ from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
 from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
 from outsize.device.device import Device, Meter
-from outsize.device.observer import Observer
+from outsize.device.observer import Observer, parts_of
 from outsize.model.discover import Layer
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
@@ -173,7 +173,7 @@ class Pass:
         else:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
-            self.given = {t.untyped_storage()._cdata for t in inputs}
+            self.given = {part.untyped_storage()._cdata for t in inputs for part in parts_of(t)}
             if self.scout and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
             else:
@@ -186,7 +186,7 @@ class Pass:
         known = {id(t) for t in inputs}
         left = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
         if not self._beside:
-            self.phases.leaves(visit, [t for t in left if not self.tracer.is_static(t)])
+            self.phases.leaves(visit, [t for t in left if t.layout == torch.strided and not self.tracer.is_static(t)])
         self._pass_through[key] = _pass_through(inputs, outputs) if inputs and not left else None
         return outputs
 

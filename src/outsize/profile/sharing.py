@@ -7,7 +7,7 @@ and wherever one user runs, the first and the last run too: without them a sum i
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -63,7 +63,18 @@ class HiddenReads:
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], int, set[int]]] = {}
 
-    def add(self, tensor: Tensor, maker: int, reader: int) -> None:
+    def look_at(self, tensor: Tensor, run: Pass, made_in: Callable[[Tensor], int]) -> None:
+        """An operator reads this tensor, which is no parameter, in the forward of a scout."""
+        visit, storage = len(run.layer_of) - 1, tensor.untyped_storage()
+        shared = run.phases.shared_as(storage)
+        if shared is not None:
+            shared.readers.add(visit)
+        elif run.given is not None and tensor.grad_fn is not None and storage._cdata not in run.given:
+            maker = made_in(tensor)
+            if 0 <= maker < visit and run.layer_of[maker] is not None:
+                self._add(tensor, maker, visit)
+
+    def _add(self, tensor: Tensor, maker: int, reader: int) -> None:
         known = self._found.get(id(tensor))
         if known is None or known[0]() is not tensor:
             # One that died makes way, but not what is known of it.

@@ -35,7 +35,7 @@ from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.state import ModuleState
-from outsize.model.weights import Weights, is_hollow
+from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
 from outsize.profile.landings import read_without_grad, require_landings
@@ -106,7 +106,7 @@ class Tracer:
                 param.data = param.data.to(self.device.torch_device)
             elif param not in self._brought and param not in self._saved and detect_fake_mode() is None:
                 with self.device.on_host():
-                    self._saved[param] = _bytes_of(param).clone()
+                    self._saved[param] = bytes_of(param).clone()
             self._versions.setdefault(param, param._version)
             self._storages[param] = param.untyped_storage()._cdata
             self._static.add(self._storages[param])
@@ -256,13 +256,8 @@ class Tracer:
             return
         visit = len(run.layer_of) - 1
         if not isinstance(tensor, nn.Parameter):
-            shared = run.phases.shared_as(tensor.untyped_storage()) if run.phases.shared and tensor.layout == torch.strided else None
-            if shared is not None:
-                shared.readers.add(visit)
-            elif run.given is not None and tensor.grad_fn is not None and tensor.untyped_storage()._cdata not in run.given:
-                maker = course.made_in(tensor)
-                if 0 <= maker < visit and run.layer_of[maker] is not None:
-                    self._hidden.add(tensor, maker, visit)
+            if tensor.layout == torch.strided:
+                self._hidden.look_at(tensor, run, course.made_in)
             return
         self._readers.setdefault(id(tensor), set()).add(visit)
         layer = run.layer_of[visit]
@@ -321,7 +316,7 @@ class Tracer:
         """Whether it was written. Large ones on another device are compared only if their version tells of a write, which may have been of the same
         values (PEFT's parametrizations)."""
         if param in self._saved:
-            saved, now = (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (self._saved[param], _bytes_of(param)))
+            saved, now = (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (self._saved[param], bytes_of(param)))
             return not torch.equal(saved, now)
         original = self._brought.get(param)
         if original is None or is_hollow(original) or detect_fake_mode() is not None:
@@ -373,7 +368,7 @@ class Tracer:
                 param.data = data
             for param, bytes_before in self._saved.items():
                 if self._has_other_values(param):
-                    _bytes_of(param).copy_(bytes_before)
+                    bytes_of(param).copy_(bytes_before)
             self._brought.clear()
             self._saved.clear()
             self._versions.clear()
@@ -494,15 +489,6 @@ class Tracer:
             late_bytes=forward.late_bytes if is_late else 0,
             late_visit=forward.late_visit if is_late else -1,
         )
-
-
-def _bytes_of(param: nn.Parameter) -> torch.UntypedStorage:
-    """The part of its storage that it spans: many parameters may lie in one storage. A storage is copied without an operator, which a meter would count."""
-    storage, size = param.untyped_storage(), param.element_size()
-    last = sum((n - 1) * stride for n, stride in zip(param.shape, param.stride(), strict=True)) if param.numel() else -1
-    part = storage[param.storage_offset() * size : (param.storage_offset() + last + 1) * size]
-    assert isinstance(part, torch.UntypedStorage)
-    return part
 
 
 def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
