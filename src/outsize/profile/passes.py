@@ -76,8 +76,8 @@ class Pass:
         """By id: the visit that took a tensor as its input, and that returned it."""
         self.forks: list[tuple[int, int]] = []
         """Two visits that took the same input."""
-        self.goes_on: set[int] = set()
-        """Visits whose output a later layer took as its input, as it was."""
+        self.goes_on: dict[int, int] = {}
+        """Visits whose output a later layer took as its input, as it was, with that layer's visit."""
         self.differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first."""
 
@@ -158,7 +158,7 @@ class Pass:
         if took is not None and took[1]() is hidden:
             self.forks.append((took[0], visit))
         if made is not None and made[1]() is hidden:
-            self.goes_on.add(made[0])
+            self.goes_on.setdefault(made[0], visit)
         self._taken[id(hidden)] = (visit, weakref.ref(hidden))
 
     def _makes(self, visit: int, outputs: Any) -> None:

@@ -10,6 +10,7 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.hardware.lanes import compute_seconds
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
-from outsize.model.discover import Layer
+from outsize.model.discover import Layer, with_stages_joined
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.state import ModuleState
@@ -109,7 +110,7 @@ class Tracer:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
         with self._model_untouched(), self.progress:
             scout = self._scout()
-            if self._set_aside(scout):
+            while self._join_stages(scout) or self._set_aside(scout):
                 scout = self._scout()
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
             self._differs = scout.differs
@@ -145,6 +146,17 @@ class Tracer:
     def has_sequel(self, visit: int) -> bool:
         return self._sequels.get(visit, _NOTHING) != _NOTHING
 
+    def _join_stages(self, scout: Pass) -> bool:
+        """Stages whose parts do not feed one another (a layer's experts) are layers themselves."""
+        feeds: Counter[tuple[Layer, ...]] = Counter()
+        for visit, taker in scout.goes_on.items():
+            maker = self._layer_at(scout, visit)
+            feeds[maker.stages] += maker.stack == self._layer_at(scout, taker).stack
+        pairs = Counter(layer.stages for layer in self.layers if not layer.is_last)
+        joined = {stages for stages in pairs if stages and 2 * feeds[stages] < pairs[stages]}
+        self.layers = with_stages_joined(self.layers, joined)
+        return bool(joined)
+
     def _set_aside(self, scout: Pass) -> bool:
         """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules run as part of the layer before.
 
@@ -155,7 +167,7 @@ class Tracer:
         for earlier, later in scout.forks:
             ends = [where for visit in (earlier, later) if (where := self._list_of(scout, visit)) not in on]
             asides.update(ends[:1] if self._list_of(scout, earlier) != self._list_of(scout, later) else [])
-        aside = [layer for layer in self.layers if layer.name.rpartition(".")[0] in asides]
+        aside = [layer for layer in self.layers if layer.stack in asides]
         self.layers = tuple(layer for layer in self.layers if layer not in aside)
         with _out_of_memory(lambda: f"the weights of {aside[-1].name}"):
             for layer in aside:
@@ -163,9 +175,12 @@ class Tracer:
         return bool(aside)
 
     def _list_of(self, run: Pass, visit: int) -> str:
+        return self._layer_at(run, visit).stack
+
+    def _layer_at(self, run: Pass, visit: int) -> Layer:
         layer = run.layer_of[visit]
         assert layer is not None
-        return self.layers[layer].name.rpartition(".")[0]
+        return self.layers[layer]
 
     def _sequel(self, scout: Pass, visit: int) -> Any:
         """What runs between this layer and the next visit: nothing, or weights of these shapes."""
