@@ -66,6 +66,8 @@ class BlockGraph:
     """Buffers are resident on the device."""
     bare: tuple[int, ...] = ()
     """Visits that read weights outside of the module that has them, in a region or behind a layer: nothing but the order of layers tells when."""
+    detours: tuple[int, ...] = ()
+    """Visits of layers that leave a value elsewhere than in their outputs (an auxiliary loss on `self`), with a gradient: it reaches them there first."""
 
     @cached_property
     def param(self) -> dict[str, Param]:

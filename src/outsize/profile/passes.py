@@ -14,6 +14,7 @@ from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
 from outsize.model.discover import Layer
+from outsize.model.state import LeftValues
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
 from outsize.profile.phases import Phases
@@ -36,6 +37,9 @@ class Trial(Protocol):
     def around(self, visit: int) -> Any:
         """What is known of the time before a layer and after it: what comes before may hold its input, what comes after is measured with it."""
         ...
+
+    left: dict[str, LeftValues]
+    """By structure of a layer: values that its forward leaves in attributes. A layer that is skipped gets them too."""
 
     compares: bool
     """Scouts compare a second run of each layer's forward with the first."""
@@ -131,9 +135,12 @@ class Pass:
                 self.skipped.add(visit)
             answer = skip([inputs[0].view_as(inputs[0]) if self.scout else inputs[0], *inputs[1:]])
             self._makes(visit, answer)
+            if facts.structure in self.tracer.left:
+                self.tracer.left[facts.structure].put_on(facts.module)
             return answer
         self._ran[key] = self._ran.get(key, 0) + 1
         self.tracer.bring(facts.module)
+        left = LeftValues(facts.module) if self.scout and facts.structure not in self.tracer.left else None
         if self._beside:
             outputs = forward(*args, **kwargs)
         else:
@@ -146,6 +153,9 @@ class Pass:
                 strategy = self.strategy if can else "keep"
                 outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
             self._makes(visit, outputs)
+        if left is not None:
+            left.forward_ran()
+            self.tracer.left[facts.structure] = left
         self._pass_through[key] = _pass_through(inputs, outputs) if inputs else None
         return outputs
 

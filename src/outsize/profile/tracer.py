@@ -33,7 +33,7 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer, with_stages_joined
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
-from outsize.model.state import ModuleState
+from outsize.model.state import LeftValues, ModuleState
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
@@ -78,7 +78,10 @@ class Tracer:
         self._path: list[int | None] | None = None
         """The layers of the visits, as in every pass."""
         self._sequels: dict[int, Any] = {}
-        self._got_gradient: set[int] = set()
+        self._got_gradient: dict[int, int] = {}
+        """By id of a parameter: in whose backward it came."""
+        self._detours: set[int] = set()
+        self.left: dict[str, LeftValues] = {}
         self.compares = True
         self._differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
@@ -117,15 +120,16 @@ class Tracer:
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
+            left_bytes = sum(self.left[layer.structure].num_bytes(self.device.torch_device, self.is_static) for layer in self.layers if layer.structure in self.left)
         graph = self._graph(passes["keep"])
-        self._require_landings(graph)
+        self._require_landings(graph, scout)
         notes = tuple(self._notes())
         for note in notes:
             log.warning("%s", note)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes,
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes + left_bytes,
             provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
 
@@ -190,20 +194,30 @@ class Tracer:
         others = [p for p in self.model.parameters() if id(p) not in own and visit in self._readers.get(id(p), ())]
         return visit in scout.goes_on, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in others)
 
-    def _require_landings(self, graph: BlockGraph) -> None:
+    def _require_landings(self, graph: BlockGraph, scout: Pass) -> None:
         """Where a gradient comes in must be known: a visit that nobody saw in backward can have none."""
         for name, param in self.model.named_parameters():
-            if id(param) in self._got_gradient and not any(graph.has_backward[visit] for visit in graph.users[name]):
+            if id(param) not in self._got_gradient:
+                continue
+            users = [visit for visit in graph.users[name] if graph.has_backward[visit] and visit not in scout.skipped]
+            came = self._got_gradient[id(param)]
+            if not users and not any(graph.has_backward[visit] for visit in graph.users[name]):
                 where = graph.visit_name(graph.users[name][0]) if graph.users[name] else "no block"
                 found = f"{name} has a gradient, and the backward of {where} that reads it is not seen"
                 do = f"Read it in the forward of a module of its own, or freeze it with {name}.requires_grad_(False)"
                 raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
+            if users and came != users[0] and came >= 0:
+                raise ModelUnsupported(
+                    f"{name}: its gradient is complete in the backward of {graph.visit_name(came)}, not in that of {graph.visit_name(users[0])}, "
+                    "which reads it first: a value goes from one to the other by another way than a layer's inputs and outputs. Return that value "
+                    "from the layer, and compute what depends on a layer's weights in its forward."
+                )
 
     # Running.
 
     def _scout(self) -> Pass:
         """Where memory is too small to compare second runs as well, layers count as such that can be recomputed."""
-        self._readers, self._bare, self._path = {}, set(), None
+        self._readers, self._bare, self._path, self._detours, self.left, self._got_gradient = {}, set(), None, set(), {}, {}
         done = self.progress.done
         try:
             return self._run("keep", scout=True)
@@ -242,6 +256,7 @@ class Tracer:
                 self._once(run, course)
             finally:
                 remove_mode(reader)
+            self._detours = course.detours
         return run
 
     def _reads(self, param: Tensor, run: Pass, course: Course) -> None:
@@ -264,8 +279,8 @@ class Tracer:
 
     def _once(self, run: Pass, course: Course | None = None) -> None:
         course = course or Course(self.model, run)
-        course.attach(self.layers)
-        drop = [p.register_post_accumulate_grad_hook(self._drop_grad) for p in self.model.parameters() if p.requires_grad]
+        course.attach(self.layers, looks_around=run.scout or bool(self._detours))
+        drop = [p.register_post_accumulate_grad_hook(partial(self._drop_grad, run)) for p in self.model.parameters() if p.requires_grad]
         try:
             with _out_of_memory(lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"):
                 run.phases.begin()
@@ -314,8 +329,9 @@ class Tracer:
             return False
         return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
 
-    def _drop_grad(self, param: Tensor) -> None:
-        self._got_gradient.add(id(param))
+    def _drop_grad(self, run: Pass, param: Tensor) -> None:
+        if run.scout:
+            self._got_gradient[id(param)] = run.backward[-1] if run.backward else -1
         param.grad = None
 
     def _loss(self, run: Pass) -> tuple[Tensor | None, Any]:
@@ -413,6 +429,7 @@ class Tracer:
             params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
             buffer_bytes=sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
             bare=tuple(sorted(self._bare)),
+            detours=tuple(sorted(self._detours)),
         )
 
     def _label(self, layer_of: list[int | None], visit: int) -> str:

@@ -51,7 +51,7 @@ class Passes:
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
         loose = (m for m in self._model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values()))
         self._loose = [module.register_forward_pre_hook(self._loose_opens) for module in loose]
-        self._course.attach(self._layers)
+        self._course.attach(self._layers, looks_around=bool(self._holder.now.planned.graph.detours))
 
     def detach(self) -> None:
         self._course.detach()
