@@ -34,10 +34,13 @@ def keep_and_compare(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], report: Callable[[str], None], module: nn.Module | None = None
 ) -> Any:
     """For trial runs: `keep`, and in backward the forward that `recompute` would run. `report` gets how they differ, or ""."""
-    first = next(tensors_in((args, kwargs)), None)
-    if first is None:
+    given = list(tensors_in((args, kwargs)))
+    if not given:
         return forward(*args, **kwargs)
-    return compared(lambda: forward(*args, **kwargs), first.device, report, module)
+    outputs = compared(lambda: forward(*args, **kwargs), given[0].device, report, module)
+    if [id(tensor) for tensor in tensors_in((args, kwargs))] != [id(tensor) for tensor in given]:
+        report("the forward adds to a list or dict that it is given, and a second one would add to it again")
+    return outputs
 
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:

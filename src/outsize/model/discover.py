@@ -6,7 +6,8 @@ is no stack of layers, and its parameters belong to the region that reads them.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,19 @@ def _layers_of(stacks: list[Stack], stages: "dict[int, tuple[Layer, ...]] | None
     _require_separate(layers)
     completes = {first for layer in layers if layer.is_last for first in sharing.first_users(layer.module)}
     return tuple(replace(layer, must_run=True) if id(layer.module) in completes else layer for layer in layers)
+
+
+def stages_to_join(layers: Sequence[Layer], layer_of: Sequence[int | None], feeds: Mapping[int, int]) -> "set[tuple[Layer, ...]]":
+    """Stages that are layers themselves, since their parts do not feed one another (a layer's experts, the two lists of a UNet's block).
+
+    `layer_of`: by visit, the layer, None for a region. `feeds`: visits whose output a later layer took as its input, with that layer's visit.
+    """
+    pairs = Counter(layer.stages for layer in layers if layer.stages and not layer.is_last)
+    found: Counter[tuple[Layer, ...]] = Counter()
+    for maker, taker in ((layer_of[visit], layer_of[later]) for visit, later in feeds.items()):
+        assert maker is not None and taker is not None
+        found[layers[maker].stages] += layers[maker].stack == layers[taker].stack
+    return {stages for stages in pairs if 2 * found[stages] < pairs[stages]}
 
 
 def with_stages_joined(layers: Iterable[Layer], joined: "Collection[tuple[Layer, ...]]") -> tuple[Layer, ...]:

@@ -102,7 +102,8 @@ class _Search:
 
     def _is_long_chain(self, container: nn.Module, elements: list[Named]) -> bool:
         """Of modules that have no stacks in them."""
-        if any(is_container(part) and (isinstance(part, nn.ModuleList) or _repeats(_elements(part, ""))) for _, module in elements for part in module.modules()):
+        containers = [part for _, module in elements for part in module.modules() if is_container(part)]
+        if any(isinstance(part, nn.ModuleList) or _repeats(_elements(part, "")) for part in containers):
             return False
         num_matrices = sum(any(param.dim() > 1 for param in module.parameters()) for _, module in elements)
         return num_matrices >= _CHAIN_LENGTH and _num_weights(container) >= _CHAIN_SHARE * self._total

@@ -10,7 +10,6 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 
 import gc
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,13 +29,14 @@ from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.hardware.lanes import compute_seconds
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
-from outsize.model.discover import Layer, with_stages_joined
+from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.state import LeftValues, ModuleState
 from outsize.model.weights import Weights, is_hollow
 from outsize.model.work import STRATEGIES, Shared, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
+from outsize.profile.landings import require_landings
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase
 from outsize.profile.trace import ModelTrace
@@ -113,23 +113,26 @@ class Tracer:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
         with self._model_untouched(), self.progress:
             scout = self._scout()
-            while self._join_stages(scout) or self._set_aside(scout):
+            if self._join_stages(scout):
+                scout = self._scout()
+            if self._set_aside(scout):
                 scout = self._scout()
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
             self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
-            left_bytes = sum(self.left[layer.structure].num_bytes(self.device.torch_device, self.is_static) for layer in self.layers if layer.structure in self.left)
+            left = [self.left[layer.structure] for layer in self.layers if layer.structure in self.left]
+            held_bytes = passes["keep"].phases.held_bytes + sum(values.num_bytes(self.device.torch_device, self.is_static) for values in left)
         graph = self._graph(passes["keep"])
-        self._require_landings(graph, scout)
+        require_landings(self.model, graph, self._got_gradient, scout.skipped)
         notes = tuple(self._notes())
         for note in notes:
             log.warning("%s", note)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=passes["keep"].phases.held_bytes + left_bytes,
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=_shared(passes), held_bytes=held_bytes,
             provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
 
@@ -151,13 +154,7 @@ class Tracer:
         return self._sequels.get(visit, _NOTHING) != _NOTHING
 
     def _join_stages(self, scout: Pass) -> bool:
-        """Stages whose parts do not feed one another (a layer's experts) are layers themselves."""
-        feeds: Counter[tuple[Layer, ...]] = Counter()
-        for visit, taker in scout.goes_on.items():
-            maker = self._layer_at(scout, visit)
-            feeds[maker.stages] += maker.stack == self._layer_at(scout, taker).stack
-        pairs = Counter(layer.stages for layer in self.layers if not layer.is_last)
-        joined = {stages for stages in pairs if stages and 2 * feeds[stages] < pairs[stages]}
+        joined = stages_to_join(self.layers, scout.layer_of, scout.goes_on)
         self.layers = with_stages_joined(self.layers, joined)
         return bool(joined)
 
@@ -179,12 +176,9 @@ class Tracer:
         return bool(aside)
 
     def _list_of(self, run: Pass, visit: int) -> str:
-        return self._layer_at(run, visit).stack
-
-    def _layer_at(self, run: Pass, visit: int) -> Layer:
         layer = run.layer_of[visit]
         assert layer is not None
-        return self.layers[layer]
+        return self.layers[layer].stack
 
     def _sequel(self, scout: Pass, visit: int) -> Any:
         """What runs between this layer and the next visit: nothing, or weights of these shapes."""
@@ -193,25 +187,6 @@ class Tracer:
         own = {id(param) for param in self.layers[layer].module.parameters()}
         others = [p for p in self.model.parameters() if id(p) not in own and visit in self._readers.get(id(p), ())]
         return visit in scout.goes_on, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in others)
-
-    def _require_landings(self, graph: BlockGraph, scout: Pass) -> None:
-        """Where a gradient comes in must be known: a visit that nobody saw in backward can have none."""
-        for name, param in self.model.named_parameters():
-            if id(param) not in self._got_gradient:
-                continue
-            users = [visit for visit in graph.users[name] if graph.has_backward[visit] and visit not in scout.skipped]
-            came = self._got_gradient[id(param)]
-            if not users and not any(graph.has_backward[visit] for visit in graph.users[name]):
-                where = graph.visit_name(graph.users[name][0]) if graph.users[name] else "no block"
-                found = f"{name} has a gradient, and the backward of {where} that reads it is not seen"
-                do = f"Read it in the forward of a module of its own, or freeze it with {name}.requires_grad_(False)"
-                raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
-            if users and came != users[0] and came >= 0:
-                raise ModelUnsupported(
-                    f"{name}: its gradient is complete in the backward of {graph.visit_name(came)}, not in that of {graph.visit_name(users[0])}, "
-                    "which reads it first: a value goes from one to the other by another way than a layer's inputs and outputs. Return that value "
-                    "from the layer, and compute what depends on a layer's weights in its forward."
-                )
 
     # Running.
 
