@@ -52,7 +52,6 @@ class _Entry:
 class ModuleState:
     def __init__(self, module: nn.Module):
         knows_values = detect_fake_mode() is None
-        self._module = module
         self._entries: list[_Entry] = []
         self._collections: list[tuple[str, Any, list[Any]]] = []
         """Lists and dicts in attributes, with what is in them."""
@@ -65,24 +64,27 @@ class ModuleState:
             self._collections += [(f"{path}.{name}".lstrip("."), value, _items(value)) for name, value in _own(part) if type(value) in (list, dict)]
             plain = [(name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN) and name != "training"]
             self._entries += [_Entry(part, path, name, False, value, None, 0) for name, value in plain]
-        self._names = self._all_names()
-
-    def _all_names(self) -> set[tuple[str, str]]:
-        """Tensors in attributes: a forward may leave new ones."""
-        return {(path, name) for path, part in self._module.named_modules() for name, value in vars(part).items() if isinstance(value, Tensor)}
+        self._bound = [(path, part, dict(_own(part))) for path, part in module.named_modules()]
+        """All attributes: a forward may bind others, or new ones."""
 
     def changed(self) -> str | None:
         """The name of the first part of the state that is another one now."""
         for entry in self._entries:
             if entry.has_changed():
                 return f"{entry.path}.{entry.name}".lstrip(".")
+        for path, part, before in self._bound:
+            for name, value in _own(part):
+                if before.get(name) is not value and next(tensors_in(value), None) is not None:
+                    return f"{path}.{name}".lstrip(".")
         return next((name for name, value, items in self._collections if not _is_same(_items(value), items)), None)
 
     def restore(self) -> None:
+        for _, part, before in self._bound:
+            for name in [name for name, _ in _own(part) if name not in before]:
+                del part.__dict__[name]
+            part.__dict__.update(before)
         for entry in self._entries:
             entry.restore()
-        for path, name in self._all_names() - self._names:
-            self._module.get_submodule(path).__dict__.pop(name, None)
         for _, value, items in self._collections:
             if not _is_same(_items(value), items):
                 value.clear()
