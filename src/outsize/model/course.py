@@ -13,6 +13,11 @@ tensors counts for the visit that made it, wherever it is handed over: autograd 
 first of these to come is where the visit begins. Module backward hooks are not used: they miss
 outputs in dicts and dataclasses and fire too early when no input requires grad. The end of a backward is the end of autograd's graph task. It does not come
 after an exception: the next forward finds the pass still open and says so.
+
+[Note: Values around outputs]
+A layer may leave a value elsewhere than in its outputs (an auxiliary loss on `self`), and the root use it. A gradient then reaches the layer's nodes
+before it reaches an output. The trial run follows the graph from the root's outputs to the layers, without going into them, and finds such values;
+where there are any, every pass does, and their nodes open the layer too.
 """
 
 import bisect
@@ -28,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
+from outsize.base.errors import ModelUnsupported
 from outsize.model.discover import Layer
 from outsize.model.tensors import with_grad
 
@@ -77,6 +83,19 @@ class Course:
         """Tensors of this forward whose visit is known, by id."""
         self._openings: list[tuple[int, int]] = []
         """Visits of this forward in the order they opened, each after the number that autograd would have given to a node then."""
+        self._nesting = 0
+        """Calls of the root's forward that are under way: it may call itself, and that is part of one pass."""
+        self._called: int | None = None
+        """The layer that torch has called, until its forward begins. `layer.forward(x)` runs no hooks."""
+        self._inside: int | None = None
+        """The layer whose forward is under way."""
+        self._looks_around = False
+        self._returned: dict[int, int] = {}
+        """By layer visit: the number that autograd would have given to a node when the layer returned."""
+        self._output_numbers: set[int] = set()
+        """Of the nodes of tensors that open visits."""
+        self.detours: set[int] = set()
+        """Layer visits with values that the root uses though they are in no output, of all passes. See [Note: Values around outputs]."""
         self.running: list[nn.Module] = []
         """Modules with weights, in no layer and with none in them, that are being called: the innermost last."""
         self.number = 0
@@ -87,10 +106,10 @@ class Course:
         """A forward of the root is under way."""
         return self._visit >= 0
 
-    def attach(self, layers: Sequence[Layer]) -> None:
-        """Without layers the whole model is one visit, and no module but the root has a hook."""
+    def attach(self, layers: Sequence[Layer], *, looks_around: bool = False) -> None:
+        """Without layers the whole model is one visit, and no module but the root has a hook. `looks_around`: for values around outputs."""
         root = self._model
-        self._layers = layers
+        self._layers, self._looks_around = layers, looks_around
         self._handles = [
             root.register_forward_pre_hook(self._root_opens, with_kwargs=True),
             root.register_forward_hook(self._root_closes, with_kwargs=True, always_call=True),
@@ -129,9 +148,12 @@ class Course:
     # Forward.
 
     def _root_opens(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._nesting:
+            return args, kwargs
         self.number += 1
         self._in_backward = False
-        self._known, self._openings, self.running = {}, [], []
+        self._known, self._openings, self.running, self._called, self._inside = {}, [], [], None, None
+        self._returned, self._output_numbers = {}, set()
         args, kwargs = self._listener.forward_begins(args, kwargs)
         self._enters(0, None)
         return args, kwargs
@@ -142,14 +164,23 @@ class Course:
         self._listener.forward_enters(visit, layer)
 
     def _root_runs(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self._nesting += 1
         try:
             return forward(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):  # torch calls no hook after these
-            if self.is_open:
-                self._root_closes(self._model, args, kwargs, None)
+            if self.is_open and self._nesting == 1:
+                self._close(None, failed=True)
             raise
+        finally:
+            self._nesting -= 1
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ModelUnsupported(
+                f"{self._layers[index].name} is called inside a transform of torch.func (vmap, grad, jvp), where its inputs are no plain tensors. "
+                "Call it outside of the transform, or name other lists of layers with blocks=['path.to.list']."
+            )
+        self._called = index
         if self._visit >= 0:
             self._leaves((args, kwargs))
             self._enters(self._listener.finds(index, self._visit), index)
@@ -157,7 +188,20 @@ class Course:
             self._listener.forward_enters(self._visit, index)
 
     def _layer_runs(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return self._listener.runs(self._visit, index, forward, args, kwargs)
+        if self._inside == index:  # it calls its own forward
+            return forward(*args, **kwargs)
+        module = self._layers[index].module
+        is_direct = self._called != index
+        if is_direct:
+            self._layer_opens(index, module, args, kwargs)
+        self._called, self._inside = None, index
+        try:
+            output = self._listener.runs(self._visit, index, forward, args, kwargs)
+        finally:
+            self._inside = None
+        if is_direct:
+            self._layer_closes(index, module, args, kwargs, output)
+        return output
 
     def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._visit < 0:
@@ -165,6 +209,7 @@ class Course:
         self._opens_backward(self._visit, with_grad(output))
         if any(isinstance(value, (list, MutableMapping)) for value in (*args, *kwargs.values())):
             self._open_where_made((args, kwargs))  # what it left there is an output too
+        self._returned[self._visit] = torch.autograd._get_sequence_nr()
         if self._layers[index].is_last:
             self._enters(self._visit + 1, None)
 
@@ -186,12 +231,40 @@ class Course:
             self._open_where_made(output)
 
     def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        failed = sys.exc_info()[0] is not None and output is None
+        if not self._nesting:
+            self._close(output, failed=sys.exc_info()[0] is not None and output is None)
+
+    def _close(self, output: Any, *, failed: bool) -> None:
         if not failed:
             self._open_where_made(output)
+            if self._looks_around and torch.is_grad_enabled():
+                self._open_around(output)
         self._visit = -1
         self._known = {}
         self._listener.forward_ends(output, failed=failed)
+
+    def _open_around(self, outputs: Any) -> None:
+        """Nodes of layers that the code outside of layers leads to, and that are in no output, open their layers."""
+        seen: set[Any] = set()
+        todo = [(tensor.grad_fn, self._visit) for tensor in with_grad(outputs) if tensor.grad_fn is not None]
+        while todo:
+            node, visit = todo.pop()
+            for following, _ in node.next_functions:
+                if following is None or following in seen:
+                    continue
+                seen.add(following)
+                number = following._sequence_nr()
+                made_in = self._visit_at(number)
+                if made_in < 0:
+                    continue
+                if made_in != visit and made_in in self._returned and number not in self._output_numbers:
+                    self.detours.add(made_in)
+                    following.register_prehook(functools.partial(self._detour_enters, made_in, self.number))
+                if number >= self._returned.get(made_in, 0):
+                    todo.append((following, made_in))
+
+    def _detour_enters(self, visit: int, number: int, grads: Any) -> None:
+        self._backward_enters(visit, number)
 
     def _open_where_made(self, value: Any) -> None:
         """A gradient of one of these tensors opens the visit that made it, which need not be this one: a stem may make something for a later layer, a model
@@ -207,7 +280,10 @@ class Course:
         """Autograd numbers its nodes as they are made. -1: before this forward."""
         if tensor.grad_fn is None:
             return self._visit
-        place = bisect.bisect_right(self._openings, tensor.grad_fn._sequence_nr(), key=operator.itemgetter(0))
+        return self._visit_at(tensor.grad_fn._sequence_nr())
+
+    def _visit_at(self, number: int) -> int:
+        place = bisect.bisect_right(self._openings, number, key=operator.itemgetter(0))
         return self._openings[place - 1][1] if place else -1
 
     # Backward.
@@ -216,6 +292,8 @@ class Course:
         self._known.update({id(t): weakref.ref(t) for t in tensors})
         tensors = [t for t in tensors if t.grad_fn is not None]
         if tensors and visit >= 0 and torch.is_grad_enabled():
+            if self._looks_around:
+                self._output_numbers.update(t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None)
             number = self.number
             register_multi_grad_hook(tensors, lambda grad: self._backward_enters(visit, number), mode="any")
 

@@ -1,19 +1,20 @@
-"""Finds a model's layers from its module tree: the elements of every outermost nn.ModuleList.
+"""Finds a model's layers: the elements of the stacks in its module tree (model/stacks.py), or of the lists that the user names.
 
-No table of model families. A list inside a layer (T5's sub-layers, a layer's experts) belongs to that layer. Layers may share modules
-and parameters (VeRA's projections, the attention of Zamba): these belong to every layer that has them. Whether and in which order the
-layers run is not read off the tree but seen when the model runs (profile/tracer.py): a list whose elements are never called
+Layers may share modules and parameters (VeRA's projections, the attention of Zamba): these belong to every layer that has them. Whether and in
+which order the layers run is not read off the tree but seen when the model runs (profile/tracer.py): a list whose elements are never called
 is no stack of layers, and its parameters belong to the region that reads them.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from outsize.base.errors import ConfigError, tell
+from outsize.model.stacks import Named, Stack, find_stacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,19 +25,54 @@ class Layer:
     """Equal for layers that do the same work on other weights."""
     is_last: bool
     """Of its list: a region begins when it returns."""
+    stack: str = ""
+    """Path of the list that it is an element of."""
+    stages: "tuple[Layer, ...]" = ()
+    """If it is part of a stage: all stages of that list. They are the layers if the parts of stages do not feed one another."""
 
 
 def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[Layer, ...]:
     """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`)."""
-    lists = list(_named_lists(model, paths)) if paths else list(_outermost_lists(model))
+    stacks = list(_named_lists(model, paths)) if paths else find_stacks(model)
+    stages = {id(outer): _layers_of([outer]) for stack in stacks if (outer := stack.outer) is not None}
+    return _layers_of(stacks, stages)
+
+
+def _layers_of(stacks: list[Stack], stages: "dict[int, tuple[Layer, ...]] | None" = None) -> tuple[Layer, ...]:
     layers: list[Layer] = []
-    for path, modules in lists:
-        structures = _structures(modules) if modules else []
-        for i, module in enumerate(modules):
-            name = f"{path}.{i}" if path else str(i)
-            layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i + 1 == len(modules)))
+    for stack in stacks:
+        last = len(stack.elements) - 1
+        structures = _structures([module for _, module in stack.elements]) if stack.elements else []
+        outer = (stages or {}).get(id(stack.outer), ())
+        for i, (name, module) in enumerate(stack.elements):
+            layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i == last, stack=stack.path, stages=outer))
     _require_separate(layers)
     return tuple(layers)
+
+
+def stages_to_join(layers: Sequence[Layer], layer_of: Sequence[int | None], feeds: Mapping[int, int]) -> "set[tuple[Layer, ...]]":
+    """Stages that are layers themselves, since their parts do not feed one another (a layer's experts, the two lists of a UNet's block).
+
+    `layer_of`: by visit, the layer, None for a region. `feeds`: visits whose output a later layer took as its input, with that layer's visit.
+    """
+    pairs = Counter(layer.stages for layer in layers if layer.stages and not layer.is_last)
+    found: Counter[tuple[Layer, ...]] = Counter()
+    for maker, taker in ((layer_of[visit], layer_of[later]) for visit, later in feeds.items()):
+        assert maker is not None and taker is not None
+        found[layers[maker].stages] += layers[maker].stack == layers[taker].stack
+    return {stages for stages in pairs if 2 * found[stages] < pairs[stages]}
+
+
+def with_stages_joined(layers: Iterable[Layer], joined: "Collection[tuple[Layer, ...]]") -> tuple[Layer, ...]:
+    """The layers with these stages in the place of their parts."""
+    return tuple(dict.fromkeys(layer for part in layers for layer in (part.stages if part.stages in joined else (part,))))
+
+
+def layers_in_graph(layers: tuple[Layer, ...], blocks: Collection[str]) -> tuple[Layer, ...]:
+    """Of the layers of the module tree, those that the trial run found to be blocks, by their names."""
+    stages = {layer.stages for layer in layers if layer.stages}
+    split = {part.stages for part in layers if part.name in blocks and all(part.name != stage.name for stage in part.stages)}
+    return tuple(layer for layer in with_stages_joined(layers, stages - split) if layer.name in blocks)
 
 
 def _require_separate(layers: list[Layer]) -> None:
@@ -49,17 +85,7 @@ def _require_separate(layers: list[Layer]) -> None:
                 raise ConfigError(tell("layers do not contain one another", found, "Name the lists of layers with blocks=['path.to.list']"))
 
 
-def _outermost_lists(model: nn.Module, path: str = "") -> Iterable[tuple[str, list[nn.Module]]]:
-    for name, child in model.named_children():
-        where = f"{path}.{name}" if path else name
-        if isinstance(child, nn.ModuleList):
-            if any(True for _ in child.parameters()):
-                yield where, list(child)
-        else:
-            yield from _outermost_lists(child, where)
-
-
-def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[tuple[str, list[nn.Module]]]:
+def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[Stack]:
     for path in paths:
         if paths.count(path) > 1:
             raise ConfigError(tell("blocks names each list of layers once", f"{path!r} is named {paths.count(path)} times", "Name it once"))
@@ -71,7 +97,8 @@ def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[tuple[str, 
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             found = f"{path!r} is a {type(module).__name__}"
             raise ConfigError(tell("blocks names an nn.ModuleList or nn.Sequential", found, "Name the list itself, without an index"))
-        yield path, list(module)
+        elements: list[Named] = [(f"{path}.{name}" if path else name, element) for name, element in module._modules.items() if element is not None]
+        yield Stack(path=path, elements=elements)
 
 
 def _structures(modules: list[nn.Module]) -> list[str]:

@@ -68,6 +68,8 @@ class BlockGraph:
     """Visits that read weights outside of the module that has them, in a region or behind a layer: nothing but the order of layers tells when."""
     without_grad: tuple[tuple[int, str], ...] = ()
     """(visit, parameter): the visit has a backward, but reads this parameter without grad, so that none of its gradient comes from there."""
+    detours: tuple[int, ...] = ()
+    """Visits of layers that leave a value elsewhere than in their outputs (an auxiliary loss on `self`), with a gradient: it reaches them there first."""
 
     @cached_property
     def param(self) -> dict[str, Param]:

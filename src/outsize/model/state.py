@@ -3,6 +3,7 @@
 A forward that writes any of it must not run twice in a step, and a profiling run puts it back.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from outsize.model.tensors import map_tensors, tensors_in
+
 _PLAIN = (bool, int, float, complex, str, type(None))
+_INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +52,85 @@ class _Entry:
 class ModuleState:
     def __init__(self, module: nn.Module):
         knows_values = detect_fake_mode() is None
-        self._module = module
         self._entries: list[_Entry] = []
+        self._collections: list[tuple[str, Any, list[Any]]] = []
+        """Lists and dicts in attributes, with what is in them."""
         for path, part in module.named_modules():
             tensors = [(name, value, True) for name, value in part._buffers.items() if value is not None]
             tensors += [(name, value, False) for name, value in vars(part).items() if isinstance(value, Tensor)]
             for name, value, is_buffer in tensors:
                 copy = value.detach().clone() if knows_values and value.layout == torch.strided and not value.is_meta else None
                 self._entries.append(_Entry(part, path, name, is_buffer, value, copy, value._version))
+            self._collections += [(f"{path}.{name}".lstrip("."), value, _items(value)) for name, value in _own(part) if type(value) in (list, dict)]
             plain = [(name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN) and name != "training"]
             self._entries += [_Entry(part, path, name, False, value, None, 0) for name, value in plain]
-        self._names = self._all_names()
-
-    def _all_names(self) -> set[tuple[str, str]]:
-        """Tensors in attributes: a forward may leave new ones."""
-        return {(path, name) for path, part in self._module.named_modules() for name, value in vars(part).items() if isinstance(value, Tensor)}
+        self._bound = [(path, part, dict(_own(part))) for path, part in module.named_modules()]
+        """All attributes: a forward may bind others, or new ones."""
 
     def changed(self) -> str | None:
         """The name of the first part of the state that is another one now."""
         for entry in self._entries:
             if entry.has_changed():
                 return f"{entry.path}.{entry.name}".lstrip(".")
-        return None
+        for path, part, before in self._bound:
+            for name, value in _own(part):
+                if before.get(name) is not value and next(tensors_in(value), None) is not None:
+                    return f"{path}.{name}".lstrip(".")
+        return next((name for name, value, items in self._collections if not _is_same(_items(value), items)), None)
 
     def restore(self) -> None:
+        for _, part, before in self._bound:
+            for name in [name for name, _ in _own(part) if name not in before]:
+                del part.__dict__[name]
+            part.__dict__.update(before)
         for entry in self._entries:
             entry.restore()
-        for path, name in self._all_names() - self._names:
-            self._module.get_submodule(path).__dict__.pop(name, None)
+        for _, value, items in self._collections:
+            if not _is_same(_items(value), items):
+                value.clear()
+                value.update(items) if isinstance(value, dict) else value.extend(items)
+
+
+class LeftValues:
+    """What a forward of a module binds to attributes of it, for code outside to read: an auxiliary loss, a map of attention."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._before = self._now()
+        self._values: dict[tuple[str, str], Any] = {}
+
+    def _now(self) -> dict[tuple[str, str], Any]:
+        return {(path, name): value for path, part in self._module.named_modules() for name, value in _own(part)}
+
+    def forward_ran(self) -> None:
+        """Keep what is new, tensors without their graph."""
+        new = {key: value for key, value in self._now().items() if key not in self._before or self._before[key] is not value}
+        self._values = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), new)
+        self._before = {}
+
+    def num_bytes(self, device: torch.device, is_static: Callable[[Tensor], bool]) -> int:
+        """That a module holds from one step to the next: its attributes keep them until they are bound again."""
+        tensors = [t for t in tensors_in(self._values) if t.device == device and t.layout == torch.strided and not is_static(t)]
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def put_on(self, module: nn.Module) -> None:
+        """As if the forward of this module, which is of the same structure, had run."""
+        for (path, name), value in self._values.items():
+            module.get_submodule(path).__dict__[name] = value
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in vars(module).items() if name not in _INTERNAL and name != "forward")
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.items()) if isinstance(value, dict) else list(value)
+
+
+def _is_same(one: list[Any], two: list[Any]) -> bool:
+    """The same objects. Items of dicts are pairs."""
+    flat = [[part for item in items for part in (item if isinstance(item, tuple) else (item,))] for items in (one, two)]
+    return len(flat[0]) == len(flat[1]) and all(a is b for a, b in zip(*flat, strict=True))
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:

@@ -171,6 +171,8 @@ class Budgets:
             relax.append(f"{show_bytes(activations)} of it are activations, so a smaller batch or a shorter sequence helps most")
         else:
             relax.append(f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller batch helps with the rest")
+        if (large := self._largest_block()) is not None:
+            relax.append(large)
         if anyhow < needed:
             relax.append(f"with more host memory (host_memory) {self._asked(anyhow)} would do")
         if self.space.num_staying:
@@ -179,6 +181,18 @@ class Budgets:
             if least and least[0] < needed:
                 relax.append(f"if what trains may leave the GPU too, which is slower (pins {moving}), {self._asked(least[0])} would do")
         return relax
+
+    def _largest_block(self) -> str | None:
+        """A sentence about a block with most of the model's weights."""
+        graph = self.space.graph
+        sizes = {block.name: sum(graph.param[name].nbytes for name in block.params) for block in graph.blocks}
+        name, total = max(sizes, key=lambda name: sizes[name]), sum(param.nbytes for param in graph.params)
+        if 2 * sizes[name] <= total or not total:
+            return None
+        return (
+            f"{name} is one block with {show_bytes(sizes[name])} of the model's {show_bytes(total)} of weights, and a block's weights are on the GPU together: "
+            "if it runs a list of modules one after another, name that list (blocks=['path.to.list'])"
+        )
 
     def _asked(self, gpu_bytes: int) -> str:
         """Rounded up, unless it is the card's last bytes: rounded up, those would be more than it has."""

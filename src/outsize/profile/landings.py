@@ -28,8 +28,8 @@ def read_without_grad(model: nn.Module, graph: BlockGraph, run: Pass, readers: M
     return tuple(found)
 
 
-def require_landings(model: nn.Module, graph: BlockGraph, run: Pass) -> None:
-    """The engine takes each gradient once per backward, in a visit that it knows."""
+def require_landings(model: nn.Module, graph: BlockGraph, run: Pass, readers: Mapping[int, Collection[int]]) -> None:
+    """The engine takes each gradient once per backward, in a visit that it knows. `readers`: as above."""
     for name, param in model.named_parameters():
         landed = run.landings.get(id(param), set())
         if landed and not graph.backward_users[name]:
@@ -37,6 +37,13 @@ def require_landings(model: nn.Module, graph: BlockGraph, run: Pass) -> None:
             found = f"{name} has a gradient, and the backward of {where} that reads it is not seen"
             do = f"Read it in the forward of a module of its own, or freeze it with {name}.requires_grad_(False)"
             raise ModelUnsupported(tell("weights outside of layers are read by modules that are called, or on the way to the next layer", found, do))
+        early = [v for v in graph.users[name] if graph.has_backward[v] and run.layer_of[v] is not None and v not in run.without_grad | run.skipped]
+        if landed and min(landed) >= 0 and (missed := [v for v in early if v < min(landed) and v in readers.get(id(param), ())]):
+            raise ModelUnsupported(
+                f"{name}: its gradient is complete in the backward of {graph.visit_name(min(landed))}, not in that of {graph.visit_name(missed[0])}, "
+                "which reads it first: a value goes from one to the other by another way than a layer's inputs and outputs. Return that value "
+                "from the layer, and compute what depends on a layer's weights in its forward."
+            )
         if len(landed) > 1:
             names = " and ".join(dict.fromkeys(graph.visit_name(visit) for visit in sorted(landed) if visit >= 0))
             raise ModelUnsupported(

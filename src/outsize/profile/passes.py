@@ -16,6 +16,7 @@ from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer, parts_of
 from outsize.model.discover import Layer
+from outsize.model.state import LeftValues
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
 from outsize.profile.phases import Phases
@@ -38,6 +39,9 @@ class Trial(Protocol):
     def around(self, visit: int) -> Any:
         """What is known of the time before a layer and after it: what comes before may hold its input, what comes after is measured with it."""
         ...
+
+    left: dict[str, LeftValues]
+    """By structure of a layer: values that its forward leaves in attributes. A layer that is skipped gets them too."""
 
     compares: bool
     """Scouts compare a second run of each layer's forward with the first."""
@@ -84,8 +88,8 @@ class Pass:
         """By id: the visit that took a tensor as its input, and that returned it."""
         self.forks: list[tuple[int, int]] = []
         """Two visits that took the same input."""
-        self.goes_on: set[int] = set()
-        """Visits whose output a later layer took as its input, as it was."""
+        self.goes_on: dict[int, int] = {}
+        """Visits whose output a later layer took as its input, as it was, with that layer's visit."""
         self.differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first."""
 
@@ -165,9 +169,12 @@ class Pass:
                 self.skipped.add(visit)
             answer = skip([inputs[0].view_as(inputs[0]) if self.scout else inputs[0], *inputs[1:]])
             self._makes(visit, answer)
+            if facts.structure in self.tracer.left:
+                self.tracer.left[facts.structure].put_on(facts.module)
             return answer
         self._ran[key] = self._ran.get(key, 0) + 1
         self.tracer.bring(facts.module)
+        left = LeftValues(facts.module) if self.scout and facts.structure not in self.tracer.left else None
         if self._beside:
             outputs = forward(*args, **kwargs)
         else:
@@ -182,12 +189,15 @@ class Pass:
                 outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
             self.given = None
             self._makes(visit, outputs)
+        if left is not None:
+            left.forward_ran()
+            self.tracer.left[facts.structure] = left
         # What it left in its arguments, later layers may need: no other layer answers in its place.
         known = {id(t) for t in inputs}
-        left = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
+        added = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
         if not self._beside:
-            self.phases.leaves(visit, [t for t in left if t.layout == torch.strided and not self.tracer.is_static(t)])
-        self._pass_through[key] = _pass_through(inputs, outputs) if inputs and not left else None
+            self.phases.leaves(visit, [t for t in added if t.layout == torch.strided and not self.tracer.is_static(t)])
+        self._pass_through[key] = _pass_through(inputs, outputs) if inputs and not added else None
         return outputs
 
     def _compared(self, structure: str, difference: str) -> None:
@@ -199,7 +209,7 @@ class Pass:
         if took is not None and took[1]() is hidden:
             self.forks.append((took[0], visit))
         if made is not None and made[1]() is hidden:
-            self.goes_on.add(made[0])
+            self.goes_on.setdefault(made[0], visit)
         self._taken[id(hidden)] = (visit, weakref.ref(hidden))
 
     def _makes(self, visit: int, outputs: Any) -> None:

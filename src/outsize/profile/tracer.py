@@ -31,10 +31,10 @@ from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.hardware.lanes import compute_seconds
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.model.course import Course
-from outsize.model.discover import Layer
+from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
-from outsize.model.state import ModuleState
+from outsize.model.state import LeftValues, ModuleState
 from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
@@ -84,6 +84,8 @@ class Tracer:
         self._gradients, self._hidden = SharedGradients(()), HiddenReads()
         self._to_run: set[int] = set()
         """Visits that a measuring pass does not skip."""
+        self._detours: set[int] = set()
+        self.left: dict[str, LeftValues] = {}
         self.compares = True
         self._differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
@@ -115,6 +117,8 @@ class Tracer:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
         with self._model_untouched(), self.progress:
             scout = self._scout()
+            if self._join_stages(scout):
+                scout = self._scout()
             if self._set_aside(scout):
                 scout = self._scout()
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
@@ -125,17 +129,18 @@ class Tracer:
             self._to_run = visits_to_run({visit: (key, self.around(visit)) for visit, key in scout.keys.items()}, sequels, self._gradients)
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
+            left = [self.left[layer.structure] for layer in self.layers if layer.structure in self.left]
+            held_bytes = passes["keep"].phases.held_bytes + sum(values.num_bytes(self.device.torch_device, self.is_static) for values in left)
         graph = self._graph(passes["keep"])
-        require_landings(self.model, graph, passes["keep"])
+        require_landings(self.model, graph, passes["keep"], self._readers)
         notes = tuple(self._notes())
         for note in notes:
             log.warning("%s", note)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         return graph, ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=shared_tensors(passes),
-            held_bytes=passes["keep"].phases.held_bytes, provenance=f"seconds {provenance}, bytes measured",
-            counts_issuing=self.device.issue_seconds > 0, notes=notes,
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=shared_tensors(passes), held_bytes=held_bytes,
+            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
 
     def around(self, visit: int) -> Any:
@@ -176,6 +181,11 @@ class Tracer:
         hidden = [[maker, *(v for v in twin if v > maker and twin[v] in readers)] for maker, readers in self._hidden.of_tensors()]
         return SharedGradients([*weights, *tensors, *hidden])
 
+    def _join_stages(self, scout: Pass) -> bool:
+        joined = stages_to_join(self.layers, scout.layer_of, scout.goes_on)
+        self.layers = with_stages_joined(self.layers, joined)
+        return bool(joined)
+
     def _set_aside(self, scout: Pass) -> bool:
         """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules run as part of the layer before.
 
@@ -186,7 +196,7 @@ class Tracer:
         for earlier, later in scout.forks:
             ends = [where for visit in (earlier, later) if (where := self._list_of(scout, visit)) not in on]
             asides.update(ends[:1] if self._list_of(scout, earlier) != self._list_of(scout, later) else [])
-        aside = [layer for layer in self.layers if layer.name.rpartition(".")[0] in asides]
+        aside = [layer for layer in self.layers if layer.stack in asides]
         self.layers = tuple(layer for layer in self.layers if layer not in aside)
         with _out_of_memory(lambda: f"the weights of {aside[-1].name}"):
             for layer in aside:
@@ -196,7 +206,7 @@ class Tracer:
     def _list_of(self, run: Pass, visit: int) -> str:
         layer = run.layer_of[visit]
         assert layer is not None
-        return self.layers[layer].name.rpartition(".")[0]
+        return self.layers[layer].stack
 
     def _sequel(self, scout: Pass, visit: int) -> Any:
         """What runs between this layer and the next visit: nothing, or weights of these shapes."""
@@ -210,7 +220,7 @@ class Tracer:
 
     def _scout(self) -> Pass:
         """Where memory is too small to compare second runs as well, layers count as such that can be recomputed."""
-        self._readers, self._bare, self._path, self._hidden = {}, set(), None, HiddenReads()
+        self._readers, self._bare, self._path, self._hidden, self._detours, self.left = {}, set(), None, HiddenReads(), set(), {}
         done = self.progress.done
         try:
             return self._run("keep", scout=True)
@@ -249,6 +259,7 @@ class Tracer:
                 self._once(run, course)
             finally:
                 remove_mode(reader)
+            self._detours = course.detours
         return run
 
     def _reads(self, tensor: Tensor, run: Pass, course: Course) -> None:
@@ -276,7 +287,7 @@ class Tracer:
 
     def _once(self, run: Pass, course: Course | None = None) -> None:
         course = course or Course(self.model, run)
-        course.attach(self.layers)
+        course.attach(self.layers, looks_around=run.scout or bool(self._detours))
         drop = [p.register_post_accumulate_grad_hook(run.takes_gradient) for p in self.model.parameters() if p.requires_grad]
         try:
             with _out_of_memory(lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"):
@@ -420,6 +431,7 @@ class Tracer:
             params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
             buffer_bytes=sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
             bare=tuple(sorted(self._bare)),
+            detours=tuple(sorted(self._detours)),
         )
         return replace(graph, without_grad=read_without_grad(self.model, graph, run, self._readers))
 

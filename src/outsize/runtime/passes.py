@@ -17,7 +17,7 @@ from outsize.activation.strategies import RUN, SENDS
 from outsize.base.errors import SEVERAL_FORWARDS, EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
 from outsize.model.course import Course
-from outsize.model.discover import Layer
+from outsize.model.discover import Layer, layers_in_graph
 from outsize.model.tensors import map_tensors, with_grad
 from outsize.runtime.attached import Holder
 from outsize.runtime.executor import ALL_VISITS, Stage
@@ -47,13 +47,12 @@ class Passes:
         if not self._holder.now.executor.sees_visits:
             self._course.attach(())
             return
-        known = {block.name for block in self._holder.now.planned.graph.blocks}
-        self._layers = tuple(layer for layer in self._found if layer.name in known)
+        self._layers = layers_in_graph(self._found, {block.name for block in self._holder.now.planned.graph.blocks})
         # Modules outside layers that own weights open themselves when they are called outside the model's forward (an encoder by itself).
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
         loose = (m for m in self._model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values()))
         self._loose = [module.register_forward_pre_hook(self._loose_opens) for module in loose]
-        self._course.attach(self._layers)
+        self._course.attach(self._layers, looks_around=bool(self._holder.now.planned.graph.detours))
 
     def detach(self) -> None:
         self._course.detach()

@@ -278,6 +278,11 @@ def _require_plain(model: nn.Module) -> None:
             raise ModelUnsupported(
                 f"{name or 'the model'} is compiled (torch.compile): the schedule needs the model's own layers. Prepare the model without torch.compile."
             )
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ModelUnsupported(
+                f"{name or 'the model'} is a scripted or traced module (torch.jit), in which the use of weights cannot be followed. "
+                "Prepare the model with the nn.Module that it was made of."
+            )
         if any(kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") for kind in type(module).__mro__):
             raise ModelUnsupported(f"{name or 'the model'} is a {type(module).__name__}: pass the module inside it (.module) to outsize.prepare.")
 
