@@ -355,9 +355,9 @@ class CallsItself(nn.Module):
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
-def test_a_model_that_calls_itself_is_refused(with_grad: bool) -> None:
-    with pytest.raises(ModelUnsupported, match=r"The model's forward calls the model itself\. Put the part that runs twice"):
-        outsize.prepare(CallsItself(with_grad), DATA[0], device=DEVICE)
+def test_a_model_that_calls_itself(with_grad: bool) -> None:
+    assert_every_strategy_trains(functools.partial(CallsItself, with_grad))
+    assert_tight_and_roomy_train(functools.partial(CallsItself, with_grad))
 
 
 # The code of docs/loops.md, with a prepared model and with a plain one.

@@ -97,10 +97,6 @@ class Pass:
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         put = self.tracer.device.put
-        if self.is_forward:
-            raise ModelUnsupported(
-                "The model's forward calls the model itself. Put the part that runs twice into a method or a module of its own and call that."
-            )
         self._beside = not torch.is_grad_enabled()
         if not self._beside:
             if self.layer_of:

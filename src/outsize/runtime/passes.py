@@ -64,8 +64,6 @@ class Passes:
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         now = self._holder.now
-        if self._course.is_open and self._training:
-            raise EngineMisuse("The model's forward calls the model itself. Put the part that runs twice into a method or a module of its own and call that.")
         for name in now.store.rebound():
             do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
             raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
