@@ -121,8 +121,8 @@ class Observer(TorchDispatchMode):
         self.seconds = 0.0
         self.cost_of: Callable[[float, int], float] | None = None
         """The seconds of an operator, by its FLOPs and the bytes it moves. None: none of the four is counted."""
-        self.on_parameter: Callable[[Tensor], None] | None = None
-        """Called with every Parameter that an operator reads."""
+        self.on_read: Callable[[Tensor], None] | None = None
+        """Called with every tensor that an operator reads."""
         self._alive: dict[int, int] = {}  # storage to bytes
         self._on_birth = on_birth
 
@@ -130,10 +130,9 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self.active and func is not _WHERE:
-            if self.on_parameter is not None:
+            if self.on_read is not None:
                 for leaf in tensors_of(*args, *kwargs.values()):
-                    if isinstance(leaf, torch.nn.Parameter):
-                        self.on_parameter(leaf)
+                    self.on_read(leaf)
             made = tensors_of(*out) if isinstance(out, (list, tuple)) else tensors_of(out)
             leaves = [part for leaf in made for part in parts_of(leaf)]
             for leaf in leaves:

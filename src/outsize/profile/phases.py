@@ -65,8 +65,11 @@ class Phases:
         self.held_bytes = 0
         self.shared: list[SharedTensor] = []
         """In the order in which layers first took them."""
+        self._taken: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
+        """Visits of layers and the inputs they had."""
         self._late: list[_Late] = []
         self._open: Phase | None = None
+        self._of_loss: Phase | None = None
         self._level = 0
         self._since: Any = None
         """A mark of the device's."""
@@ -117,24 +120,38 @@ class Phases:
         if self._meter is not None:
             self.forward[-1].peak_bytes = max(self.forward[-1].peak_bytes, self._meter.peak() - self._level)
 
+    def begin_backward(self) -> None:
+        """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs, counts as the first visit's."""
+        self._of_loss = Phase()
+        self._mark(self._of_loss)
+
     def open_backward(self, visit: int) -> None:
+        if self._of_loss is not None:
+            self.backward[visit], self._of_loss = self._of_loss, None
+            return
         self.backward[visit] = Phase()
         self._mark(self.backward[visit])
 
     def close_backward(self) -> None:
-        if self._open is not None:
+        if self._open is not None and self._of_loss is None:
             self._take(self._open)
             self._bury_backward(next(reversed(self.backward)))
 
     def takes(self, visit: int, hidden: torch.UntypedStorage, others: Iterable[torch.UntypedStorage]) -> None:
         """A layer was called with these."""
         known = {id(t.storage()): t for t in self.shared if t.storage() is not None}
+        # What one layer takes beside its input may be the input of another, which keeps it too (skip connections).
+        if (tensor := known.get(id(hidden))) is not None:
+            tensor.visits.append(visit)
+        self._taken = [(v, taken) for v, taken in self._taken if taken() is not None]
+        self._taken.append((visit, weakref.ref(hidden)))
         for storage in others:
             if storage._cdata == hidden._cdata:
                 continue
             tensor = known.get(id(storage))
             if tensor is None:
-                tensor = known[id(storage)] = SharedTensor(storage.nbytes(), weakref.ref(storage), [])
+                earlier = [v for v, taken in self._taken if taken() is storage]
+                tensor = known[id(storage)] = SharedTensor(storage.nbytes(), weakref.ref(storage), earlier)
                 self.shared.append(tensor)
             if visit not in tensor.visits:
                 tensor.visits.append(visit)

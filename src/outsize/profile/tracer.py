@@ -10,7 +10,7 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -71,6 +71,8 @@ class Tracer:
         self._versions: dict[nn.Parameter, int] = {}
         self._storages: dict[nn.Parameter, int] = {}
         """Where the values of parameters are while the model runs."""
+        self._over: dict[int, dict[nn.Parameter, None]] = {}
+        """The parameters in each storage."""
         self._static: set[int] = set()
         self._readers: dict[int, set[int]] = {}
         self._bare: set[int] = set()
@@ -104,6 +106,7 @@ class Tracer:
             self._versions.setdefault(param, param._version)
             self._storages[param] = param.untyped_storage()._cdata
             self._static.add(self._storages[param])
+            self._over.setdefault(self._storages[param], {})[param] = None
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
@@ -221,7 +224,7 @@ class Tracer:
                 self._once(run)
                 return run
             reader, course = Observer(), Course(self.model, run)
-            reader.on_parameter = lambda p: self._reads(p, run, course)
+            reader.on_read = lambda tensor: self._reads(tensor, run, course)
             push_mode(reader)
             try:
                 self._once(run, course)
@@ -229,14 +232,28 @@ class Tracer:
                 remove_mode(reader)
         return run
 
-    def _reads(self, param: Tensor, run: Pass, course: Course) -> None:
+    def _reads(self, tensor: Tensor, run: Pass, course: Course) -> None:
         if run.is_forward:
             visit = len(run.layer_of) - 1
-            self._readers.setdefault(id(param), set()).add(visit)
-            layer = run.layer_of[visit]
-            around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
-            if not any(own is param for module in around for own in module._parameters.values()):
-                self._bare.add(visit)
+            for param in self._parameters_in(tensor):
+                if not isinstance(tensor, nn.Parameter) and visit in self._readers.get(id(param), ()):
+                    continue  # a view that the layer was given: see `takes`
+                self._readers.setdefault(id(param), set()).add(visit)
+                layer = run.layer_of[visit]
+                around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
+                if not any(own is param for module in around for own in module._parameters.values()):
+                    self._bare.add(visit)
+
+    def takes(self, visit: int, tensors: list[Tensor]) -> None:
+        """A view of a weight among a layer's inputs (half of an embedding table as positions): the layer reads the weight, whether or not it is skipped."""
+        for tensor in tensors:
+            for param in self._parameters_in(tensor):
+                self._readers.setdefault(id(param), set()).add(visit)
+
+    def _parameters_in(self, tensor: Tensor) -> Iterable[Tensor]:
+        if isinstance(tensor, nn.Parameter):
+            return (tensor,)
+        return self._over.get(tensor.untyped_storage()._cdata, ()) if tensor.layout == torch.strided else ()
 
     def _time(self, strategy: Strategy) -> Pass:
         """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
@@ -256,6 +273,8 @@ class Tracer:
                 run.phases.begin()
                 loss, outputs = self._loss(run)
                 if loss is not None:
+                    if self.loss is not None:
+                        run.phases.begin_backward()
                     loss.backward()
                 run.phases.finish()
                 del loss, outputs
@@ -348,6 +367,7 @@ class Tracer:
                 if self._has_other_values(param):
                     param.untyped_storage().copy_(bytes_before)
             self._brought.clear()
+            self._over.clear()
             self._saved.clear()
             self._versions.clear()
             for generator, state in generators:
