@@ -176,13 +176,13 @@ def test_an_address_that_comes_back_is_another_storage() -> None:
     gc.collect()
 
 
-def test_the_parameters_that_operators_read_are_told() -> None:
-    linear, read = torch.nn.Linear(2, 2), []
+def test_the_tensors_that_operators_read_are_told() -> None:
+    linear, x, read = torch.nn.Linear(2, 2), torch.ones(2), []
     seen = Observer()
-    seen.on_parameter = lambda p: read.append(p)
+    seen.on_read = lambda p: read.append(p)
     with seen:
-        linear(torch.ones(2))
-    assert {id(p) for p in read} == {id(linear.weight), id(linear.bias)}
+        linear(x)
+    assert {id(p) for p in (linear.weight, linear.bias, x)} <= {id(t) for t in read}
 
 
 def test_cost_counts_products_and_traffic_but_no_views() -> None:
