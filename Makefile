@@ -30,7 +30,8 @@ TESTS := tests/parity tests
 setup: $(READY)
 
 # torch comes first and alone: whatever is installed after it finds it there and leaves it. A machine with an NVIDIA GPU gets the
-# newest CUDA build, any other is held to constraints.txt. The stamp is written last, so a broken install is tried again.
+# newest CUDA build, any other is held to constraints.txt. timm comes without its dependencies: it wants torchvision, whose CUDA build would replace or
+# break a CPU torch; the tests need its models only (tests/timm_models.py). The stamp is written last, so a broken install is tried again.
 .venv/.ready: pyproject.toml constraints.txt
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "outsize needs Python 3.11 or newer, but $(BASE_PYTHON) is older. Run: make BASE_PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -40,7 +41,8 @@ setup: $(READY)
 	index="$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))"; \
 	set -x; \
 	.venv/bin/python -m pip install --quiet $$index $$constraint "torch>=2.11"; \
-	.venv/bin/python -m pip install --quiet $$index $$constraint -e ".[dev]"
+	.venv/bin/python -m pip install --quiet $$index $$constraint -e ".[dev]"; \
+	.venv/bin/python -m pip install --quiet --no-deps timm
 	@touch $@
 
 # The report page is tested in a real browser. Root on Debian or Ubuntu gets it; others are told, and the tests of the page fail without.

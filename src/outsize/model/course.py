@@ -79,8 +79,8 @@ class Course:
         """Ours, and the one that somebody had set."""
         self._visit = -1  # no forward is open
         self._in_backward = False
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-        """Tensors of this forward whose visit is known, by id."""
+        self._known: dict[tuple[int, int], weakref.ref[Tensor]] = {}
+        """Tensors of this forward whose visit is known, by id and version: one that is written in place has another node, which no hook is on."""
         self._openings: list[tuple[int, int]] = []
         """Visits of this forward in the order they opened, each after the number that autograd would have given to a node then."""
         self._nesting = 0
@@ -271,7 +271,7 @@ class Course:
         return the features of its images beside its loss. A region that made none has no backward."""
         made: dict[int, list[Tensor]] = {}
         for tensor in with_grad(value):
-            if (known := self._known.get(id(tensor))) is None or known() is not tensor:
+            if (known := self._known.get((id(tensor), tensor._version))) is None or known() is not tensor:
                 made.setdefault(self.made_in(tensor), []).append(tensor)
         for visit, tensors in made.items():
             self._opens_backward(visit, tensors)
@@ -289,7 +289,7 @@ class Course:
     # Backward.
 
     def _opens_backward(self, visit: int, tensors: list[Tensor]) -> None:
-        self._known.update({id(t): weakref.ref(t) for t in tensors})
+        self._known.update({(id(t), t._version): weakref.ref(t) for t in tensors})
         tensors = [t for t in tensors if t.grad_fn is not None]
         if tensors and visit >= 0 and torch.is_grad_enabled():
             if self._looks_around:

@@ -46,6 +46,10 @@ class Trial(Protocol):
     compares: bool
     """Scouts compare a second run of each layer's forward with the first."""
 
+    def takes(self, visit: int, tensors: list[Tensor]) -> None:
+        """The inputs of a layer."""
+        ...
+
     def may_run_twice(self, layer: Layer) -> bool:
         """Backward may run its forward again."""
         ...
@@ -150,6 +154,7 @@ class Pass:
             self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
             if self.scout:
                 self._takes(visit, inputs[0])
+                self.tracer.takes(visit, inputs)
         # Layers that are the same modules differ by what runs around them.
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
         # A model may run its layers without grad first (X-LoRA's scaling pass): such runs do not stand for those with a backward.

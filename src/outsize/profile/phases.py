@@ -72,8 +72,11 @@ class Phases:
         self.shared: list[SharedTensor] = []
         """In the order in which layers first took them."""
         self._shared_by_key: dict[int, SharedTensor] = {}
+        self._taken: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
+        """Visits of layers and the inputs they had."""
         self._late: list[_Late] = []
         self._open: Phase | None = None
+        self._of_loss: Phase | None = None
         self._level = 0
         self._since: Any = None
         """A mark of the device's."""
@@ -124,19 +127,33 @@ class Phases:
         if self._meter is not None:
             self.forward[-1].peak_bytes = max(self.forward[-1].peak_bytes, self._meter.peak() - self._level)
 
+    def begin_backward(self) -> None:
+        """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs, counts as the first visit's."""
+        self._of_loss = Phase()
+        self._mark(self._of_loss)
+
     def open_backward(self, visit: int) -> None:
+        if self._of_loss is not None:
+            self.backward[visit], self._of_loss = self._of_loss, None
+            return
         self.backward[visit] = Phase()
         self._mark(self.backward[visit])
 
     def close_backward(self) -> None:
-        if self._open is not None:
+        if self._open is not None and self._of_loss is None:
             self._take(self._open)
             self._bury_backward(next(reversed(self.backward)))
 
     def takes(self, visit: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
         """A layer was called with these."""
+        # What one layer takes beside its input may be the input of another, which keeps it too (skip connections).
+        storage = hidden.untyped_storage()
+        if (known := self.shared_as(storage)) is not None and visit not in known.visits:
+            known.visits.append(visit)
+        self._taken = [(v, taken) for v, taken in self._taken if taken() is not None]
+        self._taken.append((visit, weakref.ref(storage)))
         for tensor in others:
-            if tensor.untyped_storage()._cdata != hidden.untyped_storage()._cdata:
+            if tensor.untyped_storage()._cdata != storage._cdata:
                 shared = self._share(tensor)
                 if visit not in shared.visits:
                     shared.visits.append(visit)
@@ -150,7 +167,7 @@ class Phases:
         storage = tensor.untyped_storage()
         shared = self.shared_as(storage)
         if shared is None:
-            shared = SharedTensor(storage.nbytes(), weakref.ref(storage), [])
+            shared = SharedTensor(storage.nbytes(), weakref.ref(storage), [visit for visit, taken in self._taken if taken() is storage])
             self.shared.append(shared)
             self._shared_by_key[storage._cdata] = shared
         shared.requires_grad |= tensor.requires_grad

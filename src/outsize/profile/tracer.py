@@ -11,7 +11,7 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -75,6 +75,8 @@ class Tracer:
         self._versions: dict[nn.Parameter, int] = {}
         self._storages: dict[nn.Parameter, int] = {}
         """Where the values of parameters are while the model runs."""
+        self._over: dict[int, dict[nn.Parameter, None]] = {}
+        """The parameters in each storage."""
         self._static: set[int] = set()
         self._readers: dict[int, set[int]] = {}
         self._bare: set[int] = set()
@@ -112,6 +114,7 @@ class Tracer:
             self._versions.setdefault(param, param._version)
             self._storages[param] = param.untyped_storage()._cdata
             self._static.add(self._storages[param])
+            self._over.setdefault(self._storages[param], {})[param] = None
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
@@ -266,15 +269,28 @@ class Tracer:
         if not run.is_forward:
             return
         visit = len(run.layer_of) - 1
-        if not isinstance(tensor, nn.Parameter):
-            if tensor.layout == torch.strided:
-                self._hidden.look_at(tensor, run, course.made_in)
-            return
-        self._readers.setdefault(id(tensor), set()).add(visit)
-        layer = run.layer_of[visit]
-        around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
-        if not any(own is tensor for module in around for own in module._parameters.values()):
-            self._bare.add(visit)
+        params = self._parameters_in(tensor)
+        if not params and tensor.layout == torch.strided:
+            self._hidden.look_at(tensor, run, course.made_in)
+        for param in params:
+            if param is not tensor and visit in self._readers.get(id(param), ()):
+                continue  # a view that the layer was given: see `takes`
+            self._readers.setdefault(id(param), set()).add(visit)
+            layer = run.layer_of[visit]
+            around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
+            if not any(own is param for module in around for own in module._parameters.values()):
+                self._bare.add(visit)
+
+    def takes(self, visit: int, tensors: list[Tensor]) -> None:
+        """A view of a weight among a layer's inputs (half of an embedding table as positions): the layer reads the weight, whether or not it is skipped."""
+        for tensor in tensors:
+            for param in self._parameters_in(tensor):
+                self._readers.setdefault(id(param), set()).add(visit)
+
+    def _parameters_in(self, tensor: Tensor) -> Collection[Tensor]:
+        if isinstance(tensor, nn.Parameter):
+            return (tensor,)
+        return self._over.get(tensor.untyped_storage()._cdata, ()) if tensor.layout == torch.strided else ()
 
     def _time(self, strategy: Strategy) -> Pass:
         """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
@@ -294,6 +310,8 @@ class Tracer:
                 run.phases.begin()
                 loss, outputs = self._loss(run)
                 if loss is not None:
+                    if self.loss is not None:
+                        run.phases.begin_backward()
                     loss.backward()
                 run.phases.finish()
                 del loss, outputs
@@ -381,6 +399,7 @@ class Tracer:
                 if self._has_other_values(param):
                     bytes_of(param).copy_(bytes_before)
             self._brought.clear()
+            self._over.clear()
             self._saved.clear()
             self._versions.clear()
             for generator, state in generators:
