@@ -103,8 +103,7 @@ STATE_SPACES: dict[str, Family] = {
                           mamba_chunk_size=4, mamba_n_groups=1),
     "zamba2": _decoder("Zamba2", **{"num_hidden_layers": 4}, num_key_value_heads=4, hybrid_layer_ids=[1, 3], num_mem_blocks=1, mamba_d_state=4,
                        mamba_d_conv=3, mamba_expand=2, mamba_ngroups=1, n_mamba_heads=8, mamba_headdim=8, chunk_size=4, adapter_rank=4,
-                       layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-                       refused="adapter_list.1.0.weight: its gradient is complete in the backward of model.layers.3"),  # layer 1 has layer 3's adapter
+                       layers_block_type=["mamba", "hybrid", "mamba", "hybrid"]),  # layer 1 has layer 3's adapter
     "recurrent-gemma": _decoder("RecurrentGemma", **_GROUPED, lru_width=HIDDEN, conv1d_width=3, attention_window_size=4,
                                 block_types=["recurrent", "recurrent", "attention"]),
     "lfm2": _decoder("Lfm2", **_GROUPED, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3),

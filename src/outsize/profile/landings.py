@@ -9,27 +9,25 @@ from outsize.model.graph import BlockGraph
 from outsize.profile.passes import Pass
 
 
-def read_without_grad(model: nn.Module, graph: BlockGraph, run: Pass, readers: Mapping[int, Collection[int]]) -> tuple[tuple[int, str], ...]:
-    """Visits that have a backward, each with the trainable parameters that it reads without grad.
+def read_without_grad(model: nn.Module, graph: BlockGraph, run: Pass) -> tuple[tuple[int, str], ...]:
+    """Visits that have a backward, each with the trainable parameters of its block that it adds no gradient to.
 
-    A teacher's pass under no_grad may share a visit with the start of the student's, and a layer that runs without grad may be followed by code that
-    does not. A visit that read a parameter, and whose backward came after the one in which the gradient was complete, has added nothing to it.
-
-    Args:
-        readers: by id of a parameter, the visits that were seen to read it. An expert that no token came to is not read, and may be in the next batch.
+    A teacher's pass under no_grad may share a visit with the start of the student's, a layer that runs without grad may be followed by code that
+    does not, and a module that layers share may have parts for each of them. A visit whose backward came after the one in which the gradient was
+    complete has added nothing to it.
     """
     found = []
     for name, param in model.named_parameters():
         landed = run.landings.get(id(param), set())
         for visit in graph.users[name] if param.requires_grad else ():
             adds = visit in run.skipped or (bool(landed) and min(landed) <= visit)
-            if graph.has_backward[visit] and not adds and (visit in run.without_grad or (bool(landed) and visit in readers.get(id(param), ()))):
+            if graph.has_backward[visit] and not adds and (visit in run.without_grad or bool(landed)):
                 found.append((visit, name))
     return tuple(found)
 
 
 def require_landings(model: nn.Module, graph: BlockGraph, run: Pass, readers: Mapping[int, Collection[int]]) -> None:
-    """The engine takes each gradient once per backward, in a visit that it knows. `readers`: as above."""
+    """The engine takes each gradient once per backward, in a visit that it knows. `readers`: by id of a parameter, the visits that were seen to read it."""
     for name, param in model.named_parameters():
         landed = run.landings.get(id(param), set())
         if landed and not graph.backward_users[name]:

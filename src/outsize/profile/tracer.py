@@ -452,7 +452,7 @@ class Tracer:
             bare=tuple(sorted(self._bare)),
             detours=tuple(sorted(self._detours)),
         )
-        return replace(graph, without_grad=read_without_grad(self.model, graph, run, self._readers))
+        return replace(graph, without_grad=read_without_grad(self.model, graph, run))
 
     def _label(self, layer_of: list[int | None], visit: int) -> str:
         layer = layer_of[visit]
