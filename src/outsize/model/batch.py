@@ -95,7 +95,8 @@ class Input:
     """Where documents begin in a row, as kernels for packed rows take it: its own bytes are all that it costs."""
     is_irregular: bool
     """A mask that masks something, or positions that begin anew within a row. Models build a mask of tokens x tokens then."""
-    may_be_missing: bool = False
+    is_of_unknown_kind: bool = False
+    """Only its shape is known. Whether it must be there is not, nor which flags were set beside it."""
 
     def covers(self, other: "Input") -> bool:
         """Whether `other` costs no more. Does not look at `is_irregular`."""
@@ -177,13 +178,16 @@ def fits(measured: Iterable[Signature], arguments: Any) -> bool:
 
 
 def _covers(one: Signature, given: Signature, is_irregular: Callable[[str], bool]) -> bool:
-    missing = {name for name in one.keys() - given.keys() if not one[name].may_be_missing}
+    missing = {name for name in one.keys() - given.keys() if not one[name].is_of_unknown_kind}
+    knows_flags = not any(item.is_of_unknown_kind for item in one.values())
+    new = {name for name in given.keys() - one.keys() if knows_flags or given[name].shape}
     # A batch of text alone leaves out the blocks for images, and what else is told of images.
-    if given.keys() - one.keys() or (missing and not any(is_image(name) for name in missing)):
+    if new or (missing and not any(is_image(name) for name in missing)):
         return False
-    if not all(one[name].covers(given[name]) for name in given):
+    both = one.keys() & given.keys()
+    if not all(one[name].covers(given[name]) for name in both):
         return False
-    return all(one[name].is_irregular or not is_irregular(name) for name in given)
+    return all(one[name].is_irregular or not is_irregular(name) for name in both)
 
 
 def is_image(name: str) -> bool:
@@ -193,4 +197,4 @@ def is_image(name: str) -> bool:
 def of_unknown_kind(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, ...]) -> Signature:
     """Inputs of which only the shapes are known, as of a plan that was made by hand. They count as the most expensive of their shape."""
     named = {names[int(name)] if name.isdigit() and int(name) < len(names) else name: shape for name, shape in shapes.items()}
-    return {name: Input(shape, 8, True, False, True, may_be_missing=True) for name, shape in named.items() if shape}
+    return {name: Input(shape, 8, True, False, True, is_of_unknown_kind=True) for name, shape in named.items() if shape}
