@@ -4,6 +4,7 @@ Public names are imported when first used: `import outsize` alone loads neither 
 """
 
 import importlib
+import random
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,21 @@ __version__ = "0.1.0"
 _HOMES = {"AdamW": "outsize.runtime.optimizer", "Pins": "outsize.plan.pins", "prepare": "outsize.train.build"}
 
 
+def _imported(name: str) -> ModuleType:
+    """Import a module and leave Python's random generator as it is: importing rich draws a number."""
+    state = random.getstate()
+    try:
+        return importlib.import_module(name)
+    finally:
+        random.setstate(state)
+
+
 class _CallableRoom(ModuleType):
     """`outsize.plan` is a room, and the function of that name: importing the room would hide the function otherwise."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forecast a plan: see `outsize.train.forecast.plan`."""
-        return importlib.import_module("outsize.train.forecast").plan(*args, **kwargs)
+        return _imported("outsize.train.forecast").plan(*args, **kwargs)
 
 
 _plan_room.__class__ = _CallableRoom
@@ -35,4 +45,4 @@ plan = _plan_room
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'outsize' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(_imported(_HOMES[name]), name)

@@ -426,7 +426,7 @@ def test_a_smaller_batch_runs_and_a_larger_one_is_planned_for_before_its_forward
                 o.step()
                 o.zero_grad()
             del out
-    assert engine.plan.inputs["input_ids"] == (3, 20) and small.inputs["input_ids"] == (2, 16)
+    assert engine.plan.inputs["input_ids"] == (3, 24) and small.inputs["input_ids"] == (2, 16), "3 × 20 and 2 × 24 are planned for together"
     assert same_weights(plain, model)
     engine.detach()
 

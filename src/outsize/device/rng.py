@@ -37,6 +37,16 @@ class HostRng:
 
 
 @contextmanager
+def host_rng_untouched() -> Iterator[None]:
+    """The same of the host's generators alone, where no device is chosen yet. Also works as a decorator."""
+    host = HostRng.now()
+    try:
+        yield
+    finally:
+        host.restore()
+
+
+@contextmanager
 def rng_untouched(device: Device) -> Iterator[None]:
     """Whatever is drawn inside is as if it had not been."""
     rewind = rewinder(device)

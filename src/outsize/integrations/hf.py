@@ -32,6 +32,7 @@ from outsize.integrations.online import Generates
 from outsize.integrations.others import OtherModel, RunsOthers, without_autocast_cache
 from outsize.integrations.peek import Rewound, first_batch, rewindable
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.model.batch import fits
 from outsize.model.weights import Weights
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
@@ -331,11 +332,10 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         """Plan again for a larger batch, where the loss is not the model's own: the engine does it otherwise."""
         if self._is_plain_loss or self._is_online:
             return
-        planned = self.engine.plan.inputs
-        largest = max(map(math.prod, planned.values()), default=0)
-        given = {name: tuple(t.shape) for name, t in batch.items() if isinstance(t, Tensor) and t.dim() > 1}  # not where documents end, and the like
-        if any(math.prod(shape) > (math.prod(planned[name]) if name in planned else largest) for name, shape in given.items()):
-            log.info("a batch of %s is larger than the plan's %s: planning again", given, planned)
+        planned = self.engine.now.planned
+        if not fits(planned.batches(), batch):
+            shapes = {name: tuple(t.shape) for name, t in batch.items() if isinstance(t, Tensor)}
+            log.info("the plan for %s does not hold for a batch of %s: planning again", planned.plan.inputs, shapes)
             self.model.train()
             self.engine.replan(batch, self.engine.plan.terms)
 

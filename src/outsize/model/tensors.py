@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -22,20 +22,32 @@ def _is_record(value: Any) -> bool:
     return any(isinstance(item, Tensor) for item in fields) and all(isinstance(item, _SIMPLE) for item in fields)
 
 
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a value that may hold tensors holds, by key, index or attribute."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return vars(value).items() if _is_record(value) else ()
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    else:
+        for _, item in _items(value):
             yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-    elif _is_record(value):
-        yield from (item for item in vars(value).values() if isinstance(item, Tensor))
+
+
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value by their paths, such as `features.input_ids` and `images.0`."""
+    if isinstance(value, Tensor):
+        yield path, value
+    else:
+        for name, item in _items(value):
+            yield from named_tensors(item, f"{path}.{name}" if path else str(name))
 
 
 def with_grad(value: Any) -> list[Tensor]:

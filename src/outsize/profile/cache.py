@@ -14,15 +14,16 @@ from outsize.base.log import log
 from outsize.base.records import fingerprint, from_json, to_json
 from outsize.device.device import Device
 from outsize.hardware.spec import Residue
+from outsize.model.batch import looks_irregular
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
-from outsize.model.tensors import map_tensors
+from outsize.model.tensors import map_tensors, named_tensors
 from outsize.model.weights import Weights, is_hollow
 from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer, generators_of
 
-TRACE_FORMAT = 14
+TRACE_FORMAT = 15
 
 
 def traced(
@@ -80,6 +81,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "loss": model_loss,
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
             "contents": repr(map_tensors(_Described, batch)),
+            "irregular": [name for name, tensor in named_tensors(batch) if looks_irregular(name, tensor)],
             "device": [device.kind, to_json(device.spec) if device.kind == "sim" else [device.spec.name, device.spec.boost]],  # what its seconds depend on
             "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
             "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ModelUnsupported, tell
-from outsize.model.tensors import with_grad
+from outsize.model.batch import Call, arguments_of, as_call
+from outsize.model.tensors import named_tensors, with_grad
 
 Loss = Callable[[nn.Module, Any], Tensor | None]
 """Makes the loss of a batch. None: the model only runs forward, and there is nothing to differentiate."""
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    made = as_call(model, batch)
+    return model(*made.args, **made.kwargs)
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -32,5 +32,6 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    items = batch.items() if isinstance(batch, dict) else ((str(i), v) for i, v in enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
-    return {name: tuple(value.shape) for name, value in items if isinstance(value, Tensor)}
+    """By path: `input_ids`, `features.input_ids`; positional inputs by their number."""
+    arguments = arguments_of(batch, ()) if isinstance(batch, Call) else (batch,) if isinstance(batch, Tensor) else batch
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(arguments)}

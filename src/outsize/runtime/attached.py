@@ -12,6 +12,7 @@ from outsize.base.errors import EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
 from outsize.layout.chunks import ChunkLayout
+from outsize.model.batch import Measured, Signature, of_unknown_kind
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights
 from outsize.plan.placement import Placement
@@ -43,6 +44,16 @@ class Planned:
     plan: Plan
     loss: ModelLoss | None = None
     """None: in the model's own way."""
+    measured: tuple[Measured, ...] = ()
+    """The batches that the plan holds for. Empty: only the plan's inputs are known."""
+
+    def calls(self, names: tuple[str, ...]) -> list[Signature]:
+        """The calls of the model that it holds for. `names`: those of the arguments of its forward."""
+        return [call for one in self.measured for call in one.calls] or [of_unknown_kind(self.plan.inputs, names)]
+
+    def batches(self) -> list[Signature]:
+        """The batches, where a loop makes its loss of more than the model's arguments."""
+        return [one.batch for one in self.measured] or [of_unknown_kind(self.plan.inputs, ())]
 
 
 class Attached:

@@ -4,8 +4,6 @@
 and pending gradients carried over by parameter name.
 """
 
-import inspect
-import math
 import os
 import time
 import weakref
@@ -21,8 +19,10 @@ from outsize.base.errors import EngineMisuse, UpdateFailed, tell
 from outsize.base.log import log
 from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
+from outsize.model.batch import Call, arguments_of, fits, positional_names
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
+from outsize.model.tensors import named_tensors
 from outsize.model.weights import Weights, convert, is_finite
 from outsize.plan.plan import Plan, Terms
 from outsize.runtime import process_hooks
@@ -54,6 +54,7 @@ class Engine:
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
         self._planner = planner
+        self._names = positional_names(model)
         self._holder = Holder()
         self._steps = Steps(optimizer, self._holder, self.drain)
         self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.interrupted())
@@ -353,31 +354,19 @@ class Engine:
     # Another batch than planned, or other parameters.
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Re-plan before a batch that is larger than planned for, or has numbers that none had yet (the first images). Lists of places in a row (where its
-        documents begin) may be longer: they are small. And re-plan when parameters were unfrozen."""
-        given = {name: t for name, t in (*((str(i), t) for i, t in enumerate(args)), *kwargs.items()) if isinstance(t, Tensor) and t.dim() > 0}
-        _require_something(given)
-        tensors = {name: t for name, t in given.items() if t.dim() > 1}
-        planned = self.plan.inputs
-        largest = max((math.prod(shape) for shape in planned.values()), default=0)
-
-        def is_more(name: str, tensor: Tensor) -> bool:
-            if name in planned:
-                return tensor.numel() > math.prod(planned[name])
-            return tensor.numel() > largest or (name in kwargs and tensor.is_floating_point())
-
+        """Re-plan before a batch that the plan does not hold for (see [Note: When a batch fits] in model/batch.py), and when parameters were unfrozen."""
+        call = Call(args, kwargs)
+        arguments = arguments_of(call, self._names)
+        _require_something(arguments)
         unfrozen = self.now.unfrozen()
         if unfrozen:
             self._require_trainable(unfrozen)
             log.info("%s and %d more parameters were unfrozen: planning again", unfrozen[0], len(unfrozen) - 1)
-            self.replan(self._bound(args, kwargs), self.plan.terms)
-        elif any(is_more(name, tensor) for name, tensor in tensors.items()):
-            log.info("a batch of %s is larger than the plan's %s: planning again", {name: tuple(t.shape) for name, t in tensors.items()}, planned)
-            self.replan(self._bound(args, kwargs), self.plan.terms)
-
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
-        return {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+            self.replan(call, self.plan.terms)
+        elif not fits(self.now.planned.calls(self._names), arguments):
+            shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(arguments)}
+            log.info("the plan for %s does not hold for a batch of %s: planning again", self.plan.inputs, shapes)
+            self.replan(call, self.plan.terms)
 
     def _require_trainable(self, names: list[str]) -> None:
         for name in names:
@@ -388,7 +377,7 @@ class Engine:
                 )
 
     def replan(self, batch: Any, terms: Terms) -> None:
-        """Plan again for a batch and go on from the same state. If nothing fits, the old plan stays and PlanInfeasible says so."""
+        """Plan again for a batch, or a call of the model, and go on from the same state. If nothing fits, the old plan stays and PlanInfeasible says so."""
         self._require_idle("replan")
         old = self.now.planned
         self.drain()
@@ -428,8 +417,9 @@ def _requiring_grad(model: nn.Module, names: set[str]) -> Iterator[None]:
             param.requires_grad_(False)
 
 
-def _require_something(given: dict[str, Tensor]) -> None:
+def _require_something(arguments: dict[str, Any]) -> None:
     """Models break off in many ways at a batch of nothing. Beside text, anything may be missing: the boxes of a page, the images of a row."""
+    given = {name: tensor for name, tensor in named_tensors(arguments) if tensor.dim()}
     batch = {"input_ids": given["input_ids"]} if "input_ids" in given else given
     if batch and not any(tensor.numel() for tensor in batch.values()):
         found = "; ".join(f"{f'argument {name}' if name.isdigit() else name} is {' × '.join(map(str, tensor.shape))}" for name, tensor in batch.items())

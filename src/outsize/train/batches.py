@@ -1,6 +1,7 @@
 """A batch of the user's at another size: what a plan is made for, and what is tried where that is too large to try."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,11 +9,18 @@ from torch import Tensor
 
 from outsize.base.errors import ConfigError, tell
 from outsize.base.units import is_count
+from outsize.model.batch import Input, Signature, is_image, is_mask, looks_irregular
+from outsize.model.tensors import map_tensors, named_tensors
 
 
 def as_dict(batch: Any) -> Any:
     """BatchEncoding and other mappings as the dict that `model(**batch)` makes of them. Anything else as it is."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def detached(batch: Any) -> Any:
+    """A batch whose backward ends at its inputs: a trial must not reach what made them, nor add to their gradients."""
+    return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
 
 
 def grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
@@ -21,28 +29,81 @@ def grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
         return batch
     if not isinstance(max_shape, (tuple, list)) or len(max_shape) != 2 or not all(map(is_count, max_shape)):
         raise ConfigError(tell("max_shape is the rows and the tokens of the largest batch", f"it is {max_shape!r}", "Give two whole numbers from 1"))
-    if not isinstance(batch, dict):
-        return batch
     lead = _lead(batch)
     if lead is None:
         return batch
     old = lead.shape[:2]
-    if _has_images(batch):
+    if isinstance(batch, dict) and _has_images(batch):
         return _grown_with_images(batch, old, max_shape)
+    new = max(max_shape[0], old[0]), max(max_shape[1], old[1])
 
-    def grow(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        sizes = [max(max_shape[0], old[0]) if value.shape[0] == old[0] else value.shape[0]]
-        if value.dim() >= 2:
-            sizes.append(max(max_shape[1], old[1]) if value.shape[1] == old[1] else value.shape[1])
-        for dim, wanted in enumerate(sizes):
-            repeats = -(-wanted // value.shape[dim])
-            value = torch.cat([value] * repeats, dim).narrow(dim, 0, wanted)
+    def size_of(name: str, tensor: Tensor) -> tuple[int, ...]:
+        leading = (most if size == was else size for size, was, most in zip(tensor.shape, old, new, strict=False))
+        return (*leading, *tensor.shape[2:])
+
+    def irregular(name: str) -> bool:
+        return new[0] > 1 and name.rpartition(".")[2] == "attention_mask"
+
+    return _resized(batch, size_of, irregular)
+
+
+def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None:
+    """A call at the larger of its own sizes and another's, in every dimension. None where that is no other call, or where the two are too different."""
+    tensors = dict(named_tensors(arguments))
+    sizes: dict[str, tuple[int, ...]] = {}
+    changed: dict[tuple[int, int], int] = {}
+    """By dimension and size: the new size."""
+    for name, tensor in tensors.items():
+        if name not in other or not other[name].shape or other[name].is_list_of_places:
+            continue
+        if len(other[name].shape) != tensor.dim():
+            return None
+        sizes[name] = tuple(map(max, tensor.shape, other[name].shape))
+        for dim, (old, new) in enumerate(zip(tensor.shape, sizes[name], strict=True)):
+            changed[dim, old] = max(new, changed.get((dim, old), 0))
+    if not sizes:
+        return None
+
+    def size_of(name: str, tensor: Tensor) -> tuple[int, ...]:
+        return sizes.get(name) or tuple(changed.get((dim, size), size) for dim, size in enumerate(tensor.shape))
+
+    def irregular(name: str) -> bool:
+        return is_mask(name) and name in other and other[name].is_irregular
+
+    is_same = all(size_of(name, tensor) == tensor.shape for name, tensor in tensors.items())
+    if is_same and not any(irregular(name) and not looks_irregular(name, tensor) for name, tensor in tensors.items()):
+        return None
+    if _has_images(arguments):
+        lead = _lead(arguments)
+        assert lead is not None
+        rows, tokens = next((size[:2] for name, size in sizes.items() if tensors[name] is lead), lead.shape[:2])
+        return _grown_with_images(arguments, lead.shape[:2], (rows, tokens))
+    made = _resized(arguments, size_of, irregular)
+    return dict(made)
+
+
+def num_elements(inputs: Any) -> int:
+    """Of a batch or a signature."""
+    shapes = [one.shape for one in inputs.values()] if isinstance(inputs, Mapping) and all(isinstance(v, Input) for v in inputs.values()) else None
+    return sum(map(math.prod, shapes if shapes is not None else [t.shape for _, t in named_tensors(inputs)]))
+
+
+def _resized(batch: Any, size_of: Callable[[str, Tensor], tuple[int, ...]], irregular: Callable[[str], bool]) -> Any:
+    """Values are repeated. Masks that are to be irregular and are not mask their last element."""
+    names = {id(tensor): name for name, tensor in named_tensors(batch)}
+
+    def resize(tensor: Tensor) -> Tensor:
+        name, value = names[id(tensor)], tensor
+        if tensor.dim():
+            for dim, wanted in enumerate(size_of(name, tensor)):
+                if value.shape[dim] and value.shape[dim] != wanted:
+                    value = torch.cat([value] * -(-wanted // value.shape[dim]), dim).narrow(dim, 0, wanted)
+        if irregular(name) and value.dim() == 2 and not looks_irregular(name, value):
+            value = value.clone()
+            value[-1, -1] = 0 if value[-1, -1] else 1
         return value.contiguous()
 
-    made = {name: grow(value) for name, value in batch.items()}
-    return _masked(made) if max(max_shape[0], old[0]) > 1 else made
+    return map_tensors(resize, batch)
 
 
 def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tuple[int, int]) -> dict[str, Any]:
@@ -87,12 +148,17 @@ class Images:
 
 def require_something(batch: Any) -> None:
     """Models break off in many ways at a batch of nothing, none of which says so."""
-    tensors = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else [("batch", batch)]
-    shapes = {name: tuple(value.shape) for name, value in tensors if isinstance(value, Tensor)}
+    shapes = {name or "batch": tuple(value.shape) for name, value in named_tensors(batch)}
     empty = [f"{name} is {' × '.join(map(str, shape))}" for name, shape in shapes.items() if 0 in shape]
     if empty or not shapes:
         found = "; ".join(empty) or "it holds no tensors"
         raise ConfigError(tell("a batch to plan for has rows and tokens", found, "Give one real batch; look at the dataset and the collator"))
+
+
+def lead_shape(batch: Any) -> tuple[int, int] | None:
+    """Rows and tokens. None where a batch does not say."""
+    lead = _lead(batch)
+    return (lead.shape[0], lead.shape[1]) if lead is not None else None
 
 
 def num_rows(batch: Any) -> int | None:
@@ -104,21 +170,22 @@ def num_rows(batch: Any) -> int | None:
 def with_rows(batch: Any, rows: int) -> dict[str, Any] | None:
     """The first rows of a batch; None where it is not rows alone. What had a mask that masks something still has one: models take another way by it."""
     old = num_rows(batch)
-    values = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()] if isinstance(batch, dict) else []
-    if old is None or _has_images(batch) or any(value.shape[0] != old for value in values):
+    values = dict(named_tensors(batch))
+    if old is None or _has_images(batch) or any(value.dim() and (name not in batch or value.shape[0] != old) for name, value in values.items()):
         return None
     cut = {name: value[:rows].clone() if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()}
     return cut if _is_full(batch.get("attention_mask")) else _masked(cut)
 
 
-def _lead(batch: dict[str, Any]) -> Tensor | None:
+def _lead(batch: Any) -> Tensor | None:
     """The tensor whose first two dimensions are the batch's: its text, if it has some."""
-    found = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() >= 2}
-    return found["input_ids"] if "input_ids" in found else next(iter(found.values()), None)
+    found = {name: value for name, value in named_tensors(batch) if value.dim() >= 2}
+    text = (value for name, value in found.items() if name.rpartition(".")[2] == "input_ids")
+    return next(text, next(iter(found.values()), None))
 
 
 def _has_images(batch: dict[str, Any]) -> bool:
-    return any(name.startswith("pixel_values") and isinstance(value, Tensor) for name, value in batch.items())
+    return any(is_image(name) and isinstance(value, Tensor) for name, value in batch.items())
 
 
 def _is_full(mask: Any) -> bool:

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, ModelUnsupported, OutsizeError, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported, OutsizeError, PlanInfeasible, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
+from outsize.device.rng import host_rng_untouched
 from outsize.hardware.allowance import Allowance
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
+from outsize.model.batch import Call, Measured, Signature, arguments_of, as_call, cannot_be_called, positional_names, signature
 from outsize.model.discover import Layer, find_layers
 from outsize.model.tensors import tensors_in
 from outsize.model.weights import FileWeights, Weights, convert, hollow, is_hollow
@@ -34,12 +36,14 @@ from outsize.runtime.engine import Engine, Planned, Planner
 from outsize.runtime.optimizer import AdamW
 from outsize.runtime.process_hooks import attached_engines
 from outsize.train.aliases import require_own_memory
-from outsize.train.batches import Images, as_dict, grown, num_rows, require_something
+from outsize.train.batches import detached, grown, num_rows, require_something
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
+from outsize.train.planned_batches import PlannedBatches, recording, reserving
 from outsize.train.trial import try_out
 
 
+@host_rng_untouched()
 def prepare(
     model: nn.Module,
     batch: Any,
@@ -64,7 +68,8 @@ def prepare(
 
     Args:
         model: an nn.Module on the CPU; or on meta, with `weights`.
-        batch: one real batch, as a dict for `model(**batch)` (or positional arguments).
+        batch: one real batch: a mapping for `model(**batch)`, a tuple or list for `model(*batch)`. Where the forward cannot be called so, and for anything
+            else (a tensor, a dataclass), `model(batch)`. Inputs may be nested. A batch that costs more than the measured ones re-plans.
         optimizer: settings of the optimizer; `engine.optimizer` is the torch optimizer made of them.
         gpu_memory: most device memory to use, such as "24GiB", CUDA context included. Default: what is free.
         host_memory: most host memory to use. Default: what is free within the container's limit, less a tenth.
@@ -100,6 +105,7 @@ def prepare(
     return engine
 
 
+@host_rng_untouched()
 def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **settings: Any) -> Planned:
     """The plan that `prepare` would make, with the same arguments. The model is not touched, and nothing is allocated for it but by the trial run."""
     ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
@@ -107,6 +113,7 @@ def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **s
         return ready.planner(model, batch, ready.terms)
 
 
+@host_rng_untouched()
 def trace_shorter(model: nn.Module, batch: Any, shorter: Any, *, optimizer: AdamW | None = None, **settings: Any) -> ModelTrace:
     """The trace of a shorter batch than the plan is for, its loss made as the plan's is. The arguments are those of `preview`."""
     ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
@@ -115,6 +122,7 @@ def trace_shorter(model: nn.Module, batch: Any, shorter: Any, *, optimizer: Adam
         return ready.measure(shorter, planned_for).trace
 
 
+@host_rng_untouched()
 def choose_micro_batch(
     model: nn.Module, splits: Sequence[Split], *, batch_of: Callable[[int], Any], optimizer_for: Callable[[Split], AdamW], **settings: Any
 ) -> Choice[Planned]:
@@ -186,13 +194,19 @@ def _get_ready(
         chunked_loss = given.loss_chunk > 0
     given_dtypes = _adopt_dtypes(model)  # last: what is refused above leaves the model as it was
 
+    names = positional_names(model)
+
     def measure(batch: Any, before: ChosenLoss | None) -> Traced:
+        batch = detached(batch)
         require_something(batch)
         layers = find_layers(model, blocks)  # anew each time: parameters may have been unfrozen
+        call = as_call(model, batch) if loss is None else Call()
+        calls: list[Signature] = [signature(arguments_of(call, names))] if loss is None else []
+        own = recording(loss, calls)
         try:
             (graph, trace), chosen = trace_with_loss(
                 model, batch, lambda words: try_out(
-                    lambda part: traced(model, part, layers, where, source, loss, model_loss=words), batch, device=where, budget_bytes=gpu_budget
+                    lambda part: traced(model, part, layers, where, source, own, model_loss=words), batch, device=where, budget_bytes=gpu_budget
                 ), wanted=chunked_loss, is_custom=loss is not None, before=before,
             )  # fmt: skip
             where.expect(trace.residue)
@@ -202,9 +216,13 @@ def _get_ready(
             if given_dtypes and is_half and not isinstance(error, (OutsizeError, torch.OutOfMemoryError)):
                 raise _refused_mix(next(iter(given_dtypes)), error) from error
             raise
+        except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+            if call.instead_because:  # the model was given the batch whole for want of another way
+                raise cannot_be_called(model, batch, f"{call.instead_because}, and model(batch) fails with {type(error).__name__}: {error}") from error
+            raise
         finally:
             where.limit(gpu_budget)
-        return Traced(rows=num_rows(batch) or 1, graph=graph, trace=trace, loss=chosen)
+        return reserving(Traced(rows=num_rows(batch) or 1, graph=graph, trace=trace, loss=chosen, measured=Measured(signature(batch), tuple(calls))))
 
     def solve(found: Traced, terms: Terms) -> Planned:
         graph, trace, chosen = found.graph, found.trace, found.loss
@@ -221,28 +239,9 @@ def _get_ready(
         check(made, graph, layout)
         return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
 
-    before: ChosenLoss | None = None
-    images = Images()
-
-    def plan_for(batch: Any, terms: Terms) -> Planned:
-        nonlocal before
-        found = measure(grown(batch, max_shape), before)
-        before = found.loss
-        return solve(found, terms)
-
-    def planner(_: nn.Module, batch: Any, terms: Terms) -> Planned:
-        batch = as_dict(batch)
-        # Nothing may keep the error: its frames hold the activations of what did not fit.
-        if (both := images.added_to(batch)) is not None:
-            try:
-                return plan_for(both, terms)
-            except (PlanInfeasible, DeviceOutOfMemory) as error:
-                log.warning("this batch does not fit together with the images of earlier ones, and is planned for alone: %s", str(error))
-        images.keep(batch)
-        return plan_for(batch, terms)
-
-    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve, planner=planner,
-                  given_dtypes=given_dtypes)  # fmt: skip
+    batches = PlannedBatches(model, measure, solve, max_shape=max_shape, has_loss=loss is not None)
+    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve,
+                  planner=batches.plan,                   given_dtypes=given_dtypes)  # fmt: skip
 
 
 def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None, chunked_loss: bool | None) -> None:
@@ -396,6 +395,7 @@ _FORWARD_ONLY_SHARE = 0.25
 """Of gpu_memory that such a model may use, unless it needs more."""
 
 
+@host_rng_untouched()
 def prepare_forward_only(
     model: nn.Module,
     batch: Any,

@@ -22,6 +22,7 @@ from torch._subclasses import fake_tensor
 from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
+from outsize.device.rng import host_rng_untouched
 from outsize.device.sim import AbsentDevice
 from outsize.hardware.allowance import Allowance
 from outsize.hardware.catalog import CATALOG, lookup
@@ -111,6 +112,7 @@ class Forecast:
         return render(self.plan, self.graph, self.layout)
 
 
+@host_rng_untouched()
 def plan(
     model: Any,
     *,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.model.batch import Measured
 from outsize.model.graph import BlockGraph
 from outsize.plan.plan import Plan
 from outsize.planner.search import TIE
@@ -52,6 +53,7 @@ class Traced:
     graph: BlockGraph
     trace: ModelTrace
     loss: ChosenLoss
+    measured: Measured | None = None
 
     @property
     def point(self) -> Point:

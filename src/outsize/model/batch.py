@@ -1,0 +1,200 @@
+"""A batch as a call of a model, and what of the call decides its cost: which inputs there are, their shapes, and whether a mask masks something.
+
+[Note: When a batch fits]
+A plan holds for the batches that were measured, and for every batch that needs no more than one of them: the same inputs, no dimension larger, no wider
+dtype, no gradient into an input that had none, no mask that masks something where the measured one masked nothing. The number of elements is no measure:
+attention scores of 2 x 60 tokens are larger than those of 8 x 16.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ConfigError
+from outsize.model.tensors import named_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    instead_because: str = ""
+    """Why a batch is passed whole, and not as `model(**batch)` or `model(*batch)`."""
+
+
+def as_call(model: nn.Module, batch: Any) -> Call:
+    """How a model is called with a batch: `model(**batch)` for a mapping and `model(*batch)` for a sequence where its forward can be called so, else
+    `model(batch)`. Raises ConfigError where it cannot be called at all."""
+    if isinstance(batch, Call):
+        return batch
+    ways = [Call(args=(batch,))]
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        ways.insert(0, Call(kwargs=dict(batch)))
+    elif isinstance(batch, (tuple, list)):
+        ways.insert(0, Call(args=tuple(batch)))
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a forward that is not Python's
+        return ways[0]
+    wrong = ""
+    for way in ways:
+        try:
+            signature.bind(*way.args, **way.kwargs)
+            return replace(way, instead_because=wrong)
+        except TypeError as error:
+            wrong = wrong or str(error)
+    raise cannot_be_called(model, batch, wrong)
+
+
+def cannot_be_called(model: nn.Module, batch: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"batch: {type(model).__name__}.forward cannot be called with this {type(batch).__name__}: {why.rstrip('.')}. "
+        "Pass a dict for model(**batch), a tuple for model(*batch), or (batch,) for model(batch)."
+    )
+
+
+def positional_names(model: nn.Module) -> tuple[str, ...]:
+    """Of the arguments of a model's forward that may also be passed by keyword, in order."""
+    try:
+        found = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    names = []
+    for parameter in found:
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            break
+        names.append(parameter.name)
+    return tuple(names)
+
+
+def arguments_of(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
+    """By name, positional ones without a name by their number. `names`: what `positional_names` gives."""
+    return {**{names[i] if i < len(names) else str(i): value for i, value in enumerate(call.args)}, **call.kwargs}
+
+
+def by_name(call: Call, names: tuple[str, ...]) -> "Call | dict[str, Any]":
+    """The arguments as a dict for `model(**batch)`; the call as it is where some have no names."""
+    return arguments_of(call, names) if len(call.args) <= len(names) else call
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What of an input decides its cost."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of an element."""
+    requires_grad: bool
+    is_list_of_places: bool
+    """Where documents begin in a row, as kernels for packed rows take it: its own bytes are all that it costs."""
+    is_irregular: bool
+    """A mask that masks something, or positions that begin anew within a row. Models build a mask of tokens x tokens then."""
+    is_of_unknown_kind: bool = False
+    """Only its shape is known. Whether it must be there is not, nor which flags were set beside it."""
+
+    def covers(self, other: "Input") -> bool:
+        """Whether `other` costs no more. Does not look at `is_irregular`."""
+        if other.requires_grad > self.requires_grad or other.itemsize > self.itemsize or len(other.shape) != len(self.shape):
+            return False
+        return all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
+
+
+Signature = Mapping[str, Input]
+"""The inputs of a call or a batch by their paths. Flags that are set count as inputs without a shape."""
+
+
+def signature(arguments: Any, *, is_irregular: Callable[[str, Tensor], bool] | None = None) -> dict[str, Input]:
+    """`is_irregular`: tells it of an input; looking at one on a GPU waits for the device."""
+    look = is_irregular or looks_irregular
+    found = {name: _input(tensor, look(name, tensor)) for name, tensor in named_tensors(arguments) if tensor.dim()}
+    flags = arguments.items() if isinstance(arguments, Mapping) else ()
+    return found | {name: Input((), 0, False, False, False) for name, value in flags if value is True}
+
+
+def _input(tensor: Tensor, is_irregular: bool) -> Input:
+    is_list = tensor.dim() == 1 and tensor.dtype == torch.int32  # kernels take these in int32, and models their inputs in int64
+    itemsize = tensor.element_size() if tensor.is_floating_point() else 0
+    return Input(tuple(tensor.shape), itemsize, tensor.requires_grad, is_list, is_irregular)
+
+
+def with_longer_lists(inputs: Signature) -> tuple[Signature, int]:
+    """Lists of places may become several times as long before a batch counts as larger; and the bytes to keep free for that. They differ from batch to
+    batch, and cannot be made longer for a trial run."""
+    longer = {name: replace(one, shape=(4 * one.shape[0] + 256,)) for name, one in inputs.items() if one.is_list_of_places}
+    # A copy on the device, and what a model makes of it: lengths, and both as int64.
+    return {**inputs, **longer}, sum(16 * (one.shape[0] - inputs[name].shape[0]) for name, one in longer.items())
+
+
+def is_mask(name: str) -> bool:
+    return "mask" in name.rpartition(".")[2]
+
+
+def looks_irregular(name: str, tensor: Tensor) -> bool:
+    """Masks of which all elements are equal mask nothing, whichever value means that."""
+    if not tensor.numel() or tensor.is_meta:
+        return False
+    with torch.no_grad():
+        if is_mask(name):
+            return not bool((tensor == tensor.flatten()[0]).all())
+        if name.rpartition(".")[2] == "position_ids":
+            return bool((tensor.diff(dim=-1) != 1).any())
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A batch that was measured: the batch itself, and the calls of the model that its loss made."""
+
+    batch: Signature
+    calls: tuple[Signature, ...]
+
+    def covers(self, other: "Measured") -> bool:
+        return covers([self.batch], other.batch) and all(covers(self.calls, call) for call in other.calls)
+
+
+def covers(measured: Iterable[Signature], given: Signature) -> bool:
+    """Whether one of the measured calls costs as much as the given one. See [Note: When a batch fits]."""
+    return any(_covers(one, given, lambda name: given[name].is_irregular) for one in measured)
+
+
+def fits(measured: Iterable[Signature], arguments: Any) -> bool:
+    """The same of a call that is about to be made. Values are looked at only if that decides."""
+    given = signature(arguments, is_irregular=lambda name, tensor: False)
+    tensors = dict(named_tensors(arguments))
+    known: dict[str, bool] = {}
+
+    def is_irregular(name: str) -> bool:
+        if name not in known:
+            known[name] = name in tensors and looks_irregular(name, tensors[name])
+        return known[name]
+
+    return any(_covers(one, given, is_irregular) for one in measured)
+
+
+def _covers(one: Signature, given: Signature, is_irregular: Callable[[str], bool]) -> bool:
+    missing = {name for name in one.keys() - given.keys() if not one[name].is_of_unknown_kind}
+    knows_flags = not any(item.is_of_unknown_kind for item in one.values())
+    new = {name for name in given.keys() - one.keys() if knows_flags or given[name].shape}
+    # A batch of text alone leaves out the blocks for images, and what else is told of images.
+    if new or (missing and not any(is_image(name) for name in missing)):
+        return False
+    both = one.keys() & given.keys()
+    if not all(one[name].covers(given[name]) for name in both):
+        return False
+    return all(one[name].is_irregular or not is_irregular(name) for name in both)
+
+
+def is_image(name: str) -> bool:
+    return name.startswith("pixel_values")
+
+
+def of_unknown_kind(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, ...]) -> Signature:
+    """Inputs of which only the shapes are known, as of a plan that was made by hand. They count as the most expensive of their shape."""
+    named = {names[int(name)] if name.isdigit() and int(name) < len(names) else name: shape for name, shape in shapes.items()}
+    return {name: Input(shape, 8, True, False, True, is_of_unknown_kind=True) for name, shape in named.items() if shape}

@@ -1,0 +1,199 @@
+"""Plans for one batch after the other. Each plan also holds for the batches before it, as far as they fit the memory together.
+
+Else a loop whose batches differ would be planned for by turns, for ever. A batch that is larger than planned in some dimensions and smaller in others is
+planned for at the larger of both in every dimension, if that is not much more than either. If it is, both are measured, and the plan is made for the larger
+of both block by block (profile/merge.py).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, OutsizeError, PlanInfeasible
+from outsize.base.log import log
+from outsize.model.batch import Call, Measured, Signature, arguments_of, as_call, by_name, covers, fits, positional_names, signature, with_longer_lists
+from outsize.model.tensors import map_tensors
+from outsize.plan.plan import Terms
+from outsize.profile.calling import Loss
+from outsize.profile.merge import merged, with_reserve
+from outsize.runtime.attached import Planned
+from outsize.train.batches import Images, as_dict, grown, joined, lead_shape, num_elements
+from outsize.train.loss import ChosenLoss
+from outsize.train.micro_batch import Traced
+
+_MOST_GROWTH = 2.0
+"""Of the elements of a batch that is made of two, over the larger of them."""
+
+
+class PlannedBatches:
+    def __init__(
+        self, model: nn.Module, measure: Callable[[Any, ChosenLoss | None], Traced], solve: Callable[[Traced, Terms], Planned], *,
+        max_shape: tuple[int, int] | None, has_loss: bool,
+    ):  # fmt: skip
+        """`has_loss`: the loop makes its own loss of a batch, of which the model's arguments are a part."""
+        self._model, self._measure, self._solve, self._max_shape, self._has_loss = model, measure, solve, max_shape, has_loss
+        self._held: list[Traced] = []
+        """Of the batches that the present plan holds for, the latest first."""
+        self._loss: ChosenLoss | None = None
+        self._images = Images()
+        self._first: Any = None
+        """The first batch, where a loss needs more of it than the model's arguments."""
+
+    def plan(self, _: nn.Module, batch: Any, terms: Terms) -> Planned:
+        """`batch`: what `prepare` is given, or the call of the model that the present plan does not hold for."""
+        if isinstance(batch, Call):
+            return self._plan_call(batch, terms)
+        batch = as_dict(batch)
+        if self._has_loss and self._first is None:
+            self._first = map_tensors(lambda t: t.detach().cpu().clone(), batch)
+        return self._plan_batch(batch, terms)
+
+    def _plan_call(self, call: Call, terms: Terms) -> Planned:
+        names = positional_names(self._model)
+        batch = by_name(call, names)
+        if not self._has_loss:
+            return self._plan_batch(batch, terms)
+        planned = None
+        try:
+            planned = self._plan_batch(batch, terms)
+        except OutsizeError:
+            raise
+        except Exception as error:
+            log.debug("loss= cannot be made of the model's arguments alone: %s", str(error))
+        planned = planned or self._plan_filled(batch, terms)
+        given = signature(arguments_of(call, names))
+        if not covers((one for found in planned.measured for one in found.calls), given):
+            log.warning("loss= calls the model with other inputs than the loop does (%s): the plan may be too small for them", _text(given))
+            planned = replace(planned, measured=(*planned.measured, Measured({}, (given,))))
+        return planned
+
+    def _plan_filled(self, batch: Any, terms: Terms) -> Planned:
+        """The first batch at the size of a call, for a loss that reads more than the model does."""
+        filled = grown(self._first, lead_shape(batch))
+        if isinstance(filled, dict) and isinstance(batch, dict):
+            filled = {name: batch.get(name, value) for name, value in filled.items()}
+        try:
+            return self._plan_batch(filled, terms)
+        except OutsizeError:
+            raise
+        except Exception as error:
+            raise EngineMisuse(
+                f"This batch is larger than planned ({_text(signature(batch))}), and loss= failed in its trial run: {type(error).__name__}: {error}. "
+                "Prepare the model with the largest batch, or with max_shape."
+            ) from error
+
+    def _plan_batch(self, batch: Any, terms: Terms) -> Planned:
+        # Nothing may keep the error: its frames hold the activations of what did not fit.
+        if (both := self._images.added_to(batch)) is not None:
+            try:
+                return self._plan_one(both, terms)
+            except (PlanInfeasible, DeviceOutOfMemory) as error:
+                log.warning("this batch does not fit together with the images of earlier ones, and is planned for alone: %s", str(error))
+        self._images.keep(batch)
+        return self._plan_one(batch, terms)
+
+    def _plan_one(self, batch: Any, terms: Terms) -> Planned:
+        larger, growth = self._joined(batch)
+        is_near = growth <= _MOST_GROWTH
+        if is_near and (planned := self._plan_larger(larger, terms)) is not None:
+            return planned
+        found = self._trace(batch)
+        if not self._held:
+            return self._now(found, [], self._solve(found, terms))
+        try:
+            planned = self._plan_all(found, terms)
+        except PlanInfeasible:
+            planned = None
+        if planned is None and not is_near:
+            planned = self._plan_larger(larger, terms)
+        if planned is not None:
+            return planned
+        alone = self._solve(found, terms)
+        log.warning("this batch is planned for alone: no plan was found for it and for earlier ones, which are planned for again if they come back")
+        return self._now(found, [], alone)
+
+    def _joined(self, batch: Any) -> tuple[Any, float]:
+        """The batch at the larger of its own and an earlier one's sizes, and how much larger than both that is. Infinite: there is none."""
+        best: tuple[Any, float] = None, math.inf
+        measured = [one.measured for one in self._held if one.measured is not None]
+        if self._has_loss:
+            arguments, others = batch, [one.batch for one in measured]
+        else:
+            arguments = by_name(as_call(self._model, batch), positional_names(self._model))
+            others = [call for one in measured for call in one.calls]
+        if not isinstance(arguments, dict):
+            return best
+        for earlier in others:
+            if (larger := joined(arguments, earlier)) is not None:
+                growth = num_elements(larger) / max(num_elements(arguments), num_elements(earlier))
+                best = (larger, growth) if growth < best[1] else best
+        return best
+
+    def _plan_larger(self, batch: Any, terms: Terms) -> Planned | None:
+        """None where that is too large, or the model cannot be called with it."""
+        if batch is None:
+            return None
+        try:
+            return self._plan_all(self._trace(batch), terms)
+        except Exception as error:
+            log.debug("a batch that is made of two is not planned for: %s", str(error))
+            return None
+
+    def _trace(self, batch: Any) -> Traced:
+        found = self._measure(grown(batch, self._max_shape), self._loss)
+        self._loss = found.loss
+        return found
+
+    def _plan_all(self, found: Traced, terms: Terms) -> Planned | None:
+        """For this batch and the earlier ones. None where the model takes another way through its blocks with one of them."""
+        kept = [one for one in self._held if one.measured is not None and not (found.measured is not None and found.measured.covers(one.measured))]
+        trace = found.trace
+        for one in kept:
+            both = merged(trace, one.trace)
+            if both is None:
+                return None
+            trace = both
+        return self._now(found, kept, self._solve(replace(found, trace=trace), terms))
+
+    def _now(self, found: Traced, kept: list[Traced], planned: Planned) -> Planned:
+        self._held = [found, *kept]
+        return replace(planned, measured=tuple(one.measured for one in self._held if one.measured is not None))
+
+
+def recording(loss: Loss | None, calls: list[Signature]) -> Loss | None:
+    """The loss, which also notes the training calls that it makes of the model."""
+    if loss is None:
+        return None
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        names = positional_names(model)
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = arguments_of(Call(args, kwargs), names)
+            if torch.is_grad_enabled() and not fits(calls, arguments):
+                calls.append(signature(arguments))
+
+        handle = model.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+        try:
+            return loss(model, batch)
+        finally:
+            handle.remove()
+
+    return run
+
+
+def reserving(found: Traced) -> Traced:
+    """With room for lists of places that are longer than those of the batch."""
+    assert found.measured is not None
+    batch, _ = with_longer_lists(found.measured.batch)
+    calls = [with_longer_lists(call) for call in found.measured.calls]
+    trace = with_reserve(found.trace, max((num_bytes for _, num_bytes in calls), default=0))
+    return replace(found, trace=trace, measured=Measured(batch, tuple(call for call, _ in calls)))
+
+
+def _text(inputs: Any) -> str:
+    return ", ".join(f"{name} {' × '.join(map(str, one.shape))}" for name, one in inputs.items() if one.shape)
