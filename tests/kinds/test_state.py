@@ -206,3 +206,32 @@ def test_a_parameter_that_the_forward_writes_is_refused_and_left_as_it_was(block
     with pytest.raises(ModelUnsupported, match=rf"{name}: the model's forward writes this parameter.*Keep it as a buffer"):
         outsize.prepare(model, DATA[0], device=device)
     torch.testing.assert_close(state(model), state(twin), rtol=0, atol=0)
+
+
+class Watched(nn.Module):
+    """Registers hooks in its first forward, as transformers does to collect hidden states, and notes in an attribute that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "taken"):
+            self.taken: list[int] = []
+            self.proj.register_forward_hook(lambda module, args, out: out * 2)
+        return x + torch.tanh(self.proj(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:16MiB"])
+def test_hooks_that_the_profiling_run_registers_are_removed(device: str) -> None:
+    plain, model = Stack(Watched), Stack(Watched)
+    optimizer = foreign_plans.reference(plain)
+    engine = outsize.prepare(model, DATA[0], device=device, optimizer=foreign_plans.SPEC)
+    assert not any(layer.proj._forward_hooks for layer in model.layers)
+    for batch in DATA:
+        for one, step in ((plain, optimizer), (model, engine.optimizer)):
+            one(**batch)["loss"].backward()
+            step.step()
+            step.zero_grad()
+    torch.testing.assert_close(state(model), state(plain), rtol=0, atol=0)
+    engine.detach()

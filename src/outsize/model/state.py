@@ -16,6 +16,7 @@ from outsize.model.tensors import map_tensors, tensors_in
 _PLAIN = (bool, int, float, complex, str, type(None))
 _INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class ModuleState:
             self._entries += [_Entry(part, path, name, False, value, None, 0) for name, value in plain]
         self._bound = [(path, part, dict(_own(part))) for path, part in module.named_modules()]
         """All attributes: a forward may bind others, or new ones."""
+        self._hooks = [(table, dict(table)) for part in module.modules() for name in _HOOKS if (table := getattr(part, name, None)) is not None]
+        """transformers registers hooks in the first forward that needs them, and sets an attribute so that it does so once."""
 
     def changed(self) -> str | None:
         """The name of the first part of the state that is another one now."""
@@ -83,6 +86,10 @@ class ModuleState:
             for name in [name for name, _ in _own(part) if name not in before]:
                 del part.__dict__[name]
             part.__dict__.update(before)
+        for table, hooks in self._hooks:
+            if table.keys() != hooks.keys():
+                table.clear()
+                table.update(hooks)
         for entry in self._entries:
             entry.restore()
         for _, value, items in self._collections:
