@@ -57,10 +57,10 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
-def prepare(family: Family, gpu_memory: int | None = None) -> Any:
+def prepare(family: Family, model: nn.Module, gpu_memory: int | None = None) -> Any:
     """On a device of its own, where nothing of other tests is alive."""
     return outsize.prepare(
-        family.make(), family.data(1)[0], optimizer=foreign_plans.SPEC, device=SimDevice(lookup("1GiB")), gpu_memory=gpu_memory, chunk_bytes="4KiB",
+        model, family.data(1)[0], optimizer=foreign_plans.SPEC, device=SimDevice(lookup("1GiB")), gpu_memory=gpu_memory, chunk_bytes="4KiB",
         loss=family.loss,
     )  # fmt: skip
 
@@ -71,10 +71,11 @@ def assert_trains_as_plain_torch(family: Family) -> None:
     plain = family.make()
     losses = run(plain, foreign_plans.reference(plain), family.loss, data)
     expected = state(plain)
+    profiled = family.make()
     with pytest.raises(PlanInfeasible) as too_small:
-        prepare(family, 1)
-    for gpu_memory in (None, too_small.value.needed_bytes):
-        with cells.closing(prepare(family, gpu_memory)) as engine:
+        prepare(family, profiled, 1)
+    for model, gpu_memory in ((profiled, None), (family.make(), too_small.value.needed_bytes)):
+        with cells.closing(prepare(family, model, gpu_memory)) as engine:
             assert run(engine.model, engine.optimizer, family.loss, data) == losses
             assert engine.report().gpu_peak_bytes <= engine.plan.estimate.gpu_bytes
         torch.testing.assert_close(state(engine.model), expected, rtol=0, atol=0)
@@ -102,7 +103,7 @@ def test_a_kind_trains_as_in_plain_torch(name: str, one_trace: None) -> None:
         pytest.importorskip("diffusers")
     if family.refused:
         with pytest.raises(ModelUnsupported, match=family.refused):
-            prepare(family)
+            prepare(family, family.make())
     else:
         assert_trains_as_plain_torch(family)
 
