@@ -235,3 +235,15 @@ def test_hooks_that_the_profiling_run_registers_are_removed(device: str) -> None
             step.zero_grad()
     torch.testing.assert_close(state(model), state(plain), rtol=0, atol=0)
     engine.detach()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.__name__)
+def test_one_run_shows_what_must_not_run_twice(block: type[nn.Module]) -> None:
+    """Where memory is too small to compare a second run of each layer."""
+    model = Stack(block)
+    tracer = cells.Tracer(model, DATA[0], cells.find_layers(model), cells.choose_device("sim:16MiB"))
+    tracer.compares = False
+    graph, trace = tracer.trace()
+    layers = [visit for visit in range(len(graph.visits)) if graph.blocks[graph.visits[visit]].kind == "layer"]
+    assert all(("recompute" in trace.visits[visit]) == (block is Indexed) for visit in layers)
+    assert len(trace.notes) == (0 if block is Indexed else 1)

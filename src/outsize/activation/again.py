@@ -4,18 +4,20 @@ What torch.utils.checkpoint does, with less Python for every saved tensor: there
 is fast waits for Python.
 """
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
-from outsize.model.state import ModuleState
+from outsize.model.state import ModuleState, generators_of
 from outsize.model.tensors import tensors_in
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -109,6 +111,30 @@ def compared(forward: Callable[[], Any], device: torch.device, report: Callable[
         outputs = forward()
     run.returned(outputs)
     return outputs
+
+
+def run_once(forward: Callable[[], Any], report: Callable[[str], None], module: nn.Module) -> Any:
+    """Where there is no memory to compare a second run: `report` gets what the first one shows of how it would differ, "" if nothing."""
+    before, numbers = ModuleState(module), _other_numbers(module)
+    outputs = forward()
+    written = before.changed()
+    if written:
+        report(f"the forward writes {written}, and a second one would write it twice")
+    elif not _equal_numbers(numbers, _other_numbers(module)):
+        report("the forward draws random numbers from other generators than torch's own")
+    else:
+        report("")
+    return outputs
+
+
+def _other_numbers(module: nn.Module) -> tuple[Any, ...]:
+    """Where random generators stand that a second run does not set back."""
+    return random.getstate(), np.random.get_state(), [generator.get_state() for generator in generators_of(module)]
+
+
+def _equal_numbers(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
+    of_numpy = all(np.array_equal(a, b) for a, b in zip(one[1], two[1], strict=True))
+    return one[0] == two[0] and of_numpy and all(torch.equal(a, b) for a, b in zip(one[2], two[2], strict=False)) and len(one[2]) == len(two[2])
 
 
 class _Compared:

@@ -126,6 +126,15 @@ class LeftValues:
             module.get_submodule(path).__dict__[name] = value
 
 
+def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
+    """Random generators that modules own, as attributes or in a dict or list."""
+    for module in model.modules():
+        for value in vars(module).values():
+            for item in value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,):
+                if isinstance(item, torch.Generator):
+                    yield item
+
+
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in vars(module).items() if name not in _INTERNAL and name != "forward")
 

@@ -17,11 +17,12 @@ from outsize.hardware.spec import Residue
 from outsize.model.batch import looks_irregular
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
+from outsize.model.state import generators_of
 from outsize.model.tensors import map_tensors, named_tensors
 from outsize.model.weights import Weights, is_hollow
 from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Tracer, generators_of
+from outsize.profile.tracer import Tracer
 
 TRACE_FORMAT = 15
 

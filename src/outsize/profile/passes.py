@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.again import run_once
 from outsize.activation.checkpointed import is_in_backward, rerun_in_backward
 from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
@@ -184,6 +185,8 @@ class Pass:
             self.given = {part.untyped_storage()._cdata for t in inputs for part in parts_of(t)}
             if self.scout and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
+            elif self.scout:
+                outputs = run_once(lambda: forward(*args, **kwargs), partial(self._compared, facts.structure), facts.module)
             else:
                 can = self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts)
                 strategy = self.strategy if can else "keep"

@@ -34,7 +34,7 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
-from outsize.model.state import LeftValues, ModuleState
+from outsize.model.state import LeftValues, ModuleState, generators_of
 from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
@@ -222,7 +222,7 @@ class Tracer:
     # Running.
 
     def _scout(self) -> Pass:
-        """Where memory is too small to compare second runs as well, layers count as such that can be recomputed."""
+        """Where memory is too small to compare second runs as well, only what a first run shows of them counts."""
         self._readers, self._bare, self._path, self._hidden, self._detours, self.left = {}, set(), None, HiddenReads(), set(), {}
         done = self.progress.done
         try:
@@ -520,12 +520,3 @@ class Tracer:
             late_bytes=forward.late_bytes if is_late else 0,
             late_visit=forward.late_visit if is_late else -1,
         )
-
-
-def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
-    """Random generators that modules own, as attributes or in a dict or list."""
-    for module in model.modules():
-        for value in vars(module).values():
-            for item in value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,):
-                if isinstance(item, torch.Generator):
-                    yield item
