@@ -22,7 +22,7 @@ from outsize.model.tensors import map_tensors
 pytestmark = pytest.mark.gpu
 STREAMED: dict[str, Any] = dict(weights="host", optimizer="host", depth=1)
 FAMILIES = [
-    "gemma2", "gemma3n", "gpt2", "mixtral", "zamba2", "albert", "modernbert", "t5", "whisper", "wav2vec2-conformer", "wavlm", "vit", "swin", "convnext",
+    "gemma2", "gemma3n", "gpt2", "mixtral", "zamba2", "albert", "modernbert", "t5", "whisper", "moonshine", "audio-spectrogram", "vit", "swin", "convnext",
     "resnet", "clip", "blip", "qwen2-vl", "idefics",
 ]  # fmt: skip
 

@@ -78,6 +78,8 @@ class Tracer:
         self._over: dict[int, dict[nn.Parameter, None]] = {}
         """The parameters in each storage."""
         self._static: set[int] = set()
+        self._is_bringing = False
+        """Weights are on their way to the device: that does not read them."""
         self._readers: dict[int, set[int]] = {}
         self._bare: set[int] = set()
         self._path: list[int | None] | None = None
@@ -97,6 +99,7 @@ class Tracer:
 
     def bring(self, module: nn.Module) -> None:
         """Put a module's weights on the device until the trace ends."""
+        self._is_bringing = True
         for param in module.parameters():
             if is_hollow(param):
                 self._brought[param] = param.data
@@ -115,6 +118,7 @@ class Tracer:
             self._storages[param] = param.untyped_storage()._cdata
             self._static.add(self._storages[param])
             self._over.setdefault(self._storages[param], {})[param] = None
+        self._is_bringing = False
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
@@ -266,7 +270,7 @@ class Tracer:
         return run
 
     def _reads(self, tensor: Tensor, run: Pass, course: Course) -> None:
-        if not run.is_forward:
+        if not run.is_forward or self._is_bringing:
             return
         visit = len(run.layer_of) - 1
         params = self._parameters_in(tensor)
