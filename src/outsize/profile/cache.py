@@ -22,7 +22,7 @@ from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer, generators_of
 
-TRACE_FORMAT = 14
+TRACE_FORMAT = 15
 
 
 def traced(
