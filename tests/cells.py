@@ -56,7 +56,7 @@ def make_plan(
     graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, device: Device, decision: Decision, terms: Terms, budget: int | None = 16 * GiB
 ) -> Plan:
     """`budget` None: exactly what the plan says it needs."""
-    work = tuple(trace.work(v, s) for v, s in enumerate(decision.strategies))
+    work = trace.works(decision.strategies)
     place = Placement(graph, layout, decision, terms, work, trace.shared)
     estimate = simulate(place, compile_schedule(place), device.spec, held_bytes=trace.held_bytes)
     return Plan(

@@ -37,7 +37,7 @@ class Case:
     spec: HardwareSpec = MACHINE
 
     def place(self, decision: Decision) -> Placement:
-        work = tuple(self.trace.work(v, s) for v, s in enumerate(decision.strategies))
+        work = self.trace.works(decision.strategies)
         return Placement(self.graph, self.layout, decision, self.terms, work, self.trace.shared)
 
     def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0, stride: int = 1) -> Decision:
@@ -150,6 +150,14 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
             for name in rng.sample(["recompute", "offload", "swap"], rng.choice([0, 0, 1])):
                 del table[name]
         visits.append(table)
+    other = random.Random(-seed)
+    for visit in range(2, num_layers + 1):  # a layer that keeps its output
+        if visit - 1 >= frozen and other.random() < 0.3:
+            size = visits[visit]["keep"].forward_delta_bytes // 2
+            visits[visit - 1]["keep"] = dataclasses.replace(visits[visit - 1]["keep"], output_kept_bytes=size)
+            visits[visit] = {s: dataclasses.replace(w, input_from=1, input_kept_bytes=size if s == "keep" else 0) for s, w in visits[visit].items()}
+    if other.random() < 0.3:
+        visits[-1]["after recompute"] = dataclasses.replace(visits[-1]["keep"], forward_peak_bytes=visits[-1]["keep"].forward_peak_bytes + 700)
     takers = tuple(v for v in range(len(names)) if kinds[v] == "layer")
     mask = Shared(num_bytes=300, visits=takers, kept_by=rng.choice([(), ("keep",), ("keep", "swap"), ("recompute", "offload")]), dies_at=len(names) - 1)
     trace = ModelTrace(

@@ -41,7 +41,7 @@ def random_decision(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *
 
 def _place(cell: Cell, layout: ChunkLayout, decision: Decision) -> Placement:
     graph, trace = cell.traced()
-    work = tuple(trace.work(v, s) for v, s in enumerate(decision.strategies))
+    work = trace.works(decision.strategies)
     return Placement(graph, layout, decision, Terms(accumulate=cell.accumulate), work, trace.shared)
 
 

@@ -37,7 +37,12 @@ class Work:
     forward_waits: bool = False
     """That thread asks the device for something (a length, a flag) and waits until it has come so far: it is not ahead after that."""
     backward_waits: bool = False
-
+    output_kept_bytes: int = 0
+    """Of its outputs, what its own graph keeps on the device until its backward, as where it ends in ReLU. 0 where no `input_from` names this visit."""
+    input_from: int = 0
+    """The layer that made its input is so many visits before it, and keeps that output under some strategies only. 0: it does not depend on that layer."""
+    input_kept_bytes: int = 0
+    """What that layer kept of its outputs when this was measured, with the same strategy for both. If it keeps more, this visit frees less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,6 +74,7 @@ def _check_work(plan: Plan, graph: BlockGraph) -> None:
         _expect(sends == (work.sent_bytes > 0), wanted, f"there are {work.sent_bytes}", _AGAIN)
         late = work.late_visit
         _expect(late == -1 or visit < late < len(plan.work), f"a late_visit of {name} after it, or -1", f"it is {late}", _AGAIN)
+        _expect(0 <= work.input_from <= visit, f"an input_from of {name} of 0 to {visit}", f"it is {work.input_from}", _AGAIN)
         seconds = (work.forward_seconds, work.backward_seconds, work.forward_issue_seconds, work.backward_issue_seconds)
         _expect(all(0 <= s < float("inf") for s in seconds), f"seconds of 0 or more for {name}", f"they are {seconds}", "Profile the model again")
     for tensor in plan.shared:

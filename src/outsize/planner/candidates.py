@@ -23,7 +23,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.layout.slots import assign_slots
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Strategy, Work
+from outsize.model.work import Strategy
 from outsize.plan.pins import Pins
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Decision, Homes, Terms
@@ -118,10 +118,7 @@ class Space:
         return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth, stride=counts.stride)
 
     def place(self, decision: Decision) -> Placement:
-        return Placement(self.graph, self.layout, decision, self.terms, self._work(decision.strategies), self.trace.shared)
-
-    def _work(self, strategies: tuple[Strategy, ...]) -> tuple[Work, ...]:
-        return tuple(self.trace.work(visit, strategy) for visit, strategy in enumerate(strategies))
+        return Placement(self.graph, self.layout, decision, self.terms, self.trace.works(decision.strategies), self.trace.shared)
 
     @property
     def plain(self) -> Counts:
@@ -174,7 +171,7 @@ class Space:
             assert strategies is not None
             # A layout without chunks: the schedule then holds forward, backward and activation traffic alone.
             decision = Decision(homes=(), strategies=strategies, depth=0)
-            bare = Placement(self.graph, replace(self.layout, chunks=()), decision, self.terms, self._work(strategies), self.trace.shared)
+            bare = Placement(self.graph, replace(self.layout, chunks=()), decision, self.terms, self.trace.works(strategies), self.trace.shared)
             schedule = compile_schedule(bare, only_steps=True)
             peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), bare, self.trace.held_bytes)
             self._activations[mix] = bare.gpu_bytes + peak, bare.host_bytes
@@ -186,7 +183,7 @@ class Space:
         """No step is faster: the work of the busiest lane. Cheap, so the search need not simulate what cannot win."""
         strategies = self.strategies(counts.mix)
         assert strategies is not None
-        work, spec, again = self._work(strategies), self.spec, self.terms.accumulate
+        work, spec, again = self.trace.works(strategies), self.spec, self.terms.accumulate
         sent = [w.sent_bytes for v, w in enumerate(work) if w.sent_bytes and self.graph.has_backward[v]]
         backward = sum(w.backward_seconds for v, w in enumerate(work) if self.graph.has_backward[v])
         compute, h2d, d2h, host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)
@@ -202,7 +199,7 @@ class Space:
         strategies = self.strategies(counts.mix)
         assert strategies is not None
         host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)[3]
-        backward = sum(w.backward_seconds for v, w in enumerate(self._work(strategies)) if self.graph.has_backward[v])
+        backward = sum(w.backward_seconds for v, w in enumerate(self.trace.works(strategies)) if self.graph.has_backward[v])
         if self.terms.update != "in_backward" or not host:
             return 1
         return max(1, min(MAX_STRIDE, math.ceil(host / backward)) if backward else MAX_STRIDE)

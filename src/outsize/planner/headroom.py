@@ -17,7 +17,7 @@ def gpu_bytes_with(plan: Plan, graph: BlockGraph, layout: ChunkLayout, trace: Mo
         return None
     # What is allocated for the whole run is as large as the longest batch needs it.
     place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
-    work = tuple(trace.work(visit, strategy) for visit, strategy in enumerate(strategies))
+    work = trace.works(strategies)
     other = Placement(graph, layout, plan.decision, plan.terms, work, trace.shared)
     schedule = compile_schedule(place, only_steps=True)
     peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), other, trace.held_bytes)

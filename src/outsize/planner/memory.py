@@ -49,7 +49,7 @@ def activation_peak(forward: Sequence[Action], backward: Sequence[Action], place
 def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int) -> Iterator[Entry]:
     """One micro-batch: what its activations take at every action that changes it."""
     work = place.work
-    dies_forward, dies_backward = _deaths(place)
+    dies_forward, dies_backward, stays = _deaths(place)
     level = held_bytes
     last = len(place.graph.visits) - 1
     for action in forward:
@@ -64,7 +64,7 @@ def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placeme
                 level -= held_bytes  # the forward returns
             yield Entry(action, opens, here, level)
         elif kind == "R":
-            opens, level = level, level - work[visit].released_bytes
+            opens, level = level, level - work[visit].released_bytes + stays.get(visit, 0)
             yield Entry(action, opens, opens, level)
     for action in backward:
         kind, visit = action
@@ -74,13 +74,20 @@ def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placeme
             yield Entry(action, opens, opens + cost.backward_peak_bytes, level)
 
 
-def _deaths(place: Placement) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes that die in a visit's forward and in its backward without being in its Work, since that depends on other visits."""
+def _deaths(place: Placement) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """What depends on other visits and so is in no visit's Work: bytes that die in a visit's forward, in its backward, and do not die when it is released."""
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
+    stays: dict[int, int] = {}
     for visit, cost in enumerate(place.work):
+        # Of its input: what the layer that made it keeps, and did not keep when this visit was measured.
+        kept = place.work[visit - cost.input_from].output_kept_bytes - cost.input_kept_bytes if cost.input_from else 0
         if cost.late_visit > visit:
-            forward[cost.late_visit] = forward.get(cost.late_visit, 0) + cost.late_bytes
+            forward[cost.late_visit] = forward.get(cost.late_visit, 0) + max(0, cost.late_bytes - kept)
+        elif kept > 0 and cost.sent_bytes:
+            stays[visit] = min(kept, cost.released_bytes)
+        elif kept:
+            backward[visit] = backward.get(visit, 0) - kept
     for tensor in place.shared:
         keepers = [v for v in tensor.visits if place.graph.has_backward[v] and place.decision.strategies[v] in tensor.kept_by]
         if tensor.maker >= 0 and place.decision.strategies[tensor.maker] in tensor.maker_keeps:
@@ -89,4 +96,4 @@ def _deaths(place: Placement) -> tuple[dict[int, int], dict[int, int]]:
             backward[min(keepers)] = backward.get(min(keepers), 0) + tensor.num_bytes
         elif tensor.dies_at >= 0:
             forward[tensor.dies_at] = forward.get(tensor.dies_at, 0) + tensor.num_bytes
-    return forward, backward
+    return forward, backward, stays

@@ -70,7 +70,7 @@ def search(
         words += f"; pinned {pins}: {_cost_of_pins(space, best, gpu, host_bytes)}"
     return Plan(
         format=FORMAT, graph=made_for, hardware=spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, terms=terms, decision=best.decision,
-        work=tuple(trace.work(v, s) for v, s in enumerate(best.decision.strategies)), shared=trace.shared, held_bytes=trace.held_bytes,
+        work=trace.works(best.decision.strategies), shared=trace.shared, held_bytes=trace.held_bytes,
         gpu_budget_bytes=gpu.room_bytes, host_budget_bytes=host_bytes, estimate=best.estimate,
         provenance=f"model: {trace.provenance}; machine: {spec.provenance}", search=words,
     )  # fmt: skip

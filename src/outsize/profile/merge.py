@@ -11,7 +11,7 @@ from outsize.profile.trace import ModelTrace
 
 _MOST = (
     "forward_seconds", "backward_seconds", "forward_peak_bytes", "forward_delta_bytes", "backward_peak_bytes", "sent_bytes", "forward_issue_seconds",
-    "backward_issue_seconds", "forward_waits", "backward_waits",
+    "backward_issue_seconds", "forward_waits", "backward_waits", "output_kept_bytes", "input_from",
 )  # fmt: skip
 
 
@@ -19,7 +19,7 @@ def merged(one: ModelTrace, other: ModelTrace) -> ModelTrace | None:
     """The trace that covers both; it is named after the first. None where the model takes another way through its blocks with either."""
     if one.graph != other.graph:
         return None
-    visits = tuple({s: _work(a[s], b[s]) for s in a if s in b} for a, b in zip(one.visits, other.visits, strict=True))
+    visits = tuple(_works(one, other, visit) for visit in range(len(one.visits)))
     left: dict[Shared, list[int]] = {}
     for tensor in other.shared:
         left.setdefault(replace(tensor, num_bytes=0), []).append(tensor.num_bytes)
@@ -45,6 +45,14 @@ def with_reserve(trace: ModelTrace, num_bytes: int) -> ModelTrace:
     return replace(trace, visits=(first, *trace.visits[1:]))
 
 
+def _works(one: ModelTrace, other: ModelTrace, visit: int) -> dict[str, Work]:
+    """By strategies that both know. The work of a region after a strategy is that after `keep` where it is not named."""
+    a, b = one.visits[visit], other.visits[visit]
+    regions = (a.keys() | b.keys()) - {*one.strategies(visit), *other.strategies(visit)}
+    found = {s: _work(a[s], b[s]) for s in one.strategies(visit) if s in b}
+    return found | {s: _work(a.get(s) or a["keep"], b.get(s) or b["keep"]) for s in sorted(regions)}
+
+
 def _work(a: Work, b: Work) -> Work:
     most = {name: max(getattr(a, name), getattr(b, name)) for name in _MOST}
     released = min(a.released_bytes, b.released_bytes)
@@ -53,5 +61,5 @@ def _work(a: Work, b: Work) -> Work:
     late = min(a.late_bytes, b.late_bytes) if a.late_visit == b.late_visit else 0
     return replace(
         a, **most, released_bytes=released, backward_delta_bytes=left - (most["forward_delta_bytes"] - released), late_bytes=late,
-        late_visit=a.late_visit if late else -1,
+        late_visit=a.late_visit if late else -1, input_kept_bytes=min(a.input_kept_bytes, b.input_kept_bytes),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from outsize.model.discover import Layer
 from outsize.model.state import LeftValues
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
+from outsize.profile.outputs import Outputs
 from outsize.profile.phases import Phases
 from outsize.progress import Bar
 
@@ -68,6 +69,7 @@ class Pass:
         Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
         self.phases = Phases(meter, tracer.device, ahead=ahead)
+        self.outputs = Outputs(lambda storage: self.phases.shared_as(storage) is None)
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
         self.is_forward = False
@@ -183,6 +185,8 @@ class Pass:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
             self.given = {part.untyped_storage()._cdata for t in inputs for part in parts_of(t)}
+            if inputs:
+                self.outputs.takes(visit, inputs[0])
             if self.scout and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
             elif self.scout:
@@ -191,6 +195,7 @@ class Pass:
                 can = self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts)
                 strategy = self.strategy if can else "keep"
                 outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+            self.outputs.makes(visit, tensors_in(outputs), self.given)
             self.given = None
             self._makes(visit, outputs)
         if left is not None:
@@ -256,8 +261,7 @@ class Pass:
     def backward_enters(self, visit: int, course: int) -> None:
         if visit in self.skipped or visit in self.backward:
             return
-        self.phases.close_backward()
-        self._returned = None
+        self._close_backward()
         self.backward.append(visit)
         if visit in self._arenas:
             with _paused(self.meter):
@@ -272,8 +276,13 @@ class Pass:
         param.grad = None
 
     def backward_ends(self) -> None:
+        self._close_backward()
+
+    def _close_backward(self) -> None:
         self.phases.close_backward()
         self._returned = None
+        if self.backward:
+            self.outputs.backward_ended(self.backward[-1])
 
 
 def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]], Any] | None":

@@ -240,3 +240,12 @@ class Phases:
             self._end = self._read()
             phase.delta_bytes = self._end - self._level
         self._open = None
+
+
+def bytes_of_phases(phases: Phases, visit: int) -> dict[str, Any]:
+    """As fields of a Work."""
+    forward, backward = phases.forward[visit], phases.backward.get(visit) or Phase()
+    return {
+        "forward_peak_bytes": forward.peak_bytes, "forward_delta_bytes": forward.delta_bytes,
+        "backward_peak_bytes": backward.peak_bytes, "backward_delta_bytes": backward.delta_bytes,
+    }  # fmt: skip

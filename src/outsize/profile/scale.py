@@ -16,7 +16,7 @@ from outsize.profile.trace import ModelTrace
 LOOPS = 0.9
 """Of growing in proportion to rows, what a timing must show to be a loop's: a busy processor alone made them 1.8 times as long."""
 _SECONDS = ("forward_seconds", "backward_seconds")
-_SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes")
+_SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes", "output_kept_bytes", "input_kept_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
 """May be below zero."""
 
@@ -40,7 +40,11 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
     a, b = low.trace, high.trace
     line = _Line(Fraction(rows - low.rows, high.rows - low.rows), high.rows / low.rows - 1, a.counts_issuing and b.counts_issuing)
     inputs = {name: tuple(line.size(m, n) for m, n in zip(shape, b.inputs[name], strict=True)) for name, shape in a.inputs.items()}
-    visits = tuple({s: line.work(work, other[s]) for s, work in visit.items()} for visit, other in zip(a.visits, b.visits, strict=True))
+    # The work of a region after a strategy is that after `keep` where it is not named.
+    visits = tuple(
+        {s: line.work(visit.get(s) or visit["keep"], other.get(s) or other["keep"]) for s in visit | other}
+        for visit, other in zip(a.visits, b.visits, strict=True)
+    )
     shared = tuple(replace(t, num_bytes=line.size(t.num_bytes, u.num_bytes)) for t, u in zip(a.shared, b.shared, strict=True))
     provenance = f"{b.provenance}, scaled to {rows} rows from {low.rows} and {high.rows}"
     return replace(b, inputs=inputs, visits=visits, shared=shared, held_bytes=line.size(a.held_bytes, b.held_bytes), provenance=provenance)
@@ -78,6 +82,6 @@ class _Line:
 
 def _way(trace: ModelTrace) -> tuple[object, ...]:
     """All that does not depend on how much there is."""
-    visits = [{strategy: work.late_visit for strategy, work in visit.items()} for visit in trace.visits]
+    visits = [{s: (visit[s].late_visit, visit[s].input_from) for s in trace.strategies(v)} for v, visit in enumerate(trace.visits)]
     shared = [(tensor.visits, tensor.kept_by, tensor.dies_at) for tensor in trace.shared]
     return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, visits, shared

@@ -1,5 +1,6 @@
 """ModelTrace: what was measured of a model at one batch shape. No torch: the planner reads it anywhere."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outsize.hardware.spec import Residue
@@ -14,7 +15,8 @@ class ModelTrace:
     inputs: dict[str, tuple[int, ...]]
     """Shapes of the batch it was taken with."""
     visits: tuple[dict[str, Work], ...]
-    """Per visit: Work by strategy. Regions know `keep` alone."""
+    """Per visit: Work by strategy. Regions know `keep` alone, and have a Work `after <strategy>` for every strategy of the layer before them under which
+    they allocate or free something else than after `keep`."""
     held_bytes: int
     """Outputs of the model: a loop holds them until its next forward returns."""
     provenance: str
@@ -29,8 +31,18 @@ class ModelTrace:
     def work(self, visit: int, strategy: Strategy) -> Work:
         return self.visits[visit][strategy]
 
+    def works(self, strategies: Sequence[Strategy]) -> tuple[Work, ...]:
+        """Of all visits, each under its strategy."""
+        before = ("keep", *strategies)
+        return tuple(known.get(after(before[visit])) or known[strategies[visit]] for visit, known in enumerate(self.visits))
+
     def strategies(self, visit: int) -> tuple[str, ...]:
-        return tuple(self.visits[visit])
+        return tuple(name for name in self.visits[visit] if not name.startswith(after("")))
+
+
+def after(strategy: str) -> str:
+    """The name of a region's Work where the layer before it has this strategy."""
+    return f"after {strategy}"
 
 
 def added_in_place(trace: ModelTrace, graph: BlockGraph) -> ModelTrace:

@@ -39,10 +39,11 @@ from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
 from outsize.profile.landings import read_without_grad, require_landings
+from outsize.profile.outputs import inputs_from, kept
 from outsize.profile.passes import Pass
-from outsize.profile.phases import Phase
+from outsize.profile.phases import Phase, bytes_of_phases
 from outsize.profile.sharing import HiddenReads, SharedGradients, shared_tensors, visits_to_run
-from outsize.profile.trace import ModelTrace
+from outsize.profile.trace import ModelTrace, after
 from outsize.progress import Bar
 
 _MOST_COMPARED_BYTES = 4 * 2**20
@@ -89,6 +90,7 @@ class Tracer:
         self._to_run: set[int] = set()
         """Visits that a measuring pass does not skip."""
         self._detours: set[int] = set()
+        self._inputs_from: dict[int, int] = {}
         self.left: dict[str, LeftValues] = {}
         self.compares = True
         self._differs: dict[str, str] = {}
@@ -132,6 +134,7 @@ class Tracer:
             self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             self._gradients = self._shared_gradients(scout)
+            self._inputs_from = inputs_from(scout.layer_of, scout.goes_on)
             sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
             self._to_run = visits_to_run({visit: (key, self.around(visit)) for visit, key in scout.keys.items()}, sequels, self._gradients)
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
@@ -498,13 +501,16 @@ class Tracer:
         strategies = STRATEGIES if layer is not None and differentiable and not self._hidden else ("keep",)
         if layer is not None and not self.may_run_twice(self.layers[layer]):
             strategies = tuple(s for s in strategies if s not in RUNS_TWICE)
-        return {s: w for s in strategies if (w := self._work(passes, timed, s, visit)) is not None}
+        works: dict[str, Work] = {s: w for s in strategies if (w := self._work(passes, timed, s, visit)) is not None}
+        if layer is None and visit > 0 and run.layer_of[visit - 1] is not None:
+            others = {after(s): replace(works["keep"], **bytes_of_phases(other.phases, visit)) for s, other in passes.items()}
+            works |= {name: work for name, work in others.items() if work != works["keep"]}
+        return works
 
     def _work(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], strategy: Strategy, visit: int) -> Work | None:
         run = passes[strategy]
         twin = self._twin(run, visit)
         forward = run.phases.forward[twin]
-        backward = run.phases.backward.get(twin)
         if strategy in SENDS and not forward.sent_bytes:
             return None
         # An input that a frame holds until after the stack (all hidden states in a tuple) is held alike of layers that did not run.
@@ -515,12 +521,21 @@ class Tracer:
             forward_seconds=ahead.seconds,
             backward_seconds=back.seconds,
             **self._issuing(timed or passes, strategy, twin),
-            forward_peak_bytes=forward.peak_bytes,
-            forward_delta_bytes=forward.delta_bytes,
-            backward_peak_bytes=backward.peak_bytes if backward else 0,
-            backward_delta_bytes=backward.delta_bytes if backward else 0,
+            **bytes_of_phases(run.phases, twin),
             sent_bytes=forward.sent_bytes,
             released_bytes=forward.released_bytes,
             late_bytes=forward.late_bytes if is_late else 0,
             late_visit=forward.late_visit if is_late else -1,
+            **self._outputs(passes, strategy, visit),
         )
+
+    def _outputs(self, passes: dict[Strategy, Pass], strategy: Strategy, visit: int) -> dict[str, Any]:
+        """What is known of the output of this visit and of that which it takes: see profile/outputs.py."""
+        outputs = {s: run.outputs for s, run in passes.items()}
+        taker, maker = next((t for t, m in self._inputs_from.items() if m == visit), -1), self._inputs_from.get(visit, -1)
+        run, found = passes[strategy], {}
+        if taker >= 0 and (by := kept(outputs, self._twin(run, visit), self._twin(run, taker))) is not None:
+            found["output_kept_bytes"] = by[strategy][0]
+        if maker >= 0 and (by := kept(outputs, self._twin(run, maker), self._twin(run, visit))) is not None:
+            found |= {"input_from": visit - maker, "input_kept_bytes": by[strategy][1]}
+        return found

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from synthetic import NOTHING, Case, make_case, random_case, random_decision
 
-from outsize.model.work import Shared, Work
+from outsize.model.work import STRATEGIES, Shared, Work
 from outsize.plan.schedule import compile_schedule
-from outsize.planner.memory import HighWater, high_water
+from outsize.planner.memory import HighWater, high_water, ledger
 
 
 def work(**bytes_of: int) -> Work:
@@ -76,6 +76,39 @@ def test_a_shared_tensor_dies_once_with_the_first_layer_that_keeps_it(case: Case
     # Not kept: gone before the head reaches its forward peak.
     assert measure(case, works, shared=(mask,), strategies="recompute") == HighWater(gpu_bytes=125, peak_at="B0")
     assert measure(case, works, shared=(dataclasses.replace(mask, dies_at=-1),), strategies="recompute").gpu_bytes == 225, "never dies: counted to the end"
+
+
+@pytest.mark.parametrize("maker", ["keep", "recompute"])
+@pytest.mark.parametrize("taker", ["keep", "recompute"])
+def test_an_output_that_its_layer_keeps_is_freed_by_the_later_of_two_backwards(case: Case, maker: str, taker: str) -> None:
+    """Made by the first layer (visit 1), taken by the second."""
+    makers = {
+        "keep": work(forward_delta_bytes=100, forward_peak_bytes=100, backward_delta_bytes=-100, output_kept_bytes=100),
+        "recompute": work(forward_delta_bytes=100, forward_peak_bytes=100),
+    }
+    takers = {"keep": work(input_from=1, input_kept_bytes=100), "recompute": work(input_from=1, backward_delta_bytes=-100)}
+    place = dataclasses.replace(case.place(case.decide()), work=(NOTHING, makers[maker], takers[taker], NOTHING))
+    schedule = compile_schedule(place)
+    entries = {str(e.action): e for e in ledger(schedule.forward, next(iter(schedule.backward.values())), place, 0)}
+    assert (entries["B2"].opens, entries["B1"].closes) == (100, 0)
+    assert entries["B2"].closes == (100 if maker == "keep" else 0)
+
+
+def test_a_sent_input_stays_where_the_layer_that_made_it_keeps_it(case: Case) -> None:
+    keeps = work(forward_delta_bytes=100, forward_peak_bytes=100, backward_delta_bytes=-100, output_kept_bytes=100)
+    sent = work(sent_bytes=100, released_bytes=100, input_from=1)
+    late = dataclasses.replace(sent, released_bytes=0, late_bytes=100, late_visit=3)
+    for taker in (sent, late):
+        assert measure(case, [NOTHING, keeps, taker, work(forward_peak_bytes=10)]) == HighWater(gpu_bytes=110, peak_at="F3")
+        freed = dataclasses.replace(keeps, backward_delta_bytes=0, output_kept_bytes=0)
+        assert measure(case, [NOTHING, freed, taker, work(backward_peak_bytes=10)]) == HighWater(gpu_bytes=100, peak_at="F1")
+
+
+def test_a_region_allocates_what_it_does_after_the_strategy_of_the_layer_before_it(case: Case) -> None:
+    head = work(forward_peak_bytes=10)
+    trace = dataclasses.replace(case.trace, visits=(*case.trace.visits[:-1], {"keep": head, "after swap": work(forward_peak_bytes=20)}))
+    assert trace.strategies(3) == ("keep",)
+    assert [trace.works(("keep", "swap", last, "keep"))[3].forward_peak_bytes for last in STRATEGIES] == [10, 10, 10, 20]
 
 
 def test_all_kinds_of_backward_have_the_same_peak() -> None:

@@ -69,7 +69,7 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
         fixed, each = (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
         return fixed + each * rows
 
-    fields = [f.name for f in dataclasses.fields(synthetic.NOTHING) if f.name != "late_visit"]
+    fields = [f.name for f in dataclasses.fields(synthetic.NOTHING) if f.name not in ("late_visit", "input_from")]
     numbers, waits = [name for name in fields if not name.endswith("waits")], {name: True for name in fields if name.endswith("waits")}
     visits = tuple({s: dataclasses.replace(w, **{n: grown(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()} for v in case.trace.visits)
     shared = tuple(dataclasses.replace(tensor, num_bytes=grown(tensor.num_bytes)) for tensor in case.trace.shared)
