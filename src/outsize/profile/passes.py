@@ -69,7 +69,8 @@ class Pass:
         Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
         self.phases = Phases(meter, tracer.device, ahead=ahead)
-        self.outputs = Outputs(lambda storage: self.phases.shared_as(storage) is None)
+        phases = self.phases
+        self.outputs = Outputs(lambda storage: phases.shared_as(storage) is None)  # not of `self`: a pass that failed must go at once, with what it holds
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
         self.is_forward = False
