@@ -56,6 +56,10 @@ class Trial(Protocol):
         """Backward may run its forward again."""
         ...
 
+    def has_backward(self, visit: int) -> bool:
+        """Plans choose a strategy for it; else it runs as with `keep`, and what it allocates dies in forward."""
+        ...
+
     def must_run(self, visit: int) -> bool:
         """Others are measured with it: what runs after it, or the gradient of a weight that they share."""
         ...
@@ -193,7 +197,7 @@ class Pass:
             elif self.scout:
                 outputs = run_once(lambda: forward(*args, **kwargs), partial(self._compared, facts.structure), facts.module)
             else:
-                can = self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts)
+                can = self.tracer.has_backward(visit) and (self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts))
                 strategy = self.strategy if can else "keep"
                 outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
             self.outputs.makes(visit, tensors_in(outputs), self.given)

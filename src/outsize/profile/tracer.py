@@ -91,6 +91,7 @@ class Tracer:
         """Visits that a measuring pass does not skip."""
         self._detours: set[int] = set()
         self._inputs_from: dict[int, int] = {}
+        self._without_backward: set[int] = set()
         self.left: dict[str, LeftValues] = {}
         self.compares = True
         self._differs: dict[str, str] = {}
@@ -135,6 +136,7 @@ class Tracer:
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             self._gradients = self._shared_gradients(scout)
             self._inputs_from = inputs_from(scout.layer_of, scout.goes_on)
+            self._without_backward = {visit for visit in scout.keys if not self._is_differentiable(scout, visit)}
             sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
             self._to_run = visits_to_run({visit: (key, self.around(visit)) for visit, key in scout.keys.items()}, sequels, self._gradients)
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
@@ -159,6 +161,12 @@ class Tracer:
 
     def may_run_twice(self, layer: Layer) -> bool:
         return layer.structure not in self._differs
+
+    def has_backward(self, visit: int) -> bool:
+        return visit not in self._without_backward
+
+    def _is_differentiable(self, run: Pass, visit: int) -> bool:
+        return self._twin(run, visit) in run.backward and visit not in run.without_grad
 
     def _notes(self) -> Iterator[str]:
         for maker, readers in list(self._hidden.of_tensors())[:1]:
@@ -497,8 +505,7 @@ class Tracer:
     def _works(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], visit: int) -> dict[str, Work]:
         run = passes["keep"]
         layer = run.layer_of[visit]
-        differentiable = self._twin(run, visit) in run.backward and visit not in run.without_grad
-        strategies = STRATEGIES if layer is not None and differentiable and not self._hidden else ("keep",)
+        strategies = STRATEGIES if layer is not None and self._is_differentiable(run, visit) and not self._hidden else ("keep",)
         if layer is not None and not self.may_run_twice(self.layers[layer]):
             strategies = tuple(s for s in strategies if s not in RUNS_TWICE)
         works: dict[str, Work] = {s: w for s in strategies if (w := self._work(passes, timed, s, visit)) is not None}
