@@ -393,3 +393,31 @@ def test_a_padding_mask_that_appears_in_a_language_model_is_planned_for() -> Non
 
     tight = max(smallest(make, batch) for batch in batches)
     assert len(compare(make, batches, lambda m, b: m(**b), tight + 16384)) == 2
+
+
+class Towers(nn.Module):
+    """An optional input with layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.sounds = nn.Linear(8, 16), nn.Linear(4, 16)
+        self.audio = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, audio: Tensor | None = None) -> dict[str, Tensor]:
+        h = self.embed(x)
+        if audio is not None:
+            a = self.sounds(audio)
+            for layer in self.audio:
+                a = torch.tanh(layer(a))
+            h = h + a
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return {"loss": h.square().mean()}
+
+
+def test_an_input_that_comes_and_goes_is_planned_for_once() -> None:
+    with_audio = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), "audio": torch.randn(4, 4, generator=torch.Generator().manual_seed(1))}
+    batches = [with_audio if i % 2 else {"x": with_audio["x"]} for i in range(8)]
+    assert len(compare(Towers, batches, lambda model, batch: model(**batch))) <= 2

@@ -469,3 +469,71 @@ def test_the_blocks_of_stages_are_layers(build: Callable[[], nn.Module], path: s
     images = [torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     data = [{"pixel_values": image, "labels": torch.tensor([0, 1])} for image in images]
     assert trains_as_plain(build, data, tmp_path, monkeypatch) == [path.format(s, i) for s, depth in enumerate(depths) for i in range(depth)]
+
+
+# --- Sequentials that are no stacks
+
+
+class Net(nn.Module):
+    """An MLP in a Sequential, used in a way that cannot be cut into blocks."""
+
+    def __init__(self, use: Callable[["Net", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.use, self.loops = use, 4
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.use(self, x).square().mean()}
+
+
+def with_derivative(model: Net, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    out = model.net(x)
+    return out + torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+
+
+def weights_first(model: Net, x: Tensor) -> Tensor:
+    return sum(layer.weight.square().sum() for layer in model.net if isinstance(layer, nn.Linear)) + model.net(x)
+
+
+def mapped(model: Net, x: Tensor) -> Tensor:
+    return torch.vmap(model.net)(x)
+
+
+def checkpointed(model: Net, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(model.net, x, use_reentrant=False)
+
+
+def repeated(model: Net, x: Tensor) -> Tensor:
+    for _ in range(model.loops):
+        x = model.net(x)
+    model.loops = {4: 6, 6: 2}.get(model.loops, 4)
+    return x
+
+
+@pytest.mark.parametrize("use", [with_derivative, weights_first, mapped, checkpointed, repeated], ids=lambda f: f.__name__)
+def test_a_sequential_that_cannot_be_run_in_parts_stays_one_block(use: Any) -> None:
+    data = [{"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(i))} for i in range(3)]
+    plain, model = Net(use), Net(use)
+    expected = train(plain, foreign_plans.reference(plain), data)
+    with cells.closing(prepared(model, data[0], ROOMY)) as engine:
+        assert not any(block.kind == "layer" for block in engine.graph.blocks)
+        assert train(model, engine.optimizer, data) == expected
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_no_list_is_a_stack_if_the_user_says_so() -> None:
+    engine = outsize.prepare(Model(nn.ModuleList(blocks(3))), DATA[0], device="sim:16MiB", blocks=[])
+    assert [block.kind for block in engine.graph.blocks] == ["stem"]
+    engine.detach()
+
+
+def test_gradients_inside_the_forward_of_a_model_with_a_list_are_refused() -> None:
+    class Penalized(Model):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = x.detach().requires_grad_()
+            return {"loss": torch.autograd.grad(self.features(x).sum(), x, create_graph=True)[0].square().mean()}
+
+    with pytest.raises(ModelUnsupported, match=r"The model's forward computes gradients itself .* outsize\.prepare\(blocks=\[\]\)"):
+        outsize.prepare(Penalized(nn.ModuleList(blocks(3))), DATA[0], device="sim:16MiB")

@@ -298,6 +298,11 @@ class Course:
             register_multi_grad_hook(tensors, lambda grad: self._backward_enters(visit, number), mode="any")
 
     def _backward_enters(self, visit: int, number: int) -> None:
+        if self.is_open and number == self.number:
+            raise ModelUnsupported(
+                "The model's forward computes gradients itself (torch.autograd.grad or backward) through modules that are blocks of the plan. "
+                "Compute them outside of the forward, or keep the model in one block: outsize.prepare(blocks=[])."
+            )
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ends)

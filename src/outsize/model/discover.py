@@ -31,9 +31,17 @@ class Layer:
     """If it is part of a stage: all stages of that list. They are the layers if the parts of stages do not feed one another."""
 
 
-def find_layers(model: nn.Module, paths: Sequence[str] | None = None) -> tuple[Layer, ...]:
-    """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`)."""
-    stacks = list(_named_lists(model, paths)) if paths else find_stacks(model)
+def find_layers(model: nn.Module, paths: Sequence[str] | None = None, *, in_sequentials: bool = True) -> tuple[Layer, ...]:
+    """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`); an empty one says that there are none."""
+    if paths is None and in_sequentials:
+        try:
+            return _layers(find_stacks(model))
+        except ConfigError:  # modules that several Sequentials share
+            return find_layers(model, in_sequentials=False)
+    return _layers(list(_named_lists(model, paths)) if paths is not None else find_stacks(model, in_sequentials=False))
+
+
+def _layers(stacks: list[Stack]) -> tuple[Layer, ...]:
     stages = {id(outer): _layers_of([outer]) for stack in stacks if (outer := stack.outer) is not None}
     return _layers_of(stacks, stages)
 

@@ -34,10 +34,12 @@ class Stack:
     """The stack of stages that this one is part of a stage of. The stages are the layers if these elements turn out not to feed one another."""
 
 
-def find_stacks(model: nn.Module) -> list[Stack]:
-    """In the order of the tree. A Sequential with elements that are in a layer of another stack, or have one in them, is none:
-    `nn.Sequential(*self.layers)` beside the ModuleList."""
-    found = list(_Search(model).inside(model, ""))
+def find_stacks(model: nn.Module, *, in_sequentials: bool = True) -> list[Stack]:
+    """In the order of the tree. `in_sequentials`: also those in an nn.Sequential that is in no list.
+
+    A Sequential with elements that are in a layer of another stack, or have one in them, is none: `nn.Sequential(*self.layers)` beside the ModuleList.
+    """
+    found = list(_Search(model, in_sequentials).inside(model, ""))
     taken: set[int] = set()
     """Layers."""
     parts: set[int] = set()
@@ -61,8 +63,8 @@ def is_container(module: nn.Module) -> bool:
 
 
 class _Search:
-    def __init__(self, model: nn.Module):
-        self._model, self._total = model, _num_weights(model)
+    def __init__(self, model: nn.Module, in_sequentials: bool):
+        self._model, self._total, self._in_sequentials = model, _num_weights(model), in_sequentials
         self._seen: set[int] = set()
 
     def inside(self, module: nn.Module, path: str) -> Iterator[Stack]:
@@ -70,7 +72,8 @@ class _Search:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        if is_container(module) and not (module is self._model and isinstance(module, nn.ModuleList)):
+        is_list = isinstance(module, nn.ModuleList)
+        if is_container(module) and not (module is self._model and is_list) and (is_list or self._in_sequentials):
             yield from self._in_container(module, path)
         else:
             for name, child in module.named_children():
@@ -83,7 +86,7 @@ class _Search:
             return
         if not is_list:
             if _repeats(elements):
-                places = [i for i, (_, module) in enumerate(elements) if _is_composite(module)]
+                places = [i for i, (_, module) in enumerate(elements) if is_composite(module)]
                 elements = elements[places[0] : places[-1] + 1]
             elif not self._is_long_chain(container, elements):
                 for name, module in elements:
@@ -142,7 +145,7 @@ def _parts_of_stage(module: nn.Module, name: str, base: str) -> list[Named]:
     except AttributeError:
         return []
     elements = _elements(container, _join(name, base)) if is_container(container) else []
-    return elements if any(_is_composite(element) for _, element in elements) else []
+    return elements if any(is_composite(element) for _, element in elements) else []
 
 
 def _elements(container: nn.Module, path: str) -> list[Named]:
@@ -168,10 +171,10 @@ def _runs_in_order(module: nn.Module) -> bool:
 
 def _repeats(elements: list[Named]) -> bool:
     """Modules of one class with several weighted parts."""
-    return max(Counter(type(module) for _, module in elements if _is_composite(module)).values(), default=0) > 1
+    return max(Counter(type(module) for _, module in elements if is_composite(module)).values(), default=0) > 1
 
 
-def _is_composite(module: nn.Module) -> bool:
+def is_composite(module: nn.Module) -> bool:
     parts = (part for part in module.modules() if any(param is not None for param in part._parameters.values()))
     return next(parts, None) is not None and next(parts, None) is not None
 

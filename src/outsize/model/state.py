@@ -38,7 +38,7 @@ class _Entry:
         now = self.now()
         if not isinstance(self.value, Tensor):
             return now is not self.value and (type(now) is not type(self.value) or now != self.value)
-        if now is not self.value or now._version != self.version:
+        if now is not self.value or _version(now) != self.version:
             return True
         return self.copy is not None and not _equal(now, self.copy)
 
@@ -61,7 +61,7 @@ class ModuleState:
             tensors += [(name, value, False) for name, value in vars(part).items() if isinstance(value, Tensor)]
             for name, value, is_buffer in tensors:
                 copy = value.detach().clone() if knows_values and value.layout == torch.strided and not value.is_meta else None
-                self._entries.append(_Entry(part, path, name, is_buffer, value, copy, value._version))
+                self._entries.append(_Entry(part, path, name, is_buffer, value, copy, _version(value)))
             self._collections += [(f"{path}.{name}".lstrip("."), value, _items(value)) for name, value in _own(part) if type(value) in (list, dict)]
             plain = [(name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN) and name != "training"]
             self._entries += [_Entry(part, path, name, False, value, None, 0) for name, value in plain]
@@ -133,6 +133,11 @@ def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
             for item in value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,):
                 if isinstance(item, torch.Generator):
                     yield item
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts writes. Tensors that were made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:

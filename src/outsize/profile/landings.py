@@ -42,6 +42,11 @@ def require_landings(model: nn.Module, graph: BlockGraph, run: Pass, readers: Ma
                 "which reads it first: a value goes from one to the other by another way than a layer's inputs and outputs. Return that value "
                 "from the layer, and compute what depends on a layer's weights in its forward."
             )
+        if landed and 0 <= min(landed) < min(graph.backward_users[name]):
+            raise ModelUnsupported(
+                f"{name}: its gradient is complete in the backward of {graph.visit_name(min(landed))}, which runs before the block that has it. "
+                "Compute what depends on a layer's weights in its forward, or after it has run."
+            )
         if len(landed) > 1:
             names = " and ".join(dict.fromkeys(graph.visit_name(visit) for visit in sorted(landed) if visit >= 0))
             raise ModelUnsupported(

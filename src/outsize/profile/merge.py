@@ -6,6 +6,7 @@ it most, what lowers it from the batch that lowers it least, so the level of the
 
 from dataclasses import replace
 
+from outsize.model.graph import BlockGraph
 from outsize.model.work import Shared, Work
 from outsize.profile.trace import ModelTrace
 
@@ -30,6 +31,37 @@ def merged(one: ModelTrace, other: ModelTrace) -> ModelTrace | None:
         if (found := left.get(replace(tensor, num_bytes=0)))
     )
     return replace(one, visits=visits, shared=shared, held_bytes=max(one.held_bytes, other.held_bytes))
+
+
+def projected(trace: ModelTrace, graph: BlockGraph, onto: ModelTrace, wider: BlockGraph) -> ModelTrace | None:
+    """The trace of a batch that leaves out some of the wider graph's blocks, as one of that graph. None where it runs others, or runs them otherwise.
+
+    The engine runs such a batch under the wider plan (an optional tower, a layer that a flag turns off).
+    """
+    if graph.params != wider.params or graph.buffer_bytes != wider.buffer_bytes:
+        return None
+    place: list[int] = []
+    for visit in range(len(graph.visits)):
+        start = place[-1] + 1 if place else 0
+        found = next((v for v in range(start, len(wider.visits)) if wider.visit_name(v) == graph.visit_name(visit)), None)
+        if found is None or wider.has_backward[found] != graph.has_backward[visit]:
+            return None
+        place.append(found)
+    if (graph.detours and not wider.detours) or {(place[v], name) for v, name in graph.without_grad} - set(wider.without_grad):
+        return None
+    works = {place[visit]: {s: _moved(work, visit, place) for s, work in known.items()} for visit, known in enumerate(trace.visits)}
+    shared = tuple(
+        replace(t, visits=tuple(place[v] for v in t.visits), dies_at=place[t.dies_at] if t.dies_at >= 0 else -1, maker=place[t.maker] if t.maker >= 0 else -1)
+        for t in trace.shared
+    )
+    visits = tuple(works.get(visit, onto.visits[visit]) for visit in range(len(wider.visits)))
+    return replace(trace, graph=onto.graph, visits=visits, shared=shared)
+
+
+def _moved(work: Work, visit: int, place: list[int]) -> Work:
+    """Places that the work names, in the wider graph."""
+    maker = place[visit] - place[visit - work.input_from] if work.input_from else 0
+    return replace(work, late_visit=place[work.late_visit] if work.late_visit >= 0 else -1, input_from=maker)
 
 
 def with_reserve(trace: ModelTrace, num_bytes: int) -> ModelTrace:

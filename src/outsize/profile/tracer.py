@@ -11,6 +11,7 @@ Nothing of the user's model is changed by it: weights, gradients, buffers, rando
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +35,7 @@ from outsize.model.course import Course
 from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
+from outsize.model.stacks import is_composite
 from outsize.model.state import LeftValues, ModuleState, generators_of
 from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
@@ -214,6 +216,10 @@ class Tracer:
         for earlier, later in scout.forks:
             ends = [where for visit in (earlier, later) if (where := self._list_of(scout, visit)) not in on]
             asides.update(ends[:1] if self._list_of(scout, earlier) != self._list_of(scout, later) else [])
+        # Nor is a cell of single modules that runs again and again, as often as the data says.
+        visits = Counter(scout.layer_of)
+        cells = [layer.stack for i, layer in enumerate(self.layers) if visits[i] > 1 and not is_composite(layer.module)]
+        asides.update(stack for stack in cells if isinstance(self.model.get_submodule(stack), nn.Sequential))
         aside = [layer for layer in self.layers if layer.stack in asides]
         self.layers = tuple(layer for layer in self.layers if layer not in aside)
         with _out_of_memory(lambda: f"the weights of {aside[-1].name}"):

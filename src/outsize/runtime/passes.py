@@ -71,12 +71,13 @@ class Passes:
             self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
         self._free_visit = 0
         if self._training:
+            del now  # a new plan may come, and has no room beside the old one
             self._begin_training()
             self._fit(args, kwargs)
         else:
             if torch.is_grad_enabled() and with_grad((args, kwargs)):
                 raise EngineMisuse(
-                    "The model is prepared for forward passes only, and an input requires grad. "
+                    "No parameter of the prepared model requires grad, but an input does: gradients through a model that is not trained are not supported. "
                     "Call it under torch.no_grad(), or detach its inputs."
                 )
             self._beside()

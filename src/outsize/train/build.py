@@ -184,6 +184,8 @@ def _get_ready(
     source = _source(model, weights)
     _one_owner_of_recompute(model)
     layers = find_layers(model, blocks)
+    if blocks is None:
+        layers = tuple({layer.name: layer for layer in (*find_layers(model, in_sequentials=False), *layers)}.values())
     terms = Terms(update=optimizer.update, accumulate=accumulate, fp32_grads=optimizer.fp32_grads)
     gpu_budget = _gpu_budget(gpu_memory, where)
     host_budget = parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(free_host_bytes() * 0.9)
@@ -199,16 +201,19 @@ def _get_ready(
     def measure(batch: Any, before: ChosenLoss | None) -> Traced:
         batch = detached(batch)
         require_something(batch)
-        layers = find_layers(model, blocks)  # anew each time: parameters may have been unfrozen
         call = as_call(model, batch) if loss is None else Call()
         calls: list[Signature] = [signature(arguments_of(call, names))] if loss is None else []
         own = recording(loss, calls)
-        try:
-            (graph, trace), chosen = trace_with_loss(
+
+        def trace_of(layers: tuple[Layer, ...]) -> Any:
+            return trace_with_loss(
                 model, batch, lambda words: try_out(
                     lambda part: traced(model, part, layers, where, source, own, model_loss=words), batch, device=where, budget_bytes=gpu_budget
                 ), wanted=chunked_loss, is_custom=loss is not None, before=before,
             )  # fmt: skip
+
+        try:
+            (graph, trace), chosen = _in_blocks(trace_of, model, blocks)
             where.expect(trace.residue)
         except RuntimeError as error:
             # Frozen weights and activations in fp16 beside weights in fp32: some models cast between them (PEFT's layers), most do not.
@@ -241,7 +246,25 @@ def _get_ready(
 
     batches = PlannedBatches(model, measure, solve, max_shape=max_shape, has_loss=loss is not None)
     return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve,
-                  planner=batches.plan,                   given_dtypes=given_dtypes)  # fmt: skip
+                  planner=batches.plan, given_dtypes=given_dtypes)  # fmt: skip
+
+
+def _in_blocks(trace_of: Callable[[tuple[Layer, ...]], Any], model: nn.Module, blocks: Sequence[str] | None) -> Any:
+    """The trace with the layers that are found now: parameters may have been unfrozen. A Sequential that cannot be run in parts is left whole."""
+    layers = find_layers(model, blocks)
+    try:
+        return trace_of(layers)
+    except ModelUnsupported as error:
+        fewer = find_layers(model, in_sequentials=False) if blocks is None else layers
+        if {layer.name for layer in fewer} == {layer.name for layer in layers}:
+            raise
+        reason = error
+    try:
+        found = trace_of(fewer)
+    except ModelUnsupported:
+        raise reason from None
+    log.warning("layers in nn.Sequential are not streamed one by one: %s", str(reason))
+    return found
 
 
 def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None, chunked_loss: bool | None) -> None:

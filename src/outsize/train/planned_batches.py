@@ -19,7 +19,7 @@ from outsize.model.batch import Call, Measured, Signature, arguments_of, as_call
 from outsize.model.tensors import map_tensors
 from outsize.plan.plan import Terms
 from outsize.profile.calling import Loss
-from outsize.profile.merge import merged, with_reserve
+from outsize.profile.merge import merged, projected, with_reserve
 from outsize.runtime.attached import Planned
 from outsize.train.batches import Images, as_dict, grown, joined, lead_shape, num_elements
 from outsize.train.loss import ChosenLoss
@@ -151,13 +151,17 @@ class PlannedBatches:
     def _plan_all(self, found: Traced, terms: Terms) -> Planned | None:
         """For this batch and the earlier ones. None where the model takes another way through its blocks with one of them."""
         kept = [one for one in self._held if one.measured is not None and not (found.measured is not None and found.measured.covers(one.measured))]
-        trace = found.trace
-        for one in kept:
-            both = merged(trace, one.trace)
+        # What was measured under another choice of trained parameters says nothing now.
+        kept = [one for one in kept if one.graph.params == found.graph.params]
+        widest = max([found, *kept], key=lambda one: len(one.graph.visits))
+        trace = widest.trace
+        for one in (one for one in [found, *kept] if one is not widest):
+            other = one.trace if one.trace.graph == trace.graph else projected(one.trace, one.graph, widest.trace, widest.graph)
+            both = merged(trace, other) if other is not None else None
             if both is None:
                 return None
             trace = both
-        return self._now(found, kept, self._solve(replace(found, trace=trace), terms))
+        return self._now(found, kept, self._solve(replace(found, graph=widest.graph, trace=trace), terms))
 
     def _now(self, found: Traced, kept: list[Traced], planned: Planned) -> Planned:
         self._held = [found, *kept]
