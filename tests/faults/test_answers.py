@@ -87,7 +87,7 @@ def test_what_goes_with_text_may_be_nothing() -> None:
     engine = outsize.prepare(model, {"ids": ids, "labels": ids, "boxes": torch.randn(3, 4)}, device="sim:64MiB")
     model(ids=ids, labels=ids, boxes=torch.zeros(0, 4))["loss"].backward()
     engine.optimizer.step()
-    with pytest.raises(EngineMisuse, match="argument 0 is 0; argument 1 is 0; argument 2 is 0 × 4"):
+    with pytest.raises(EngineMisuse, match="ids is 0; labels is 0; boxes is 0 × 4"):
         model(ids[:0], ids[:0], torch.zeros(0, 4))
     engine.close()
 

@@ -380,7 +380,7 @@ def test_an_invalid_learning_rate_is_refused_before_anything_is_updated(lr: Any)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     engine.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
     engine.optimizer.step()
-    with pytest.raises(ConfigError, match="groups"):
+    with pytest.raises(ConfigError, match="not the prepared model's"):
         engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     engine.detach()
 
