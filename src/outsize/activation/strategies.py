@@ -33,18 +33,14 @@ def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def _repeatable(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
     """A call that can be made again. A layer may write to a dict among its arguments, for later layers to read (Gemma 3n's keys and values): the first call
     gets the dict itself, later ones a copy as it was before the first."""
-    before = map_tensors(_itself, (args, kwargs))
+    before = map_tensors(lambda t: t, (args, kwargs))  # copies the containers, not the tensors
     first = [(args, kwargs)]
 
     def run() -> Any:
-        positional, named = first.pop() if first else map_tensors(_itself, before)
+        positional, named = first.pop() if first else map_tensors(lambda t: t, before)
         return forward(*positional, **named)
 
     return run
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def keep_and_compare(

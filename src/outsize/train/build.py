@@ -74,7 +74,7 @@ def prepare(
         gpu_memory: most device memory to use, such as "24GiB", CUDA context included. Default: what is free.
         host_memory: most host memory to use. Default: what is free within the container's limit, less a tenth.
         device: "cuda", "cpu", "sim:<catalog name, .yaml file or size>". Default: the GPU if there is one.
-        blocks: paths of the lists of layers, where discovery should not choose.
+        blocks: paths of the lists of layers, where discovery should not choose. An empty list: the model is one block.
         accumulate: backward passes per step the plan is made for. A hint: any loop stays correct.
         max_shape: (batch, tokens) of the largest batch; the plan is made for it. A larger one re-plans.
         pins: parts of the plan to fix.
@@ -184,7 +184,7 @@ def _get_ready(
     source = _source(model, weights)
     _one_owner_of_recompute(model)
     layers = find_layers(model, blocks)
-    if blocks is None:
+    if blocks is None:  # those of both ways to cut the model: the trial run says which of them are blocks
         layers = tuple({layer.name: layer for layer in (*find_layers(model, in_sequentials=False), *layers)}.values())
     terms = Terms(update=optimizer.update, accumulate=accumulate, fp32_grads=optimizer.fp32_grads)
     gpu_budget = _gpu_budget(gpu_memory, where)
