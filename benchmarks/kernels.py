@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from outsize.layout.scratch import PIECE_NUMEL
-from outsize.optim.adamw import Hyper, Scratch, gpu_kernel, update
+from outsize.optim.adamw import Hyper, Scratch, find_gpu_kernel, gpu_kernel, update
 from outsize.optim.native import kernel
 
 HYPER = Hyper.at(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1000)
@@ -203,7 +203,7 @@ def measure_gpu(numel: int) -> list[dict[str, Any]]:
         print(f"  a call of 2^20 parameters takes the host {launch * 1e6:.0f} us")
         del whole, wide
     os.environ["OUTSIZE_KERNELS"] = "torch"
-    gpu_kernel.cache_clear()
+    find_gpu_kernel.cache_clear()
     scratch = Scratch(torch.empty(Scratch.num_bytes(PIECE_NUMEL), dtype=torch.uint8, device="cuda"))
     say("torch", gpu_seconds(lambda: update(weight, lo, m, v, grad, hyper=HYPER, clip=1.0, scratch=scratch), repeats=3), BYTES)
     return rows

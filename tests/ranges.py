@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.optim.adamw import Hyper, Scratch, gpu_kernel, update
-from outsize.optim.native import kernel
+from outsize.optim.adamw import Hyper, Scratch, find_gpu_kernel, update
+from outsize.optim.native import find_kernel
 
 HYPERS = {
     "usual": Hyper.at(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=4),
@@ -80,16 +80,16 @@ def kernels(which: str) -> Iterator[None]:
     """`torch`, or `best`: C on the host, Triton on the GPU."""
     before = os.environ.get("OUTSIZE_KERNELS")
     os.environ["OUTSIZE_KERNELS"] = "" if which == "best" else which
-    kernel.cache_clear()
-    gpu_kernel.cache_clear()
+    find_kernel.cache_clear()
+    find_gpu_kernel.cache_clear()
     try:
         yield
     finally:
         os.environ.pop("OUTSIZE_KERNELS")
         if before is not None:
             os.environ["OUTSIZE_KERNELS"] = before
-        kernel.cache_clear()
-        gpu_kernel.cache_clear()
+        find_kernel.cache_clear()
+        find_gpu_kernel.cache_clear()
 
 
 def step(state: Range, hyper: Hyper, clip: float | Tensor, *, piece: int = 10_007) -> None:

@@ -69,8 +69,8 @@ def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.M
     try:
         for kernels in ("native", "torch"):
             monkeypatch.setenv("OUTSIZE_KERNELS", "torch" if kernels == "torch" else "")
-            adamw.gpu_kernel.cache_clear()
-            native.kernel.cache_clear()
+            adamw.find_gpu_kernel.cache_clear()
+            native.find_kernel.cache_clear()
             for name, pins in PINS.items():
                 with closing(prepare(pins=pins, optimizer=spec)) as engine:
                     losses = [float(step(engine, seed)) for seed in range(3)]
@@ -78,8 +78,8 @@ def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.M
                         found[kernels, name] = losses, dict(weights)
     finally:
         torch.use_deterministic_algorithms(False)
-        adamw.gpu_kernel.cache_clear()
-        native.kernel.cache_clear()
+        adamw.find_gpu_kernel.cache_clear()
+        native.find_kernel.cache_clear()
     losses, weights = found["native", "resident"]
     for key, (other_losses, other_weights) in found.items():
         assert other_losses == losses, key

@@ -12,6 +12,7 @@ from typing import Literal
 
 import typer
 
+from outsize.base.cache_folder import cache_folder
 from outsize.base.units import show_bytes
 from outsize.hardware.host import container_limit
 
@@ -118,11 +119,10 @@ def _memory() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize"))
-    if not folder:
-        yield Finding("note", "off (OUTSIZE_CACHE is empty): models are profiled anew at every start")
+    path = cache_folder()
+    if path is None:
+        yield Finding("note", "off (OUTSIZE_CACHE is empty): every start profiles the model again")
         return
-    path = Path(folder)
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not os.access(existing, os.W_OK):
         yield Finding("broken", f"{path} cannot be written; set OUTSIZE_CACHE to a folder that can, or to nothing")

@@ -7,6 +7,7 @@ that a copy stream reads stays referenced until the compute stream has waited fo
 """
 
 import gc
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from outsize.base.log import log
+from outsize.base.units import show_bytes
 from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
@@ -42,12 +45,12 @@ class CudaDevice(Device):
 
     def __init__(self, index: int):
         super().__init__()
-        # Segments that grow lose less to fragments near the limit; must be said before the first allocation.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()
+        _use_expandable_segments(self.torch_device)
         self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}
-        self._threads: dict[Lane, ThreadPoolExecutor] = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"outsize-{lane}") for lane in ("h2d", "d2h", "host")}
+        self._threads: dict[Lane, ThreadPoolExecutor] = {}
+        """One thread per lane, from its first task until the last engine closes."""
         self._tasks: list[Future[tuple[Any, Any]]] = []
         self._last: dict[Lane, Future[tuple[Any, Any]]] = {}
         """Of what was handed to a lane's thread, the latest."""
@@ -55,6 +58,8 @@ class CudaDevice(Device):
         self._zero: tuple[float, torch.cuda.Event] = (0.0, torch.cuda.Event())
         self.spec = describe(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
         self._limit = self._total
+        self._given_fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        """The limit that the user's process had before ours."""
         self._at_start = (self._outside, torch.cuda.memory_allocated(self.torch_device))
         """What was taken outside of the allocator, and inside it by the user."""
         self._workspaces = 0
@@ -152,6 +157,11 @@ class CudaDevice(Device):
         self._limit = min(num_bytes + sum(self.promised.values()), self._total)
         torch.cuda.set_per_process_memory_fraction(max(0.0, (self._limit - self._outside_soon) / self._total), self.torch_device)
 
+    def lift_limit(self) -> None:
+        if not self.promised:
+            self._limit = self._total
+            torch.cuda.set_per_process_memory_fraction(self._given_fraction, self.torch_device)
+
     def open(self, owner: int, budget_bytes: int) -> None:
         super().open(owner, budget_bytes)
         torch.cuda.empty_cache()
@@ -165,6 +175,10 @@ class CudaDevice(Device):
         super().close(owner)
         self.synchronize()
         torch.cuda.empty_cache()
+        if not self.promised:
+            for thread in self._threads.values():
+                thread.shutdown()
+            self._threads, self._last = {}, {}
 
     @property
     def peak_bytes(self) -> int:
@@ -228,6 +242,8 @@ class CudaDevice(Device):
 
     def _hand_over(self, lane: Lane, work: Callable[[], tuple[Any, Any]]) -> "Future[tuple[Any, Any]]":
         self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
+        if lane not in self._threads:
+            self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"outsize-{lane}")
         task = self._last[lane] = self._threads[lane].submit(work)
         self._tasks.append(task)
         return task
@@ -292,6 +308,18 @@ class CudaDevice(Device):
     def set_rng_state(self, state: Tensor | None) -> None:
         if state is not None:
             torch.cuda.set_rng_state(state, self.torch_device)
+
+
+def _use_expandable_segments(device: torch.device) -> None:
+    """Segments that grow lose less memory to fragmentation near the limit. A setting of the user's own stays."""
+    if any("expandable_segments" in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return
+    if held := torch.cuda.memory_reserved(device):
+        log.warning(
+            "PyTorch's CUDA allocator is switched to expandable segments, but %s were allocated on %s before and stay fragmented. "
+            "Call outsize.prepare before other code uses the GPU, or set PYTORCH_ALLOC_CONF=expandable_segments:True.", show_bytes(held), device,
+        )  # fmt: skip
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 class _MappedHost:

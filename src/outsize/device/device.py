@@ -108,7 +108,10 @@ class Device(ABC):
         """The model's trial run left this, or will have: a trace may be older than the process."""
 
     def limit(self, num_bytes: int) -> None:  # noqa: B027 - only some devices enforce it
-        """Let the process hold at most this much."""
+        """Let the process hold at most this much, until `lift_limit`."""
+
+    def lift_limit(self) -> None:  # noqa: B027
+        """Undo `limit`, unless an engine is attached that was planned under it."""
 
     # Lanes.
 
@@ -202,6 +205,12 @@ class Device(ABC):
     def close(self, owner: int) -> None:
         """It ends."""
         self.promised.pop(owner, None)
+        self.lift_limit()
+
+    def forget(self, owner: int) -> None:
+        """An engine was dropped without `close`: its memory is free already."""
+        self.promised.pop(owner, None)
+        self.lift_limit()
 
     def watching(self, on: bool) -> None:  # noqa: B027
         """Model code runs from now on (or no more): the observer of `sim` counts what it allocates."""

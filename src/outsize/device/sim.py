@@ -117,9 +117,11 @@ class SimDevice(CpuDevice):
         """Bound a trial run that runs another engine's model too: by this much beside what engines were promised."""
         self.budget_bytes = min(self.spec.gpu_bytes, num_bytes + sum(self.promised.values()))
 
+    def lift_limit(self) -> None:
+        self._share()
+
     def close(self, owner: int) -> None:
         super().close(owner)
-        self._share()
         if not self.promised:
             remove_mode(self.observer)
 

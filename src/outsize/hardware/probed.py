@@ -7,7 +7,6 @@ Beside it lie the rates of the lanes as training saw them, under the same identi
 moment, training runs them as plans do. A run moves them half-way, so that an odd one does not spoil the plans after it.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from outsize.base.cache_folder import cache_folder, write_whole
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.config.source import load_yaml, read_text
@@ -46,9 +46,9 @@ class Identity:
 
 def probe_path(identity: Identity) -> Path | None:
     """Where the probe of this card is kept; None without a cache."""
-    folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize"))
+    folder = cache_folder()
     card = re.sub(r"[^a-z0-9]+", "-", identity.gpu.lower()).strip("-")
-    return Path(folder) / "machines" / f"{card}-{identity.cores}-cores.yaml" if folder else None
+    return folder / "machines" / f"{card}-{identity.cores}-cores.yaml" if folder is not None else None
 
 
 def keep_probe(machine: Machine, identity: Identity) -> Path | None:
@@ -57,20 +57,12 @@ def keep_probe(machine: Machine, identity: Identity) -> Path | None:
     if path is None:
         return None
     try:
-        _write(path, write_machine(replace(machine, measured={"identity": asdict(identity), **machine.measured})))
+        write_whole(path, write_machine(replace(machine, measured={"identity": asdict(identity), **machine.measured})))
         _learnt_path(path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("the probe is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written", error)
         return None
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _changed(then: Any, identity: Identity) -> list[str]:
@@ -126,7 +118,7 @@ def keep_learnt(seen: Mapping[str, float], identity: Identity, spec: HardwareSpe
     if new:
         data = {"identity": asdict(identity), "date": date.today().isoformat(), "rates": {**known, **new}}
         try:
-            _write(_learnt_path(path), yaml.safe_dump(data, sort_keys=False))
+            write_whole(_learnt_path(path), yaml.safe_dump(data, sort_keys=False))
         except OSError as error:
             log.warning("the rates of this run are not kept: %s. Set OUTSIZE_CACHE to a folder that can be written", error)
 

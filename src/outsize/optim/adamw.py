@@ -20,7 +20,7 @@ from torch import Tensor
 from outsize.base.log import log
 from outsize.layout.scratch import BYTES_PER_ELEMENT, PIECE_NUMEL
 from outsize.optim.clip import round_fp32
-from outsize.optim.native import kernel, torch_is_asked_for
+from outsize.optim.native import find_kernel, kernel, torch_is_asked_for
 from outsize.optim.split import join_into, split_into
 
 
@@ -115,18 +115,30 @@ def update(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor
 
 
 @cache
-def gpu_kernel() -> ModuleType | None:
-    """triton_kernel.py, or None where it was not wanted or cannot be had."""
+def find_gpu_kernel() -> ModuleType | str:
+    """triton_kernel.py, or why it cannot be used."""
     if torch_is_asked_for():
-        return None
+        return "OUTSIZE_KERNELS=torch"
     try:
         from outsize.optim import triton_kernel
 
         triton_kernel.prove()
     except Exception as error:  # Triton fails in many ways (no compiler, an unknown GPU), and torch's kernel makes up for all of them
-        log.warning("updates on the GPU run in torch, several times slower: Triton cannot be used (%s)", str(error).strip().split("\n")[0] or repr(error))
-        return None
+        reason = f"Triton cannot be used: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
+        log.warning("updates on the GPU run in torch, several times slower: %s", reason)
+        return reason
     return triton_kernel
+
+
+def gpu_kernel() -> ModuleType | None:
+    found = find_gpu_kernel()
+    return found if isinstance(found, ModuleType) else None
+
+
+def slow_kernels(*, host: bool, gpu: bool) -> tuple[str, ...]:
+    """Updates that run in torch instead of a kernel of ours, with the reason. `host`, `gpu`: where updates run at all."""
+    found = ("on the host", find_kernel() if host else ""), ("on the GPU", find_gpu_kernel() if gpu else "")
+    return tuple(f"updates {where} run in torch, several times slower: {reason}" for where, reason in found if isinstance(reason, str) and reason)
 
 
 def _update_piece(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, hyper: Hyper, clip: float | Tensor, scratch: Scratch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outsize.base.cache_folder import cache_folder
 from outsize.base.errors import ConfigError, tell
 from outsize.base.log import log
 from outsize.optim.build import compile_library, find_compiler, fingerprint
@@ -56,16 +57,22 @@ def torch_is_asked_for() -> bool:
 
 
 @cache
-def kernel() -> Kernel | None:
-    """None where it was not wanted or cannot be had."""
+def find_kernel() -> Kernel | str:
+    """The kernel, or why it cannot be used."""
     if torch_is_asked_for():
-        return None
+        return "OUTSIZE_KERNELS=torch"
     try:
-        return Kernel(_packaged() or ctypes.CDLL(str(_compiled())))
+        return Kernel(_packaged() or _compiled())
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else [str(error)]
-        log.warning("updates on the host run in torch, several times slower: the C kernel could not be compiled (%s)", " ".join(said))
-        return None
+        lines = error.stderr.decode(errors="replace").strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else [str(error)]
+        reason = f"the C kernel could not be compiled: {' '.join(lines)}"
+        log.warning("updates on the host run in torch, several times slower: %s", reason)
+        return reason
+
+
+def kernel() -> Kernel | None:
+    found = find_kernel()
+    return found if isinstance(found, Kernel) else None
 
 
 def _packaged() -> ctypes.CDLL | None:
@@ -81,19 +88,23 @@ def _packaged() -> ctypes.CDLL | None:
     return None
 
 
-def _compiled() -> Path:
-    """The library in the cache folder, named by what went into it."""
+def _compiled() -> ctypes.CDLL:
+    """The library in the cache folder, named by what went into it; without a cache, from a temporary folder."""
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     name = f"adamw-{fingerprint()}-{hashlib.sha256(version).hexdigest()[:8]}.so"
-    path = Path(os.environ.get("OUTSIZE_CACHE") or Path.home() / ".cache" / "outsize") / "native" / name
-    if not path.exists():
+    if (folder := cache_folder()) is not None:
+        path = folder / "native" / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            path = Path(tempfile.mkdtemp(prefix="outsize-")) / name
-        compile_library(compiler, path)
-    return path
+            if not path.exists():
+                compile_library(compiler, path)
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            log.debug("%s cannot be used: %s", path, error)
+    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:  # a loaded library needs its file no more
+        compile_library(compiler, Path(temporary) / name)
+        return ctypes.CDLL(str(Path(temporary) / name))
 
 
 def _num_threads() -> int:

@@ -101,3 +101,5 @@ class Plan:
     """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made from full logits."""
     residue: Residue = Residue()
     """What the model's run takes beside the estimate, as the trial run found it."""
+    profile_keys: tuple[str, ...] = ()
+    """The cached profiles that it is made of. A run that contradicts the plan deletes them."""

@@ -1,14 +1,13 @@
-"""Traces on disk, by fingerprint of everything that a trace depends on. OUTSIZE_CACHE names the folder; empty turns the cache off."""
+"""Traces on disk, by fingerprint of everything that a trace depends on: model, its code, batch, device. See base/cache_folder.py for where."""
 
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from outsize.base.cache_folder import profile_path, write_whole
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.base.records import fingerprint, from_json, to_json
@@ -21,6 +20,7 @@ from outsize.model.state import generators_of
 from outsize.model.tensors import map_tensors, named_tensors
 from outsize.model.weights import Weights, is_hollow
 from outsize.profile.calling import Loss, batch_shapes
+from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
@@ -31,10 +31,10 @@ def traced(
     model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None, *, model_loss: str = ""
 ) -> tuple[BlockGraph, ModelTrace]:
     """The trace of this model, batch shape and device: from the cache, or taken now. `model_loss`: how the model makes its loss, if not in its own way."""
-    # A loss that is made outside of the model is code that no fingerprint knows.
-    folder = os.environ.get("OUTSIZE_CACHE", str(Path.home() / ".cache" / "outsize")) if loss is None else ""
-    path = Path(folder) / "traces" / f"{_key(model, batch, layers, device, model_loss)}.json"
-    if folder and path.exists():
+    # A loss that is made outside of the model is code that no fingerprint covers.
+    key = _key(model, batch, layers, device, model_loss) if loss is None else ""
+    path = profile_path(key) if key else None
+    if path is not None and path.exists():
         try:
             data = json.loads(path.read_text())
             graph, trace = from_json(BlockGraph, data["graph"]), from_json(ModelTrace, data["trace"])
@@ -44,13 +44,11 @@ def traced(
         except (ConfigError, ValueError, KeyError, TypeError):
             log.warning("the cached trace %s is not readable and is taken again", path)
     graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
-    trace = replace(trace, residue=_residue(model, device))  # not sooner: a tracer holds tensors as long as it runs
-    if folder:
+    # The overhead is read last: a tracer holds tensors as long as it runs.
+    trace = replace(trace, residue=_residue(model, device), profile_keys=(key,) if path is not None else ())
+    if path is not None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
-            temporary.replace(path)
+            write_whole(path, json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
         except OSError as error:
             log.warning("the trace is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written, or to nothing", error)
     return graph, trace
@@ -71,6 +69,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "format": TRACE_FORMAT,
             "torch": torch.__version__,
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
+            "code": fingerprint_code(model),
             "config": repr(sorted((k, repr(v)) for k, v in config.to_dict().items())) if config is not None and hasattr(config, "to_dict") else "",
             "attention": str(getattr(config, "_attn_implementation", "")),
             "training": str([m.training for m in model.modules()]),

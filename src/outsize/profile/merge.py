@@ -30,7 +30,8 @@ def merged(one: ModelTrace, other: ModelTrace) -> ModelTrace | None:
         for tensor in one.shared
         if (found := left.get(replace(tensor, num_bytes=0)))
     )
-    return replace(one, visits=visits, shared=shared, held_bytes=max(one.held_bytes, other.held_bytes))
+    keys = tuple(dict.fromkeys((*one.profile_keys, *other.profile_keys)))
+    return replace(one, visits=visits, shared=shared, held_bytes=max(one.held_bytes, other.held_bytes), profile_keys=keys)
 
 
 def projected(trace: ModelTrace, graph: BlockGraph, onto: ModelTrace, wider: BlockGraph) -> ModelTrace | None:

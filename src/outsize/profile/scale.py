@@ -47,7 +47,10 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
     )
     shared = tuple(replace(t, num_bytes=line.size(t.num_bytes, u.num_bytes)) for t, u in zip(a.shared, b.shared, strict=True))
     provenance = f"{b.provenance}, scaled to {rows} rows from {low.rows} and {high.rows}"
-    return replace(b, inputs=inputs, visits=visits, shared=shared, held_bytes=line.size(a.held_bytes, b.held_bytes), provenance=provenance)
+    return replace(
+        b, inputs=inputs, visits=visits, shared=shared, held_bytes=line.size(a.held_bytes, b.held_bytes), provenance=provenance,
+        profile_keys=tuple(dict.fromkeys((*a.profile_keys, *b.profile_keys))),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

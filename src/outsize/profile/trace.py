@@ -27,6 +27,8 @@ class ModelTrace:
     """Of the trial run. A plan that is made from a trace in the cache meets all of it in its first step."""
     notes: tuple[str, ...] = ()
     """What a user should know of the model: which blocks cannot be recomputed, and why. Each is logged once per prepare."""
+    profile_keys: tuple[str, ...] = ()
+    """The entries of the profile cache that it is made of (base/cache_folder.py)."""
 
     def work(self, visit: int, strategy: Strategy) -> Work:
         return self.visits[visit][strategy]

@@ -60,8 +60,8 @@ class Engine:
         self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.interrupted())
         self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
         self._started = time.perf_counter()
-        # Whoever drops an engine without a word has its memory back with it, and the device its promise.
-        weakref.finalize(self, device.promised.pop, id(self), None).atexit = False
+        # An engine that is dropped without detach() frees its memory, and the device takes back its budget.
+        weakref.finalize(self, device.forget, id(self)).atexit = False
         weakref.finalize(self, process_hooks.uninstall).atexit = False
         self._attach(planned, weights, check_finite=True)
 
@@ -190,6 +190,7 @@ class Engine:
     def backward_failed(self) -> None:
         """A backward raised: if it was this model's, roll it back, so that what is read next is right."""
         if self._holder.attached is not None and self.now.executor.stage is Stage.BACKWARD:
+            self._passes.check_profile()
             self._passes.roll_back()
 
     def forget_pass(self) -> None:
@@ -228,7 +229,9 @@ class Engine:
         """Where a run stands. Never waits; steps that were watched are in it once the device is done with them."""
         self._calibration.look()
         seconds = time.perf_counter() - self._started
-        return StepReport.of(self.plan, self.device, self._calibration.watched, num_steps=self.num_steps, seconds=seconds)
+        return StepReport.of(
+            self.plan, self.device, self._calibration.watched, num_steps=self.num_steps, seconds=seconds, slow_kernels=self.now.updates.slow_kernels()
+        )
 
     # Reading and writing.
 

@@ -4,6 +4,7 @@ A forward with grad is a training pass and follows the schedule; it waits for it
 pass) loads what it needs as it goes and may come between any two of these. What breaks off is rolled back by whoever comes next.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from outsize.activation.checkpointed import is_in_backward, rerun_in_backward
 from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, SENDS
-from outsize.base.errors import SEVERAL_FORWARDS, EngineMisuse, OrderMismatch, tell
+from outsize.base.cache_folder import drop_profiles
+from outsize.base.errors import SEVERAL_FORWARDS, DeviceOutOfMemory, EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
 from outsize.model.course import Course
 from outsize.model.discover import Layer, layers_in_graph
@@ -170,12 +172,14 @@ class Passes:
                 if not failed and executor.sees_visits:
                     self._holder.now.require_seen(self._free_visit, len(self._holder.now.planned.graph.visits))
             elif failed:
+                self.check_profile()
                 if executor.stage is Stage.FORWARD:  # else it was refused before it began, and an earlier one still waits
                     executor.roll_back()
             else:
                 try:
                     executor.end_forward()
                 except OrderMismatch:
+                    self.check_profile()
                     executor.roll_back()
                     raise
                 self._alive = _mark_graph(with_grad(outputs))
@@ -215,6 +219,11 @@ class Passes:
             now.gradients.push_assigned()
 
     # Between passes.
+
+    def check_profile(self) -> None:
+        """A pass has just failed. If it ran out of memory or took another path than planned, the cached profile may be of other code: delete it."""
+        if isinstance(sys.exc_info()[1], (torch.OutOfMemoryError, DeviceOutOfMemory, OrderMismatch)):
+            drop_profiles(self._holder.now.plan.profile_keys)
 
     def roll_back(self) -> None:
         """Forget a pass that broke off or was abandoned."""

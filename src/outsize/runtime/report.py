@@ -23,14 +23,18 @@ class StepReport:
     busy_seconds: dict[str, float]
     """Per lane (compute, h2d, d2h, host) and step, of the same steps; empty before. Without `compute` where everything stays on the GPU."""
     planned_busy_seconds: dict[str, float]
+    slow_kernels: tuple[str, ...] = ()
+    """Updates that run without a compiled kernel, and why."""
 
     @staticmethod
-    def of(plan: Plan, device: Device, watched: Watched | None, *, num_steps: int, seconds: float) -> "StepReport":
+    def of(
+        plan: Plan, device: Device, watched: Watched | None, *, num_steps: int, seconds: float, slow_kernels: tuple[str, ...] = ()
+    ) -> "StepReport":
         return StepReport(
             num_steps=num_steps, seconds=device.elapsed(seconds), gpu_peak_bytes=device.peak_bytes, planned_gpu_bytes=plan.estimate.gpu_bytes,
             gpu_budget_bytes=plan.gpu_budget_bytes, step_seconds=watched.step_seconds if watched else None,
             planned_step_seconds=plan.estimate.step_seconds, busy_seconds=dict(watched.busy_seconds) if watched else {},
-            planned_busy_seconds=dict(plan.estimate.busy_seconds),
+            planned_busy_seconds=dict(plan.estimate.busy_seconds), slow_kernels=slow_kernels,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -42,7 +46,7 @@ class StepReport:
         for lane in LANES:
             if self.planned_busy_seconds.get(lane):
                 lines.append(_beside(f"  {LANE_WORDS[lane]}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane]))
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.slow_kernels])
 
 
 def _beside(what: str, found: float | None, planned: float) -> str:

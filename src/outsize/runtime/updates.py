@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.optim.adamw import Hyper, Scratch, update
+from outsize.optim.adamw import Hyper, Scratch, slow_kernels, update
 from outsize.runtime.store import Store
 
 
@@ -85,6 +85,13 @@ class Updates:
                 ranges.append((piece.offset, end, hyper))
                 touching = True
         return ranges
+
+    def slow_kernels(self) -> tuple[str, ...]:
+        """Updates of this plan that run without a compiled kernel, and why."""
+        place = self._store.place
+        sites = {place.updates_on_host(chunk.index) for chunk in place.layout.chunks if chunk.trainable}
+        is_cuda = self._store.device.torch_device.type == "cuda"
+        return slow_kernels(host=True in sites or (not is_cuda and bool(sites)), gpu=is_cuda and False in sites)
 
     # The state of one parameter, for state dicts.
 

@@ -99,6 +99,7 @@ def prepare(
         )  # fmt: skip
     except BaseException:
         convert(model, ready.given_dtypes)
+        ready.device.lift_limit()
         raise
     if ready.weights is not None:
         ready.weights.close()
@@ -162,11 +163,12 @@ class _Ready:
 
     @contextmanager
     def dtypes_given_back(self, model: nn.Module) -> Iterator[None]:
-        """For what only plans: the model has its own dtypes afterwards. The values are those it came with, so nothing is rounded."""
+        """For code that only plans. Afterwards the model has its own dtypes, with the values it came with, and the process its memory limit."""
         try:
             yield
         finally:
             convert(model, self.given_dtypes)
+            self.device.lift_limit()
 
 
 def _get_ready(
@@ -242,7 +244,7 @@ def _get_ready(
         gpu = Allowance(asked_bytes=gpu_budget, fixed_bytes=overhead - int(gpu_budget * share) + where.learnt_bytes, share=share)
         made = search(graph, layout, trace, where.spec, terms, gpu=gpu, host_bytes=host_budget, pins=pins or Pins())
         check(made, graph, layout)
-        return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue), chosen)
+        return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue, profile_keys=trace.profile_keys), chosen)
 
     batches = PlannedBatches(model, measure, solve, max_shape=max_shape, has_loss=loss is not None)
     return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve,

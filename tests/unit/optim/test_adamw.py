@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from outsize.layout.scratch import PIECE_NUMEL, scratch_bytes
 from outsize.optim.adamw import Hyper, Scratch, update
 from outsize.optim.clip import clip_factor, round_fp32
-from outsize.optim.native import kernel
+from outsize.optim.native import find_kernel, kernel
 from outsize.optim.split import join
 from outsize.reference import AdamW
 
@@ -27,10 +27,10 @@ ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfl
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test here holds for both."""
     monkeypatch.setenv("OUTSIZE_KERNELS", "torch" if request.param == "torch" else "")
-    kernel.cache_clear()
+    find_kernel.cache_clear()
     assert (kernel() is None) == (request.param == "torch")
     yield
-    kernel.cache_clear()
+    find_kernel.cache_clear()
 
 
 def make_scratch(piece: int) -> Scratch:

@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
 from outsize.base.errors import ConfigError
 from outsize.optim import native
 from outsize.optim.build import compile_library, find_compiler
-from outsize.optim.native import kernel
+from outsize.optim.native import find_kernel, kernel
 
 BF16 = torch.bfloat16
 
@@ -24,7 +25,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTSIZE_KERNELS", raising=False)
-    kernel.cache_clear()
+    find_kernel.cache_clear()
 
 
 @pytest.fixture
@@ -38,8 +39,17 @@ def test_it_is_compiled_into_the_cache_folder_and_found_there_again(unpackaged: 
     assert kernel() is not None
     (made,) = (tmp_path / "native").iterdir()
     when = made.stat().st_mtime_ns
-    kernel.cache_clear()
+    find_kernel.cache_clear()
     assert kernel() is not None and made.stat().st_mtime_ns == when
+
+
+def test_without_a_cache_nothing_is_left_on_disk(unpackaged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert kernel() is not None
+    assert not list((tmp_path / "temporary").iterdir()) and not (tmp_path / "home").exists()
 
 
 def test_without_a_compiler_torch_does_it_and_that_is_said_once(
@@ -182,7 +192,7 @@ def test_torch_can_be_asked_for() -> None:
 
 def test_a_wish_that_nobody_understands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_KERNELS", "tritn")
-    kernel.cache_clear()
+    find_kernel.cache_clear()
     with pytest.raises(ConfigError, match="OUTSIZE_KERNELS is `torch`, or not set"):
         kernel()
-    kernel.cache_clear()
+    find_kernel.cache_clear()

@@ -1,15 +1,21 @@
 """Traces on disk: taken once, read afterwards, and never read for another question."""
 
+import importlib
 import json
 import logging
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from cells import closing
 from torch import nn
 
+import outsize
+from outsize.base.errors import DeviceOutOfMemory
 from outsize.base.records import fingerprint
 from outsize.device.device import Device
 from outsize.device.sim import SimDevice
@@ -214,3 +220,95 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path / "file"))
     ask(zoo.make("plain"), zoo.batch("plain"))
+
+
+# The code of the model is part of the key, and a run that contradicts a profile deletes it.
+
+WIDE = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)).repeat(1, 1, COPIES).chunk(COPIES, -1)[0])
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+"""
+
+
+def written_model(folder: Path, copies: int) -> nn.Module:
+    """A model of a file that was just edited."""
+    (folder / "edited_model.py").write_text(WIDE.replace("COPIES", str(copies)))
+    sys.modules.pop("edited_model", None)
+    importlib.invalidate_caches()
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    return importlib.import_module("edited_model").Model()
+
+
+def test_an_edited_forward_is_profiled_again(folder: Path, taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned 1.18 MB and out of memory at 2.56 MB, before the key held the code."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    batch = {"x": torch.zeros(4, 8, 16)}
+    first = ask(written_model(tmp_path, 2), batch)
+    assert ask(written_model(tmp_path, 2), batch) == first and taken == ["taken"]
+    _, wider = ask(written_model(tmp_path, 9), batch)
+    assert taken == ["taken", "taken"] and wider.visits[1]["keep"].forward_peak_bytes > first[1].visits[1]["keep"].forward_peak_bytes
+
+
+def test_a_forward_that_was_replaced_on_a_module_or_a_class_is_profiled_again(folder: Path, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = zoo.make("plain"), zoo.batch("plain")
+    ask(model, batch)
+    own = model.layers[0].forward
+    model.layers[0].forward = lambda *args, **kwargs: own(*args, **kwargs)
+    ask(model, batch)
+    cls = type(model.layers[1])
+    real = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, *args, **kwargs: real(self, *args, **kwargs))
+    ask(model, batch)
+    assert taken == ["taken"] * 3
+
+
+def test_a_run_that_contradicts_a_cached_profile_deletes_it(folder: Path, taken: list[str]) -> None:
+    """The layers call a function of another file, which is not part of the key."""
+    batch = {"x": torch.zeros(4, 64, 16)}
+    model = Calling()
+    with closing(outsize.prepare(model, batch, device=machine("1MiB"), gpu_memory="200KiB", host_memory="1MiB", chunk_bytes="1KiB")) as engine:
+        assert engine.plan.profile_keys and len(list(folder.iterdir())) == 1
+        monkeypatched = Calling.width
+        Calling.width = 64
+        try:
+            with pytest.raises(DeviceOutOfMemory):
+                model(**batch).backward()
+        finally:
+            Calling.width = monkeypatched
+        assert not list(folder.iterdir())
+
+
+class CallingLayer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).repeat(1, 1, Calling.width)[..., : x.shape[-1]]
+
+
+class Calling(nn.Module):
+    width = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CallingLayer(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()

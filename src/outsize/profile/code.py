@@ -1,0 +1,71 @@
+"""Fingerprint of a model's code: a profile is valid only for the code that was profiled.
+
+Hashed are the source files of all module classes and their bases, functions that were set on modules by hand, and the versions of the libraries that the
+classes come from. Code that a forward calls in other files is not followed; a run that contradicts a cached profile deletes it (runtime/engine.py).
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType
+
+from torch import nn
+
+_TORCH_PACKAGES = ("torch", "builtins", "typing", "abc")
+"""Named by the version of torch, which is in the key."""
+
+
+def fingerprint_code(model: nn.Module) -> str:
+    classes = {base for module in model.modules() for base in type(module).__mro__ if base.__module__.split(".")[0] not in _TORCH_PACKAGES}
+    found = {f"{cls.__module__}.{cls.__qualname__}={_of_class(cls)}" for cls in classes}
+    found |= {f"{package}={_version(package)}" for package in {cls.__module__.split(".")[0] for cls in classes}}
+    patched = sorted(f"{name}={_of_code(code)}" for name, code in _set_by_hand(model))
+    return _digest("\n".join([*sorted(found), *patched]).encode())
+
+
+def _set_by_hand(model: nn.Module) -> Iterator[tuple[str, CodeType]]:
+    """Functions that are attributes of modules: a forward that another library or a user has replaced."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            function = value.__func__ if isinstance(value, MethodType) else value
+            if isinstance(function, FunctionType):
+                yield f"{path}.{name}", function.__code__
+
+
+def _of_class(cls: type) -> str:
+    """Of the file it is written in, which holds the functions that it calls too; of its methods where there is no file (a notebook), or it is patched."""
+    return _of_file(cls) + "".join(sorted(_of_code(value.__code__) for value in vars(cls).values() if isinstance(value, FunctionType)))
+
+
+def _of_file(cls: type) -> str:
+    try:
+        path = inspect.getsourcefile(cls)
+        return _of_path(path, Path(path).stat().st_mtime_ns) if path else ""
+    except (TypeError, OSError):
+        return ""
+
+
+@cache
+def _of_path(path: str, _modified: int) -> str:
+    return _digest(Path(path).read_bytes())
+
+
+def _of_code(code: CodeType) -> str:
+    constants = [_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return _digest(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode())
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get(package), "__version__", ""))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
