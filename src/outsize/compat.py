@@ -1,0 +1,133 @@
+"""Every private name of torch, transformers and accelerate that outsize uses, and what it is for.
+
+These names may change in any release. Those of torch are looked up when outsize is imported, those of other libraries when they are first needed. One
+that is missing raises ImportError with its name and the versions that outsize was tested with. Nothing else in outsize imports a private name.
+Attributes that all versions so far have in common and that cannot be imported (`Tensor._version`, `Module._parameters`, `_buffers` and `_modules`) are
+used where they are needed; the private methods of `transformers.Trainer` that `OutsizeMixin` overrides are listed in TRAINER_METHODS.
+"""
+
+import importlib
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+TESTED = {"torch": "2.11 to 2.13", "transformers": "5.17 to 5.22", "accelerate": "1.15"}
+"""pyproject.toml has the bounds."""
+
+
+def find(path: str) -> Any:
+    """The object of a dotted path whose first parts are modules."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if length == 1 or not ".".join(parts[:length]).startswith(error.name or ""):
+                raise
+            continue
+        for name in parts[length:]:
+            if not hasattr(found, name):
+                raise _missing(path)
+            found = getattr(found, name)
+        return found
+    raise _missing(path)
+
+
+def _missing(path: str) -> ImportError:
+    library = path.split(".")[0]
+    version = getattr(importlib.import_module(library), "__version__", "unknown")
+    return ImportError(
+        f"{path}: {library} {version} does not have it, and outsize needs it. Install a version that outsize was tested with: "
+        f"{library} {TESTED.get(library, '')}."
+    )
+
+
+# torch: the autograd graph.
+next_node_number = find("torch.autograd._get_sequence_nr")
+"""The number of the next autograd node: says in which block call a node was made."""
+queue_backward_callback = find("torch.autograd.Variable")._execution_engine.queue_callback
+"""Calls a function when the running backward ends."""
+current_graph_task = find("torch._C._current_graph_task_id")
+"""At least 0 while a backward runs."""
+
+# torch: interception of operators.
+without_torch_function = find("torch._C.DisableTorchFunctionSubclass")
+"""Access to a parameter subclass without its `__torch_function__`."""
+TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
+"""Sees every operator: counts memory on `sim`, guards reads of parameters."""
+current_dispatch_modes = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+push_dispatch_mode = find("torch.utils._python_dispatch._push_mode")
+pop_dispatch_mode = find("torch.utils._python_dispatch._pop_mode")
+"""Modes that stay active between calls and can be removed from the middle of the stack."""
+peek_functorch = find("torch._C._functorch.peek_interpreter_stack")
+"""Not None inside of torch.func transforms."""
+OpOverload = find("torch._ops.OpOverload")
+tree_leaves = find("torch.utils._pytree.tree_leaves")
+TensorBase = find("torch._C.TensorBase")
+"""Has the setter of `requires_grad`."""
+
+# torch: tensors without values.
+detect_fake_mode = find("torch._guards.detect_fake_mode")
+"""Whether the model is traced on fake tensors."""
+fake_tensor = find("torch._subclasses.fake_tensor")
+"""Profiles from a config alone (`outsize plan`)."""
+make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
+"""Logits that are never materialized (chunked loss)."""
+parse_to = find("torch._C._nn._parse_to")
+"""The dtype and device among the arguments of `Tensor.to`."""
+
+# torch: operators without a public name.
+neg_view = find("torch._neg_view")
+foreach_copy = find("torch._foreach_copy_")
+
+
+def storage_id(storage: Any) -> int:
+    """Identifies a storage as long as it lives. Two views of one tensor have the same."""
+    return int(storage._cdata)
+
+
+def node_number(node: Any) -> int:
+    """The number that autograd gave a node when it was made."""
+    return int(node._sequence_nr())
+
+
+@cache
+def cuda() -> SimpleNamespace:
+    """Names that exist in CUDA builds alone."""
+    return SimpleNamespace(
+        sleep=find("torch.cuda._sleep"),  # lets the CPU run ahead of the GPU while a block is timed
+        set_allocator_settings=find("torch._C._accelerator_setAllocatorSettings"),  # expandable segments
+    )
+
+
+@cache
+def transformers() -> SimpleNamespace:
+    """Weights are renamed and converted between a checkpoint's files and the model; models are built without initialising weights."""
+    return SimpleNamespace(
+        get_model_conversion_mapping=find("transformers.conversion_mapping.get_model_conversion_mapping"),
+        WeightConverter=find("transformers.core_model_loading.WeightConverter"),
+        WeightRenaming=find("transformers.core_model_loading.WeightRenaming"),
+        rename_source_key=find("transformers.core_model_loading.rename_source_key"),
+        revert_weight_conversion=find("transformers.core_model_loading.revert_weight_conversion"),
+        remove_tied_weights=find("transformers.modeling_utils.remove_tied_weights_from_state_dict"),
+        no_init_weights=find("transformers.initialization.no_init_weights"),
+        ForCausalLMLoss=find("transformers.loss.loss_utils.ForCausalLMLoss"),  # the loss that may be computed in chunks
+        render_jinja_template=find("transformers.utils.chat_template_utils.render_jinja_template"),
+        from_config=find("transformers.PreTrainedModel._from_config"),
+    )
+
+
+TRAINER_METHODS = (
+    "_clip_grad_norm", "_finalize_training", "_get_dataloader", "_get_grad_norm", "_get_num_items_in_batch", "_get_output_dir", "_init_training_state",
+    "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_move_model_to_device", "_prepare_for_training",
+    "_prepare_inputs", "_push_from_checkpoint", "_save", "_save_checkpoint",
+)  # fmt: skip
+"""Private methods of transformers.Trainer that integrations/ and run/ override or call."""
+
+
+def check_libraries() -> None:
+    """Look up all names of the other libraries, for `outsize doctor` and tests."""
+    transformers()
+    find("accelerate.state.GradientState._set_sync_gradients")
+    for name in TRAINER_METHODS:
+        find(f"transformers.Trainer.{name}")
