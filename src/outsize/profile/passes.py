@@ -16,6 +16,7 @@ from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
 from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer, parts_of
+from outsize.model.arguments import MovedArguments
 from outsize.model.discover import Layer
 from outsize.model.state import LeftValues
 from outsize.model.tensors import map_tensors, tensors_in
@@ -77,6 +78,7 @@ class Pass:
         self.outputs = Outputs(lambda storage: phases.shared_as(storage) is None)  # not of `self`: a pass that failed must go at once, with what it holds
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
+        self._arguments: MovedArguments | None = None
         self.is_forward = False
         self._beside = False
         """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
@@ -108,7 +110,6 @@ class Pass:
     # Forward.
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        put = self.tracer.device.put
         self._beside = not torch.is_grad_enabled()
         if not self._beside:
             if self.layer_of:
@@ -119,7 +120,8 @@ class Pass:
             self.is_forward = True
             self.tracer.progress.advance()
             self.phases.open_forward()
-        return map_tensors(put, args), map_tensors(put, kwargs)
+        self._arguments = MovedArguments(self.tracer.device.put, args, kwargs)
+        return self._arguments.args, self._arguments.kwargs
 
     def finds(self, layer: int, after: int) -> int:
         return after + 1
@@ -254,7 +256,10 @@ class Pass:
             if was_sent:
                 self.phases.watch(visit, self._inputs[visit])
 
-    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
+    def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None and not failed:
+            arguments.write_back()
         self.is_forward = False
         if not failed and not self._beside:
             last = len(self.layer_of) - 1

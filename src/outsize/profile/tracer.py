@@ -37,6 +37,7 @@ from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.stacks import is_composite
 from outsize.model.state import LeftValues, ModuleState, generators_of
+from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
@@ -376,14 +377,16 @@ class Tracer:
         return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
 
     def _loss(self, run: Pass) -> tuple[Tensor | None, Any]:
-        """The loss, and what its loop holds beside it: of a loop that calls the model itself, the outputs."""
+        """The loss, and what its loop holds beside it: the batch, whose containers a forward may write into, and where the model makes the loss, its
+        outputs."""
+        batch = map_tensors(lambda t: t, self.batch)  # every pass begins with the user's, as they are
         if self.loss is not None:
-            loss = self.loss(self.model, self.batch)
+            loss = self.loss(self.model, batch)
             run.phases.returned()
-            return loss, None
-        outputs = call(self.model, self.batch)
+            return loss, batch
+        outputs = call(self.model, batch)
         run.phases.returned()
-        return loss_of(outputs), outputs
+        return loss_of(outputs), (outputs, batch)
 
     @contextmanager
     def _model_untouched(self) -> Iterator[None]:

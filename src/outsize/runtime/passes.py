@@ -16,9 +16,10 @@ from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, SENDS
 from outsize.base.errors import SEVERAL_FORWARDS, EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
+from outsize.model.arguments import MovedArguments
 from outsize.model.course import Course
 from outsize.model.discover import Layer, layers_in_graph
-from outsize.model.tensors import map_tensors, with_grad
+from outsize.model.tensors import with_grad
 from outsize.runtime.attached import Holder
 from outsize.runtime.executor import ALL_VISITS, Stage
 from outsize.runtime.steps import Steps
@@ -42,6 +43,8 @@ class Passes:
         """Where a forward without grad is."""
         self._alive: Callable[[], _Alive | None] = lambda: None
         self._autocast_cache: bool | None = None
+        self._arguments: MovedArguments | None = None
+        """Of the forward that is under way."""
 
     def attach(self) -> None:
         if not self._holder.now.executor.sees_visits:
@@ -89,11 +92,11 @@ class Passes:
         torch.set_autocast_cache_enabled(False)
         self._device.watching(True)
         self._holder.now.begin_forward()
-        args, kwargs = map_tensors(self._device.put, args), map_tensors(self._device.put, kwargs)
+        self._arguments = moved = MovedArguments(self._device.put, args, kwargs)
         if self._training:
             self._forward_number = self._course.number
             self._holder.now.executor.begin_forward()
-        return args, kwargs
+        return moved.args, moved.kwargs
 
     def _begin_training(self) -> None:
         if (name := self._holder.now.store.replaced()) is not None:
@@ -158,7 +161,10 @@ class Passes:
         parcel = now.executor.parcel(visit) if strategy in SENDS else Parcel()
         return RUN[strategy](forward, args, kwargs, parcel, now.is_static)
 
-    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
+    def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None and not failed:
+            arguments.write_back()
         if self._autocast_cache is not None:
             torch.set_autocast_cache_enabled(self._autocast_cache)
             self._autocast_cache = None
@@ -178,7 +184,7 @@ class Passes:
                 except OrderMismatch:
                     executor.roll_back()
                     raise
-                self._alive = _mark_graph(with_grad(outputs))
+                self._alive = _mark_graph(outputs)
                 if self._alive() is None:
                     executor.roll_back()
         finally:
