@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
 import outsize
-from outsize.base.errors import PlanInfeasible
+from outsize.base.errors import EngineMisuse, PlanInfeasible
 from outsize.train.build import preview
 
 
@@ -271,3 +271,67 @@ def test_prepare_does_not_write_into_the_batch() -> None:
         assert not aux
         engine.model(INPUTS[0], aux).sum().backward()
         assert aux["calls"] == [5]
+
+
+class Handed(nn.Module):
+    """A layer that hands the hidden state on in an object, which it writes into or makes anew."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.proj = how, nn.Linear(8, 8)
+
+    def forward(self, state: Any) -> Any:
+        x = state.x + torch.tanh(self.proj(state.x))
+        aux = state.aux + x.square().mean()
+        if self.how == "anew":
+            return type(state)(x=x, aux=aux)
+        state.x, state.aux = x, aux
+        return state if self.how == "returned" else None
+
+
+@dataclasses.dataclass
+class State:
+    x: Tensor
+    aux: Any
+
+
+class HandsOn(nn.Module):
+    def __init__(self, kind: type, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.kind_name = kind, kind.__name__
+        self.stem, self.blocks = nn.Linear(8, 8), nn.ModuleList(Handed(how) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.kind(x=self.stem(x), aux=0.0)
+        for block in self.blocks:
+            state = block(state) or state
+        loss: Tensor = state.x.square().mean() + state.aux
+        return loss
+
+
+@pytest.mark.parametrize("how", ["anew", "returned", "written"])
+@pytest.mark.parametrize("kind", [State, SimpleNamespace, Outputs], ids=lambda kind: kind.__name__)
+def test_layers_hand_the_hidden_state_on_in_an_object(kind: type, how: str) -> None:
+    plain = HandsOn(kind, how)
+    expected = steps(plain, foreign_plans.reference(plain), lambda model, x: model(x))
+    options: dict[str, Any] = dict(optimizer=foreign_plans.SPEC, device="sim:16MiB", chunk_bytes="1KiB")
+    with pytest.raises(PlanInfeasible) as least:
+        preview(HandsOn(kind, how), INPUTS[0], gpu_memory=1, **options)
+    for gpu_memory in (least.value.needed_bytes, None):
+        model = HandsOn(kind, how)
+        with cells.closing(outsize.prepare(model, INPUTS[0], gpu_memory=gpu_memory, **options)) as engine:
+            assert steps(model, engine.optimizer, lambda model, x: model(x)) == expected
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_backward_from_what_was_not_returned_says_what_to_do() -> None:
+    def hides(model: Writes, x: Tensor) -> Callable[[], Tensor]:
+        out = model.head(model.layers(x)[-1])
+        return lambda: out
+
+    model = Writes(hides)
+    with cells.closing(outsize.prepare(model, INPUTS[0], loss=lambda model, x: model(x)().sum(), device="sim:16MiB")):
+        loss = model(INPUTS[0])().sum()
+        with pytest.raises(EngineMisuse, match=r"forward returned no tensor with grad that outsize found.*Return the tensors that a loss is made of in a tuple"):
+            loss.backward()

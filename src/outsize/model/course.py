@@ -210,7 +210,7 @@ class Course:
             return
         self._opens_backward(self._visit, with_grad(output) or all_with_grad(output))
         if any(not isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in (*args, *kwargs.values())):
-            self._open_where_made((args, kwargs))  # what it left in a list, a dict or an object is an output too
+            self._open_where_made(with_grad((args, kwargs)) or all_with_grad((args, kwargs)))  # what it left in a list, a dict or an object is an output too
         self._returned[self._visit] = torch.autograd._get_sequence_nr()
         if self._layers[index].is_last:
             self._enters(self._visit + 1, None)

@@ -42,6 +42,8 @@ class Passes:
         self._free_visit = 0
         """Where a forward without grad is."""
         self._alive: Callable[[], _Alive | None] = lambda: None
+        self._has_outputs = True
+        """A tensor with a graph was found in what the last training forward returned, or left in its arguments."""
         self._autocast_cache: bool | None = None
         self._arguments: MovedArguments | None = None
         """Of the forward that is under way."""
@@ -185,7 +187,8 @@ class Passes:
                     executor.roll_back()
                     raise
                 self._alive = _mark_graph(outputs)
-                if self._alive() is None:
+                self._has_outputs = self._alive() is not None
+                if not self._has_outputs:
                     executor.roll_back()
         finally:
             self._device.watching(False)
@@ -206,6 +209,11 @@ class Passes:
             executor.begin_backward(pending=bool(now.gradients.landed), update=update)
         elif executor.stage is not Stage.BACKWARD:
             where = now.planned.graph.visit_name(visit) if executor.sees_visits else "the model"
+            if course == self._forward_number and not self._has_outputs:
+                raise EngineMisuse(
+                    f"A backward reaches {where}, but the forward returned no tensor with grad that outsize found, and its activations are gone. Return the "
+                    "tensors that a loss is made of in a tuple, list, dict, dataclass or in attributes of an object."
+                )
             found = f"another one reaches {where}; its activations are gone"
             raise EngineMisuse(tell("one backward follows each forward of a prepared model", found, "Run the forward again; retain_graph is not supported"))
         if visit != executor.current_visit:
