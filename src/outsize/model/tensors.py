@@ -13,12 +13,13 @@ _SIMPLE = (Tensor, bool, int, float, str, type(None))
 def _is_record(value: Any, around: tuple[int, ...] = ()) -> bool:
     """An instance of a class without bases whose attributes are tensors, plain values and containers of these: SimpleNamespace, PEFT's ShadowCarrier.
 
-    transformers' caches are none: they hold objects of other kinds. `around`: ids of what holds the value.
+    It may hold no tensor yet: a layer that leaves one there gets a copy for its second run, as of a dict. transformers' caches are none: they hold objects of
+    other kinds. `around`: ids of what holds the value.
     """
     kind = type(value)
-    if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not hasattr(value, "__dict__"):
+    if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not getattr(value, "__dict__", None):
         return False
-    return _is_plain(vars(value), (*around, id(value))) and next(tensors_in(vars(value)), None) is not None
+    return _is_plain(vars(value), (*around, id(value)))
 
 
 def _is_plain(value: Any, around: tuple[int, ...]) -> bool:

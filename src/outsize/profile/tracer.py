@@ -41,7 +41,8 @@ from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
-from outsize.profile.landings import read_without_grad, require_landings
+from outsize.profile.landings import bytes_of_waiting_gradients, read_without_grad, require_landings
+from outsize.profile.merge import with_reserve
 from outsize.profile.outputs import inputs_from, kept
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase, bytes_of_phases
@@ -138,6 +139,7 @@ class Tracer:
             self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             self._gradients = self._shared_gradients(scout)
+            waiting_bytes = bytes_of_waiting_gradients(self.layers, scout, self._readers)
             self._inputs_from = inputs_from(scout.layer_of, scout.goes_on)
             self._without_backward = {visit for visit in scout.keys if not self._is_differentiable(scout, visit)}
             sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
@@ -153,10 +155,11 @@ class Tracer:
             log.warning("%s", note)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
-        return graph, ModelTrace(
+        trace = ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=shared_tensors(passes), held_bytes=held_bytes,
             provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
+        return graph, with_reserve(trace, waiting_bytes)
 
     def around(self, visit: int) -> Any:
         before = self._sequels.get(visit - 1, _NOTHING)

@@ -206,6 +206,7 @@ class Passes:
                 now.gradients.pull_assigned()
             self._device.watching(True)
             now.access.begin_pass()
+            now.gradients.forget_early()
             executor.begin_backward(pending=bool(now.gradients.landed), update=update)
         elif executor.stage is not Stage.BACKWARD:
             where = now.planned.graph.visit_name(visit) if executor.sees_visits else "the model"
@@ -217,10 +218,13 @@ class Passes:
             found = f"another one reaches {where}; its activations are gone"
             raise EngineMisuse(tell("one backward follows each forward of a prepared model", found, "Run the forward again; retain_graph is not supported"))
         if visit != executor.current_visit:
+            now.gradients.require_landed(visit)
             executor.enter_backward(visit)
+            now.gradients.enters(visit)
 
     def backward_ends(self) -> None:
         now = self._holder.now
+        now.gradients.require_landed(-1)
         now.executor.end_backward()
         self._device.watching(False)
         now.access.end_pass()
@@ -238,6 +242,7 @@ class Passes:
             where = "its first block" if visit is None else "the model" if visit == ALL_VISITS else now.planned.graph.visit_name(visit)
             now.gradients.broken = where
             self._steps.backward_broke(where)
+        now.gradients.forget_early()
         now.executor.roll_back()
         self._device.watching(False)
         now.access.end_pass()
