@@ -1,6 +1,8 @@
 """Passes that are no plain forward and backward: several forwards for one loss, passes without grad over layers that also train, checkpointing that the
 model's own code does. Each trains as a plain loop does under every strategy, tight and roomy, or is refused by name."""
 
+import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import outsize
-from outsize.base.errors import EngineMisuse, ModelUnsupported, PlanInfeasible
+from outsize.base.errors import EngineMisuse, ModelUnsupported, OrderMismatch, PlanInfeasible
 from outsize.train.build import preview
 
 WIDTH = 16
@@ -393,3 +395,89 @@ def test_the_code_of_the_page_on_loops(number: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=0)
+
+
+# Weights that some calls of a layer read.
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.experts = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        x = x + torch.tanh(self.mix(x))
+        return x + torch.tanh(self.experts[expert](x))
+
+
+class Looped(nn.Module):
+    """`route`: which expert the layers use in each loop. `profiled_with` makes a trace of its own for each route."""
+
+    def __init__(self, profiled_with: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.profiled_with = profiled_with
+        self.stem, self.layers, self.head = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Experts() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        x = self.stem(x)
+        for expert in route.tolist():
+            for layer in self.layers:
+                x = layer(x, expert)
+        return self.head(x).square().mean()
+
+
+def train_by_routes(model: nn.Module, optimizer: Any, routes: list[list[int]], engine: Any = None) -> list[float]:
+    losses = []
+    for step in range(0, len(routes), 2):
+        for i, route in enumerate(routes[step : step + 2]):
+            with engine.last_backward() if engine is not None and i else contextlib.nullcontext():
+                loss = model(DATA[0]["x"], torch.tensor(route)) / 2
+                loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("update", ["after_step", "in_backward"])
+@pytest.mark.parametrize("profiled_with", [(0, 0, 1), (0, 1, 0), pytest.param((0, 0, 0), marks=pytest.mark.full)], ids=str)
+def test_experts_of_a_loop_are_used_in_other_loops_than_in_the_profiling_run(profiled_with: tuple[int, ...], update: str) -> None:
+    routes = [[0, 1, 0], [0, 0, 1], [1, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
+    spec = dataclasses.replace(foreign_plans.SPEC, update=update)
+    plain = Looped(profiled_with)
+    expected = train_by_routes(plain, foreign_plans.reference(plain), routes)
+    batch = (DATA[0]["x"], torch.tensor(profiled_with))
+    how: dict[str, Any] = dict(optimizer=spec, device=DEVICE, chunk_bytes="1KiB", accumulate=2)
+    with pytest.raises(PlanInfeasible) as least:
+        preview(Looped(profiled_with), batch, gpu_memory=1, **how)
+    for gpu_memory in (least.value.needed_bytes, None):
+        model = Looped(profiled_with)
+        with cells.closing(outsize.prepare(model, batch, gpu_memory=gpu_memory, **how)) as engine:
+            assert train_by_routes(model, engine.optimizer, routes, engine if update == "in_backward" else None) == expected
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class SharesParts(nn.Module):
+    """Layers that share a module with parts for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        for layer in self.layers:
+            layer.experts = parts
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        for layer, part in zip(self.layers, route.tolist(), strict=True):
+            x = layer(x, part)
+        return x.square().mean()
+
+
+def test_a_part_that_another_layer_uses_than_in_the_profiling_run_names_the_way_out() -> None:
+    model = SharesParts()
+    with cells.closing(outsize.prepare(model, (DATA[0]["x"], torch.tensor([0, 0, 1])), device=DEVICE)):
+        loss = model(DATA[0]["x"], torch.tensor([0, 1, 0]))
+        with pytest.raises(OrderMismatch, match=r"layers.0.experts.1.\w+ complete in the backward of layers.2, but it came in that of layers.1: .*blocks=\[\]"):
+            loss.backward()

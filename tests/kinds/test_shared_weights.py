@@ -115,6 +115,10 @@ class Sharing(nn.Module):
         return x + self.down(torch.tanh(self.up(x))) * keys[..., :WIDTH]
 
 
+class Store(SimpleNamespace):
+    """An object of another kind than those that arguments are looked for in."""
+
+
 class KeySharing(nn.Module):
     """Later layers read the keys of an earlier one, as in Gemma 3n."""
 
@@ -164,7 +168,8 @@ WEIGHTS: dict[str, Make] = {
 }
 TENSORS: dict[str, Make] = {
     "dict": functools.partial(KeySharing, dict), "UserDict": functools.partial(KeySharing, UserDict), "list": functools.partial(KeySharing, list),
-    "object": functools.partial(KeySharing, lambda: SimpleNamespace(held={})), "collected": Collecting,
+    "namespace": functools.partial(KeySharing, lambda: SimpleNamespace(held={})), "object": functools.partial(KeySharing, lambda: Store(held={})),
+    "collected": Collecting,
 }  # fmt: skip
 MAKE = WEIGHTS | TENSORS
 DATA = [{"ids": torch.randint(0, VOCAB, (2, 3), generator=torch.Generator().manual_seed(i))} for i in range(3)]

@@ -55,7 +55,9 @@ def keep_and_compare(
 
 def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
     """`recompute`, with the input on the host. The input is the first tensor argument; others (masks, encoder output) are shared by many blocks."""
-    hidden = next(tensors_in((args, kwargs)))
+    hidden = next(tensors_in((args, kwargs)), None)
+    if hidden is None:
+        return forward(*args, **kwargs)
     handle, requires_grad = parcel.pack(hidden), hidden.requires_grad
     empty = hidden.new_empty(0)  # stands for the input among the arguments
     device = hidden.device

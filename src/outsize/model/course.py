@@ -25,7 +25,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from outsize.base.errors import ModelUnsupported
 from outsize.model.discover import Layer
-from outsize.model.tensors import with_grad
+from outsize.model.tensors import all_with_grad, with_grad
 
 
 class Listener(Protocol):
@@ -59,7 +59,9 @@ class Listener(Protocol):
         """Run a layer's forward."""
         ...
 
-    def forward_ends(self, outputs: Any, *, failed: bool) -> None: ...
+    def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
+        """`outputs`: the tensors with grad that the root has returned, or left in its arguments."""
+        ...
 
     def backward_enters(self, visit: int, course: int) -> None:
         """`course`: the number of the forward pass that this backward belongs to."""
@@ -169,7 +171,7 @@ class Course:
             return forward(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):  # torch calls no hook after these
             if self.is_open and self._nesting == 1:
-                self._close(None, failed=True)
+                self._close([], failed=True)
             raise
         finally:
             self._nesting -= 1
@@ -206,9 +208,9 @@ class Course:
     def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._visit < 0:
             return
-        self._opens_backward(self._visit, with_grad(output))
-        if any(isinstance(value, (list, MutableMapping)) for value in (*args, *kwargs.values())):
-            self._open_where_made((args, kwargs))  # what it left there is an output too
+        self._opens_backward(self._visit, with_grad(output) or all_with_grad(output))
+        if any(not isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in (*args, *kwargs.values())):
+            self._open_where_made(with_grad((args, kwargs)) or all_with_grad((args, kwargs)))  # what it left in a list, a dict or an object is an output too
         self._returned[self._visit] = torch.autograd._get_sequence_nr()
         if self._layers[index].is_last:
             self._enters(self._visit + 1, None)
@@ -232,21 +234,22 @@ class Course:
 
     def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._nesting:
-            self._close(output, failed=sys.exc_info()[0] is not None and output is None)
+            left = [tensor for tensor in all_with_grad((args, kwargs)) if tensor.grad_fn is not None and self.made_in(tensor) >= 0]
+            self._close([*all_with_grad(output), *left], failed=sys.exc_info()[0] is not None and output is None)
 
-    def _close(self, output: Any, *, failed: bool) -> None:
+    def _close(self, outputs: list[Tensor], *, failed: bool) -> None:
         if not failed:
-            self._open_where_made(output)
+            self._open_where_made(outputs)
             if self._looks_around and torch.is_grad_enabled():
-                self._open_around(output)
+                self._open_around(outputs)
         self._visit = -1
         self._known = {}
-        self._listener.forward_ends(output, failed=failed)
+        self._listener.forward_ends(outputs, failed=failed)
 
-    def _open_around(self, outputs: Any) -> None:
+    def _open_around(self, outputs: list[Tensor]) -> None:
         """Nodes of layers that the code outside of layers leads to, and that are in no output, open their layers."""
         seen: set[Any] = set()
-        todo = [(tensor.grad_fn, self._visit) for tensor in with_grad(outputs) if tensor.grad_fn is not None]
+        todo = [(tensor.grad_fn, self._visit) for tensor in outputs if tensor.grad_fn is not None]
         while todo:
             node, visit = todo.pop()
             for following, _ in node.next_functions:

@@ -93,6 +93,11 @@ class BlockGraph:
     def visit_name(self, visit: int) -> str:
         return self.blocks[self.visits[visit]].name
 
+    def call_name(self, visit: int) -> str:
+        """The block, and which of its calls where it has several."""
+        calls = [v for v, block in enumerate(self.visits) if block == self.visits[visit]]
+        return self.visit_name(visit) if len(calls) == 1 else f"call {calls.index(visit) + 1} of {self.visit_name(visit)}"
+
     @property
     def num_params(self) -> int:
         return sum(p.numel for p in self.params)

@@ -5,30 +5,44 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _SIMPLE = (Tensor, bool, int, float, str, type(None))
 
 
-def _is_record(value: Any) -> bool:
-    """An instance of a class without bases whose attributes are tensors and plain values, such as PEFT's ShadowCarrier.
+def _is_record(value: Any, around: tuple[int, ...] = ()) -> bool:
+    """An instance of a class without bases whose attributes are tensors, plain values and containers of these: SimpleNamespace, PEFT's ShadowCarrier.
 
-    A cache is none: layers write to it.
+    It may hold no tensor yet: a layer that leaves one there gets a copy for its second run, as of a dict. transformers' caches are none: they hold objects of
+    other kinds. `around`: ids of what holds the value.
     """
     kind = type(value)
-    if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not hasattr(value, "__dict__"):
+    if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not getattr(value, "__dict__", None):
         return False
-    fields = vars(value).values()
-    return any(isinstance(item, Tensor) for item in fields) and all(isinstance(item, _SIMPLE) for item in fields)
+    return _is_plain(vars(value), (*around, id(value)))
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+def _is_plain(value: Any, around: tuple[int, ...]) -> bool:
+    if isinstance(value, _SIMPLE):
+        return True
+    if id(value) in around:
+        return False
+    if isinstance(value, (Mapping, tuple, list)) or is_dataclass(value):
+        return all(_is_plain(item, (*around, id(value))) for _, item in items_of(value))
+    return _is_record(value, around)
+
+
+def is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """What a value that may hold tensors holds, by key, index or attribute."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (tuple, list)):
         return enumerate(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return vars(value).items() if _is_record(value) else ()
 
@@ -37,7 +51,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     else:
-        for _, item in _items(value):
+        for _, item in items_of(value):
             yield from tensors_in(item)
 
 
@@ -46,7 +60,7 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     else:
-        for name, item in _items(value):
+        for name, item in items_of(value):
             yield from named_tensors(item, f"{path}.{name}" if path else str(name))
 
 
@@ -55,28 +69,62 @@ def with_grad(value: Any) -> list[Tensor]:
     return list({id(t): t for t in tensors_in(value) if t.requires_grad}.values())
 
 
+def all_with_grad(value: Any) -> list[Tensor]:
+    """The same, also of those in attributes of any other object: what a model returns may be of a class of its own."""
+    found: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Tensor):
+            if item.requires_grad:
+                found[id(item)] = item
+        elif not isinstance(item, (*_SIMPLE, nn.Module, type)) and id(item) not in seen:
+            seen[id(item)] = item
+            inside = [inner for _, inner in items_of(item)] or _attributes(item)
+            todo.extend(reversed(inside))
+    return list(found.values())
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Of an instance of a Python class; of a set, what is in it."""
+    if isinstance(value, (set, frozenset)):
+        return [*value]
+    if type(value).__module__ == "builtins":
+        return []
+    slots = [name for kind in type(value).__mro__ for name in _names_of_slots(kind)]
+    return [*vars(value).values()] if hasattr(value, "__dict__") else [getattr(value, name) for name in slots if hasattr(value, name)]
+
+
+def _names_of_slots(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nesting with every tensor replaced. Mappings other than dict, dataclasses and records are changed in a shallow copy."""
+    """The same nesting with every tensor replaced. All containers are copies."""
     if isinstance(value, Tensor):
         return function(value)
+    return with_items(value, {key: map_tensors(function, item) for key, item in items_of(value)})
+
+
+def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
+    """A copy of a container with other values for its keys, indices or fields. Mappings other than dict, dataclasses and records are changed in a shallow copy.
+    What is no container, or cannot be changed, is returned itself."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
+        return type(value)(*items.values())
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, item) for item in value)
+        return type(value)(items.values())
     if type(value) is dict:
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        return dict(items)
     if isinstance(value, MutableMapping):
         mapped = copy.copy(value)
-        for key, item in value.items():
-            mapped[key] = map_tensors(function, item)
+        for key, item in items.items():
+            mapped[key] = item
         return mapped
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copied = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, map_tensors(function, getattr(value, field.name)))
-        return copied
-    if _is_record(value):
-        copied = copy.copy(value)
-        vars(copied).update({name: function(item) for name, item in vars(value).items() if isinstance(item, Tensor)})
-        return copied
-    return value
+    if isinstance(value, Mapping) or not (items or is_dataclass(value)):
+        return value
+    copied = copy.copy(value)
+    for name, item in items.items():
+        object.__setattr__(copied, name, item)
+    return copied

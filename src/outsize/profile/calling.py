@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import ModelUnsupported, tell
 from outsize.model.batch import Call, arguments_of, as_call
-from outsize.model.tensors import named_tensors, with_grad
+from outsize.model.tensors import all_with_grad, named_tensors
 
 Loss = Callable[[nn.Module, Any], Tensor | None]
 """Makes the loss of a batch. None: the model only runs forward, and there is nothing to differentiate."""
@@ -24,7 +24,7 @@ def loss_of(outputs: Any) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
-    terms = with_grad(outputs)
+    terms = all_with_grad(outputs)
     if not terms:
         found = "no output of the model requires grad"
         raise ModelUnsupported(tell("the model has something to train", found, "Set requires_grad on what shall be trained, or give a batch with labels"))

@@ -1,10 +1,17 @@
-"""Landings: in which visit's backward the gradient of each parameter is complete, as a trial run saw it."""
+"""Landings: in which visit's backward the gradient of each parameter is complete, as a trial run saw it.
 
-from collections.abc import Collection, Mapping
+[Note: Weights that some calls read]
+A layer that runs several times may read a weight in some of its calls alone, by what the data says: an expert. The plan has its gradient land in the first
+call of the layer, which is the last in backward. One that is complete earlier waits for that (runtime/gradients.py). The memory of it is reserved, since the
+profiling run has seen other calls read it than the training will.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
 from outsize.base.errors import ModelUnsupported, tell
+from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.profile.passes import Pass
 
@@ -14,13 +21,15 @@ def read_without_grad(model: nn.Module, graph: BlockGraph, run: Pass) -> tuple[t
 
     A teacher's pass under no_grad may share a visit with the start of the student's, a layer that runs without grad may be followed by code that
     does not, and a module that layers share may have parts for each of them. A visit whose backward came after the one in which the gradient was
-    complete has added nothing to it.
+    complete has added nothing to it, unless it is a call of the same layer: see [Note: Weights that some calls read].
     """
     found = []
     for name, param in model.named_parameters():
         landed = run.landings.get(id(param), set())
         for visit in graph.users[name] if param.requires_grad else ():
             adds = visit in run.skipped or (bool(landed) and min(landed) <= visit)
+            if landed and min(landed) >= 0 and run.layer_of[visit] is not None and visit not in run.without_grad:
+                adds = adds or run.layer_of[visit] == run.layer_of[min(landed)]
             if graph.has_backward[visit] and not adds and (visit in run.without_grad or bool(landed)):
                 found.append((visit, name))
     return tuple(found)
@@ -53,3 +62,32 @@ def require_landings(model: nn.Module, graph: BlockGraph, run: Pass, readers: Ma
                 f"{name} gets its gradient in {len(landed)} parts, from different calls of {names}, as with torch.utils.checkpoint(use_reentrant=True) in a "
                 "layer that runs several times. Use use_reentrant=False."
             )
+
+
+def bytes_of_waiting_gradients(layers: Sequence[Layer], run: Pass, readers: Mapping[int, Collection[int]]) -> int:
+    """The most that gradients take which wait for the visit that they land in. `run`: a scout, with the `readers` that it saw."""
+    calls: dict[int, list[int]] = {}
+    for visit, layer in enumerate(run.layer_of):
+        if layer is not None and visit not in run.without_grad:
+            calls.setdefault(layer, []).append(visit)
+    repeated = {layers[index]: visits for index, visits in calls.items() if len(visits) > 1}
+    chosen: set[tuple[str, str]] = set()
+    for layer, visits in repeated.items():
+        for name, param in layer.module.named_parameters():
+            if param.requires_grad and any(visit not in readers.get(id(param), ()) for visit in visits if visit not in run.skipped):
+                chosen.add((layer.structure, _choice(layer.module, name)))
+    waiting: dict[int, int] = {}
+    for layer in repeated:
+        for name, param in layer.module.named_parameters():
+            if param.requires_grad and any(f"{name}.".startswith(f"{prefix}.") for structure, prefix in chosen if structure == layer.structure):
+                waiting[id(param)] = param.nbytes
+    return sum(waiting.values())
+
+
+def _choice(layer: nn.Module, name: str) -> str:
+    """The innermost list or dict of modules around a weight, of which another may be read the next time. Without one, the weight itself."""
+    parts = name.split(".")
+    for num in range(len(parts) - 1, 0, -1):
+        if isinstance(layer.get_submodule(".".join(parts[:num])), (nn.ModuleList, nn.ModuleDict)):
+            return ".".join(parts[:num])
+    return name

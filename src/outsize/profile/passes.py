@@ -16,9 +16,10 @@ from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
 from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer, parts_of
+from outsize.model.arguments import MovedArguments
 from outsize.model.discover import Layer
 from outsize.model.state import LeftValues
-from outsize.model.tensors import map_tensors, tensors_in
+from outsize.model.tensors import map_tensors, named_tensors, tensors_in
 from outsize.model.work import Strategy
 from outsize.profile.outputs import Outputs
 from outsize.profile.phases import Phases
@@ -77,6 +78,7 @@ class Pass:
         self.outputs = Outputs(lambda storage: phases.shared_as(storage) is None)  # not of `self`: a pass that failed must go at once, with what it holds
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
+        self._arguments: MovedArguments | None = None
         self.is_forward = False
         self._beside = False
         """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
@@ -108,7 +110,6 @@ class Pass:
     # Forward.
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        put = self.tracer.device.put
         self._beside = not torch.is_grad_enabled()
         if not self._beside:
             if self.layer_of:
@@ -119,7 +120,8 @@ class Pass:
             self.is_forward = True
             self.tracer.progress.advance()
             self.phases.open_forward()
-        return map_tensors(put, args), map_tensors(put, kwargs)
+        self._arguments = MovedArguments(self.tracer.device.put, args, kwargs)
+        return self._arguments.args, self._arguments.kwargs
 
     def finds(self, layer: int, after: int) -> int:
         return after + 1
@@ -155,7 +157,8 @@ class Pass:
         if visit < 0:
             self.tracer.bring(facts.module)
             return forward(*args, **kwargs)
-        inputs = list(tensors_in((args, kwargs)))
+        named = list(named_tensors((args, kwargs)))
+        inputs = [tensor for _, tensor in named]
         if inputs and not self._beside:
             # Inputs that are weights or buffers are there for good.
             self.phases.takes(visit, inputs[0], [t for t in inputs[1:] if not self.tracer.is_static(t)])
@@ -200,9 +203,10 @@ class Pass:
                 can = self.tracer.has_backward(visit) and (self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts))
                 strategy = self.strategy if can else "keep"
                 outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
-            self.outputs.makes(visit, tensors_in(outputs), self.given)
+            made = [*tensors_in(outputs), *_in_place_of(named[:1], args, kwargs)]
+            self.outputs.makes(visit, made, self.given)
             self.given = None
-            self._makes(visit, outputs)
+            self._makes(visit, made)
         if left is not None:
             left.forward_ran()
             self.tracer.left[facts.structure] = left
@@ -210,7 +214,9 @@ class Pass:
         known = {id(t) for t in inputs}
         added = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
         if not self._beside:
-            self.phases.leaves(visit, [t for t in added if t.layout == torch.strided and not self.tracer.is_static(t)])
+            next_hidden = {id(t) for t in _in_place_of(named[:1], args, kwargs)}
+            shared = (t for t in added if id(t) not in next_hidden and t.layout == torch.strided and not self.tracer.is_static(t))
+            self.phases.leaves(visit, shared)
         self._pass_through[key] = _pass_through(inputs, outputs) if inputs and not added else None
         return outputs
 
@@ -254,7 +260,10 @@ class Pass:
             if was_sent:
                 self.phases.watch(visit, self._inputs[visit])
 
-    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
+    def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None and not failed:
+            arguments.write_back()
         self.is_forward = False
         if not failed and not self._beside:
             last = len(self.layer_of) - 1
@@ -288,6 +297,12 @@ class Pass:
         self._returned = None
         if self.backward:
             self.outputs.backward_ended(self.backward[-1])
+
+
+def _in_place_of(named: list[tuple[str, Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What a layer has put among its arguments in the place of these: a hidden state that is handed on in an object."""
+    now = dict(named_tensors((args, kwargs)))
+    return [now[path] for path, tensor in named if path in now and now[path] is not tensor]
 
 
 def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]], Any] | None":

@@ -37,10 +37,12 @@ from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.stacks import is_composite
 from outsize.model.state import LeftValues, ModuleState, generators_of
+from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
-from outsize.profile.landings import read_without_grad, require_landings
+from outsize.profile.landings import bytes_of_waiting_gradients, read_without_grad, require_landings
+from outsize.profile.merge import with_reserve
 from outsize.profile.outputs import inputs_from, kept
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase, bytes_of_phases
@@ -137,6 +139,7 @@ class Tracer:
             self._differs = scout.differs
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             self._gradients = self._shared_gradients(scout)
+            waiting_bytes = bytes_of_waiting_gradients(self.layers, scout, self._readers)
             self._inputs_from = inputs_from(scout.layer_of, scout.goes_on)
             self._without_backward = {visit for visit in scout.keys if not self._is_differentiable(scout, visit)}
             sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
@@ -152,10 +155,11 @@ class Tracer:
             log.warning("%s", note)
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
-        return graph, ModelTrace(
+        trace = ModelTrace(
             graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=shared_tensors(passes), held_bytes=held_bytes,
             provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
+        return graph, with_reserve(trace, waiting_bytes)
 
     def around(self, visit: int) -> Any:
         before = self._sequels.get(visit - 1, _NOTHING)
@@ -376,14 +380,16 @@ class Tracer:
         return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
 
     def _loss(self, run: Pass) -> tuple[Tensor | None, Any]:
-        """The loss, and what its loop holds beside it: of a loop that calls the model itself, the outputs."""
+        """The loss, and what its loop holds beside it: the batch, whose containers a forward may write into, and where the model makes the loss, its
+        outputs."""
+        batch = map_tensors(lambda t: t, self.batch)  # every pass begins with the user's, as they are
         if self.loss is not None:
-            loss = self.loss(self.model, self.batch)
+            loss = self.loss(self.model, batch)
             run.phases.returned()
-            return loss, None
-        outputs = call(self.model, self.batch)
+            return loss, batch
+        outputs = call(self.model, batch)
         run.phases.returned()
-        return loss_of(outputs), outputs
+        return loss_of(outputs), (outputs, batch)
 
     @contextmanager
     def _model_untouched(self) -> Iterator[None]:

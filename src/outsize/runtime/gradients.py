@@ -48,6 +48,8 @@ class Gradients:
         for name in self._names:
             expected = store.place.landing.get(store.place.layout.place[name][0])
             self._landing[name] = expected, store.gradient_view(name) if expected is not None else None
+        self._early: dict[str, Tensor] = {}
+        """Gradients that were complete in the backward of another call of their layer than they land in, and wait for that one."""
         self._handles: dict[str, list[Any]] = {}
         for name in self._names:
             self._hook(name)
@@ -93,11 +95,11 @@ class Gradients:
         visit = self._current_visit()
         expected, total = self._landing[name]
         if total is None or visit not in (expected, ALL_VISITS):
-            graph = self._store.place.graph
-            where = f"in the backward of {graph.visit_name(expected)}" if expected is not None else "never, as in the trial run of prepare"
-            seen = f"it came in that of {'the model' if visit == ALL_VISITS else graph.visit_name(visit)}" if visit is not None else None
-            found = seen or "it came outside of any backward of the model"
-            raise OrderMismatch(tell(f"the gradient of {name} is complete {where}", found, "Prepare the model again with a batch that takes this path"))
+            is_shown = is_sum and name in self.landed  # a hook of the user's was to see the sum, which is not here yet
+            if total is None or expected is None or visit is None or is_shown or not self._is_earlier_call(visit, expected):
+                raise self._mismatch(name, visit, expected)
+            self._early[name] = grad
+            return
         self.is_applied = False
         with torch.no_grad():
             if name in self.landed and not is_sum:
@@ -106,6 +108,36 @@ class Gradients:
                 total.copy_(grad)
                 self.landed.add(name)
             torch.linalg.vector_norm(total, dtype=torch.float32, out=self._norm_of[name])
+
+    def _is_earlier_call(self, visit: int, expected: int) -> bool:
+        """Of the same layer, whose backward comes before that of the visit where the gradient lands."""
+        visits = self._store.place.graph.visits
+        return visit > expected and visits[visit] == visits[expected]
+
+    def enters(self, visit: int) -> None:
+        """The backward of a visit begins: gradients that wait for it land."""
+        for name in [name for name in self._early if self._landing[name][0] == visit]:
+            self._take(name, self._early.pop(name))
+
+    def require_landed(self, visit: int) -> None:
+        """The backward goes on with this visit: no gradient waits for one that was left out."""
+        for name in self._early:
+            expected = self._landing[name][0]
+            if expected is not None and expected > visit:
+                raise self._mismatch(name, None, expected)
+
+    def forget_early(self) -> None:
+        self._early.clear()
+
+    def _mismatch(self, name: str, visit: int | None, expected: int | None) -> OrderMismatch:
+        graph = self._store.place.graph
+        wanted = f"in the backward of {graph.call_name(expected)}" if expected is not None else "in no backward, as in the profiling run"
+        found = "not in it" if visit is None else "in that of the model" if visit == ALL_VISITS else f"in that of {graph.call_name(visit)}"
+        return OrderMismatch(
+            f"The plan has the gradient of {name} complete {wanted}, but it came {found}: the model uses this weight in other places than in the profiling run. "
+            "Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with blocks= that leaves out the list of layers "
+            "around this weight (blocks=[] keeps the whole model in one block)."
+        )
 
     @property
     def waiting(self) -> bool:

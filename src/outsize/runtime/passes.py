@@ -18,9 +18,10 @@ from outsize.activation.strategies import RUN, SENDS
 from outsize.base.cache_folder import drop_profiles
 from outsize.base.errors import SEVERAL_FORWARDS, DeviceOutOfMemory, EngineMisuse, OrderMismatch, tell
 from outsize.device.device import Device
+from outsize.model.arguments import MovedArguments
 from outsize.model.course import Course
 from outsize.model.discover import Layer, layers_in_graph
-from outsize.model.tensors import map_tensors, with_grad
+from outsize.model.tensors import with_grad
 from outsize.runtime.attached import Holder
 from outsize.runtime.executor import ALL_VISITS, Stage
 from outsize.runtime.steps import Steps
@@ -43,7 +44,11 @@ class Passes:
         self._free_visit = 0
         """Where a forward without grad is."""
         self._alive: Callable[[], _Alive | None] = lambda: None
+        self._has_outputs = True
+        """A tensor with a graph was found in what the last training forward returned, or left in its arguments."""
         self._autocast_cache: bool | None = None
+        self._arguments: MovedArguments | None = None
+        """Of the forward that is under way."""
 
     def attach(self) -> None:
         if not self._holder.now.executor.sees_visits:
@@ -91,11 +96,11 @@ class Passes:
         torch.set_autocast_cache_enabled(False)
         self._device.watching(True)
         self._holder.now.begin_forward()
-        args, kwargs = map_tensors(self._device.put, args), map_tensors(self._device.put, kwargs)
+        self._arguments = moved = MovedArguments(self._device.put, args, kwargs)
         if self._training:
             self._forward_number = self._course.number
             self._holder.now.executor.begin_forward()
-        return args, kwargs
+        return moved.args, moved.kwargs
 
     def _begin_training(self) -> None:
         if (name := self._holder.now.store.replaced()) is not None:
@@ -160,7 +165,10 @@ class Passes:
         parcel = now.executor.parcel(visit) if strategy in SENDS else Parcel()
         return RUN[strategy](forward, args, kwargs, parcel, now.is_static)
 
-    def forward_ends(self, outputs: Any, *, failed: bool) -> None:
+    def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None and not failed:
+            arguments.write_back()
         if self._autocast_cache is not None:
             torch.set_autocast_cache_enabled(self._autocast_cache)
             self._autocast_cache = None
@@ -182,8 +190,9 @@ class Passes:
                     self.check_profile()
                     executor.roll_back()
                     raise
-                self._alive = _mark_graph(with_grad(outputs))
-                if self._alive() is None:
+                self._alive = _mark_graph(outputs)
+                self._has_outputs = self._alive() is not None
+                if not self._has_outputs:
                     executor.roll_back()
         finally:
             self._device.watching(False)
@@ -201,16 +210,25 @@ class Passes:
                 now.gradients.pull_assigned()
             self._device.watching(True)
             now.access.begin_pass()
+            now.gradients.forget_early()
             executor.begin_backward(pending=bool(now.gradients.landed), update=update)
         elif executor.stage is not Stage.BACKWARD:
             where = now.planned.graph.visit_name(visit) if executor.sees_visits else "the model"
+            if course == self._forward_number and not self._has_outputs:
+                raise EngineMisuse(
+                    f"A backward reaches {where}, but the forward returned no tensor with grad that outsize found, and its activations are gone. Return the "
+                    "tensors that a loss is made of in a tuple, list, dict, dataclass or in attributes of an object."
+                )
             found = f"another one reaches {where}; its activations are gone"
             raise EngineMisuse(tell("one backward follows each forward of a prepared model", found, "Run the forward again; retain_graph is not supported"))
         if visit != executor.current_visit:
+            now.gradients.require_landed(visit)
             executor.enter_backward(visit)
+            now.gradients.enters(visit)
 
     def backward_ends(self) -> None:
         now = self._holder.now
+        now.gradients.require_landed(-1)
         now.executor.end_backward()
         self._device.watching(False)
         now.access.end_pass()
@@ -233,6 +251,7 @@ class Passes:
             where = "its first block" if visit is None else "the model" if visit == ALL_VISITS else now.planned.graph.visit_name(visit)
             now.gradients.broken = where
             self._steps.backward_broke(where)
+        now.gradients.forget_early()
         now.executor.roll_back()
         self._device.watching(False)
         now.access.end_pass()

@@ -39,6 +39,7 @@ from outsize.train.aliases import require_own_memory
 from outsize.train.batches import detached, grown, num_rows, require_something
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
+from outsize.train.plain_tensors import require_plain_tensors
 from outsize.train.planned_batches import PlannedBatches, recording, reserving
 from outsize.train.trial import try_out
 
@@ -182,6 +183,7 @@ def _get_ready(
     where = choose_device(device)
     _require_one_process()
     _require_plain(model)
+    require_plain_tensors(model)
     require_own_memory(model)
     source = _source(model, weights)
     _one_owner_of_recompute(model)
@@ -368,13 +370,6 @@ def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights
 
 def _adopt_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Convert trainable fp16 parameters to fp32, which is exact; frozen ones stay fp16. Returns the dtypes of those that were converted, by name."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided:
-            kind = str(tensor.layout).removeprefix("torch.")
-            raise ModelUnsupported(
-                f"{name}: a {kind} tensor cannot be placed by a plan. Keep its values in a dense parameter and make the sparse tensor of them "
-                "in the forward, as PEFT's SHiRA does."
-            )
     params = dict(model.named_parameters())
     for name, param in params.items():
         if param.requires_grad and param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
