@@ -18,21 +18,22 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 # Room, and what it may import beside itself: rooms, or single modules of a room.
 MAY_IMPORT: dict[str, str] = {
     "base": "",
+    "compat": "",  # private names of other libraries; for all but those without torch
     "config": "base",
     "hardware": "base config.source",  # a machine is a YAML file
-    "model": "base",
-    "device": "base hardware",
+    "model": "base compat",
+    "device": "base compat hardware",
     "layout": "base model.graph",
     "plan": "base hardware.lanes hardware.spec model.graph model.work layout",
-    "optim": "base device layout",
+    "optim": "base compat device layout",
     "dist": "base device",
-    "activation": "base device model",
-    "profile": "base device hardware model activation layout plan optim progress",
+    "activation": "base compat device model",
+    "profile": "base compat device hardware model activation layout plan optim progress",
     "planner": "base hardware model.graph model.work profile.trace layout plan",
     "report": "base hardware plan planner layout model.graph profile.trace",
-    "runtime": "base device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint progress",
-    "checkpoint": "base model",
-    "data": "base progress",
+    "runtime": "base compat device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint progress",
+    "checkpoint": "base compat model",
+    "data": "base compat progress",
     "methods": "base model device plan",
     # Modules of the top level are rooms of one file. Importing the package itself is `outsize`.
     "progress": "",

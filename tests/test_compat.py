@@ -34,7 +34,7 @@ def dotted(node: ast.expr) -> str:
 
 def private_names(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and PRIVATE_CALLS.match(dotted(node)):
+        if isinstance(node, ast.Attribute) and not node.attr.startswith("__") and PRIVATE_CALLS.match(dotted(node)):
             yield f"{path.name}:{node.lineno} {dotted(node)}"
         elif isinstance(node, ast.Attribute) and node.attr in ("_cdata", "_sequence_nr", "_execution_engine", "_make_wrapper_subclass"):
             yield f"{path.name}:{node.lineno} {node.attr}"

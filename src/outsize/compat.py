@@ -42,6 +42,13 @@ def _missing(path: str) -> ImportError:
     )
 
 
+# torch: classes that are subclassed, by import statements so that type checkers know them.
+try:
+    from torch._subclasses import fake_tensor as fake_tensor  # profiles from a config alone (`outsize plan`)
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator: counts memory on `sim`, guards reads
+except ImportError as error:
+    raise ImportError(f"{error}. outsize needs it: install torch {TESTED['torch']}.") from error
+
 # torch: the autograd graph.
 next_node_number = find("torch.autograd._get_sequence_nr")
 """The number of the next autograd node: says in which block call a node was made."""
@@ -53,8 +60,6 @@ current_graph_task = find("torch._C._current_graph_task_id")
 # torch: interception of operators.
 without_torch_function = find("torch._C.DisableTorchFunctionSubclass")
 """Access to a parameter subclass without its `__torch_function__`."""
-TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
-"""Sees every operator: counts memory on `sim`, guards reads of parameters."""
 current_dispatch_modes = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 push_dispatch_mode = find("torch.utils._python_dispatch._push_mode")
 pop_dispatch_mode = find("torch.utils._python_dispatch._pop_mode")
@@ -69,8 +74,6 @@ TensorBase = find("torch._C.TensorBase")
 # torch: tensors without values.
 detect_fake_mode = find("torch._guards.detect_fake_mode")
 """Whether the model is traced on fake tensors."""
-fake_tensor = find("torch._subclasses.fake_tensor")
-"""Profiles from a config alone (`outsize plan`)."""
 make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
 """Logits that are never materialized (chunked loss)."""
 parse_to = find("torch._C._nn._parse_to")

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
+from outsize.compat import detect_fake_mode
 from outsize.model.state import ModuleState, generators_of
 from outsize.model.tensors import tensors_in
 

@@ -1,11 +1,12 @@
 """Layers that the model's own code checkpoints: they run again in backward, where no plan has them."""
 
-import torch
+
+from outsize.compat import current_graph_task
 
 
 def is_in_backward() -> bool:
     """Autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() >= 0
+    return current_graph_task() >= 0
 
 
 def rerun_in_backward(name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.units import ALIGN_BYTES
+from outsize.compat import neg_view, storage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,16 @@ class Parcel:
 
     def pack(self, tensor: Tensor) -> Handle:
         storage = tensor.untyped_storage()
-        item = self._index.get(storage._cdata)
+        item = self._index.get(storage_id(storage))
         if item is None:
-            item = self._index[storage._cdata] = len(self.offsets)
+            item = self._index[storage_id(storage)] = len(self.offsets)
             self.items.append(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
             self.offsets.append(self.num_bytes)
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
         return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg())
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._index
+        return storage_id(storage) in self._index
 
     def copy_to(self, arena: Tensor) -> None:
         for item, offset in zip(self.items, self.offsets, strict=True):
@@ -67,5 +68,5 @@ class Parcel:
         typed = self._returned[self.offsets[handle.item] :]
         typed = typed[: typed.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
         view = typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)
-        view = torch._neg_view(view) if handle.is_neg else view
+        view = neg_view(view) if handle.is_neg else view
         return view.conj() if handle.is_conj else view

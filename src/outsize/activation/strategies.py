@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.activation.again import compared, made_again
 from outsize.activation.parcel import Handle, Parcel
+from outsize.compat import storage_id
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
 
@@ -79,13 +80,13 @@ def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Everything that autograd saves on the device goes to the host, but for what blocks share. (Attention keeps its random state in host tensors.)"""
     inputs = list(tensors_in((args, kwargs)))
     here = inputs[0].device if inputs else None
-    shared = {t.untyped_storage()._cdata for t in inputs[1:]} - {t.untyped_storage()._cdata for t in inputs[:1]}
+    shared = {storage_id(t.untyped_storage()) for t in inputs[1:]} - {storage_id(t.untyped_storage()) for t in inputs[:1]}
 
     def pack(tensor: Tensor) -> Tensor | Handle:
         if tensor.layout != torch.strided or tensor.device != here:
             return tensor
         storage = tensor.untyped_storage()
-        travels = storage.nbytes() and storage._cdata not in shared and not is_static(tensor)
+        travels = storage.nbytes() and storage_id(storage) not in shared and not is_static(tensor)
         return parcel.pack(tensor) if travels else tensor
 
     with saved_tensors_hooks(pack, _unpack_from(parcel)):

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from outsize import compat
 from outsize.base.log import log
+from outsize.compat import storage_id
 from outsize.model.tensorfile import Spec
 from outsize.model.weights import INDEX, SINGLE
 
@@ -66,19 +68,18 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
         return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), None)
 
     from huggingface_hub import split_state_dict_into_shards_factory
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    private = compat.transformers()
 
     for ignored in model._keys_to_ignore_on_save or ():
         stand_ins.pop(ignored, None)
-    kept = remove_tied_weights_from_state_dict(stand_ins, model)
+    kept = private.remove_tied_weights(stand_ins, model)
     names = {id(stand_in): name for name, stand_in in kept.items()}
-    stored = revert_weight_conversion(model, dict(kept))
+    stored = private.revert_weight_conversion(model, dict(kept))
     largest = max_shard_size or inspect.signature(model.save_pretrained).parameters["max_shard_size"].default
     split = split_state_dict_into_shards_factory(
         stored, filename_pattern="model{suffix}.safetensors", max_shard_size=largest,
         # As for tensors with memory: views of one tensor (its experts) lie in one file.
-        get_storage_id=lambda tensor: tensor.untyped_storage()._cdata, get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+        get_storage_id=lambda tensor: storage_id(tensor.untyped_storage()), get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
     )  # fmt: skip
     files = {file: {key: Spec.of(stored[key]) for key in keys} for file, keys in split.filename_to_tensors.items()}
     source = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
@@ -86,7 +87,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
     recipes = _recipes(
         {name: tensor for name, tensor in kept.items() if name not in as_it_is},
         {key: Spec.of(tensor) for key, tensor in stored.items() if key not in source},
-        lambda tensors: revert_weight_conversion(model, tensors),
+        lambda tensors: private.revert_weight_conversion(model, tensors),
     )
     index = {"metadata": {"total_parameters": model.num_parameters(), **split.metadata}, "weight_map": split.tensor_to_filename} if split.is_sharded else None
     return ModelFiles(files, source, recipes, index)

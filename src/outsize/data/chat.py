@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from outsize import compat
 from outsize.base.errors import ConfigError, DataError, tell
 from outsize.data.files import Record, json_type
 from outsize.data.rows import IGNORED, Document
@@ -116,9 +117,8 @@ def _render(tokenizer: Any, record: Record, field_messages: str, *, find_spans: 
 
 
 def _render_marked(tokenizer: Any, template: str, messages: list[Message], tools: list[Any] | None) -> Rendered:
-    from transformers.utils.chat_template_utils import render_jinja_template
 
-    (text,), (spans,) = render_jinja_template(
+    (text,), (spans,) = compat.transformers().render_jinja_template(
         [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
     )
     return Rendered(text=text, spans=tuple(spans))

@@ -22,6 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from outsize import compat
 from outsize.base.log import log
 from outsize.base.units import show_bytes
 from outsize.device.arena import arena, pinned_arena
@@ -298,7 +299,7 @@ class CudaDevice(Device):
 
     def fall_behind(self) -> None:
         if torch.cuda.current_stream(self.torch_device).query():
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            compat.cuda().sleep(_HEAD_START_CYCLES)
 
     # Random numbers.
 
@@ -319,7 +320,7 @@ def _use_expandable_segments(device: torch.device) -> None:
             "PyTorch's CUDA allocator is switched to expandable segments, but %s were allocated on %s before and stay fragmented. "
             "Call outsize.prepare before other code uses the GPU, or set PYTORCH_ALLOC_CONF=expandable_segments:True.", show_bytes(held), device,
         )  # fmt: skip
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    compat.cuda().set_allocator_settings("expandable_segments:True")
 
 
 class _MappedHost:

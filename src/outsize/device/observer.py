@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.flop_counter import flop_registry
+
+from outsize.compat import TorchDispatchMode, current_dispatch_modes, pop_dispatch_mode, push_dispatch_mode, storage_id
 
 _WHERE = torch.ops.prim.device.default
 """How a fake tensor is asked for its device: not an operation."""
@@ -77,28 +78,28 @@ def push_mode(mode: TorchDispatchMode) -> None:
 
     At the bottom of the stack, so that the `with` blocks of callers still find their own modes on top.
     """
-    above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
-    _push_mode(mode)
+    above = [pop_dispatch_mode() for _ in current_dispatch_modes()]
+    push_dispatch_mode(mode)
     for other in reversed(above):
-        _push_mode(other)
+        push_dispatch_mode(other)
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
     """Leave it again, wherever in this thread's stack it is by now."""
     above = []
-    while _get_current_dispatch_mode_stack():
-        top = _pop_mode()
+    while current_dispatch_modes():
+        top = pop_dispatch_mode()
         if top is mode:
             break
         above.append(top)
     for other in reversed(above):
-        _push_mode(other)
+        push_dispatch_mode(other)
 
 
 def _aliases(key: int, args: Any, kwargs: Any) -> bool:
     """A view of (or a write into) memory that was there before the observer: not a birth."""
     given = tensors_of(*args, *kwargs.values())
-    return any(part.untyped_storage()._cdata == key for leaf in given for part in parts_of(leaf))
+    return any(storage_id(part.untyped_storage()) == key for leaf in given for part in parts_of(leaf))
 
 
 def _dies(observer: "weakref.ref[Observer]", key: int) -> None:
@@ -136,7 +137,7 @@ class Observer(TorchDispatchMode):
             made = tensors_of(*out) if isinstance(out, (list, tuple)) else tensors_of(out)
             leaves = [part for leaf in made for part in parts_of(leaf)]
             for leaf in leaves:
-                key = leaf.untyped_storage()._cdata
+                key = storage_id(leaf.untyped_storage())
                 if key not in self._alive and not _aliases(key, args, kwargs):
                     self.adopt(leaf)
             if self.cost_of is not None:
@@ -146,7 +147,7 @@ class Observer(TorchDispatchMode):
     def adopt(self, tensor: Tensor) -> None:
         """Count a tensor's storage from now until its death."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._alive:
             return
         num_bytes = storage.nbytes()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize import compat
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, tell
 from outsize.base.log import log
 from outsize.model.quantized import refuse_quantized_config
@@ -132,13 +133,12 @@ def _local_folder(path: str) -> Path:
 
 def _is_converted(model: nn.Module, weights: FileWeights) -> bool:
     """Whether transformers makes weights that the files lack of others that they have: experts one by one, old names, a base without its prefix."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    private = compat.transformers()
 
-    rules = get_model_conversion_mapping(model)
-    renamings, converters = ([rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
+    rules = private.get_model_conversion_mapping(model)
+    renamings, converters = ([rule for rule in rules if isinstance(rule, kind)] for kind in (private.WeightRenaming, private.WeightConverter))
     places = model.state_dict()
-    made = {rename_source_key(key, renamings, converters, model.base_model_prefix, places)[0] for key in weights.unexpected}
+    made = {private.rename_source_key(key, renamings, converters, model.base_model_prefix, places)[0] for key in weights.unexpected}
     return not made.isdisjoint(weights.missing)
 
 

@@ -30,10 +30,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from outsize.base.errors import ModelUnsupported
+from outsize.compat import next_node_number, node_number, peek_functorch, queue_backward_callback
 from outsize.model.discover import Layer
 from outsize.model.tensors import all_with_grad, with_grad
 
@@ -162,7 +162,7 @@ class Course:
 
     def _enters(self, visit: int, layer: int | None) -> None:
         self._visit = visit
-        self._openings.append((torch.autograd._get_sequence_nr(), visit))
+        self._openings.append((next_node_number(), visit))
         self._listener.forward_enters(visit, layer)
 
     def _root_runs(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ class Course:
             self._nesting -= 1
 
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_functorch() is not None:
             raise ModelUnsupported(
                 f"{self._layers[index].name} is called inside a transform of torch.func (vmap, grad, jvp), where its inputs are no plain tensors. "
                 "Call it outside of the transform, or name other lists of layers with blocks=['path.to.list']."
@@ -211,7 +211,7 @@ class Course:
         self._opens_backward(self._visit, with_grad(output) or all_with_grad(output))
         if any(not isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in (*args, *kwargs.values())):
             self._open_where_made(with_grad((args, kwargs)) or all_with_grad((args, kwargs)))  # what it left in a list, a dict or an object is an output too
-        self._returned[self._visit] = torch.autograd._get_sequence_nr()
+        self._returned[self._visit] = next_node_number()
         if self._layers[index].is_last:
             self._enters(self._visit + 1, None)
 
@@ -256,7 +256,7 @@ class Course:
                 if following is None or following in seen:
                     continue
                 seen.add(following)
-                number = following._sequence_nr()
+                number = node_number(following)
                 made_in = self._visit_at(number)
                 if made_in < 0:
                     continue
@@ -283,7 +283,7 @@ class Course:
         """Autograd numbers its nodes as they are made. -1: before this forward."""
         if tensor.grad_fn is None:
             return self._visit
-        return self._visit_at(tensor.grad_fn._sequence_nr())
+        return self._visit_at(node_number(tensor.grad_fn))
 
     def _visit_at(self, number: int) -> int:
         place = bisect.bisect_right(self._openings, number, key=operator.itemgetter(0))
@@ -296,7 +296,7 @@ class Course:
         tensors = [t for t in tensors if t.grad_fn is not None]
         if tensors and visit >= 0 and torch.is_grad_enabled():
             if self._looks_around:
-                self._output_numbers.update(t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None)
+                self._output_numbers.update(node_number(t.grad_fn) for t in tensors if t.grad_fn is not None)
             number = self.number
             register_multi_grad_hook(tensors, lambda grad: self._backward_enters(visit, number), mode="any")
 
@@ -308,7 +308,7 @@ class Course:
             )
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._backward_ends)
+            queue_backward_callback(self._backward_ends)
         self._listener.backward_enters(visit, number)
 
     def _backward_ends(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
+from outsize.compat import detect_fake_mode, storage_id
 from outsize.model.tensors import map_tensors, tensors_in
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -118,7 +118,7 @@ class LeftValues:
     def num_bytes(self, device: torch.device, is_static: Callable[[Tensor], bool]) -> int:
         """That a module holds from one step to the next: its attributes keep them until they are bound again."""
         tensors = [t for t in tensors_in(self._values) if t.device == device and t.layout == torch.strided and not is_static(t)]
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+        return sum({storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def put_on(self, module: nn.Module) -> None:
         """As if the forward of this module, which is of the same structure, had run."""

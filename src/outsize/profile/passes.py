@@ -14,6 +14,7 @@ from outsize.activation.checkpointed import is_in_backward, rerun_in_backward
 from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
 from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
+from outsize.compat import storage_id
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer, parts_of
 from outsize.model.arguments import MovedArguments
@@ -192,7 +193,7 @@ class Pass:
         else:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
-            self.given = {part.untyped_storage()._cdata for t in inputs for part in parts_of(t)}
+            self.given = {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)}
             if inputs:
                 self.outputs.takes(visit, inputs[0])
             if self.scout and self.tracer.compares:

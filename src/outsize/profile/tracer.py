@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from outsize.activation.strategies import RUNS_TWICE, SENDS
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported, tell
 from outsize.base.log import log
 from outsize.base.records import fingerprint
+from outsize.compat import detect_fake_mode, storage_id
 from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.hardware.lanes import compute_seconds
@@ -102,7 +102,7 @@ class Tracer:
         """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
 
     def is_static(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._static
+        return storage_id(tensor.untyped_storage()) in self._static
 
     def bring(self, module: nn.Module) -> None:
         """Put a module's weights on the device until the trace ends."""
@@ -122,7 +122,7 @@ class Tracer:
                 with self.device.on_host():
                     self._saved[param] = bytes_of(param).clone()
             self._versions.setdefault(param, param._version)
-            self._storages[param] = param.untyped_storage()._cdata
+            self._storages[param] = storage_id(param.untyped_storage())
             self._static.add(self._storages[param])
             self._over.setdefault(self._storages[param], {})[param] = None
         self._is_bringing = False
@@ -315,7 +315,7 @@ class Tracer:
     def _parameters_in(self, tensor: Tensor) -> Collection[Tensor]:
         if isinstance(tensor, nn.Parameter):
             return (tensor,)
-        return self._over.get(tensor.untyped_storage()._cdata, ()) if tensor.layout == torch.strided else ()
+        return self._over.get(storage_id(tensor.untyped_storage()), ()) if tensor.layout == torch.strided else ()
 
     def _time(self, strategy: Strategy) -> Pass:
         """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
@@ -354,7 +354,7 @@ class Tracer:
     def _require_own_memory(self, *, compares_values: bool) -> None:
         """Parameters are views into the engine's buffers: a value that the model's code puts elsewhere would be lost."""
         for name, param in self.model.named_parameters():
-            if param in self._storages and param.untyped_storage()._cdata != self._storages[param]:
+            if param in self._storages and storage_id(param.untyped_storage()) != self._storages[param]:
                 raise ModelUnsupported(
                     f"{name}: the model's forward replaces the data of this parameter, which outsize keeps in a buffer "
                     "of its own. Write new values between steps, inside `with engine.gathered(name)`, or train this model "
@@ -416,7 +416,7 @@ class Tracer:
                 self.bring(outside)
                 for buffer in self.model.buffers():
                     buffer.data = buffer.data.to(self.device.torch_device)
-            self._static |= {b.untyped_storage()._cdata for b in self.model.buffers()}
+            self._static |= {storage_id(b.untyped_storage()) for b in self.model.buffers()}
             with torch.enable_grad():
                 yield
         finally:
@@ -475,7 +475,7 @@ class Tracer:
             visits=tuple(order.index(label) for label in labels),
             has_backward=tuple(self._twin(run, v) in run.backward for v in range(len(labels))),
             params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
-            buffer_bytes=sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
+            buffer_bytes=sum({storage_id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
             bare=tuple(sorted(self._bare)),
             detours=tuple(sorted(self._detours)),
         )

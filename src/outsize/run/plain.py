@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.records import dumps, loads
+from outsize.compat import foreach_copy
 from outsize.hardware.host import peak_rss_bytes
 from outsize.run.bench_record import Bench, Rival, Speed
 from outsize.run.random_weights import random_batches, random_model
@@ -68,12 +69,12 @@ def train(kind: str, bench: Bench) -> Speed:
         for _ in range(bench.accumulate):
             loss = model(**next(batches)).loss
             (loss / bench.accumulate).backward()
-        torch._foreach_copy_(gradients, [param.grad for param in params if param.grad is not None])
+        foreach_copy(gradients, [param.grad for param in params if param.grad is not None])
         if bench.clip is not None:
             nn.utils.clip_grad_norm_(masters, bench.clip, foreach=True)
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+            foreach_copy(params, masters)
         for param in params:
             param.grad = None
         return loss.detach()

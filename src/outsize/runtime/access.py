@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, ModelUnsupported, StaleParameter
+from outsize.compat import OpOverload, TensorBase, without_torch_function
 from outsize.runtime.executor import Stage
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.store import Store
@@ -212,7 +213,7 @@ class ParameterAccess:
                 "be used on a prepared model."
             )
         value = _plain(value)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             mine_is, theirs = (mine.shape, mine.dtype, mine.device), (value.shape, value.dtype, value.device)
         if mine_is[:2] != theirs[:2] or mine_is[2].type != theirs[2].type:
             raise EngineMisuse(
@@ -294,7 +295,7 @@ _METADATA: set[Any] = {
         "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "nbytes", "itemsize", "names", "name", "output_nr", "retains_grad", "_version",
         "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn",
     ),
-    vars(torch._C.TensorBase)["requires_grad"].__set__, Tensor.requires_grad_, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement,
+    vars(TensorBase)["requires_grad"].__set__, Tensor.requires_grad_, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement,
     Tensor.element_size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
     Tensor.is_signed, Tensor.get_device, Tensor.register_hook, Tensor.is_inference, Tensor.__len__, Tensor.detach_,
     torch.is_floating_point, torch.is_complex, torch.numel,
@@ -357,7 +358,7 @@ def prepared_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
 
 def _hand_out(memory: Tensor, handle: _Handle) -> PreparedTensor:
     """The same memory, and the same autograd graph if it has one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         made = (memory if memory.requires_grad else memory.detach()).as_subclass(PreparedTensor)
     made._handle = handle
     return made
@@ -376,7 +377,7 @@ def _plain(tensor: Tensor) -> Tensor:
             return owner[0].weight(owner[1])
     if isinstance(tensor, PreparedTensor):
         tensor._handle.open()
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return tensor.as_subclass(Tensor) if isinstance(tensor, (PreparedTensor, PreparedParameter)) else tensor
 
 
@@ -411,7 +412,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator with the memory of prepared parameters in their place."""
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if func in _METADATA:
             return func(*args, **kwargs)
         owner = owner_of(first) if isinstance(first, PreparedParameter) else None
@@ -458,7 +459,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
     """Whether an operator is known to write its first argument. Others that do are found by the version of what they got."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return func._schema.is_mutable
     return name == "__setitem__" or name in _INPLACE_DUNDERS or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, OrderMismatch, tell
+from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
 from outsize.layout.chunks import ChunkLayout
@@ -107,7 +108,7 @@ class Attached:
 
     def unfrozen(self) -> list[str]:
         """Parameters that require grad now, and did not when the plan was made."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return [name for name, param in self._frozen if param.requires_grad]
 
     def layer_chunks(self, name: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch, tell
+from outsize.compat import without_torch_function
 from outsize.runtime.executor import ALL_VISITS
 from outsize.runtime.store import Store
 
@@ -58,7 +59,7 @@ class Gradients:
         """Take the gradient after the user's own post-accumulate hooks. They see the sum so far in `param.grad`, as in torch."""
         # The garbage collector does not see hooks on tensors: one that referred to `self` would keep a dropped engine's memory for ever.
         me, param = weakref.ref(self), self._store.params[name]
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             has_others = bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
             def show_sum(param: Tensor) -> None:
@@ -198,7 +199,7 @@ class Gradients:
 
     def assign(self, name: str, value: Tensor) -> None:
         """`p.grad = value`."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             shape = self._store.params[name].shape
         if value.shape != shape:
             raise EngineMisuse(f"{name}.grad: its shape is {tuple(shape)}, but {tuple(value.shape)} was assigned.")

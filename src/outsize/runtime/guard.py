@@ -10,9 +10,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.base.errors import StaleParameter, tell
+from outsize.compat import TorchDispatchMode
 from outsize.device.observer import tensors_of
 from outsize.runtime.store import Store
 

@@ -17,6 +17,7 @@ from outsize.activation.parcel import Parcel
 from outsize.activation.strategies import RUN, SENDS
 from outsize.base.cache_folder import drop_profiles
 from outsize.base.errors import SEVERAL_FORWARDS, DeviceOutOfMemory, EngineMisuse, OrderMismatch, tell
+from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.model.arguments import MovedArguments
 from outsize.model.course import Course
@@ -74,7 +75,7 @@ class Passes:
         for name in now.store.rebound():
             do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
             raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
         self._free_visit = 0
         if self._training:

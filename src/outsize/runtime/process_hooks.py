@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.base.errors import EngineMisuse
+from outsize.compat import without_torch_function
 from outsize.runtime.access import owner_of
 from outsize.runtime.optimizer import EngineOptimizer
 
@@ -105,7 +106,7 @@ def _clip_through_engine(
 
 def _engine_of_all(params: list[Tensor]) -> Clips | None:
     """The engine whose trainable parameters these are, all of them and no others that are trained."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         given = {id(p) for p in params if p.requires_grad}
     for engine in _engines:
         mine = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}

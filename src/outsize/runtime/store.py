@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import BadFile, ModelUnsupported, tell
+from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
 from outsize.model.weights import Weights, hollow_like, is_hollow, require_finite
@@ -258,7 +259,7 @@ class Store:
 
     def rebound(self) -> list[str]:
         """Parameters whose `.data` somebody has replaced."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return [name for name, param in self.params.items() if param.data_ptr() != self._addresses[name]]
 
     def move_out(self, chunks: Iterable[int] | None = None, *, keep: bool = True) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch.utils._pytree import tree_leaves
+
+from outsize.compat import fake_tensor, tree_leaves
 
 LARGE = 2**24
 """Elements. Nothing is computed that has so many: a mask of tokens × tokens at thousands of tokens would take longer than all else, and models decide by masks

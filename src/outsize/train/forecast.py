@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 
+from outsize import compat
 from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError, tell
 from outsize.base.log import log
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
+from outsize.compat import fake_tensor
 from outsize.device.rng import host_rng_untouched
 from outsize.device.sim import AbsentDevice
 from outsize.hardware.allowance import Allowance
@@ -292,10 +293,8 @@ def _is_ours(error: Exception) -> bool:
 
 def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     """A model whose weights are not drawn: some draws look at what they drew, and weights of shapes alone have nothing to look at."""
-    from transformers.initialization import no_init_weights
-
     try:
-        with no_init_weights():
+        with compat.transformers().no_init_weights():
             model: Any = kind._from_config(config, dtype=dtype)
     except (KeyError, TypeError, AttributeError, ImportError) as error:
         found = f"{type(error).__name__}: {error}"

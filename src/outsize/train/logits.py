@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from outsize.base.errors import EngineMisuse, tell
+from outsize.compat import make_wrapper_subclass, parse_to, tree_leaves, without_torch_function
 from outsize.train.cross_entropy import Step, cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -54,7 +54,7 @@ class Logits(Tensor):
 
     @staticmethod
     def __new__(cls, product: Product, device: torch.device, rows: torch.Size, columns: slice, dtype: torch.dtype, steps: tuple[Step, ...] = ()) -> "Logits":
-        made: Logits = Tensor._make_wrapper_subclass(cls, (*rows, columns.stop - columns.start), dtype=dtype, device=device)
+        made: Logits = make_wrapper_subclass(cls, (*rows, columns.stop - columns.start), dtype=dtype, device=device)
         made._product, made._columns, made._steps = product, columns, steps
         return made
 
@@ -67,7 +67,7 @@ class Logits(Tensor):
         if name == "__get__":
             name = func.__self__.__name__
         if name in _FACTS or name in _PROPERTIES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         me = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
         made = me._after(name, args[1:], kwargs) if args and args[0] is me else None
@@ -88,7 +88,7 @@ class Logits(Tensor):
         if name in ("float", "bfloat16") and not args and not kwargs:
             return self._cast(getattr(torch, name))
         if name == "to" and kwargs.keys() <= {"dtype", "device", "non_blocking"}:
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            device, dtype, *_ = parse_to(*args, **kwargs)
             return self._cast(dtype or self.dtype) if device in (None, self.device) else None
         return self._narrowed(args[0]) if name == "__getitem__" else None
 

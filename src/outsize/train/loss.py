@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from outsize import compat
 from outsize.base.errors import ModelUnsupported, tell
 from outsize.train.cross_entropy import chunk_tokens
 from outsize.train.logits import DTYPES, Logits, LogitsNotThere, Product
@@ -137,10 +138,9 @@ def _head(owner: Any) -> nn.Linear:
 
 
 def _own_loss(owner: Any) -> Callable[..., Tensor]:
-    from transformers.loss.loss_utils import ForCausalLMLoss
 
     loss: Callable[..., Tensor] = owner.loss_function
-    if loss is not ForCausalLMLoss:
+    if loss is not compat.transformers().ForCausalLMLoss:
         raise NoSeam(f"its loss is {getattr(loss, '__name__', type(loss).__name__)}")
     return loss
 

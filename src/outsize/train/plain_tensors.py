@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from outsize.compat import fake_tensor
 from torch.nn.parameter import is_lazy
 
 from outsize.base.errors import ModelUnsupported
@@ -33,7 +33,7 @@ def require_plain_tensors(model: nn.Module) -> None:
 
 def _is_wrapper(tensor: Tensor) -> bool:
     """Made with `_make_wrapper_subclass`: its storage has no memory, and refuses to say where it is."""
-    if type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, FakeTensor):
+    if type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, fake_tensor.FakeTensor):
         return False
     try:
         tensor.untyped_storage().data_ptr()
