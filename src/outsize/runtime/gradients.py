@@ -134,8 +134,8 @@ class Gradients:
         wanted = f"in the backward of {graph.call_name(expected)}" if expected is not None else "in no backward, as in the profiling run"
         found = "not in it" if visit is None else "in that of the model" if visit == ALL_VISITS else f"in that of {graph.call_name(visit)}"
         return OrderMismatch(
-            f"The plan has the gradient of {name} complete {wanted}, but it came {found}: the model uses this weight in other places than in the profiling run. "
-            "Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with blocks= that leaves out the list of layers "
+            f"The plan has the gradient of {name} complete {wanted}, but it came {found}: the model uses this weight in other places than in the "
+            "profiling run. Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with blocks= that leaves out the list of layers "
             "around this weight (blocks=[] keeps the whole model in one block)."
         )
 
