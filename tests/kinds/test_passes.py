@@ -481,3 +481,45 @@ def test_a_part_that_another_layer_uses_than_in_the_profiling_run_names_the_way_
         loss = model(DATA[0]["x"], torch.tensor([0, 1, 0]))
         with pytest.raises(OrderMismatch, match=r"layers.0.experts.1.\w+ complete in the backward of layers.2, but it came in that of layers.1: .*blocks=\[\]"):
             loss.backward()
+
+
+# A loop that calls the model otherwise than loss= does.
+
+
+class Widens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, widen: bool = False) -> Tensor:
+        x = x if bias is None else x + bias
+        return self.encoder(torch.cat([x] * 3))[: len(x)] if widen else self.encoder(x)
+
+
+def loss_of_x(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("more", [{"widen": True}, {"bias": DATA[1]["x"]}], ids=["flag", "input"])
+def test_a_loop_that_calls_the_model_otherwise_than_its_loss_is_planned_for(more: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        for batch in DATA:
+            (model(batch["x"], **more) - batch["y"]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    how: dict[str, Any] = dict(optimizer=foreign_plans.SPEC, device=DEVICE, chunk_bytes="1KiB", loss=loss_of_x)
+    with pytest.raises(PlanInfeasible) as least:
+        preview(Widens(), DATA[0], gpu_memory=1, **how)
+    model = Widens()
+    engine = outsize.prepare(model, DATA[0], gpu_memory=least.value.needed_bytes, **how)
+    with cells.closing(engine), pytest.raises(PlanInfeasible) as larger:  # and not out of memory in the forward
+        step(model, engine.optimizer)
+    plain = Widens()
+    step(plain, foreign_plans.reference(plain))
+    for gpu_memory in (larger.value.needed_bytes, None):
+        model = Widens()
+        with cells.closing(outsize.prepare(model, DATA[0], gpu_memory=gpu_memory, **how)) as engine:
+            step(model, engine.optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert "the loop calls the model otherwise than loss= does" in caplog.text

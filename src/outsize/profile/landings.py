@@ -67,9 +67,9 @@ def require_landings(model: nn.Module, graph: BlockGraph, run: Pass, readers: Ma
 def bytes_of_waiting_gradients(layers: Sequence[Layer], run: Pass, readers: Mapping[int, Collection[int]]) -> int:
     """The most that gradients take which wait for the visit that they land in. `run`: a scout, with the `readers` that it saw."""
     calls: dict[int, list[int]] = {}
-    for visit, layer in enumerate(run.layer_of):
-        if layer is not None and visit not in run.without_grad:
-            calls.setdefault(layer, []).append(visit)
+    for visit, index in enumerate(run.layer_of):
+        if index is not None and visit not in run.without_grad:
+            calls.setdefault(index, []).append(visit)
     repeated = {layers[index]: visits for index, visits in calls.items() if len(visits) > 1}
     chosen: set[tuple[str, str]] = set()
     for layer, visits in repeated.items():

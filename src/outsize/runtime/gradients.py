@@ -98,7 +98,7 @@ class Gradients:
         if total is None or visit not in (expected, ALL_VISITS):
             is_shown = is_sum and name in self.landed  # a hook of the user's was to see the sum, which is not here yet
             if total is None or expected is None or visit is None or is_shown or not self._is_earlier_call(visit, expected):
-                raise self._mismatch(name, visit, expected)
+                raise self._mismatch(name, expected, self._where(visit))
             self._early[name] = grad
             return
         self.is_applied = False
@@ -125,20 +125,23 @@ class Gradients:
         for name in self._early:
             expected = self._landing[name][0]
             if expected is not None and expected > visit:
-                raise self._mismatch(name, None, expected)
+                raise self._mismatch(name, expected, "no gradient reached that")
 
     def forget_early(self) -> None:
         self._early.clear()
 
-    def _mismatch(self, name: str, visit: int | None, expected: int | None) -> OrderMismatch:
-        graph = self._store.place.graph
-        wanted = f"in the backward of {graph.call_name(expected)}" if expected is not None else "in no backward, as in the profiling run"
-        found = "not in it" if visit is None else "in that of the model" if visit == ALL_VISITS else f"in that of {graph.call_name(visit)}"
+    def _mismatch(self, name: str, expected: int | None, found: str) -> OrderMismatch:
+        where = f"in the backward of {self._store.place.graph.call_name(expected)}" if expected is not None else "in no backward, as in the profiling run"
         return OrderMismatch(
-            f"The plan has the gradient of {name} complete {wanted}, but it came {found}: the model uses this weight in other places than in the profiling run. "
-            "Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with blocks= that leaves out the list of layers "
-            "around this weight (blocks=[] keeps the whole model in one block)."
+            f"The plan has the gradient of {name} complete {where}, but {found}: the model uses this weight in other places than in the profiling run. "
+            "Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with blocks= that leaves out the list of "
+            "layers around this weight (blocks=[] keeps the whole model in one block)."
         )
+
+    def _where(self, visit: int | None) -> str:
+        if visit is None:
+            return "it came outside of any backward of the model"
+        return f"it came in that of {'the model' if visit == ALL_VISITS else self._store.place.graph.call_name(visit)}"
 
     @property
     def waiting(self) -> bool:

@@ -205,9 +205,10 @@ def _get_ready(
     def measure(batch: Any, before: ChosenLoss | None) -> Traced:
         batch = detached(batch)
         require_something(batch)
-        call = as_call(model, batch) if loss is None else Call()
-        calls: list[Signature] = [signature(arguments_of(call, names))] if loss is None else []
-        own = recording(loss, calls)
+        has_loss = loss is not None and not isinstance(batch, Call)  # a call that the loss does not make is measured by itself
+        call = as_call(model, batch) if not has_loss else Call()
+        calls: list[Signature] = [signature(arguments_of(call, names))] if not has_loss else []
+        own = recording(loss, calls) if has_loss else None
 
         def trace_of(layers: tuple[Layer, ...]) -> Any:
             return trace_with_loss(

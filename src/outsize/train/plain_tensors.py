@@ -26,8 +26,8 @@ def require_plain_tensors(model: nn.Module) -> None:
             )
         if _is_wrapper(tensor):
             raise ModelUnsupported(
-                f"{name} is a {type(tensor).__name__}, a tensor subclass that keeps its values in other tensors (as quantized weights and DTensor do), and a plan "
-                "places only tensors with memory of their own. Use the unquantized model, or replace it by a plain tensor."
+                f"{name} is a {type(tensor).__name__}, a tensor subclass that keeps its values in other tensors (as quantized weights and DTensor do), and a "
+                "plan places only tensors with memory of their own. Use the unquantized model, or replace it by a plain tensor."
             )
 
 

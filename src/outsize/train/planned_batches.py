@@ -59,7 +59,7 @@ class PlannedBatches:
             return self._plan_batch(batch, terms)
         planned = None
         try:
-            planned = self._plan_batch(batch, terms)
+            planned = self._plan_batch(batch, terms) if not isinstance(batch, Call) else None
         except OutsizeError:
             raise
         except Exception as error:
@@ -67,8 +67,18 @@ class PlannedBatches:
         planned = planned or self._plan_filled(batch, terms)
         given = signature(arguments_of(call, names))
         if not covers((one for found in planned.measured for one in found.calls), given):
-            log.warning("loss= calls the model with other inputs than the loop does (%s): the plan may be too small for them", _text(given))
-            planned = replace(planned, measured=(*planned.measured, Measured({}, (given,))))
+            planned = self._plan_beside(call, given, terms)
+        return planned
+
+    def _plan_beside(self, call: Call, given: Signature, terms: Terms) -> Planned:
+        """For a call that the loss does not make, and for those that it makes."""
+        log.warning("the loop calls the model otherwise than loss= does (%s): planning for both, with the loss that loss= makes", _text(given))
+        planned = self._plan_all(self._measure(call, self._loss), terms)
+        if planned is None:
+            raise EngineMisuse(
+                f"The loop calls the model otherwise than loss= does ({_text(given)}), and the model then takes another way through its blocks: the plan does "
+                "not hold for both. Prepare the model with a loss= that calls it as the loop does."
+            )
         return planned
 
     def _plan_filled(self, batch: Any, terms: Terms) -> Planned:
