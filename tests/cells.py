@@ -1,8 +1,8 @@
 """Runs one way of training a zoo model under a hand-made plan, and the plain loop it must equal to the bit.
 
 A `Cell` is one such way: the kind of model, what lives where, what layers do with their activations, and how the loop trains. `run` trains it
-through the engine, `expected` by a plain loop with the reference optimizer. Traces and plain outcomes are kept per process: many cells
-share them, and tracing takes as long as the training. The model itself is built anew for every cell.
+through the engine, `expected` by a plain loop with the reference optimizer. Plain outcomes are kept per process, and traces in the session's profile
+cache as well (conftest.py): many cells share them, and tracing takes longer than the training. The model itself is built anew for every cell.
 """
 
 import contextlib
@@ -27,8 +27,9 @@ from outsize.plan.placement import Placement
 from outsize.plan.plan import FORMAT, Decision, Homes, Plan, Terms
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.simulate import simulate
+from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Tracer
+from outsize.profile.tracer import Tracer  # noqa: F401 - for tests of models of their own
 from outsize.reference import AdamW as Reference
 from outsize.runtime.engine import Engine, Planned
 from outsize.runtime.optimizer import AdamW
@@ -73,7 +74,7 @@ def prepare_by_hand(
     """An engine under a plan that no search made: `decision=` (a Decision, or a function that makes one), or what `uniform` takes."""
     where = choose_device(device)
     layers = find_layers(model)
-    graph, trace = traced or Tracer(model, batch, layers, where).trace()
+    graph, trace = traced or cache.traced(model, batch, layers, where)
     layout = pack(graph, chunk_bytes)
     terms = Terms(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)
@@ -220,7 +221,7 @@ class Cell:
         if key not in _TRACES:
             model = self.model()
             with torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext():
-                _TRACES[key] = Tracer(model, zoo.batch(self.kind), find_layers(model), where).trace()
+                _TRACES[key] = cache.traced(model, zoo.batch(self.kind), find_layers(model), where)
         return _TRACES[key]
 
     @property

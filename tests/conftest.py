@@ -2,13 +2,15 @@
 
 import os
 import random
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-# Every test takes its own trace: one in the user's cache may be older than the tracer.
+# Until pytest_configure has a folder for this session. One in the user's cache may be older than the tracer.
 os.environ["OUTSIZE_CACHE"] = ""
 
 # Reductions split their work by the number of threads, so their bits depend on it.
@@ -24,6 +26,34 @@ else:
     # Derandomised: a run that fails here fails everywhere. No deadline: two test processes share two cores.
     settings.register_profile("outsize", deadline=None, derandomize=True, max_examples=60)
     settings.load_profile("outsize")
+
+
+_CACHE = "outsize_cache"
+"""Among what xdist tells its workers: the folder of profiles of this session."""
+_FOLDER = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a session share one profile cache, which is empty when it starts: most of the time of many tests would be the same profiles."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        os.environ["OUTSIZE_CACHE"] = worker[_CACHE]
+        return
+    folder = tempfile.TemporaryDirectory(prefix="outsize-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["OUTSIZE_CACHE"] = config.stash[_FOLDER] = folder.name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist, in the process that starts the workers."""
+    node.workerinput[_CACHE] = node.config.stash[_FOLDER]
+
+
+@pytest.fixture
+def _profiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of profiling, and for those that change what a profile would see without the cache's key showing it."""
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

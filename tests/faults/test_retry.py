@@ -83,11 +83,6 @@ def same(engine: Engine, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, expected[name]) for name, value in engine.model.state_dict().items() if name in expected)
 
 
-@pytest.fixture(autouse=True)
-def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTSIZE_CACHE", "")
-
-
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 def test_a_step_that_runs_out_of_memory_is_made_again_to_the_same_bits(in_backward: bool, caplog: pytest.LogCaptureFixture) -> None:
     engine = prepare(max_grad_norm=0.5)

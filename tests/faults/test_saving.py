@@ -347,7 +347,7 @@ def test_a_save_in_the_background_outlives_the_end_of_the_program(tmp_path: Path
         "engine = cells.prepare(cells.Cell(kind='llama', weights='host', optimizer='host'))\n"
         "engine.save(Path(sys.argv[1]) / 'checkpoint-0', background=True)\nraise SystemExit('done')\n"
     )
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
     assert run.stderr.strip().endswith("done") and newest(tmp_path) == tmp_path / "checkpoint-0"
 
 
@@ -790,7 +790,7 @@ print(json.dumps(cycle(2048, 8, gpu_memory="60MiB")))
 
 
 def test_neither_saving_nor_loading_copies_the_model(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     facts = json.loads(run.stdout.splitlines()[-1])
     assert facts["weights"] == 2**26 and facts["state"] >= 2**28

@@ -385,9 +385,8 @@ def test_the_state_that_detach_returns_is_not_on_the_device(optimizer: Any) -> N
     assert state["state"] and device.observer.live_bytes == 0
 
 
-def test_planning_again_fits_a_device_that_either_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap G12: a re-plan is a part of the lifetime."""
-    monkeypatch.setenv("OUTSIZE_CACHE", "")
+def test_planning_again_fits_a_device_that_either_plan_fits(_profiles_anew: None) -> None:
+    """Trap G12: a re-plan is a part of the lifetime, and so is its trial run."""
     device, model = SimDevice(lookup("600KiB")), zoo.make("llama")
     engine = outsize.prepare(model, zoo.batch("llama"), device=device, chunk_bytes="8KiB", optimizer=SPEC)
     try:
