@@ -1,7 +1,8 @@
 """Fingerprint of a model's code: a profile is valid only for the code that was profiled.
 
-Hashed are the source files of all module classes and their bases, functions that were set on modules by hand with the plain values that they were made with,
-and the versions of the libraries that the classes come from. Code that a forward calls in other files is not followed; a run that contradicts a cached profile deletes it (runtime/engine.py).
+Hashed are the source files of all module classes and their bases, functions that were set on modules by hand with the plain values that they were made
+with, and the versions of the libraries that the classes come from. Code that a forward calls in other files is not followed; a run that contradicts a
+cached profile deletes it (runtime/engine.py).
 """
 
 import hashlib

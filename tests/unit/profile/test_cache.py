@@ -151,7 +151,8 @@ def test_whatever_changes_the_work_is_another_key(folder: Path) -> None:
 
 def test_a_larger_machine_of_the_same_speed_has_the_same_trace(folder: Path, taken: list[str]) -> None:
     small, large = (ask(llama(), zoo.batch("llama"), machine(size)) for size in ("32MiB", "64MiB"))
-    graph, trace = Tracer(llama(), zoo.batch("llama"), find_layers(llama()), machine()).trace()
+    model = llama()
+    graph, trace = Tracer(model, zoo.batch("llama"), find_layers(model), machine()).trace()
     assert taken == ["taken"] and small == large == (graph, replace(trace, profile_keys=large[1].profile_keys))
 
 
