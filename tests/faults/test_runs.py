@@ -188,9 +188,11 @@ def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
 
 def test_nothing_but_what_we_say_is_printed(tmp_path: Path) -> None:
     yaml = folders.write_run(tmp_path, max_steps=1, adapter="lora", lora_target_linear=True)
-    for command in (["train", yaml], ["export", tmp_path / "out", tmp_path / "merged", "--merge"]):
-        done = subprocess.run([sys.executable, "-m", "outsize.cli.main", *map(str, command)], env=environment(), capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0 and done.stderr == "", done.stderr
+    commands = [["train", str(yaml)], ["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge"]]
+    script = f"from outsize.cli.main import app\nfor command in {commands!r}:\n    app(command, standalone_mode=False)"
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
 def test_a_dry_run_plans_and_leaves_nothing(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "contents": repr(map_tensors(_Described, batch)),
             "irregular": [name for name, tensor in named_tensors(batch) if looks_irregular(name, tensor)],
             "device": _speed(device),
-            "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
+            "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)), torch.is_autocast_cache_enabled()],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     )

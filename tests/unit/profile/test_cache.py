@@ -141,6 +141,8 @@ def test_whatever_changes_the_work_is_another_key(folder: Path) -> None:
         keys[name] = cache._key(model, batch, find_layers(model), device)
     with torch.autocast("cpu", torch.bfloat16):
         keys["autocast"] = cache._key(llama(), zoo.batch("llama"), find_layers(llama()), device)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        keys["autocast without its cache"] = cache._key(llama(), zoo.batch("llama"), find_layers(llama()), device)
     slower = SimDevice(replace(lookup("64MiB"), flops=lookup("64MiB").flops / 2))
     keys["machine"] = cache._key(llama(), zoo.batch("llama"), find_layers(llama()), slower)
     same: dict[str, list[str]] = {}
