@@ -151,7 +151,14 @@ def test_our_trainer_makes_such_a_step_again_by_itself(tmp_path: Path) -> None:
     cells.assert_same(*found)
 
 
-@pytest.mark.parametrize(("accumulate", "at", "times"), [(2, 3, 1), (3, 2, 1), (3, 2, 2)], ids=["second", "third", "and-again-in-the-first"])
+@pytest.mark.parametrize(
+    ("accumulate", "at", "times"),
+    [
+        pytest.param(2, 3, 1, id="second", marks=pytest.mark.full),
+        pytest.param(3, 2, 1, id="third"),
+        pytest.param(3, 2, 2, id="and-again-in-the-first"),
+    ],
+)
 def test_our_trainer_makes_all_micro_batches_of_a_step_again(accumulate: int, at: int, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for fails in (0, times):

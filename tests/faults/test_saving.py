@@ -703,8 +703,18 @@ def test_an_export_gives_the_same_logits_in_a_process_that_knows_nothing_of_us(t
         assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(("weights", "optimizer"), [*HOMES, ("gpu", "host")])
-@pytest.mark.parametrize("kind", ["llama", "llama-untied", "gemma2", "gpt2", "mixtral", "t5", "bert"])
+EXPORTED = ("llama", "llama-untied", "gemma2", "gpt2", "mixtral", "t5", "bert")
+ALL_HOMES = [*HOMES, ("gpu", "host")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "optimizer"),
+    [  # each kind once, the homes by turns; the others in `make test-all`
+        pytest.param(kind, *homes, marks=[] if i % len(ALL_HOMES) == j else [pytest.mark.full])
+        for i, kind in enumerate(EXPORTED)
+        for j, homes in enumerate(ALL_HOMES)
+    ],
+)
 def test_exports_and_checkpoints_hold_what_the_detached_model_saves_to_the_byte(tmp_path: Path, kind: str, weights: Any, optimizer: Any) -> None:
     cell = Cell(kind=kind, dtype="bf16", weights=weights, optimizer=optimizer)
     with cells.closing(cells.prepare(cell, "sim:64MiB")) as engine:

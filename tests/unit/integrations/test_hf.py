@@ -316,7 +316,11 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALIKE)
+RARELY_DIFFERENT = {"sequential", "keep_last", "data_seed", "tokens", "cosine", "warmup_stable_decay", "averaged"}
+"""In `make test-all`: each has its like among the others, or in tests/parity/test_trainer.py."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] if name in RARELY_DIFFERENT else []) for name in ALIKE])
 def test_the_log_is_a_plain_trainers(name: str, ours: Any, plain: Any) -> None:
     logs = []
     for make in (ours, plain):
