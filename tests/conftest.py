@@ -1,5 +1,6 @@
 """What all tests share: one thread, one seed, and no GPU tests where there is no GPU."""
 
+import gc
 import os
 import random
 import tempfile
@@ -60,6 +61,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if not HAS_HYPOTHESIS and collection_path.suffix == ".py" and "from hypothesis" in collection_path.read_text() and collection_path != Path(__file__):
         return True
     return None  # leaves the decision to pytest
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays. `prepare` collects garbage, and would look at half a million of these objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:
