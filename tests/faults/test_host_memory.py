@@ -7,6 +7,7 @@ import sys
 import weakref
 
 import cells
+import pytest
 import zoo
 
 import outsize
@@ -89,6 +90,7 @@ def test_the_engine_trains_under_python_O() -> None:
     assert run.stdout.split()[-2:] == ["True", "guarded"], run.stderr[-2000:]
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_detached_engines_leave_nothing_behind() -> None:
     """Trap H7: neither the tracer, nor hooks, nor finalizers hold the model, the engine or its buffers."""
     for device in ("cpu", "sim:64MiB"):

@@ -10,6 +10,7 @@ from rich.console import Console
 from outsize.run import demo
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_the_demo_keeps_its_budget(tmp_path: Path) -> None:
     screen = io.StringIO()
     outcome = demo.main(3, folder=tmp_path / "a", sample_bytes=4, console=Console(file=screen, width=104))

@@ -599,6 +599,7 @@ class Counter(OutsizeTrainer):
         return loss
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_what_a_loss_counts_is_not_counted_in_the_trial_run(tmp_path: Path) -> None:
     trainer = Counter(model=zoo.make(KIND), args=trainers.arguments(tmp_path), train_dataset=trainers.rows(KIND), **trainers.planned("resident"))
     metrics = trainer.metrics

@@ -58,7 +58,7 @@ def test_a_fake_trace_equals_a_real_one_to_the_byte(name: str, dtype: torch.dtyp
     assert "fake" in fake.provenance
 
 
-def test_the_forecast_is_the_plan_that_prepare_makes(_profiles_anew: None) -> None:
+def test_the_forecast_is_the_plan_that_prepare_makes() -> None:
     config = config_of("llama")
     small = 256 * 1024
     ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=exact_bytes(small), host_memory="1GiB", chunk_bytes="8KiB")
@@ -144,7 +144,7 @@ BY_DEFAULT = {"BartForConditionalGeneration", "Glm4vForConditionalGeneration"}
 
 
 @pytest.mark.parametrize("kind", [kind if kind in BY_DEFAULT else pytest.param(kind, marks=pytest.mark.full) for kind in ODD])
-def test_what_depends_on_chance_and_not_on_weights_is_planned_as_prepare_does(kind: str, _profiles_anew: None) -> None:
+def test_what_depends_on_chance_and_not_on_weights_is_planned_as_prepare_does(kind: str) -> None:
     """Models that draw a number to drop a layer or not, such as weights of shapes alone cannot be drawn for, and such as see images in forms of their own."""
     config, state = ODD[kind](), torch.get_rng_state()
     config.architectures = [kind]
