@@ -1,6 +1,7 @@
 # The verbs. Each makes its own virtual environment when needed, so `make test` or `make train` is all a clean checkout asks for.
 #
 #   make test                          lint, types and tests             make test-all   the full parity product as well
+#   make smoke                         while you work, a minute: architecture, plans, planner, layout, each kind of model under one streamed plan
 #   make train                         the small demo run                make test-gpu   the tests that need CUDA
 #   make bench                         how fast this machine trains (docs/bench.md)
 #   make test-gpu PYTHON=python3       with an interpreter that has everything already: nothing is installed (a GPU box
@@ -25,7 +26,10 @@ PARALLEL := -n 2 --dist worksteal
 # tests/parity is named once more so that the process that prints knows how many parity cells there must be (tests/parity/conftest.py); no test runs twice.
 TESTS := tests/parity tests
 
-.PHONY: setup train test test-all check test-gpu bench browser
+# `smoke` is a marker as well, of one cell of each kind in test_covering.py.
+SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/plan tests/unit/planner tests/unit/layout tests/parity/test_covering.py
+
+.PHONY: setup train test test-all smoke check test-gpu bench browser
 
 setup: $(READY)
 
@@ -60,6 +64,9 @@ check: $(READY)
 
 test: check browser
 	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) $(TESTS)
+
+smoke: $(READY)
+	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) -q $(SMOKE)
 
 # The empty marker expression undoes the default one, which leaves `full` out.
 test-all: check browser

@@ -1,8 +1,8 @@
 """Runs one way of training a zoo model under a hand-made plan, and the plain loop it must equal to the bit.
 
 A `Cell` is one such way: the kind of model, what lives where, what layers do with their activations, and how the loop trains. `run` trains it
-through the engine, `expected` by a plain loop with the reference optimizer. Traces and plain outcomes are kept per process: many cells
-share them, and tracing takes as long as the training. The model itself is built anew for every cell.
+through the engine, `expected` by a plain loop with the reference optimizer. Plain outcomes are kept per process, and traces in the session's profile
+cache as well (conftest.py): many cells share them, and tracing takes longer than the training. The model itself is built anew for every cell.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from torch import nn
 from outsize.base.records import fingerprint
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
+from outsize.device.sim import SimDevice
+from outsize.hardware.catalog import lookup
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.discover import find_layers
@@ -27,13 +29,14 @@ from outsize.plan.placement import Placement
 from outsize.plan.plan import FORMAT, Decision, Homes, Plan, Terms
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.simulate import simulate
+from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Tracer
+from outsize.profile.tracer import Tracer  # noqa: F401 - for tests of models of their own
 from outsize.reference import AdamW as Reference
 from outsize.runtime.engine import Engine, Planned
 from outsize.runtime.optimizer import AdamW
 
-STEPS = 5
+STEPS = 3
 MAX_GRAD_NORM = 0.05
 """Below the norm of every zoo model, so that clipping clips."""
 GiB = 2**30
@@ -73,7 +76,7 @@ def prepare_by_hand(
     """An engine under a plan that no search made: `decision=` (a Decision, or a function that makes one), or what `uniform` takes."""
     where = choose_device(device)
     layers = find_layers(model)
-    graph, trace = traced or Tracer(model, batch, layers, where).trace()
+    graph, trace = traced or cache.traced(model, batch, layers, where)
     layout = pack(graph, chunk_bytes)
     terms = Terms(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)
@@ -200,7 +203,7 @@ class Cell:
 
     @property
     def spec(self) -> AdamW:
-        # A large rate: weights must move by much more than a rounding in five steps.
+        # A large rate: weights must move by much more than a rounding in three steps.
         return AdamW(
             lr=1e-2, weight_decay=0.1, max_grad_norm=MAX_GRAD_NORM if self.clip else None, fp32_grads=self.fp32_grads,
             update="in_backward" if self.update == "in_backward" else "after_step",
@@ -213,14 +216,16 @@ class Cell:
         return model
 
     def traced(self, device: str | Device = "cpu") -> Traced:
-        """Of a model that is the cell's but another one than is trained."""
+        """Of a model that is the cell's but another one than is trained. On `sim`, which does not time, also for the CPU: bytes are the same there."""
         where = choose_device(device)
+        if where.kind == "cpu":
+            where = SimDevice(lookup("1GiB"))
         # The size of a device and its name do not enter a trace.
         key = (self._model_only, where.kind, dataclasses.replace(where.spec, name="", gpu_bytes=0))
         if key not in _TRACES:
             model = self.model()
             with torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext():
-                _TRACES[key] = Tracer(model, zoo.batch(self.kind), find_layers(model), where).trace()
+                _TRACES[key] = cache.traced(model, zoo.batch(self.kind), find_layers(model), where)
         return _TRACES[key]
 
     @property

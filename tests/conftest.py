@@ -1,14 +1,17 @@
 """What all tests share: one thread, one seed, and no GPU tests where there is no GPU."""
 
+import gc
 import os
 import random
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-# Every test takes its own trace: one in the user's cache may be older than the tracer.
+# Until pytest_configure has a folder for this session. One in the user's cache may be older than the tracer.
 os.environ["OUTSIZE_CACHE"] = ""
 
 # Reductions split their work by the number of threads, so their bits depend on it.
@@ -26,10 +29,44 @@ else:
     settings.load_profile("outsize")
 
 
+_CACHE = "outsize_cache"
+"""Among what xdist tells its workers: the folder of profiles of this session."""
+_FOLDER = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a session share one profile cache, which is empty when it starts: most of the time of many tests would be the same profiles."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        os.environ["OUTSIZE_CACHE"] = worker[_CACHE]
+        return
+    folder = tempfile.TemporaryDirectory(prefix="outsize-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["OUTSIZE_CACHE"] = config.stash[_FOLDER] = folder.name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist, in the process that starts the workers."""
+    node.workerinput[_CACHE] = node.config.stash[_FOLDER]
+
+
+@pytest.fixture
+def _profiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of profiling, and for those that change what a profile would see without the cache's key showing it."""
+    monkeypatch.setenv("OUTSIZE_CACHE", "")
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if not HAS_HYPOTHESIS and collection_path.suffix == ".py" and "from hypothesis" in collection_path.read_text() and collection_path != Path(__file__):
         return True
     return None  # leaves the decision to pytest
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays. `prepare` collects garbage, and would look at half a million of these objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

@@ -50,6 +50,7 @@ def test_the_two_lines_of_the_readme_for_trainer_users_run(tmp_path: Path) -> No
     names["trainer"].engine.detach()
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_the_yaml_of_the_readme_trains_with_the_commands_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text,) = blocks("yaml")
     assert len(text.splitlines()) <= 13

@@ -15,6 +15,8 @@ from outsize.model.weights import is_hollow
 from outsize.run.random_weights import RandomWeights, random_model
 from outsize.train.build import preview
 
+pytestmark = pytest.mark.usefixtures("_profiles_anew")
+
 KIND = "llama"
 
 

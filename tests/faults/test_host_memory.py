@@ -7,6 +7,7 @@ import sys
 import weakref
 
 import cells
+import pytest
 import zoo
 
 import outsize
@@ -64,7 +65,7 @@ print(json.dumps({"growth": peak() - before, "weights": weights, "homes": homes,
 
 def test_preparing_a_model_of_a_gibibyte_never_holds_it_twice() -> None:
     """Design 3.7, trap F6: each parameter's old storage is freed as it moves."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     facts = json.loads(run.stdout.splitlines()[-1])
     assert facts["weights"] >= 2**30 and facts["streamed"] >= 30
@@ -85,10 +86,11 @@ def test_the_engine_trains_under_python_O() -> None:
         "far = model.model.layers[3].mlp.up_proj.weight\nmodel.model.layers[0].register_forward_hook(lambda *_: far.sum())\n"
         "try:\n    model(**data[0])\nexcept outsize.base.errors.StaleParameter:\n    print('guarded')\n"
     )
-    run = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert run.stdout.split()[-2:] == ["True", "guarded"], run.stderr[-2000:]
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_detached_engines_leave_nothing_behind() -> None:
     """Trap H7: neither the tracer, nor hooks, nor finalizers hold the model, the engine or its buffers."""
     for device in ("cpu", "sim:64MiB"):

@@ -548,6 +548,7 @@ def test_events_do_not_pile_up() -> None:
         engine.detach()
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_config_with_the_cache_on_is_traced_and_trained_without_it(name: str) -> None:
     """Trap A17: `use_cache` is on by default in transformers; eager attention would fill it twice under recompute."""

@@ -83,11 +83,6 @@ def same(engine: Engine, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, expected[name]) for name, value in engine.model.state_dict().items() if name in expected)
 
 
-@pytest.fixture(autouse=True)
-def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTSIZE_CACHE", "")
-
-
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 def test_a_step_that_runs_out_of_memory_is_made_again_to_the_same_bits(in_backward: bool, caplog: pytest.LogCaptureFixture) -> None:
     engine = prepare(max_grad_norm=0.5)
@@ -156,7 +151,14 @@ def test_our_trainer_makes_such_a_step_again_by_itself(tmp_path: Path) -> None:
     cells.assert_same(*found)
 
 
-@pytest.mark.parametrize(("accumulate", "at", "times"), [(2, 3, 1), (3, 2, 1), (3, 2, 2)], ids=["second", "third", "and-again-in-the-first"])
+@pytest.mark.parametrize(
+    ("accumulate", "at", "times"),
+    [
+        pytest.param(2, 3, 1, id="second", marks=pytest.mark.full),
+        pytest.param(3, 2, 1, id="third"),
+        pytest.param(3, 2, 2, id="and-again-in-the-first"),
+    ],
+)
 def test_our_trainer_makes_all_micro_batches_of_a_step_again(accumulate: int, at: int, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for fails in (0, times):

@@ -33,7 +33,7 @@ from outsize.base.errors import ModelUnsupported, PlanInfeasible
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.model.discover import find_layers
-from outsize.profile.tracer import Tracer
+from outsize.profile import cache
 from outsize.runtime.engine import Engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -209,7 +209,7 @@ def plain(method: PeftType) -> Outcome:
 def traced(method: PeftType) -> Traced:
     """On `sim`, which does not time: bytes are the same on the CPU."""
     model = build(method)
-    return Tracer(model, batches(method)[0], find_layers(model), machine()).trace()
+    return cache.traced(model, batches(method)[0], find_layers(model), machine())
 
 
 def train(method: PeftType, engine: Engine) -> Outcome:
@@ -227,7 +227,7 @@ def test_every_method_of_peft_has_a_case() -> None:
     assert set(CASES) == set(PeftType), "give the methods that are new in this PEFT a case"
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["streamed", pytest.param("resident", marks=pytest.mark.full)])
 @pytest.mark.parametrize("method", TRAINED, ids=name_of)
 def test_training_equals_plain_peft(method: PeftType, plan: str) -> None:
     how = {"spec": SPEC, "chunk_bytes": CHUNK_BYTES, "traced": traced(method), **PLANS[plan]}

@@ -81,7 +81,7 @@ def both(folder: Path, plan: str, **args: Any) -> tuple[Any, Any]:
     return plain, trainers.OutsizeTrainer(**settings(folder / "ours", **args), **trainers.planned(plan))
 
 
-@pytest.mark.parametrize("plan", ["resident", "streamed"])
+@pytest.mark.parametrize("plan", ["streamed", pytest.param("resident", marks=pytest.mark.full)])
 def test_a_callback_that_evaluates_saves_and_logs(plan: str, tmp_path: Path) -> None:
     plain, ours = both(tmp_path, plan)
     seen = []
@@ -105,7 +105,7 @@ def test_a_callback_that_evaluates_saves_and_logs(plan: str, tmp_path: Path) -> 
     assert seen[0].saved == seen[1].saved == [["config.json", "model.safetensors", "trainer_state.json"]]
 
 
-@pytest.mark.parametrize("plan", ["resident", "streamed"])
+@pytest.mark.parametrize("plan", ["streamed", pytest.param("resident", marks=pytest.mark.full)])
 def test_a_callback_that_reads_the_optimizers_state(plan: str, tmp_path: Path) -> None:
     plain, ours = both(tmp_path, plan)
     seen = []
@@ -119,7 +119,7 @@ def test_a_callback_that_reads_the_optimizers_state(plan: str, tmp_path: Path) -
     ours.stop_engine()
 
 
-@pytest.mark.parametrize("plan", ["resident", "streamed"])
+@pytest.mark.parametrize("plan", ["streamed", pytest.param("resident", marks=pytest.mark.full)])
 def test_early_stopping_stops_at_the_same_step_with_the_best_model(plan: str, tmp_path: Path) -> None:
     """A learning rate that spoils the model: the first evaluation is the best."""
     args = {
@@ -201,7 +201,7 @@ def distilling(base: tuple[type, ...], folder: Path, *, use_cpu: bool = True, **
     return type("Tested", (base[0], Distills, *base[1:]), {})(**given, teacher=teacher, **more)
 
 
-@pytest.mark.parametrize("where", ["resident", "streamed", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", ["streamed", pytest.param("resident", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_teacher_of_a_trainer_of_ones_own_is_part_of_the_plan(where: str, tmp_path: Path) -> None:
     on_gpu = where == "cuda"
     plan = trainers.planned("streamed" if on_gpu else where, gpu=on_gpu)

@@ -152,6 +152,11 @@ CASES = {
 
 
 FULL = {
+    ("sft", "resident"),
+    ("dpo-reference", "resident"),
+    ("dpo-precomputed", "streamed"),
+    ("grpo", "resident"),
+    ("grpo-scored", "streamed"),
     ("sft", "streamed"),
     ("grpo-window", "streamed"),
     ("dpo-autocast", "mixed"),
@@ -271,7 +276,7 @@ def test_evaluation_runs_the_reference_model_too(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("plan", ["resident", "streamed"])
+@pytest.mark.parametrize("plan", ["streamed", pytest.param("resident", marks=pytest.mark.full)])
 def test_sync_ref_model_mixes_the_trained_weights_into_the_reference(plan: str, tmp_path: Path) -> None:
     args = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
     reference = plain("dpo-reference", tmp_path, args=args)
@@ -284,7 +289,7 @@ def test_sync_ref_model_mixes_the_trained_weights_into_the_reference(plan: str, 
         assert torch.equal(found, wanted), name
 
 
-@pytest.mark.parametrize("plan", ["resident", "streamed"])
+@pytest.mark.parametrize("plan", ["streamed", pytest.param("resident", marks=pytest.mark.full)])
 def test_the_adapter_that_is_disabled_gives_the_base_model(plan: str, tmp_path: Path) -> None:
     """With LoRA, TRL's reference is the policy itself without its adapter."""
     ids = torch.arange(12).reshape(2, 6)

@@ -32,11 +32,6 @@ MOST_ABOVE = 0.03
 """Of the measured peak, what an estimate may be above it. Tensors in dicts die with the strategies of several layers together."""
 
 
-@pytest.fixture(autouse=True)
-def _no_cached_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTSIZE_CACHE", "")
-
-
 def loss_of(logits: Tensor, ids: Tensor) -> SimpleNamespace:
     return SimpleNamespace(loss=nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten()))
 

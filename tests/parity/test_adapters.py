@@ -28,8 +28,8 @@ from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.work import Strategy
 from outsize.plan.plan import Decision, Homes, UpdateMode
+from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
-from outsize.profile.tracer import Tracer
 from outsize.runtime.engine import Engine
 
 STEPS = 3
@@ -128,7 +128,7 @@ def machine(num_bytes: int = cells.GiB) -> SimDevice:
 def trace(case: Adapted, *, autocast_cache: bool) -> Traced:
     model = case.model()
     with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast, cache_enabled=autocast_cache):
-        return Tracer(model, zoo.batch(case.kind), find_layers(model), machine()).trace()
+        return cache.traced(model, zoo.batch(case.kind), find_layers(model), machine())
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from cells import Cell
 from parity.covering import covering
 
 STEPS = 3
-"""The first has no moments, the second has, the third is like all that follow. Five, in which a plan is held against its run, are in test_mixed_plans.py."""
+"""The first has no moments, the second has, the third is like all that follow."""
 NUM_CELLS = 12
 FACTORS: dict[str, tuple[Any, ...]] = {
     "strategy": ("keep", "recompute", "offload", "swap"),
@@ -54,7 +54,13 @@ def array(kind: str) -> list[Cell]:
 ARRAYS = {kind: array(kind) for kind in zoo.NAMES}
 
 
-@pytest.mark.parametrize("cell", [cell for some in ARRAYS.values() for cell in some], ids=str)
+def params(some: list[Cell]) -> list[Any]:
+    """The first cell whose weights and optimizer are streamed is in `make smoke` too."""
+    first = next(cell for cell in some if (cell.weights, cell.optimizer) == ("host", "host"))
+    return [pytest.param(cell, id=str(cell), marks=[pytest.mark.smoke] if cell is first else []) for cell in some]
+
+
+@pytest.mark.parametrize("cell", [param for some in ARRAYS.values() for param in params(some)])
 def test_training_equals_the_plain_loop(cell: Cell, parity_cell: Callable[[object], None]) -> None:
     cells.assert_same(cells.run(cell, steps=STEPS), cells.expected(cell, steps=STEPS))
     parity_cell(cell)

@@ -35,7 +35,6 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "chunk_tokens", lambda vocab_size: CHUNK)
-    monkeypatch.setenv("OUTSIZE_CACHE", "")
 
 
 def machine(num_bytes: int = 2**30) -> SimDevice:
@@ -63,10 +62,7 @@ PINS = {
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parity_cell: Callable[[object], None]
-) -> None:
-    monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))  # one trace for each device
+def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(cell: Cell, parity_cell: Callable[[object], None]) -> None:
     expected = plain(cell.model(), cell)
     for device, pins in [(device, pins) for device in ("cpu", "sim") for pins in PINS]:
         where = machine() if device == "sim" else "cpu"
@@ -214,9 +210,8 @@ def test_yaml_says_whether(tmp_path: Path) -> None:
         assert json.loads(json.dumps(assembled.trainer.recipe))["chunked_loss"] == {"null": None, "false": False, "true": True}[value]
 
 
-def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(_profiles_anew: None) -> None:
     """accelerate wraps a model's forward in autocast. A re-plan takes our part out and in again, and must not take that along."""
-    monkeypatch.setenv("OUTSIZE_CACHE", "")
     model: Any = zoo.make("llama")
     engine = outsize.prepare(model, zoo.batch("llama"), device="cpu")
     with cells.closing(engine):

@@ -83,7 +83,7 @@ def test_sixteen_steps_killed_twice_and_resumed_under_another_plan_each_time_equ
         given = [str(yaml), str(tmp_path / f"{name}.jsonl"), *kill, *arguments, f"--set=output_dir={tmp_path / name}"]
         if not kill:
             return killed.main(given)
-        env = {**os.environ, "OUTSIZE_CACHE": "", "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
         done = subprocess.run([sys.executable, str(TESTS / "killed.py"), *given], env=env, capture_output=True, check=False)
         assert done.returncode == -signal.SIGKILL, (given, done.stderr[-2000:])
 

@@ -82,11 +82,17 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
             "contents": repr(map_tensors(_Described, batch)),
             "irregular": [name for name, tensor in named_tensors(batch) if looks_irregular(name, tensor)],
-            "device": [device.kind, to_json(device.spec) if device.kind == "sim" else [device.spec.name, device.spec.boost]],  # what its seconds depend on
-            "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
+            "device": _speed(device),
+            "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)), torch.is_autocast_cache_enabled()],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     )
+
+
+def _speed(device: Device) -> list[Any]:
+    """What the seconds of a trace depend on. Bytes depend on no device, and a trace is the same on a larger one."""
+    spec = device.spec
+    return [device.kind, to_json(replace(spec, name="", gpu_bytes=0, host_bytes=0)) if device.kind == "sim" else [spec.name, spec.boost]]
 
 
 def _settings(module: nn.Module) -> list[str]:

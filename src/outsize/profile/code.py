@@ -1,7 +1,8 @@
 """Fingerprint of a model's code: a profile is valid only for the code that was profiled.
 
-Hashed are the source files of all module classes and their bases, functions that were set on modules by hand, and the versions of the libraries that the
-classes come from. Code that a forward calls in other files is not followed; a run that contradicts a cached profile deletes it (runtime/engine.py).
+Hashed are the source files of all module classes and their bases, functions that were set on modules by hand with the plain values that they were made
+with, and the versions of the libraries that the classes come from. Code that a forward calls in other files is not followed; a run that contradicts a
+cached profile deletes it (runtime/engine.py).
 """
 
 import hashlib
@@ -23,22 +24,22 @@ def fingerprint_code(model: nn.Module) -> str:
     classes = {base for module in model.modules() for base in type(module).__mro__ if base.__module__.split(".")[0] not in _TORCH_PACKAGES}
     found = {f"{cls.__module__}.{cls.__qualname__}={_of_class(cls)}" for cls in classes}
     found |= {f"{package}={_version(package)}" for package in {cls.__module__.split(".")[0] for cls in classes}}
-    patched = sorted(f"{name}={_of_code(code)}" for name, code in _set_by_hand(model))
+    patched = sorted(f"{name}={_of_function(function)}" for name, function in _set_by_hand(model))
     return _digest("\n".join([*sorted(found), *patched]).encode())
 
 
-def _set_by_hand(model: nn.Module) -> Iterator[tuple[str, CodeType]]:
+def _set_by_hand(model: nn.Module) -> Iterator[tuple[str, FunctionType]]:
     """Functions that are attributes of modules: a forward that another library or a user has replaced."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             function = value.__func__ if isinstance(value, MethodType) else value
             if isinstance(function, FunctionType):
-                yield f"{path}.{name}", function.__code__
+                yield f"{path}.{name}", function
 
 
 def _of_class(cls: type) -> str:
     """Of the file it is written in, which holds the functions that it calls too; of its methods where there is no file (a notebook), or it is patched."""
-    return _of_file(cls) + "".join(sorted(_of_code(value.__code__) for value in vars(cls).values() if isinstance(value, FunctionType)))
+    return _of_file(cls) + "".join(sorted(_of_function(value) for value in vars(cls).values() if isinstance(value, FunctionType)))
 
 
 def _of_file(cls: type) -> str:
@@ -54,6 +55,31 @@ def _of_path(path: str, _modified: int) -> str:
     return _digest(Path(path).read_bytes())
 
 
+def _of_function(function: FunctionType, depth: int = 4) -> str:
+    """Its code, and the plain values and functions that it has from where it was made: the same lines may do something else by them."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held = [_of_value(value, depth) for value in defaults]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(_of_value(cell.cell_contents, depth))
+        except ValueError:  # not set yet
+            held.append("")
+    return _digest(f"{_of_code(function.__code__)} {held}".encode())
+
+
+def _of_value(value: object, depth: int) -> str:
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return str([_of_value(each, depth - 1) for each in value]) if depth else ""
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if isinstance(value, FunctionType):
+        return _of_function(value, depth - 1) if depth else ""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+@cache
 def _of_code(code: CodeType) -> str:
     constants = [_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return _digest(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode())

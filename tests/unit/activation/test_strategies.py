@@ -320,6 +320,7 @@ def test_the_dropout_mask_and_the_global_random_stream_are_the_plain_ones(strate
 
 
 @EVERY
+@pytest.mark.usefixtures("_profiles_anew")
 def test_a_prepared_model_with_dropout_leaves_the_random_stream_where_the_plain_loop_does(strategy: str) -> None:
     """Trap D48, with the whole engine: after every forward, backward and step."""
 

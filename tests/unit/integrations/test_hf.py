@@ -316,7 +316,11 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALIKE)
+RARELY_DIFFERENT = {"sequential", "keep_last", "data_seed", "tokens", "cosine", "warmup_stable_decay", "averaged"}
+"""In `make test-all`: each has its like among the others, or in tests/parity/test_trainer.py."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] if name in RARELY_DIFFERENT else []) for name in ALIKE])
 def test_the_log_is_a_plain_trainers(name: str, ours: Any, plain: Any) -> None:
     logs = []
     for make in (ours, plain):
@@ -595,6 +599,7 @@ class Counter(OutsizeTrainer):
         return loss
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_what_a_loss_counts_is_not_counted_in_the_trial_run(tmp_path: Path) -> None:
     trainer = Counter(model=zoo.make(KIND), args=trainers.arguments(tmp_path), train_dataset=trainers.rows(KIND), **trainers.planned("resident"))
     metrics = trainer.metrics

@@ -50,8 +50,17 @@ def same_but_for_weights(a: nn.Module, b: nn.Module) -> None:
 # --- the same model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [*STREAMED, "bert"])
+KINDS = [*STREAMED, "bert"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [  # the dtypes by turns; the others in `make test-all`
+        pytest.param(kind, dtype, marks=[pytest.mark.full] if i % 2 == j else [])
+        for i, kind in enumerate(KINDS)
+        for j, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+)
 def test_a_model_is_the_one_that_from_pretrained_gives(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     model = saved(tmp_path, kind, dtype)
     plain = type(model).from_pretrained(tmp_path, dtype=dtype).train()

@@ -421,10 +421,10 @@ print(json.dumps({"growth": peak() - before, "weights": weights, "homes": homes,
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_a_streamed_model_of_half_a_gibibyte_is_never_held_twice(tmp_path: Path, dtype: str) -> None:
     """`float32`: the files are converted on their way, one tensor at a time."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), dtype], capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), dtype], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     facts = json.loads(run.stdout.splitlines()[-1])
     assert facts["weights"] >= 2**29 and facts["streamed"] >= 12

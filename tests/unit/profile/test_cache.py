@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,21 @@ def test_whatever_changes_the_work_is_another_key(folder: Path) -> None:
         keys[name] = cache._key(model, batch, find_layers(model), device)
     with torch.autocast("cpu", torch.bfloat16):
         keys["autocast"] = cache._key(llama(), zoo.batch("llama"), find_layers(llama()), device)
-    keys["machine"] = cache._key(llama(), zoo.batch("llama"), find_layers(llama()), machine("32MiB"))
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        keys["autocast without its cache"] = cache._key(llama(), zoo.batch("llama"), find_layers(llama()), device)
+    slower = SimDevice(replace(lookup("64MiB"), flops=lookup("64MiB").flops / 2))
+    keys["machine"] = cache._key(llama(), zoo.batch("llama"), find_layers(llama()), slower)
     same: dict[str, list[str]] = {}
     for name, key in keys.items():
         same.setdefault(key, []).append(name)
     assert all(len(names) == 1 for names in same.values()), same
+
+
+def test_a_larger_machine_of_the_same_speed_has_the_same_trace(folder: Path, taken: list[str]) -> None:
+    small, large = (ask(llama(), zoo.batch("llama"), machine(size)) for size in ("32MiB", "64MiB"))
+    model = llama()
+    graph, trace = Tracer(model, zoo.batch("llama"), find_layers(model), machine()).trace()
+    assert taken == ["taken"] and small == large == (graph, replace(trace, profile_keys=large[1].profile_keys))
 
 
 def test_another_batch_is_traced_and_both_are_kept(folder: Path, taken: list[str]) -> None:
@@ -278,6 +289,23 @@ def test_a_forward_that_was_replaced_on_a_module_or_a_class_is_profiled_again(fo
     monkeypatch.setattr(cls, "forward", lambda self, *args, **kwargs: real(self, *args, **kwargs))
     ask(model, batch)
     assert taken == ["taken"] * 3
+
+
+def test_what_a_function_was_made_with_is_in_the_key(folder: Path) -> None:
+    """The same lines in a closure, with another value, another function, or another default."""
+
+    def key(factor: object, default: int = 1) -> str:
+        model = zoo.make("plain")
+        own = model.layers[0].forward
+
+        def forward(*args: Any, used: int = default, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) if factor else None
+
+        model.layers[0].forward = forward
+        return cache._key(model, zoo.batch("plain"), find_layers(model), machine())
+
+    keys = [key(2), key(3), key((2, "a")), key((2, "b")), key(torch.tanh), key(lambda: 1), key(lambda: 2), key(2, default=5)]
+    assert len({*keys}) == len(keys) and key(2) == keys[0] and key(lambda: 1) == key(lambda: 1)
 
 
 def test_a_run_that_contradicts_a_cached_profile_deletes_it(folder: Path, taken: list[str]) -> None:

@@ -15,6 +15,8 @@ from outsize.device.cpu import CpuDevice
 from outsize.device.observer import remove_mode
 from outsize.runtime.guard import Guard
 
+pytestmark = pytest.mark.usefixtures("_profiles_anew")
+
 _EARLIER: set[int] = set()
 """Guards of engines that other tests in this process have left to the garbage collector."""
 

@@ -245,6 +245,7 @@ def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as
     assert [p.data_ptr() for p in model.parameters()] == before and len(_get_current_dispatch_mode_stack()) == modes
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_a_refused_model_leaves_the_device_as_it_was() -> None:
     """Trap H7."""
 
@@ -258,6 +259,7 @@ def test_a_refused_model_leaves_the_device_as_it_was() -> None:
         remove_mode(device.observer)
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_a_device_that_is_too_full_leaves_the_model_its_weights() -> None:
     """Traps A6, H7: the first half of the chunks streams and has moved when the second half, which is resident, does not fit."""
 
@@ -350,6 +352,7 @@ def test_saving_twice_gives_the_same_and_training_goes_on_as_if_nobody_had_saved
     assert all(torch.equal(saved[n], v) for n, v in undisturbed.items())
 
 
+@pytest.mark.usefixtures("_profiles_anew")
 def test_preparing_and_detaching_five_times_leaves_nothing_on_the_device() -> None:
     """Trap H7: memory, promises, hooks, patched methods, dispatch modes; and the model goes on where it was."""
     device = SimDevice(lookup("64MiB"))
@@ -385,9 +388,8 @@ def test_the_state_that_detach_returns_is_not_on_the_device(optimizer: Any) -> N
     assert state["state"] and device.observer.live_bytes == 0
 
 
-def test_planning_again_fits_a_device_that_either_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap G12: a re-plan is a part of the lifetime."""
-    monkeypatch.setenv("OUTSIZE_CACHE", "")
+def test_planning_again_fits_a_device_that_either_plan_fits(_profiles_anew: None) -> None:
+    """Trap G12: a re-plan is a part of the lifetime, and so is its trial run."""
     device, model = SimDevice(lookup("600KiB")), zoo.make("llama")
     engine = outsize.prepare(model, zoo.batch("llama"), device=device, chunk_bytes="8KiB", optimizer=SPEC)
     try:

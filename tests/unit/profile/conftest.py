@@ -1,0 +1,8 @@
+"""Tests of profiling: nothing is read from the cache that other tests share."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _without_shared_profiles(_profiles_anew: None) -> None:
+    pass
