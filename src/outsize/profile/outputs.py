@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from outsize.compat import storage_id
 from outsize.model.work import Strategy
 
 
@@ -32,7 +33,7 @@ class Outputs:
 
     def makes(self, visit: int, tensors: Iterable[Tensor], given: Iterable[int]) -> None:
         """A layer ran and returned these. `given`: the storages of its arguments."""
-        own = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.layout == torch.strided}
+        own = {storage_id(t.untyped_storage()): t.untyped_storage() for t in tensors if t.layout == torch.strided}
         refs = {key: weakref.ref(storage) for key, storage in own.items() if key not in given}
         self._made[visit] = list(refs.values())
         self._maker_of.update({key: (visit, ref) for key, ref in refs.items()})
@@ -40,7 +41,7 @@ class Outputs:
     def takes(self, visit: int, hidden: Tensor) -> None:
         """A layer that runs has this input."""
         storage = hidden.untyped_storage()
-        maker, ref = self._maker_of.pop(storage._cdata, (-1, None))
+        maker, ref = self._maker_of.pop(storage_id(storage), (-1, None))
         if ref is not None and ref() is storage:
             self._makers[visit] = maker
         elif visit - 1 in self._made:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.compat import storage_id
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
 
@@ -153,7 +154,7 @@ class Phases:
         self._taken = [(v, taken) for v, taken in self._taken if taken() is not None]
         self._taken.append((visit, weakref.ref(storage)))
         for tensor in others:
-            if tensor.untyped_storage()._cdata != storage._cdata:
+            if storage_id(tensor.untyped_storage()) != storage_id(storage):
                 shared = self._share(tensor)
                 if visit not in shared.visits:
                     shared.visits.append(visit)
@@ -169,12 +170,12 @@ class Phases:
         if shared is None:
             shared = SharedTensor(storage.nbytes(), weakref.ref(storage), [visit for visit, taken in self._taken if taken() is storage])
             self.shared.append(shared)
-            self._shared_by_key[storage._cdata] = shared
+            self._shared_by_key[storage_id(storage)] = shared
         shared.requires_grad |= tensor.requires_grad
         return shared
 
     def shared_as(self, storage: torch.UntypedStorage) -> SharedTensor | None:
-        found = self._shared_by_key.get(storage._cdata)
+        found = self._shared_by_key.get(storage_id(storage))
         return found if found is not None and found.storage() is storage else None
 
     def watch(self, visit: int, storage: "weakref.ref[torch.UntypedStorage]") -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from outsize.base.errors import ModelUnsupported
+from outsize.compat import storage_id
 from outsize.model.work import Shared, Strategy
 from outsize.profile.passes import Pass
 
@@ -69,7 +70,7 @@ class HiddenReads:
         shared = run.phases.shared_as(storage)
         if shared is not None:
             shared.readers.add(visit)
-        elif run.given is not None and tensor.grad_fn is not None and storage._cdata not in run.given:
+        elif run.given is not None and tensor.grad_fn is not None and storage_id(storage) not in run.given:
             maker = made_in(tensor)
             if 0 <= maker < visit and run.layer_of[maker] is not None:
                 self._add(tensor, maker, visit)

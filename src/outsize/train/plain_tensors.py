@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from outsize.compat import fake_tensor
 from torch.nn.parameter import is_lazy
 
 from outsize.base.errors import ModelUnsupported
+from outsize.compat import fake_tensor
 
 
 def require_plain_tensors(model: nn.Module) -> None:
