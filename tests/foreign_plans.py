@@ -3,6 +3,7 @@
 from typing import Any
 
 import cells
+import pytest
 import torch
 import zoo
 from torch import nn
@@ -17,6 +18,8 @@ RESIDENT: dict[str, Any] = dict(weights="gpu", optimizer="gpu", strategy="keep")
 MIXED: dict[str, Any] = dict(weights="gpu", optimizer="host", strategy="keep")
 """Resident weights that the host updates: two copies of each."""
 PLANS = {"streamed": STREAMED, "resident": RESIDENT, "mixed": MIXED}
+EVERY_PLAN = pytest.mark.parametrize("plan", ["streamed", "mixed", pytest.param("resident", marks=pytest.mark.full)])
+"""`mixed` has what is hard about `resident`, which runs in `make test-all`."""
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 
 

@@ -119,6 +119,7 @@ def test_a_finished_run_that_is_resumed_trains_nothing_more_and_exports(tmp_path
         assert exported.read_bytes() == before and [step for step, _ in checkpoints(tmp_path / "out")] == [2, 4]
 
 
+@pytest.mark.full
 def test_a_finished_lora_run_that_is_resumed_exports_its_adapter(tmp_path: Path) -> None:
     yaml = folders.write_run(tmp_path, adapter="lora", lora_target_linear=True, max_steps=2)
     assert train(yaml).exit_code == 0
@@ -159,6 +160,7 @@ def test_packing_for_an_encoder_is_refused(tmp_path: Path) -> None:
     refused(train(folders.write_run(tmp_path, kind="t5", sample_packing=True)), "sample_packing", "T5ForConditionalGeneration")
 
 
+@pytest.mark.full
 def test_the_adapter_of_an_encoder_and_decoder_can_be_merged(tmp_path: Path) -> None:
     assert train(folders.write_run(tmp_path, kind="t5", adapter="lora", lora_target_linear=True, max_steps=1)).exit_code == 0
     export_folder(tmp_path / "out", tmp_path / "merged", merge=True)

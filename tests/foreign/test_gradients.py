@@ -15,7 +15,7 @@ from outsize.base.errors import ConfigError, EngineMisuse, StaleParameter
 
 torch_clip_grad_norm_ = nn.utils.clip_grad_norm_
 """Torch's own function, as a script that imported it before has it."""
-EVERY_PLAN = pytest.mark.parametrize("plan", list(foreign_plans.PLANS))
+EVERY_PLAN = foreign_plans.EVERY_PLAN
 Edit = Callable[[nn.Module], Any]
 
 

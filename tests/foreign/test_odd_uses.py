@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported
 
-EVERY_PLAN = pytest.mark.parametrize("plan", list(foreign_plans.PLANS))
+EVERY_PLAN = foreign_plans.EVERY_PLAN
 Use = Callable[[nn.Module, Any], Any]
 
 

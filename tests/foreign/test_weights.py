@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import outsize
 from outsize.base.errors import EngineMisuse, StaleParameter
 
-EVERY_PLAN = pytest.mark.parametrize("plan", list(foreign_plans.PLANS))
+EVERY_PLAN = foreign_plans.EVERY_PLAN
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
