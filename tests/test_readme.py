@@ -71,7 +71,7 @@ def test_the_yaml_of_the_readme_trains_with_the_commands_below_it(tmp_path: Path
 
 def test_the_commands_of_the_readme_exist() -> None:
     verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) == {"train", "test"} <= verbs
+    assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) == {"train", "test", "smoke"} <= verbs
     commands = {path.stem for path in (ROOT / "src/outsize/cli").glob("*.py")} - {"__init__", "main", "options"}
     assert set(re.findall(r"(?:^|`)outsize ([a-z]+)", README, re.MULTILINE)) == commands
 

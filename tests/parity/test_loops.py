@@ -57,7 +57,7 @@ def test_groups_and_schedule_reach_every_chunk_d7_d8_d22(kind: str, weights: str
         rates = [group["lr"] for group in engine.optimizer.param_groups]
     expected = cells.plain(cell.model(), data, spec=spec, accumulate=2, schedule=_cosine)
     cells.assert_same(found, expected)
-    assert rates == pytest.approx([3e-2 * _cosine(5), 1e-2 * _cosine(5)])
+    assert rates == pytest.approx([3e-2 * _cosine(cells.STEPS), 1e-2 * _cosine(cells.STEPS)])
     without = cells.plain(cell.model(), data, spec=cell.spec, accumulate=2)
     assert any(not torch.equal(without.weights[name], expected.weights[name]) for name in small), "the groups change nothing here"
     parity_cell(cell)
@@ -98,7 +98,7 @@ def test_unused_parameters_keep_no_gradient_and_no_state_d20(weights: str, optim
     model = _with_tower(torch.bfloat16)
     engine = cells.prepare_by_hand(model, data[0], spec=spec, accumulate=2, strategy="recompute", weights=weights, optimizer=optimizer)
     with cells.closing(engine):
-        found = cells.train(model, engine.optimizer, data, steps=5, accumulate=2, engine=engine, declare=declare)
+        found = cells.train(model, engine.optimizer, data, steps=cells.STEPS, accumulate=2, engine=engine, declare=declare)
     cells.assert_same(found, cells.plain(_with_tower(torch.bfloat16), data, spec=spec, accumulate=2))
     assert not any(name.startswith("tower") for name in found.state)
     parity_cell(("tower", weights, optimizer, declare))
