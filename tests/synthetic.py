@@ -22,7 +22,7 @@ MACHINE = lookup("64MiB")
 
 NOTHING = Work(
     forward_seconds=0.0, backward_seconds=0.0, forward_peak_bytes=0, forward_delta_bytes=0, backward_peak_bytes=0, backward_delta_bytes=0,
-    sent_bytes=0, released_bytes=0, late_bytes=0, late_visit=-1,
+    sent_bytes=0, released_bytes=0,
 )  # fmt: skip
 """A visit that costs nothing: tests replace what they are about."""
 
@@ -73,7 +73,7 @@ def layer_work(*, input_bytes: int, saved_bytes: int, seconds: float) -> dict[st
     inner = max(saved_bytes // 2, input_bytes)  # what is alive at once beside the saved tensors, the output among it
     keep = Work(
         forward_seconds=seconds, backward_seconds=2 * seconds, forward_peak_bytes=saved_bytes + inner, forward_delta_bytes=saved_bytes + input_bytes,
-        backward_peak_bytes=inner, backward_delta_bytes=-saved_bytes - input_bytes, sent_bytes=0, released_bytes=0, late_bytes=0, late_visit=-1,
+        backward_peak_bytes=inner, backward_delta_bytes=-saved_bytes - input_bytes, sent_bytes=0, released_bytes=0,
     )  # fmt: skip
     again = dataclasses.replace(
         keep, backward_seconds=3 * seconds, forward_peak_bytes=saved_bytes // 2 + inner, forward_delta_bytes=input_bytes,
@@ -144,24 +144,31 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
         if kinds[visit] != "layer" or visit < frozen:
             table = {"keep": table["keep"]}
         else:
-            if visit + 1 < len(names) and rng.random() < 0.5:  # a caller's frame holds the sent input until the next visit
-                sent = table["offload"].released_bytes
-                table["offload"] = dataclasses.replace(table["offload"], released_bytes=0, late_bytes=sent, late_visit=visit + 1)
             for name in rng.sample(["recompute", "offload", "swap"], rng.choice([0, 0, 1])):
                 del table[name]
         visits.append(table)
     other = random.Random(-seed)
-    for visit in range(2, num_layers + 1):  # a layer that keeps its output
-        if visit - 1 >= frozen and other.random() < 0.3:
-            size = visits[visit]["keep"].forward_delta_bytes // 2
-            visits[visit - 1]["keep"] = dataclasses.replace(visits[visit - 1]["keep"], output_kept_bytes=size)
-            visits[visit] = {s: dataclasses.replace(w, input_from=1, input_kept_bytes=size if s == "keep" else 0) for s, w in visits[visit].items()}
+    shared = []
+    for visit in range(2, num_layers + 1):  # an output, which the layer that made it keeps, or the next one, or a caller's frame
+        if visit - 1 >= frozen and other.random() < 0.5:
+            strategies = [tuple(s for s in visits[v] if other.random() < 0.5) for v in (visit - 1, visit)]
+            sends = tuple(s for s in visits[visit] if s in ("offload", "swap") and s not in strategies[1])
+            size = other.choice([256, 2048])
+            visits[visit - 1] = {s: dataclasses.replace(w, forward_peak_bytes=w.forward_peak_bytes + size) for s, w in visits[visit - 1].items()}
+            shared.append(
+                Shared(
+                    visit=visit - 1, role="output", number=0, num_bytes=size, born=visit - 1, dies_at=visit + other.randint(1, 2),
+                    held_by=((visit - 1, strategies[0]), (visit, strategies[1])), sent_by=((visit, sends),),
+                )
+            )  # fmt: skip
     if other.random() < 0.3:
         visits[-1]["after recompute"] = dataclasses.replace(visits[-1]["keep"], forward_peak_bytes=visits[-1]["keep"].forward_peak_bytes + 700)
     takers = tuple(v for v in range(len(names)) if kinds[v] == "layer")
-    mask = Shared(num_bytes=300, visits=takers, kept_by=rng.choice([(), ("keep",), ("keep", "swap"), ("recompute", "offload")]), dies_at=len(names) - 1)
+    kept_by = rng.choice([(), ("keep",), ("keep", "swap"), ("recompute", "offload")])
+    held_by = tuple((visit, kept_by) for visit in takers if visit >= frozen)
+    mask = Shared(visit=1, role="argument", number=1, num_bytes=300, held_by=held_by, dies_at=len(names) - 1)
     trace = ModelTrace(
-        graph=fingerprint(graph), inputs={"x": (2, 8)}, visits=tuple(visits), shared=(mask,) if rng.random() < 0.4 else (),
+        graph=fingerprint(graph), inputs={"x": (2, 8)}, visits=tuple(visits), shared=(*shared, *([mask] if rng.random() < 0.4 else [])),
         held_bytes=rng.choice([0, 64, 4096]), provenance="random",
     )  # fmt: skip
     terms = Terms(update=rng.choice(["after_step", "in_backward"]), accumulate=rng.choice([1, 1, 2]), fp32_grads=rng.random() < 0.3)

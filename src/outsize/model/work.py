@@ -27,39 +27,44 @@ class Work:
     """Activations that go to the host and come back (offload, swap)."""
     released_bytes: int
     """Device bytes that die when those copies are done."""
-    late_bytes: int
-    """Of its input, not needed for backward but held by a caller's frame …"""
-    late_visit: int
-    """… until this later visit's forward (-1: none); it is dead before that visit reaches its own peak."""
     forward_issue_seconds: float = 0.0
     """That the thread which issues its operators takes over them. 0: nobody knows, and it counts as ahead."""
     backward_issue_seconds: float = 0.0
     forward_waits: bool = False
     """That thread asks the device for something (a length, a flag) and waits until it has come so far: it is not ahead after that."""
     backward_waits: bool = False
-    output_kept_bytes: int = 0
-    """Of its outputs, what its own graph keeps on the device until its backward, as where it ends in ReLU. 0 where no `input_from` names this visit."""
-    input_from: int = 0
-    """The layer that made its input is so many visits before it, and keeps that output under some strategies only. 0: it does not depend on that layer."""
-    input_kept_bytes: int = 0
-    """What that layer kept of its outputs when this was measured, with the same strategy for both. If it keeps more, this visit frees less."""
+
+
+Role = Literal["argument", "output", "left", "saved"]
+Holders = tuple[tuple[int, tuple[str, ...]], ...]
+"""Visits, each with the strategies under which it holds a tensor. In forward order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A tensor that several layers take beside their input (a mask, rotary tables, encoder output). It lives once, however many keep it.
+    """A tensor that outlives the visit that made it: an output of a layer, a mask, encoder states. It lives once, however many visits hold it.
 
-    Its death is in nobody's Work: it dies in forward unless a layer keeps it, else in the backward of the first layer that does.
+    Its death is in no visit's Work, since it depends on the strategies of several visits: it dies in the backward of the first visit that holds it. If
+    none holds it, it dies in forward.
     """
 
+    visit: int
+    """Where it was first seen, as ..."""
+    role: Role
+    """... an argument of a layer, an output, something a layer left in its arguments, or something its graph saved ..."""
+    number: int
+    """... with this number."""
     num_bytes: int
-    visits: tuple[int, ...]
-    """Who takes it."""
-    kept_by: tuple[str, ...]
-    """Strategies under which a layer keeps it for backward."""
+    born: int = -1
+    """The visit in whose forward it is made. -1: that visit's Work includes it."""
     dies_at: int
-    """The visit in whose forward it dies if nobody keeps it (-1: every strategy keeps it)."""
-    maker: int = -1
-    """The visit of a layer that left it in an argument, for later layers to take (-1: it came otherwise) …"""
-    maker_keeps: tuple[str, ...] = ()
-    """… and the strategies under which that layer keeps it for its own backward."""
+    """If nothing holds or sends it, it is dead before this visit's forward reaches its peak. The number of visits: when the model's forward returns.
+    -1: it never dies."""
+    held_by: Holders = ()
+    """Who holds it until its backward."""
+    early_in: Holders = ()
+    """Of these, who frees it before the peak of its backward if no other visit holds it longer."""
+    sent_by: Holders = ()
+    """Who sends it to the host: on the device it lives at least until that visit's release."""
+    under: tuple[str, ...] = ()
+    """Strategies of the visit that makes it under which it exists. Empty: all."""

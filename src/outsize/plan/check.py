@@ -72,14 +72,13 @@ def _check_work(plan: Plan, graph: BlockGraph) -> None:
         name, sends = graph.visit_name(visit), strategy in ("offload", "swap")
         wanted = f"{'some' if sends else 'no'} sent_bytes for {name}, which is to {strategy}"
         _expect(sends == (work.sent_bytes > 0), wanted, f"there are {work.sent_bytes}", _AGAIN)
-        late = work.late_visit
-        _expect(late == -1 or visit < late < len(plan.work), f"a late_visit of {name} after it, or -1", f"it is {late}", _AGAIN)
-        _expect(0 <= work.input_from <= visit, f"an input_from of {name} of 0 to {visit}", f"it is {work.input_from}", _AGAIN)
         seconds = (work.forward_seconds, work.backward_seconds, work.forward_issue_seconds, work.backward_issue_seconds)
         _expect(all(0 <= s < float("inf") for s in seconds), f"seconds of 0 or more for {name}", f"they are {seconds}", "Profile the model again")
     for tensor in plan.shared:
-        known = [*tensor.visits, *([] if tensor.dies_at == -1 else [tensor.dies_at])]
+        known = [tensor.visit, max(tensor.born, 0), *(visit for visit, _ in (*tensor.held_by, *tensor.early_in, *tensor.sent_by))]
         _expect(all(0 <= v < len(plan.work) for v in known), f"shared tensors of visits 0 to {len(plan.work) - 1}", f"one has {known}", _AGAIN)
+        at = tensor.dies_at
+        _expect(-1 <= at <= len(plan.work), f"a dies_at of shared tensors from -1 to {len(plan.work)}", f"one has {at}", _AGAIN)
 
 
 def _check_estimate(plan: Plan, place: Placement) -> None:

@@ -49,51 +49,60 @@ def activation_peak(forward: Sequence[Action], backward: Sequence[Action], place
 def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int) -> Iterator[Entry]:
     """One micro-batch: what its activations take at every action that changes it."""
     work = place.work
-    dies_forward, dies_backward, stays = _deaths(place)
+    born, dies_forward, dies_released, dies_early, dies_backward = _lifetimes(place)
     level = held_bytes
     last = len(place.graph.visits) - 1
     for action in forward:
         kind, visit = action
         if kind == "F":
             cost = work[visit]
-            # What a caller's frame held until here is dead before this visit reaches its own peak.
+            # What dies in this visit's forward is dead before its peak.
             level -= dies_forward.get(visit, 0)
-            opens, level = level, level + cost.forward_delta_bytes
+            opens, level = level, level + cost.forward_delta_bytes + born.get(visit, 0)
             here = opens + cost.forward_peak_bytes
             if visit == last:
-                level -= held_bytes  # the forward returns
+                level -= held_bytes + dies_forward.get(last + 1, 0)  # the forward returns
             yield Entry(action, opens, here, level)
         elif kind == "R":
-            opens, level = level, level - work[visit].released_bytes + stays.get(visit, 0)
+            opens, level = level, level - work[visit].released_bytes - dies_released.get(visit, 0)
             yield Entry(action, opens, opens, level)
     for action in backward:
         kind, visit = action
         if kind == "B":
             cost = work[visit]
+            level -= dies_early.get(visit, 0)
             opens, level = level, level + cost.backward_delta_bytes - dies_backward.get(visit, 0)
             yield Entry(action, opens, opens + cost.backward_peak_bytes, level)
 
 
-def _deaths(place: Placement) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """What depends on other visits and so is in no visit's Work: bytes that die in a visit's forward, in its backward, and do not die when it is released."""
+def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
+    """Of tensors that are in no visit's Work: bytes by the visit in whose forward they are made, in whose forward they die, whose release frees them, and in
+    whose backward they die: before its peak, and at its end."""
+    born: dict[int, int] = {}
     forward: dict[int, int] = {}
+    released: dict[int, int] = {}
+    early: dict[int, int] = {}
     backward: dict[int, int] = {}
-    stays: dict[int, int] = {}
-    for visit, cost in enumerate(place.work):
-        # Of its input: what the layer that made it keeps, and did not keep when this visit was measured.
-        kept = place.work[visit - cost.input_from].output_kept_bytes - cost.input_kept_bytes if cost.input_from else 0
-        if cost.late_visit > visit:
-            forward[cost.late_visit] = forward.get(cost.late_visit, 0) + max(0, cost.late_bytes - kept)
-        elif kept > 0 and cost.sent_bytes:
-            stays[visit] = min(kept, cost.released_bytes)
-        elif kept:
-            backward[visit] = backward.get(visit, 0) - kept
+    strategies = place.decision.strategies
     for tensor in place.shared:
-        keepers = [v for v in tensor.visits if place.graph.has_backward[v] and place.decision.strategies[v] in tensor.kept_by]
-        if tensor.maker >= 0 and place.decision.strategies[tensor.maker] in tensor.maker_keeps:
-            keepers.append(tensor.maker)
-        if keepers:
-            backward[min(keepers)] = backward.get(min(keepers), 0) + tensor.num_bytes
-        elif tensor.dies_at >= 0:
-            forward[tensor.dies_at] = forward.get(tensor.dies_at, 0) + tensor.num_bytes
-    return forward, backward, stays
+        num_bytes = tensor.num_bytes
+        if tensor.born >= 0:
+            if tensor.under and strategies[tensor.born] not in tensor.under:
+                continue
+            born[tensor.born] = born.get(tensor.born, 0) + num_bytes
+        for visit, under in tensor.held_by:
+            if strategies[visit] in under:
+                is_early = any(other == visit and strategies[visit] in those for other, those in tensor.early_in)
+                deaths = early if is_early else backward
+                deaths[visit] = deaths.get(visit, 0) + num_bytes
+                break
+        else:
+            if tensor.dies_at < 0:
+                continue
+            sender = max((visit for visit, under in tensor.sent_by if strategies[visit] in under), default=-1)
+            # A release follows the forward of the next visit.
+            if sender >= 0 and sender + 2 > tensor.dies_at:
+                released[sender] = released.get(sender, 0) + num_bytes
+            else:
+                forward[tensor.dies_at] = forward.get(tensor.dies_at, 0) + num_bytes
+    return born, forward, released, early, backward

@@ -24,7 +24,7 @@ from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 16
+TRACE_FORMAT = 17
 
 
 def traced(

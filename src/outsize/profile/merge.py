@@ -7,12 +7,12 @@ it most, what lowers it from the batch that lowers it least, so the level of the
 from dataclasses import replace
 
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Shared, Work
+from outsize.model.work import Holders, Shared, Work
 from outsize.profile.trace import ModelTrace
 
 _MOST = (
     "forward_seconds", "backward_seconds", "forward_peak_bytes", "forward_delta_bytes", "backward_peak_bytes", "sent_bytes", "forward_issue_seconds",
-    "backward_issue_seconds", "forward_waits", "backward_waits", "output_kept_bytes", "input_from",
+    "backward_issue_seconds", "forward_waits", "backward_waits",
 )  # fmt: skip
 
 
@@ -21,17 +21,32 @@ def merged(one: ModelTrace, other: ModelTrace) -> ModelTrace | None:
     if one.graph != other.graph:
         return None
     visits = tuple(_works(one, other, visit) for visit in range(len(one.visits)))
-    left: dict[Shared, list[int]] = {}
-    for tensor in other.shared:
-        left.setdefault(replace(tensor, num_bytes=0), []).append(tensor.num_bytes)
-    # The tensors themselves are in the Work of the blocks that make them. Here is only when they die, and less dies for certain.
-    shared = tuple(
-        replace(tensor, num_bytes=min(tensor.num_bytes, found.pop(0)))
-        for tensor in one.shared
-        if (found := left.get(replace(tensor, num_bytes=0)))
-    )
     keys = tuple(dict.fromkeys((*one.profile_keys, *other.profile_keys)))
+    shared = _shared(one.shared, other.shared)
     return replace(one, visits=visits, shared=shared, held_bytes=max(one.held_bytes, other.held_bytes), profile_keys=keys)
+
+
+def _shared(one: tuple[Shared, ...], other: tuple[Shared, ...]) -> tuple[Shared, ...]:
+    """Each tensor as long as it lives in either, or for ever."""
+    a, b = ({(t.visit, t.role, t.number, t.born): t for t in tensors} for tensors in (one, other))
+    found = [_longer(a[key], b[key]) for key in a if key in b]
+    # Of one that only one of them has, the birth counts and the death does not; but what a graph saves and nothing uses is there for a short time.
+    found += [t if t.under else replace(t, dies_at=-1, held_by=(), early_in=()) for key, t in (a | b).items() if key not in a or key not in b if t.born >= 0]
+    return tuple(sorted(found, key=lambda t: (t.visit, t.role, t.number)))
+
+
+def _longer(a: Shared, b: Shared) -> Shared:
+    # Where its birth is in the Work of a block, which has the larger of two, the smaller one dies for certain.
+    num_bytes = max(a.num_bytes, b.num_bytes) if a.born >= 0 else min(a.num_bytes, b.num_bytes)
+    dies_at = -1 if min(a.dies_at, b.dies_at) < 0 else max(a.dies_at, b.dies_at)
+    held, sent = (_either(x, y) for x, y in ((a.held_by, b.held_by), (a.sent_by, b.sent_by)))
+    early = tuple(x for x in a.early_in if x in b.early_in)
+    return replace(a, num_bytes=num_bytes, dies_at=dies_at, held_by=held if dies_at >= 0 else (), early_in=early, sent_by=sent)
+
+
+def _either(a: Holders, b: Holders) -> Holders:
+    one, other = dict(a), dict(b)
+    return tuple((visit, tuple(dict.fromkeys((*one.get(visit, ()), *other.get(visit, ()))))) for visit in sorted(one | other))
 
 
 def projected(trace: ModelTrace, graph: BlockGraph, onto: ModelTrace, wider: BlockGraph) -> ModelTrace | None:
@@ -50,19 +65,17 @@ def projected(trace: ModelTrace, graph: BlockGraph, onto: ModelTrace, wider: Blo
         place.append(found)
     if (graph.detours and not wider.detours) or {(place[v], name) for v, name in graph.without_grad} - set(wider.without_grad):
         return None
-    works = {place[visit]: {s: _moved(work, visit, place) for s, work in known.items()} for visit, known in enumerate(trace.visits)}
+    works = {place[visit]: known for visit, known in enumerate(trace.visits)}
+    to = {-1: -1, **dict(enumerate(place)), len(place): len(wider.visits)}
     shared = tuple(
-        replace(t, visits=tuple(place[v] for v in t.visits), dies_at=place[t.dies_at] if t.dies_at >= 0 else -1, maker=place[t.maker] if t.maker >= 0 else -1)
-        for t in trace.shared
-    )
+        replace(
+            t, visit=to[t.visit], born=to[t.born], dies_at=to[t.dies_at], held_by=tuple((to[v], s) for v, s in t.held_by),
+            early_in=tuple((to[v], s) for v, s in t.early_in),
+            sent_by=tuple((to[v], s) for v, s in t.sent_by),
+        ) for t in trace.shared
+    )  # fmt: skip
     visits = tuple(works.get(visit, onto.visits[visit]) for visit in range(len(wider.visits)))
     return replace(trace, graph=onto.graph, visits=visits, shared=shared)
-
-
-def _moved(work: Work, visit: int, place: list[int]) -> Work:
-    """Places that the work names, in the wider graph."""
-    maker = place[visit] - place[visit - work.input_from] if work.input_from else 0
-    return replace(work, late_visit=place[work.late_visit] if work.late_visit >= 0 else -1, input_from=maker)
 
 
 def with_reserve(trace: ModelTrace, num_bytes: int) -> ModelTrace:
@@ -91,8 +104,4 @@ def _work(a: Work, b: Work) -> Work:
     released = min(a.released_bytes, b.released_bytes)
     # What is left of a visit after its backward, which comes after all of its forward.
     left = max(w.forward_delta_bytes - w.released_bytes + w.backward_delta_bytes for w in (a, b))
-    late = min(a.late_bytes, b.late_bytes) if a.late_visit == b.late_visit else 0
-    return replace(
-        a, **most, released_bytes=released, backward_delta_bytes=left - (most["forward_delta_bytes"] - released), late_bytes=late,
-        late_visit=a.late_visit if late else -1, input_kept_bytes=min(a.input_kept_bytes, b.input_kept_bytes),
-    )  # fmt: skip
+    return replace(a, **most, released_bytes=released, backward_delta_bytes=left - (most["forward_delta_bytes"] - released))

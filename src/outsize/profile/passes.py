@@ -1,8 +1,8 @@
 """Pass: one forward and backward of a trial run under one strategy, listening to the model's course and measuring it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,13 +16,14 @@ from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
 from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
 from outsize.compat import storage_id
 from outsize.device.device import Device, Meter
-from outsize.device.observer import Observer, parts_of
+from outsize.device.observer import parts_of
 from outsize.model.arguments import MovedArguments
 from outsize.model.discover import Layer
 from outsize.model.state import LeftValues
 from outsize.model.tensors import map_tensors, named_tensors, tensors_in
 from outsize.model.work import Strategy
-from outsize.profile.outputs import Outputs
+from outsize.profile.arguments import Arguments
+from outsize.profile.lifetimes import Lifetimes
 from outsize.profile.phases import Phases
 from outsize.progress import Bar
 
@@ -75,8 +76,9 @@ class Pass:
         Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
         self.phases = Phases(meter, tracer.device, ahead=ahead)
-        phases = self.phases
-        self.outputs = Outputs(lambda storage: phases.shared_as(storage) is None)  # not of `self`: a pass that failed must go at once, with what it holds
+        self.arguments = Arguments()
+        self.lifetimes = Lifetimes(self.phases, tracer.device.torch_device.type, tracer.is_static)
+        self._follows = meter is not None and not scout
         self.layer_of: list[int | None] = []
         """Per visit: the layer, None for a region."""
         self._arguments: MovedArguments | None = None
@@ -96,7 +98,6 @@ class Pass:
         self._pass_through: dict[Any, Callable[[list[Tensor]], Any] | None] = {}
         self._parcels: dict[int, Parcel] = {}
         self._arenas: dict[int, Tensor] = {}
-        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._returned: Tensor | None = None
         self._taken: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._made: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
@@ -161,14 +162,16 @@ class Pass:
         named = list(named_tensors((args, kwargs)))
         inputs = [tensor for _, tensor in named]
         if inputs and not self._beside:
-            # Inputs that are weights or buffers are there for good.
-            self.phases.takes(visit, inputs[0], [t for t in inputs[1:] if not self.tracer.is_static(t)])
-            self._inputs[visit] = weakref.ref(inputs[0].untyped_storage())
+            if self._follows:
+                self.lifetimes.takes(visit, inputs)
             if self.scout:
+                # Inputs that are weights or buffers are there for good.
+                self.arguments.takes(visit, inputs[0], [t for t in inputs[1:] if not self.tracer.is_static(t)])
                 self._takes(visit, inputs[0])
                 self.tracer.takes(visit, inputs)
         # Layers that are the same modules differ by what runs around them.
-        kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
+        ids = [id(t) for t in inputs]
+        kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad, ids.index(id(t))) for t in inputs)
         # A model may run its layers without grad first (X-LoRA's scaling pass): such runs do not stand for those with a backward.
         key = (facts.structure, kinds, self.tracer.around(visit), self._beside, torch.is_grad_enabled())
         if not self._beside:
@@ -180,32 +183,33 @@ class Pass:
         if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:
                 self.skipped.add(visit)
-            answer = skip([inputs[0].view_as(inputs[0]) if self.scout else inputs[0], *inputs[1:]])
+            answer = skip(inputs)
+            if self._follows and not self._beside:
+                self.lifetimes.returns(visit, "output", tensors_in(answer), {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)})
             self._makes(visit, answer)
             if facts.structure in self.tracer.left:
                 self.tracer.left[facts.structure].put_on(facts.module)
             return answer
         self._ran[key] = self._ran.get(key, 0) + 1
         self.tracer.bring(facts.module)
+        given = {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)}
+        can = self.tracer.has_backward(visit) and (self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts))
+        strategy = self.strategy if can else "keep"
         left = LeftValues(facts.module) if self.scout and facts.structure not in self.tracer.left else None
         if self._beside:
             outputs = forward(*args, **kwargs)
         else:
             self.phases.reopen_forward()
             parcel = self._parcels[visit] = Parcel()
-            self.given = {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)}
-            if inputs:
-                self.outputs.takes(visit, inputs[0])
+            self.given = given
             if self.scout and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
             elif self.scout:
                 outputs = run_once(lambda: forward(*args, **kwargs), partial(self._compared, facts.structure), facts.module)
             else:
-                can = self.tracer.has_backward(visit) and (self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts))
-                strategy = self.strategy if can else "keep"
-                outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+                with self.lifetimes.saving() if self._follows and strategy == "keep" else nullcontext():
+                    outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
             made = [*tensors_in(outputs), *_in_place_of(named[:1], args, kwargs)]
-            self.outputs.makes(visit, made, self.given)
             self.given = None
             self._makes(visit, made)
         if left is not None:
@@ -214,11 +218,16 @@ class Pass:
         # What it left in its arguments, later layers may need: no other layer answers in its place.
         known = {id(t) for t in inputs}
         added = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
-        if not self._beside:
-            next_hidden = {id(t) for t in _in_place_of(named[:1], args, kwargs)}
-            shared = (t for t in added if id(t) not in next_hidden and t.layout == torch.strided and not self.tracer.is_static(t))
-            self.phases.leaves(visit, shared)
-        self._pass_through[key] = _pass_through(inputs, outputs) if inputs and not added else None
+        next_hidden = _in_place_of(named[:1], args, kwargs)
+        left_for_others = [t for t in added if all(t is not hidden for hidden in next_hidden)]
+        if self._follows and not self._beside:
+            self.lifetimes.returns(visit, "output", [*tensors_in(outputs), *next_hidden], given)
+            self.lifetimes.returns(visit, "left", left_for_others, given)
+            self.lifetimes.ran(visit, strategy)
+        if self.scout and not self._beside:
+            self.arguments.leaves(visit, [t for t in left_for_others if t.layout == torch.strided and not self.tracer.is_static(t)])
+        with self.tracer.device.on_host(), self.phases.uncounted():
+            self._pass_through[key] = _pass_through(inputs, outputs, given) if inputs and not added else None
         return outputs
 
     def _compared(self, structure: str, difference: str) -> None:
@@ -241,25 +250,17 @@ class Pass:
         phase = self.phases.close_forward()
         parcel = self._parcels.get(visit)
         if parcel is not None and parcel.num_bytes:
-            with self.tracer.device.on_host(), _paused(self.meter):
+            with self.tracer.device.on_host(), self.phases.uncounted():
                 arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self.tracer.aside)
                 parcel.copy_to(arena)
             phase.sent_bytes = parcel.num_bytes
-        if visit in self._inputs and visit not in self.skipped and not self._sends_input(visit):
-            self.phases.watch(visit, self._inputs[visit])
+            self.lifetimes.sends(visit, parcel.holds)
         self._release(visit - 1)
-
-    def _sends_input(self, visit: int) -> bool:
-        storage = self._inputs[visit]()
-        return storage is not None and self._parcels[visit].holds(storage)
 
     def _release(self, visit: int) -> None:
         parcel = self._parcels.get(visit)
         if parcel is not None and parcel.items:
-            was_sent = self._sends_input(visit)
             self.phases.release(visit, parcel.let_go)
-            if was_sent:
-                self.phases.watch(visit, self._inputs[visit])
 
     def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
         arguments, self._arguments = self._arguments, None
@@ -279,7 +280,7 @@ class Pass:
         self._close_backward()
         self.backward.append(visit)
         if visit in self._arenas:
-            with _paused(self.meter):
+            with self.phases.uncounted():
                 self._returned = self._arenas.pop(visit).to(self.tracer.device.torch_device)
             self._parcels[visit].returned(self._returned)
         self._parcels.pop(visit, None)
@@ -296,8 +297,6 @@ class Pass:
     def _close_backward(self) -> None:
         self.phases.close_backward()
         self._returned = None
-        if self.backward:
-            self.outputs.backward_ended(self.backward[-1])
 
 
 def _in_place_of(named: list[tuple[str, Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -306,7 +305,7 @@ def _in_place_of(named: list[tuple[str, Tensor]], args: tuple[Any, ...], kwargs:
     return [now[path] for path, tensor in named if path in now and now[path] is not tensor]
 
 
-def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]], Any] | None":
+def _pass_through(inputs: list[Tensor], outputs: Any, given: set[int]) -> "Callable[[list[Tensor]], Any] | None":
     """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state, and of whatever else was handed on.
 
     A second stream (ShadowPEFT's shadow state, the text beside the image) is passed through too: an output that has a gradient and the
@@ -316,34 +315,41 @@ def _pass_through(inputs: list[Tensor], outputs: Any) -> "Callable[[list[Tensor]
     place = next((i for i, t in enumerate(results) if t is not hidden and t.shape == hidden.shape and t.dtype == hidden.dtype), None)
     if place is None:
         return None
-    sources = [0 if i == place else next((n for n, given in enumerate(inputs) if given is t), None) for i, t in enumerate(results)]
+    sources = [0 if i == place else next((n for n, taken in enumerate(inputs) if taken is t), None) for i, t in enumerate(results)]
     for i, t in enumerate(results):
         if sources[i] is None and t.requires_grad:
-            free = ((n, given) for n, given in enumerate(inputs) if n not in sources)
-            sources[i] = next((n for n, given in free if given.shape == t.shape and given.dtype == t.dtype), None)
+            free = ((n, taken) for n, taken in enumerate(inputs) if n not in sources)
+            sources[i] = next((n for n, taken in free if taken.shape == t.shape and taken.dtype == t.dtype), None)
+    is_new = [t.layout == torch.strided and storage_id(t.untyped_storage()) not in given for t in results]
+    # What else comes out is a copy of what this layer made: that itself, and its graph, would live as long as the pass.
+    others = [(t.detach().to("cpu", copy=True), t.device, t.requires_grad) if source is None else None for t, source in zip(results, sources, strict=True)]
+    template = _replaced(outputs, [torch.empty(0) for _ in results])
 
-    # What else comes out is as this layer made it, without its graph: that knows of the hooks of this pass, and both would live for ever.
-    def without_graph(t: Tensor, source: int | None) -> Tensor:
-        return t.new_empty(0) if source is not None else t.detach().requires_grad_(t.requires_grad)
+    def output(number: int, inputs: list[Tensor]) -> Tensor:
+        source, other = sources[number], others[number]
+        if other is not None:
+            value, device, requires_grad = other
+            return _Copy.apply(inputs[0], value, device) if requires_grad else value.to(device, copy=True)
+        assert source is not None
+        # Of its own where the layer's would be, so that it lives as long as that would.
+        return inputs[source].clone() if is_new[number] else inputs[source].view_as(inputs[source]) if number == place else inputs[source]
 
-    template = _replaced(outputs, [without_graph(t, source) for t, source in zip(results, sources, strict=True)])
+    return lambda inputs: _replaced(template, [output(number, inputs) for number in range(len(sources))])
 
-    def skip(inputs: list[Tensor]) -> Any:
-        return _replaced(template, [t if source is None else inputs[source] for t, source in zip(tensors_in(template), sources, strict=True)])
 
-    return skip
+class _Copy(torch.autograd.Function):
+    """A tensor that has a gradient and is no leaf, which would live as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, value: Tensor, device: torch.device) -> Tensor:
+        return value.to(device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        return None, None, None
 
 
 def _replaced(values: Any, tensors: Iterable[Tensor]) -> Any:
     """The same structure with other tensors, in order."""
     others = iter(tensors)
     return map_tensors(lambda _: next(others), values)
-
-
-@contextmanager
-def _paused(meter: Meter | None) -> Iterator[None]:
-    if isinstance(meter, Observer):
-        with meter.paused():
-            yield
-    else:
-        yield

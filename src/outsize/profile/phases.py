@@ -2,14 +2,14 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from outsize.compat import storage_id
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
 
@@ -34,33 +34,38 @@ class Phase:
 class ForwardPhase(Phase):
     sent_bytes: int = 0
     released_bytes: int = 0
-    late_bytes: int = 0
-    late_visit: int = -1
+    born_bytes: int = 0
+    """Of storages that are followed: not part of its delta."""
 
 
-@dataclass(slots=True)
-class _Late:
-    """A layer's input that is not needed any more, if and while a caller's frame holds it."""
-
-    visit: int
-    num_bytes: int
-    storage: "weakref.ref[torch.UntypedStorage]"
+Moment = tuple[Literal["F", "R", "B"], int]
+"""In the forward of a visit, as what it sent is released, in its backward."""
 
 
-@dataclass(slots=True)
-class SharedTensor:
-    """A tensor that layers take beside their input."""
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One whose death no phase counts: see profile/lifetimes.py."""
 
     num_bytes: int
-    storage: "weakref.ref[torch.UntypedStorage]"
-    visits: list[int]
-    maker: int = -1
-    """The visit of the layer that left it in an argument, for later layers to take. -1: a region made it, or a layer returned it."""
-    readers: set[int] = field(default_factory=set)
-    """Visits that compute with it, as far as they ran and a scout looked."""
-    requires_grad: bool = False
-    died_forward: int = -1
-    died_backward: int = -1
+    born: int
+    """The visit in whose forward it was made, where that does not count its birth either; -1 where it does."""
+    saved_by: int = -1
+    """The graph of this visit saved it, and nobody else has it: it is followed only if it dies in the forward of a later visit."""
+    died: Moment | None = None
+    """`F`: the forward of that visit began without it, or it was dead before that visit's peak."""
+    peak: int = 0
+    """The meter's, when it died."""
+    is_late: bool = False
+    """It died in the forward before the one that `died` names, after the peak of that one."""
+    is_early: bool = False
+    """It died in a backward, before the peak of that one, which is given with its bytes."""
+    ref: "weakref.ref[torch.UntypedStorage] | None" = None
+
+
+def _dies(phases: "weakref.ref[Phases]", storage: Storage, _: object) -> None:
+    alive = phases()
+    if alive is not None:
+        alive.note_death(storage)
 
 
 class Phases:
@@ -70,12 +75,12 @@ class Phases:
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
-        self.shared: list[SharedTensor] = []
-        """In the order in which layers first took them."""
-        self._shared_by_key: dict[int, SharedTensor] = {}
-        self._taken: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
-        """Visits of layers and the inputs they had."""
-        self._late: list[_Late] = []
+        self._now: Moment = ("F", 0)
+        self._dead: list[Storage] = []
+        """Since the open phase began, or the last one ended."""
+        self._ended: list[Storage] = []
+        """In the last forward phase that ended."""
+        self._is_over = False
         self._open: Phase | None = None
         self._of_loss: Phase | None = None
         self._level = 0
@@ -93,6 +98,7 @@ class Phases:
 
     def finish(self) -> None:
         self.held_bytes = self._read() - self._start
+        self._is_over = True
         for phase, start, end in self._timed:
             phase.seconds = self._device.between(start, end)
 
@@ -110,6 +116,7 @@ class Phases:
 
     def open_forward(self) -> None:
         self.forward.append(ForwardPhase())
+        self._now = ("F", len(self.forward) - 1)
         self._mark(self.forward[-1])
 
     def reopen_forward(self) -> None:
@@ -119,14 +126,39 @@ class Phases:
     def close_forward(self) -> ForwardPhase:
         phase = self.forward[-1]
         self._take(phase)
-        self._bury(len(self.forward) - 1)
+        self._now = ("F", len(self.forward))
+        if self._meter is not None:
+            phase.delta_bytes += sum(storage.num_bytes for storage in self._dead) - phase.born_bytes
+            for storage in self._dead:
+                self._place_death(phase, storage)
+        self._ended, self._dead = self._dead, []
         return phase
+
+    def _place_death(self, phase: ForwardPhase, storage: Storage) -> None:
+        """In a visit's forward. A storage that was there at the visit's peak counts as alive until the next visit."""
+        assert self._meter is not None
+        visit = len(self.forward) - 1
+        is_early = storage.peak < self._meter.peak() and storage.born != visit
+        storage.died, storage.is_late = ("F", visit if is_early else visit + 1), not is_early and storage.born != visit
+        phase.peak_bytes += storage.num_bytes if is_early else 0
+
+    def call_early(self, storage: Storage) -> None:
+        """It died after the peak of a forward. Count it as dead from the beginning of that forward, and its bytes as part of the peak."""
+        assert storage.is_late and storage.died is not None
+        visit = storage.died[1] - 1
+        storage.died, storage.is_late = ("F", visit), False
+        self.forward[visit].peak_bytes += storage.num_bytes
 
     def returned(self) -> None:
         """The root's caller has its outputs, or its loss: what the call itself held (its arguments) is gone, what the loss holds is there."""
-        self.forward[-1].delta_bytes += self._read() - self._end
+        phase = self.forward[-1]
+        phase.delta_bytes += self._read() - self._end
         if self._meter is not None:
-            self.forward[-1].peak_bytes = max(self.forward[-1].peak_bytes, self._meter.peak() - self._level)
+            phase.peak_bytes = self._meter.peak() - self._level
+            phase.delta_bytes += sum(storage.num_bytes for storage in self._dead)
+            for storage in (*self._ended, *self._dead):
+                self._place_death(phase, storage)
+        self._dead = []
 
     def begin_backward(self) -> None:
         """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs, counts as the first visit's."""
@@ -136,88 +168,71 @@ class Phases:
     def open_backward(self, visit: int) -> None:
         if self._of_loss is not None:
             self.backward[visit], self._of_loss = self._of_loss, None
+            self._now = ("B", visit)
+            for storage in self._dead:
+                storage.died = self._now
             return
+        self._now = ("B", visit)
         self.backward[visit] = Phase()
         self._mark(self.backward[visit])
 
     def close_backward(self) -> None:
         if self._open is not None and self._of_loss is None:
-            self._take(self._open)
-            self._bury_backward(next(reversed(self.backward)))
+            phase = self._open
+            self._take(phase)
+            peak = self._meter.peak() if self._meter is not None else 0
+            for storage in self._dead:
+                storage.is_early = storage.peak < peak
+                phase.delta_bytes += storage.num_bytes
+                phase.peak_bytes += storage.num_bytes if storage.is_early else 0
+            self._dead = []
 
-    def takes(self, visit: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
-        """A layer was called with these."""
-        # What one layer takes beside its input may be the input of another, which keeps it too (skip connections).
-        storage = hidden.untyped_storage()
-        if (known := self.shared_as(storage)) is not None and visit not in known.visits:
-            known.visits.append(visit)
-        self._taken = [(v, taken) for v, taken in self._taken if taken() is not None]
-        self._taken.append((visit, weakref.ref(storage)))
-        for tensor in others:
-            if storage_id(tensor.untyped_storage()) != storage_id(storage):
-                shared = self._share(tensor)
-                if visit not in shared.visits:
-                    shared.visits.append(visit)
+    def follow(self, storage: torch.UntypedStorage, born: int = -1, saved_by: int = -1) -> Storage:
+        """Count neither its birth in the forward of `born`, which is under way or over, nor its death. -1: its birth is counted."""
+        found = Storage(storage.nbytes(), born, saved_by)
+        found.ref = weakref.ref(storage, partial(_dies, weakref.ref(self), found))
+        if born >= 0:
+            self._without_birth(found)
+        return found
 
-    def leaves(self, visit: int, tensors: Iterable[Tensor]) -> None:
-        """A layer has put these into its arguments, for later layers."""
-        for tensor in tensors:
-            self._share(tensor).maker = visit
+    def _without_birth(self, storage: Storage) -> None:
+        phase = self.forward[storage.born]
+        phase.born_bytes += storage.num_bytes
+        if storage.born < self._now[1]:
+            phase.delta_bytes -= storage.num_bytes
 
-    def _share(self, tensor: Tensor) -> SharedTensor:
-        storage = tensor.untyped_storage()
-        shared = self.shared_as(storage)
-        if shared is None:
-            shared = SharedTensor(storage.nbytes(), weakref.ref(storage), [visit for visit, taken in self._taken if taken() is storage])
-            self.shared.append(shared)
-            self._shared_by_key[storage_id(storage)] = shared
-        shared.requires_grad |= tensor.requires_grad
-        return shared
-
-    def shared_as(self, storage: torch.UntypedStorage) -> SharedTensor | None:
-        found = self._shared_by_key.get(storage_id(storage))
-        return found if found is not None and found.storage() is storage else None
-
-    def watch(self, visit: int, storage: "weakref.ref[torch.UntypedStorage]") -> None:
-        """The forward phase of a layer is over: if its input dies from here on, and still in forward, a frame held it."""
-        alive = storage()
-        if alive is not None:
-            self._late.append(_Late(visit, alive.nbytes(), storage))
+    def note_death(self, storage: Storage) -> None:
+        if self._is_over or self._meter is None:
+            return
+        if storage.saved_by >= 0:
+            if self._now[0] != "F" or self._now[1] <= storage.saved_by:
+                return
+            storage.born = storage.saved_by
+            self._without_birth(storage)
+        storage.died, storage.peak = self._now, self._meter.peak()
+        self._dead.append(storage)
 
     def release(self, visit: int, let_go: Callable[[], None]) -> None:
         """Drop what a visit sent."""
-        before = self._read()
+        before, now, dead = self._read(), self._now, len(self._dead)
+        self._now = ("R", visit)
         let_go()
-        self.forward[visit].released_bytes = before - self._read()
-        self._end -= self.forward[visit].released_bytes  # counted here, and not once more by `returned`
+        self._now = now
+        freed = before - self._read()
+        self._end -= freed  # counted here, and not once more by `returned`
+        self.forward[visit].released_bytes = freed - sum(storage.num_bytes for storage in self._dead[dead:])
+        del self._dead[dead:]
 
-    def _bury(self, visit: int) -> None:
-        """Deaths that depend on more than the phase they happen in are taken out of its numbers and kept apart."""
-        phase = self.forward[visit]
-        dead = [late for late in self._late if late.storage() is None]
-        self._late = [late for late in self._late if late.storage() is not None]
-        for late in dead:
-            self.forward[late.visit].late_bytes += late.num_bytes
-            self.forward[late.visit].late_visit = visit
-            phase.delta_bytes += late.num_bytes
-            phase.peak_bytes += late.num_bytes
-        for tensor in self.shared:
-            if tensor.storage() is None and tensor.died_forward < 0:
-                tensor.died_forward = visit
-                phase.delta_bytes += tensor.num_bytes
-                phase.peak_bytes += tensor.num_bytes
-
-    def _bury_backward(self, visit: int) -> None:
-        for tensor in self.shared:
-            if tensor.storage() is None and tensor.died_forward < 0 and tensor.died_backward < 0:
-                tensor.died_backward = visit
-                self.backward[visit].delta_bytes += tensor.num_bytes
+    def uncounted(self) -> AbstractContextManager[None]:
+        """What runs in it is none of the model's operators."""
+        return self._meter.paused() if isinstance(self._meter, Observer) else nullcontext()
 
     def _read(self) -> int:
         return self._meter.level() if self._meter is not None else 0
 
     def _mark(self, phase: Phase) -> None:
         self._open = phase
+        self._dead = []
         self._level = self._read()
         if isinstance(self._meter, Observer):
             self._counted = self._meter.seconds, self._meter.issued

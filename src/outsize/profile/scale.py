@@ -16,7 +16,7 @@ from outsize.profile.trace import ModelTrace
 LOOPS = 0.9
 """Of growing in proportion to rows, what a timing must show to be a loop's: a busy processor alone made them 1.8 times as long."""
 _SECONDS = ("forward_seconds", "backward_seconds")
-_SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes", "late_bytes", "output_kept_bytes", "input_kept_bytes")
+_SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
 """May be below zero."""
 
@@ -45,7 +45,11 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
         {s: line.work(visit.get(s) or visit["keep"], other.get(s) or other["keep"]) for s in visit | other}
         for visit, other in zip(a.visits, b.visits, strict=True)
     )
-    shared = tuple(replace(t, num_bytes=line.size(t.num_bytes, u.num_bytes)) for t, u in zip(a.shared, b.shared, strict=True))
+    sizes = [(t, replace(u, num_bytes=line.size(t.num_bytes, u.num_bytes))) for t, u in zip(a.shared, b.shared, strict=True)]
+    shared = tuple(
+        replace(u, dies_at=-1 if min(t.dies_at, u.dies_at) < 0 else max(t.dies_at, u.dies_at), early_in=tuple(x for x in t.early_in if x in u.early_in))
+        for t, u in sizes
+    )
     provenance = f"{b.provenance}, scaled to {rows} rows from {low.rows} and {high.rows}"
     return replace(
         b, inputs=inputs, visits=visits, shared=shared, held_bytes=line.size(a.held_bytes, b.held_bytes), provenance=provenance,
@@ -85,6 +89,7 @@ class _Line:
 
 def _way(trace: ModelTrace) -> tuple[object, ...]:
     """All that does not depend on how much there is."""
-    visits = [{s: (visit[s].late_visit, visit[s].input_from) for s in trace.strategies(v)} for v, visit in enumerate(trace.visits)]
-    shared = [(tensor.visits, tensor.kept_by, tensor.dies_at) for tensor in trace.shared]
+    visits = [trace.strategies(v) for v in range(len(trace.visits))]
+    # Where a tensor dies within a visit, before its peak or after it, does depend on how much there is.
+    shared = [replace(tensor, num_bytes=0, dies_at=0, early_in=()) for tensor in trace.shared]
     return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, visits, shared

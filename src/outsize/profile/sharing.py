@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from outsize.base.errors import ModelUnsupported
 from outsize.compat import storage_id
-from outsize.model.work import Shared, Strategy
 from outsize.profile.passes import Pass
 
 BEFORE_ALL = -1
@@ -67,7 +65,7 @@ class HiddenReads:
     def look_at(self, tensor: Tensor, run: Pass, made_in: Callable[[Tensor], int]) -> None:
         """An operator reads this tensor, which is no parameter, in the forward of a scout."""
         visit, storage = len(run.layer_of) - 1, tensor.untyped_storage()
-        shared = run.phases.shared_as(storage)
+        shared = run.arguments.shared_as(storage)
         if shared is not None:
             shared.readers.add(visit)
         elif run.given is not None and tensor.grad_fn is not None and storage_id(storage) not in run.given:
@@ -90,25 +88,3 @@ class HiddenReads:
 
     def __bool__(self) -> bool:
         return bool(self._found)
-
-
-def shared_tensors(passes: Mapping[Strategy, Pass]) -> tuple[Shared, ...]:
-    """What the passes say together: which strategies keep a tensor, and where it dies if none does."""
-    table = []
-    if len({len(run.phases.shared) for run in passes.values()}) > 1:
-        raise ModelUnsupported(
-            "The model's layers get other tensors as arguments when activations are recomputed or sent to the host. "
-            "Let layers return what later layers need, instead of writing it into an object that they are given."
-        )
-    for same in zip(*(run.phases.shared for run in passes.values()), strict=True):
-        one = same[0]
-        died = {s: tensor.died_backward for s, tensor in zip(passes, same, strict=True) if tensor.died_backward >= 0}
-        maker_keeps = tuple(s for s, visit in died.items() if visit == one.maker)
-        dies_at = max(tensor.died_forward for tensor in same)
-        if died or dies_at >= 0:
-            table.append(
-                Shared(
-                    num_bytes=one.num_bytes, visits=tuple(one.visits), kept_by=tuple(died), dies_at=dies_at, maker=one.maker, maker_keeps=maker_keeps
-                )
-            )
-    return tuple(table)

@@ -42,11 +42,11 @@ from outsize.model.weights import Weights, bytes_of, is_hollow
 from outsize.model.work import STRATEGIES, Strategy, Work
 from outsize.profile.calling import Loss, batch_shapes, call, loss_of
 from outsize.profile.landings import bytes_of_waiting_gradients, read_without_grad, require_landings
+from outsize.profile.lifetimes import Records
 from outsize.profile.merge import with_reserve
-from outsize.profile.outputs import inputs_from, kept
 from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase, bytes_of_phases
-from outsize.profile.sharing import HiddenReads, SharedGradients, shared_tensors, visits_to_run
+from outsize.profile.sharing import HiddenReads, SharedGradients, visits_to_run
 from outsize.profile.trace import ModelTrace, after
 from outsize.progress import Bar
 
@@ -94,7 +94,6 @@ class Tracer:
         self._to_run: set[int] = set()
         """Visits that a measuring pass does not skip."""
         self._detours: set[int] = set()
-        self._inputs_from: dict[int, int] = {}
         self._without_backward: set[int] = set()
         self.left: dict[str, LeftValues] = {}
         self.compares = True
@@ -140,7 +139,6 @@ class Tracer:
             self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
             self._gradients = self._shared_gradients(scout)
             waiting_bytes = bytes_of_waiting_gradients(self.layers, scout, self._readers)
-            self._inputs_from = inputs_from(scout.layer_of, scout.goes_on)
             self._without_backward = {visit for visit in scout.keys if not self._is_differentiable(scout, visit)}
             sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
             self._to_run = visits_to_run({visit: (key, self.around(visit)) for visit, key in scout.keys.items()}, sequels, self._gradients)
@@ -153,10 +151,11 @@ class Tracer:
         notes = tuple(self._notes())
         for note in notes:
             log.warning("%s", note)
+        records = Records({strategy: run.lifetimes for strategy, run in passes.items()}, passes["keep"].keys, partial(self._twin, passes["keep"]))
         visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         trace = ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=shared_tensors(passes), held_bytes=held_bytes,
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=records.all(visits), held_bytes=held_bytes,
             provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
         )  # fmt: skip
         return graph, with_reserve(trace, waiting_bytes)
@@ -201,7 +200,7 @@ class Tracer:
                     users[id(param)].add(visit)
         twin = {visit: self._twin(scout, visit) for visit in range(len(scout.layer_of))}
         weights = [sorted(v for v in visits if twin[v] in scout.backward) for visits in users.values()]
-        tensors = [[t.maker, *(v for v in t.visits if twin[v] in t.readers)] for t in scout.phases.shared if t.requires_grad]
+        tensors = [[t.maker, *(v for v in t.visits if {v, twin[v]} & t.readers)] for t in scout.arguments.shared if t.requires_grad]
         hidden = [[maker, *(v for v in twin if v > maker and twin[v] in readers)] for maker, readers in self._hidden.of_tensors()]
         return SharedGradients([*weights, *tensors, *hidden])
 
@@ -532,8 +531,6 @@ class Tracer:
         forward = run.phases.forward[twin]
         if strategy in SENDS and not forward.sent_bytes:
             return None
-        # An input that a frame holds until after the stack (all hidden states in a tuple) is held alike of layers that did not run.
-        is_late = twin == visit or forward.late_visit > visit
         clock = timed["keep" if strategy in ("keep", "swap") else "recompute"] if timed else run
         ahead, back = clock.phases.forward[twin], clock.phases.backward.get(twin) or Phase()
         return Work(
@@ -543,18 +540,4 @@ class Tracer:
             **bytes_of_phases(run.phases, twin),
             sent_bytes=forward.sent_bytes,
             released_bytes=forward.released_bytes,
-            late_bytes=forward.late_bytes if is_late else 0,
-            late_visit=forward.late_visit if is_late else -1,
-            **self._outputs(passes, strategy, visit),
         )
-
-    def _outputs(self, passes: dict[Strategy, Pass], strategy: Strategy, visit: int) -> dict[str, Any]:
-        """What is known of the output of this visit and of that which it takes: see profile/outputs.py."""
-        outputs = {s: run.outputs for s, run in passes.items()}
-        taker, maker = next((t for t, m in self._inputs_from.items() if m == visit), -1), self._inputs_from.get(visit, -1)
-        run, found = passes[strategy], {}
-        if taker >= 0 and (by := kept(outputs, self._twin(run, visit), self._twin(run, taker))) is not None:
-            found["output_kept_bytes"] = by[strategy][0]
-        if maker >= 0 and (by := kept(outputs, self._twin(run, maker), self._twin(run, visit))) is not None:
-            found |= {"input_from": visit - maker, "input_kept_bytes": by[strategy][1]}
-        return found

@@ -12,6 +12,7 @@ from outsize.base.errors import PlanInvalid
 from outsize.base.records import fingerprint
 from outsize.hardware.allowance import Allowance
 from outsize.layout.chunks import pack
+from outsize.model.work import Shared
 from outsize.plan.check import check, load, save
 from outsize.plan.plan import Homes, Plan
 from outsize.planner.search import search
@@ -73,6 +74,7 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
     def work(visit: int, **changes: Any) -> Plan:
         return dataclasses.replace(plan, work=tuple(dataclasses.replace(w, **changes) if v == visit else w for v, w in enumerate(plan.work)))
 
+    tensor = Shared(visit=2, role="output", number=0, num_bytes=8, born=2, dies_at=4)
     return {
         "another format": (dataclasses.replace(plan, format=99), "format 99"),
         "too few homes": (with_decision(plan, homes=decision.homes[1:]), "6 homes"),
@@ -85,7 +87,8 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
         "a strategy without a backward": (strategy(1, "recompute"), r"model\.layers\.0, which has no backward"),
         "an offload that sends nothing": (strategy(3, "offload"), r"some sent_bytes for model\.layers\.2"),
         "a keep that sends": (work(3, sent_bytes=5), r"no sent_bytes for model\.layers\.2"),
-        "a late visit before the visit": (work(3, late_visit=2), "late_visit"),
+        "a tensor of a visit that is not there": (dataclasses.replace(plan, shared=(dataclasses.replace(tensor, held_by=((9, ("keep",)),)),)), "visits 0 to"),
+        "a tensor that dies after the end": (dataclasses.replace(plan, shared=(dataclasses.replace(tensor, dies_at=9),)), "dies_at"),
         "seconds that are none": (work(3, forward_seconds=float("nan")), "seconds of 0 or more"),
         "more GPU memory than the budget": (dataclasses.replace(plan, gpu_budget_bytes=estimate.gpu_bytes - 1), "GPU budget"),
         "more host memory than the budget": (dataclasses.replace(plan, host_budget_bytes=-1), "host budget"),

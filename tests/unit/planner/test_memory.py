@@ -1,6 +1,7 @@
 """The ledger of activations against sums made by hand, one rule at a time."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from synthetic import NOTHING, Case, make_case, random_case, random_decision
@@ -58,19 +59,29 @@ def test_sent_activations_count_until_the_visit_after_the_next_opens(case: Case)
     assert measure(case, [plain, sent, plain, dataclasses.replace(plain, forward_peak_bytes=109)]) == HighWater(gpu_bytes=110, peak_at="F2")
 
 
-def test_late_bytes_die_before_the_peak_of_the_visit_they_wait_for(case: Case) -> None:
-    late = work(forward_delta_bytes=100, forward_peak_bytes=100, sent_bytes=100, late_bytes=100, late_visit=3)
-    plain = work(forward_peak_bytes=10)
-    assert measure(case, [plain, late, plain, plain]) == HighWater(gpu_bytes=110, peak_at="F2")
-    assert measure(case, [plain, late, plain, dataclasses.replace(plain, forward_peak_bytes=110)]) == HighWater(gpu_bytes=110, peak_at="F2")
-    assert measure(case, [plain, late, plain, dataclasses.replace(plain, forward_peak_bytes=111)]) == HighWater(gpu_bytes=111, peak_at="F3")
+def tensor(**facts: Any) -> Shared:
+    """100 bytes that the first layer (visit 1) returns."""
+    return Shared(**({"visit": 1, "role": "output", "number": 0, "num_bytes": 100, "born": 1, "dies_at": 3} | facts))
+
+
+def test_what_dies_in_a_forward_is_dead_before_the_peak(case: Case) -> None:
+    made, plain = work(forward_peak_bytes=100), work(forward_peak_bytes=10)
+    assert measure(case, [plain, made, plain, plain], shared=(tensor(),)) == HighWater(gpu_bytes=110, peak_at="F2")
+    assert measure(case, [plain, made, plain, work(forward_peak_bytes=110)], shared=(tensor(),)) == HighWater(gpu_bytes=110, peak_at="F2")
+    assert measure(case, [plain, made, plain, work(forward_peak_bytes=111)], shared=(tensor(),)) == HighWater(gpu_bytes=111, peak_at="F3")
+
+
+def test_what_dies_as_the_forward_returns_is_there_at_all_peaks_of_the_forward(case: Case) -> None:
+    made, head = work(forward_peak_bytes=100), work(forward_peak_bytes=10, backward_peak_bytes=105)
+    assert measure(case, [NOTHING, made, NOTHING, head], shared=(tensor(dies_at=4),)) == HighWater(gpu_bytes=110, peak_at="F3")
+    assert measure(case, [NOTHING, made, NOTHING, head], shared=(tensor(dies_at=-1),)) == HighWater(gpu_bytes=205, peak_at="B3")
 
 
 def test_a_shared_tensor_dies_once_with_the_first_layer_that_keeps_it(case: Case) -> None:
     """Born in the stem's work, taken by both layers; who keeps it depends on the strategies, so its death is in nobody's work."""
     stem, layer = work(forward_delta_bytes=100, forward_peak_bytes=100), work(forward_peak_bytes=10, backward_peak_bytes=30)
     works = [dataclasses.replace(stem, backward_peak_bytes=125), layer, layer, dataclasses.replace(layer, forward_peak_bytes=20)]
-    mask = Shared(num_bytes=100, visits=(1, 2), kept_by=("keep",), dies_at=3)
+    mask = tensor(role="argument", born=-1, held_by=((1, ("keep",)), (2, ("keep",))))
     # Kept: alive in the backward of both layers, gone when the stem's begins.
     assert measure(case, works, shared=(mask,)) == HighWater(gpu_bytes=130, peak_at="B3")
     # Not kept: gone before the head reaches its forward peak.
@@ -79,29 +90,47 @@ def test_a_shared_tensor_dies_once_with_the_first_layer_that_keeps_it(case: Case
 
 
 @pytest.mark.parametrize("maker", ["keep", "recompute"])
-@pytest.mark.parametrize("taker", ["keep", "recompute"])
-def test_an_output_that_its_layer_keeps_is_freed_by_the_later_of_two_backwards(case: Case, maker: str, taker: str) -> None:
-    """Made by the first layer (visit 1), taken by the second."""
-    makers = {
-        "keep": work(forward_delta_bytes=100, forward_peak_bytes=100, backward_delta_bytes=-100, output_kept_bytes=100),
-        "recompute": work(forward_delta_bytes=100, forward_peak_bytes=100),
-    }
-    takers = {"keep": work(input_from=1, input_kept_bytes=100), "recompute": work(input_from=1, backward_delta_bytes=-100)}
-    place = dataclasses.replace(case.place(case.decide()), work=(NOTHING, makers[maker], takers[taker], NOTHING))
+@pytest.mark.parametrize("taker", ["keep", "recompute", "offload"])
+def test_an_output_is_freed_by_the_later_of_two_backwards(case: Case, maker: str, taker: str) -> None:
+    """The layer that makes it keeps it with one strategy, the one that takes it with two."""
+    output = tensor(held_by=((1, ("keep",)), (2, ("keep", "recompute"))), sent_by=((2, ("offload",)),), dies_at=3)
+    sends = work(sent_bytes=100 if taker == "offload" else 0)
+    place = dataclasses.replace(case.place(case.decide(strategies=["keep", maker, taker, "keep"])), work=(NOTHING, NOTHING, sends, NOTHING), shared=(output,))
     schedule = compile_schedule(place)
     entries = {str(e.action): e for e in ledger(schedule.forward, next(iter(schedule.backward.values())), place, 0)}
-    assert (entries["B2"].opens, entries["B1"].closes) == (100, 0)
+    is_released = maker == "recompute" and taker == "offload"
+    assert entries["F1"].closes == entries["F3"].opens == 100 and entries["B1"].closes == 0
+    assert entries["B3"].opens == (0 if is_released else 100)
     assert entries["B2"].closes == (100 if maker == "keep" else 0)
+    if taker == "offload":
+        assert entries["R2"].closes == (0 if is_released else 100)
 
 
-def test_a_sent_input_stays_where_the_layer_that_made_it_keeps_it(case: Case) -> None:
-    keeps = work(forward_delta_bytes=100, forward_peak_bytes=100, backward_delta_bytes=-100, output_kept_bytes=100)
-    sent = work(sent_bytes=100, released_bytes=100, input_from=1)
-    late = dataclasses.replace(sent, released_bytes=0, late_bytes=100, late_visit=3)
-    for taker in (sent, late):
-        assert measure(case, [NOTHING, keeps, taker, work(forward_peak_bytes=10)]) == HighWater(gpu_bytes=110, peak_at="F3")
-        freed = dataclasses.replace(keeps, backward_delta_bytes=0, output_kept_bytes=0)
-        assert measure(case, [NOTHING, freed, taker, work(backward_peak_bytes=10)]) == HighWater(gpu_bytes=100, peak_at="F1")
+def test_what_dies_early_in_a_backward_is_dead_before_its_peak(case: Case) -> None:
+    works = [NOTHING, work(forward_peak_bytes=100), work(backward_peak_bytes=50), NOTHING]
+    kept = tensor(held_by=((2, ("keep",)),))
+    assert measure(case, works, shared=(kept,)) == HighWater(gpu_bytes=150, peak_at="B2")
+    assert measure(case, works, shared=(dataclasses.replace(kept, early_in=((2, ("keep",)),)),)) == HighWater(gpu_bytes=100, peak_at="F1")
+    # Another visit holds it longer.
+    longer = tensor(held_by=((1, ("keep",)), (2, ("keep",))), early_in=((2, ("keep",)),))
+    assert measure(case, works, shared=(longer,)) == HighWater(gpu_bytes=150, peak_at="B2")
+
+
+def test_what_is_sent_lives_until_the_release_or_as_long_as_a_frame_holds_it(case: Case) -> None:
+    sends = work(sent_bytes=100)
+    for dies_at, closes in ((2, 0), (3, 100)):
+        output = tensor(sent_by=((1, ("keep",)),), dies_at=dies_at)
+        place = dataclasses.replace(case.place(case.decide()), work=(NOTHING, sends, NOTHING, NOTHING), shared=(output,))
+        schedule = compile_schedule(place)
+        entries = {str(e.action): e for e in ledger(schedule.forward, next(iter(schedule.backward.values())), place, 0)}
+        assert entries["F2"].opens == entries["R1"].opens == 100 and entries["R1"].closes == closes and entries["F3"].opens == 0
+
+
+def test_a_tensor_that_one_strategy_makes_is_there_with_that_strategy_alone(case: Case) -> None:
+    """A graph that nothing uses, and that dies with the next layer."""
+    graph, plain = tensor(role="saved", under=("keep",), dies_at=3), work(forward_peak_bytes=10)
+    assert measure(case, [plain] * 4, shared=(graph,)).gpu_bytes == 110
+    assert measure(case, [plain] * 4, shared=(graph,), strategies="recompute").gpu_bytes == 10
 
 
 def test_a_region_allocates_what_it_does_after_the_strategy_of_the_layer_before_it(case: Case) -> None:

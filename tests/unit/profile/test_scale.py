@@ -47,17 +47,19 @@ def sizes(trace: ModelTrace) -> list[float]:
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("t5", "bert", "qwen2.5-vl"))])
 def test_a_third_size_is_what_the_tracer_finds_there(name: str) -> None:
-    two, four, six = (traced(name, rows) for rows in (2, 4, 6))
-    beyond, between = scaled(two, four, 6), scaled(six, two, 4)
+    # Of few rows, T5's regions are fullest while position biases live, of more they are after that: no line goes through both.
+    few, more, most = (2, 4, 6) if name != "t5" else (8, 10, 12)
+    small, middle, large = (traced(name, rows) for rows in (few, more, most))
+    beyond, between = scaled(small, middle, most), scaled(large, small, more)
     assert beyond is not None and between is not None
-    assert beyond.inputs == six.trace.inputs and between.inputs == four.trace.inputs
-    for made, real in ((beyond, six.trace), (between, four.trace)):
+    assert beyond.inputs == large.trace.inputs and between.inputs == middle.trace.inputs
+    for made, real in ((beyond, large.trace), (between, middle.trace)):
         assert made.graph == real.graph
         # To the byte; but what is sent to the host begins at round addresses, which the images here are too small for.
         assert sizes(made) == pytest.approx(sizes(real), rel=0.01 if name.endswith("vl") else 0.0)
         assert seconds(made, issuing=False) == pytest.approx(seconds(real, issuing=False), rel=0.03)
         assert seconds(made, issuing=True) == pytest.approx(seconds(real, issuing=True), rel=1e-9)
-    assert beyond.provenance == f"{four.trace.provenance}, scaled to 6 rows from 2 and 4"
+    assert beyond.provenance == f"{middle.trace.provenance}, scaled to {most} rows from {few} and {more}"
 
 
 def affine_trace(seed: int, rows: int) -> ModelTrace:
@@ -69,7 +71,7 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
         fixed, each = (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
         return fixed + each * rows
 
-    fields = [f.name for f in dataclasses.fields(synthetic.NOTHING) if f.name not in ("late_visit", "input_from")]
+    fields = [f.name for f in dataclasses.fields(synthetic.NOTHING)]
     numbers, waits = [name for name in fields if not name.endswith("waits")], {name: True for name in fields if name.endswith("waits")}
     visits = tuple({s: dataclasses.replace(w, **{n: grown(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()} for v in case.trace.visits)
     shared = tuple(dataclasses.replace(tensor, num_bytes=grown(tensor.num_bytes)) for tensor in case.trace.shared)
@@ -95,12 +97,13 @@ def test_bytes_are_rounded_up_and_only_changes_of_the_level_go_below_zero() -> N
         work = dataclasses.replace(
             synthetic.NOTHING, forward_seconds=num_bytes / 10, forward_peak_bytes=num_bytes, forward_delta_bytes=num_bytes, sent_bytes=num_bytes
         )
-        shared = (Shared(num_bytes=num_bytes, visits=(0,), kept_by=("keep",), dies_at=-1),)
+        shared = (Shared(visit=0, role="output", number=0, num_bytes=num_bytes, born=0, dies_at=rows, held_by=((0, ("keep",)),)),)
         return Point(rows=rows, trace=ModelTrace(graph="g", inputs={}, visits=({"keep": work},), held_bytes=num_bytes, provenance="", shared=shared))
 
     between = scaled(point(2, 10), point(5, 15), 3)
     assert between is not None
     assert between.work(0, "keep").forward_peak_bytes == between.held_bytes == between.shared[0].num_bytes == 12  # 11.67
+    assert between.shared[0].dies_at == 5, "the later of both"
     below = scaled(point(4, 3), point(6, 9), 1)
     assert below is not None
     work = below.work(0, "keep")
@@ -113,10 +116,9 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
     point = Point(rows=2, trace=trace)
     visit = next(v for v, works in enumerate(trace.visits) if len(works) > 1)
     fewer = ({"keep": works["keep"]} if v == visit else works for v, works in enumerate(trace.visits))
-    later = ({s: dataclasses.replace(w, late_visit=len(trace.visits) + 1) for s, w in works.items()} for works in trace.visits)
-    tensor = Shared(num_bytes=8, visits=(1,), kept_by=(), dies_at=2)
+    tensor = Shared(visit=1, role="argument", number=3, num_bytes=8, dies_at=2)
     for other in (
-        dataclasses.replace(trace, graph="another"), dataclasses.replace(trace, visits=tuple(fewer)), dataclasses.replace(trace, visits=tuple(later)),
+        dataclasses.replace(trace, graph="another"), dataclasses.replace(trace, visits=tuple(fewer)),
         dataclasses.replace(trace, shared=(*trace.shared, tensor)), dataclasses.replace(trace, inputs={**trace.inputs, "attention_mask": (4, 8)}),
     ):  # fmt: skip
         assert scaled(point, Point(rows=4, trace=other), 8) is None
