@@ -38,8 +38,8 @@ class Case:
     @property
     def name(self) -> str:
         extra = (f" ×{self.accumulate}" if self.accumulate > 1 else "") + (" clip" if self.clip else "")
-        by_hand = f" [{', '.join(f'{name}={value}' for name, value in self.pins)}]" if self.pins else ""
-        return f"{self.model.removeprefix('llama-')} {self.gib}GiB {self.rows}×{self.seq}{extra}{by_hand}"
+        manual_baselines = f" [{', '.join(f'{name}={value}' for name, value in self.pins)}]" if self.pins else ""
+        return f"{self.model.removeprefix('llama-')} {self.gib}GiB {self.rows}×{self.seq}{extra}{manual_baselines}"
 
     @property
     def seconds(self) -> float:
@@ -275,12 +275,12 @@ def count_fake(path: Path) -> None:
         trace = added_in_place(trace, graph)
         layout = pack(graph, plan.chunk_bytes)
         decision = plan.decision
-        work = tuple(trace.work(visit, strategy) for visit, strategy in enumerate(decision.strategies))
-        place = Placement(graph, layout, decision, plan.terms, work, trace.shared)
+        work = tuple(trace.work(call, strategy) for call, strategy in enumerate(decision.strategies))
+        place = Placement(graph, layout, decision, plan.step_config, work, trace.shared)
         row["fake_gpu_bytes"] = high_water(place, compile_schedule(place), trace.held_bytes).gpu_bytes
         print(f"{row['case']:<26} fake {row['fake_gpu_bytes'] / row['result']['memory']['gpu_peak_bytes'] - 1:+.4%} of the measured peak", flush=True)
-        estimate = {key: row["plan"]["estimate"][key] for key in ("busy_seconds", "starved_seconds")}
-        row["plan"] = {"estimate": estimate, "residue": row["plan"]["residue"]}
+        estimate = {key: row["plan"]["estimate"][key] for key in ("busy_seconds", "launch_bound_seconds")}
+        row["plan"] = {"estimate": estimate, "process_overhead": row["plan"]["process_overhead"]}
     path.write_text(json.dumps(found, ensure_ascii=False))
 
 

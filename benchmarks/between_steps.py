@@ -89,7 +89,7 @@ def timed(engine: Engine, work: Callable[[], Any]) -> float:
 
 def timed_access(engine: Engine) -> float:
     """Seconds of what a step spends on access: parameters become plain and back again twice, and the model's tables are compared once."""
-    access, store = engine.now.access, engine.now.store
+    access, store = engine.runtime.access, engine.runtime.store
     started = time.perf_counter()
     store.replaced()
     for _ in range(2):
@@ -104,12 +104,12 @@ _begin, _end, _replaced = ParameterAccess.begin_pass, ParameterAccess.end_pass, 
 def set_access(engine: Engine, on: bool) -> None:
     """Without it, parameters stay plain ones, as before there was such a thing."""
     if not on:
-        engine.now.access.begin_pass()
+        engine.runtime.access.begin_pass()
     ParameterAccess.begin_pass = _begin if on else lambda self: None  # type: ignore[method-assign]
     ParameterAccess.end_pass = _end if on else lambda self: None  # type: ignore[method-assign]
     Store.replaced = _replaced if on else lambda self: None  # type: ignore[method-assign]
     if on:
-        engine.now.access.end_pass()
+        engine.runtime.access.end_pass()
 
 
 @torch.no_grad()

@@ -105,12 +105,12 @@ def markdown(found: dict[str, Any]) -> str:
     lines: list[str] = []
     for setting in found["settings"]:
         ran = [(row["result"]["speed"]["median_step_seconds"], row["result"]["plan"]) for row in setting["rows"] if "result" in row]
-        (chosen, plan), by_hand = ran[0], sorted(ran[1:], key=lambda run: run[0])
+        (chosen, plan), manual_baselines = ran[0], sorted(ran[1:], key=lambda run: run[0])
         lines += [
             f"## {setting['setting']}", "",
-            f"Chosen: {chosen:.3f} s a step ({_in_words(plan)}), planned {plan['step_seconds']:.3f}. {len(by_hand)} plans by hand ran, "
+            f"Chosen: {chosen:.3f} s a step ({_in_words(plan)}), planned {plan['step_seconds']:.3f}. {len(manual_baselines)} plans by hand ran, "
             f"{len(setting['rows']) - len(ran)} do not fit.", "", "| by hand | s/step | against the chosen one | planned |", "|---|---|---|---|",
-            *(f"| {_in_words(plan)} | {took:.3f} | {took / chosen - 1:+.1%} | {plan['step_seconds']:.3f} |" for took, plan in by_hand), "",
+            *(f"| {_in_words(plan)} | {took:.3f} | {took / chosen - 1:+.1%} | {plan['step_seconds']:.3f} |" for took, plan in manual_baselines), "",
         ]  # fmt: skip
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Whole runs of `outsize train` on the GPU at hand, from weights on disk, watched from outside: loss by step, GPU and host memory, seconds.
+"""Whole runs of `outsize train` on the GPU at hand, from weights on disk, timing from outside: loss by step, GPU and host memory, seconds.
 
     PYTHONPATH=src python benchmarks/runs.py full --work /some/disk --out results.json      7B shape: 24 GiB, killed after its save, resumed under 40 GiB
     PYTHONPATH=src python benchmarks/runs.py lora --work /some/disk --out results.json      8B shape, LoRA: under 8 GiB, and resident

@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaConfig
 
 from outsize.base.errors import PlanInfeasible
-from outsize.hardware.allowance import Allowance
 from outsize.hardware.catalog import lookup
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
-from outsize.plan.plan import Terms
+from outsize.plan.plan import StepConfig
 from outsize.planner.search import search
 from outsize.train.forecast import fake_trace
 
@@ -30,14 +30,14 @@ def main() -> None:
     spec = lookup("a100-80gb")
     graph, trace, _ = fake_trace(config, spec, rows=1, tokens=2048, dtype=torch.bfloat16)
     layout = pack(graph, 512 * 2**20)
-    per_layer = len([c for c in layout.chunks if c.visits == (1,)])
-    print(f"{len(graph.visits) - 2} layers of {per_layer} chunks, {len(layout.chunks)} chunks in all")
+    per_layer = len([c for c in layout.chunks if c.calls == (1,)])
+    print(f"{len(graph.calls) - 2} layers of {per_layer} chunks, {len(layout.chunks)} chunks in all")
     rows = []
     for gpu in (4, 8, 16, 24, 40, 80, 400, 2000):
         for accumulate in (1, 4):
             start = time.perf_counter()
             try:
-                plan = search(graph, layout, trace, spec, Terms(accumulate=accumulate), gpu=Allowance(asked_bytes=gpu * GiB), host_bytes=4000 * GiB)
+                plan = search(graph, layout, trace, spec, StepConfig(accumulate=accumulate), gpu=GpuBudget(total_bytes=gpu * GiB), host_bytes=4000 * GiB)
                 words = plan.search
             except PlanInfeasible as error:
                 words = str(error)
@@ -45,7 +45,7 @@ def main() -> None:
             print(rows[-1]["gpu_gib"], "GiB, accumulate", accumulate, rows[-1]["seconds"], "s;", words[:110])
     facts = {
         "date": datetime.date.today().isoformat(), "command": "python benchmarks/search.py", "python": sys.version.split()[0], "torch": torch.__version__,
-        "machine": f"{platform.processor() or platform.machine()}, one core", "chunks": len(layout.chunks), "layers": len(graph.visits) - 2,
+        "machine": f"{platform.processor() or platform.machine()}, one core", "chunks": len(layout.chunks), "layers": len(graph.calls) - 2,
         "chunks_per_layer": per_layer, "rows": rows,
     }  # fmt: skip
     path = Path(__file__).parent / "results" / "search.json"

@@ -26,14 +26,14 @@ from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.work import Strategy
 from outsize.plan.placement import Placement
-from outsize.plan.plan import FORMAT, Decision, Homes, Plan, Terms
+from outsize.plan.plan import FORMAT, Decision, Homes, Plan, StepConfig
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.simulate import simulate
 from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer  # noqa: F401 - for tests of models of their own
 from outsize.reference import AdamW as Reference
-from outsize.runtime.engine import Engine, Planned
+from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.optimizer import AdamW
 
 STEPS = 3
@@ -47,23 +47,23 @@ Decide = Callable[[BlockGraph, ChunkLayout, ModelTrace], Decision]
 
 def uniform(
     graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, strategy: Strategy = "keep", weights: str = "gpu", optimizer: str = "gpu", depth: int = 1,
-    stride: int = 2,
+    host_update_interval: int = 2,
 ) -> Decision:  # fmt: skip
     """The same for every chunk and every layer that can have it. With updates in backward, those of every second chunk come after it."""
     homes = tuple(Homes(weights=weights, optimizer=optimizer if c.trainable else weights) for c in layout.chunks)  # type: ignore[arg-type]
-    strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.visits)))
-    return Decision(homes=homes, strategies=strategies, depth=depth, stride=stride)  # type: ignore[arg-type]
+    strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.calls)))
+    return Decision(homes=homes, strategies=strategies, depth=depth, host_update_interval=host_update_interval)  # type: ignore[arg-type]
 
 
 def make_plan(
-    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, device: Device, decision: Decision, terms: Terms, budget: int | None = 16 * GiB
+    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, device: Device, decision: Decision, step_config: StepConfig, budget: int | None = 16 * GiB
 ) -> Plan:
     """`budget` None: exactly what the plan says it needs."""
     work = trace.works(decision.strategies)
-    place = Placement(graph, layout, decision, terms, work, trace.shared)
+    place = Placement(graph, layout, decision, step_config, work, trace.shared)
     estimate = simulate(place, compile_schedule(place), device.spec, held_bytes=trace.held_bytes)
     return Plan(
-        format=FORMAT, graph=fingerprint(graph), hardware=device.spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, terms=terms, decision=decision,
+        format=FORMAT, graph=fingerprint(graph), hardware=device.spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, step_config=step_config, decision=decision,
         work=work, held_bytes=trace.held_bytes, shared=trace.shared, gpu_budget_bytes=estimate.gpu_bytes if budget is None else budget,
         host_budget_bytes=16 * GiB, estimate=estimate, provenance=trace.provenance, search="by hand",
     )  # fmt: skip
@@ -78,14 +78,14 @@ def prepare_by_hand(
     layers = find_layers(model)
     graph, trace = traced or cache.traced(model, batch, layers, where)
     layout = pack(graph, chunk_bytes)
-    terms = Terms(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
+    step_config = StepConfig(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)
-    plan = make_plan(graph, layout, trace, where, decision(graph, layout, trace) if callable(decision) else decision, terms, budget)
+    plan = make_plan(graph, layout, trace, where, decision(graph, layout, trace) if callable(decision) else decision, step_config, budget)
 
-    def planner(model: nn.Module, batch: Any, terms: Terms) -> Planned:
+    def planner(model: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
         raise AssertionError("a hand-made plan is not made again")
 
-    return Engine(model, layers, Planned(graph, layout, plan), device=where, optimizer=spec, planner=planner)
+    return Engine(model, layers, PlannedModel(graph, layout, plan), device=where, optimizer=spec, planner=planner)
 
 
 @contextlib.contextmanager

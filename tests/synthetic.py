@@ -15,7 +15,7 @@ from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.work import Shared, Work
 from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, Terms
+from outsize.plan.plan import Decision, Homes, StepConfig
 from outsize.profile.trace import ModelTrace
 
 MACHINE = lookup("64MiB")
@@ -24,7 +24,7 @@ NOTHING = Work(
     forward_seconds=0.0, backward_seconds=0.0, forward_peak_bytes=0, forward_delta_bytes=0, backward_peak_bytes=0, backward_delta_bytes=0,
     sent_bytes=0, released_bytes=0,
 )  # fmt: skip
-"""A visit that costs nothing: tests replace what they are about."""
+"""A call that costs nothing: tests replace what they are about."""
 
 
 
@@ -33,22 +33,22 @@ class Case:
     graph: BlockGraph
     layout: ChunkLayout
     trace: ModelTrace
-    terms: Terms = Terms()
+    step_config: StepConfig = StepConfig()
     spec: HardwareSpec = MACHINE
 
     def place(self, decision: Decision) -> Placement:
         work = self.trace.works(decision.strategies)
-        return Placement(self.graph, self.layout, decision, self.terms, work, self.trace.shared)
+        return Placement(self.graph, self.layout, decision, self.step_config, work, self.trace.shared)
 
-    def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0, stride: int = 1) -> Decision:
-        """`homes` per chunk or for all (`host/gpu`: weights/optimizer); `strategies` per visit or for all layers."""
+    def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0, host_update_interval: int = 1) -> Decision:
+        """`homes` per chunk or for all (`host/gpu`: weights/optimizer); `strategies` per call or for all layers."""
         per_chunk = [homes] * len(self.layout.chunks) if isinstance(homes, str) else homes
         if isinstance(strategies, str):
-            strategies = [strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.visits))]
+            strategies = [strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.calls))]
         split = [text.split("/") for text in per_chunk]
         pairs = [(w, o if chunk.trainable else w) for (w, o), chunk in zip(split, self.layout.chunks, strict=True)]
         both = tuple(Homes(weights=w, optimizer=o) for w, o in pairs)  # type: ignore[arg-type]
-        return Decision(homes=both, strategies=tuple(strategies), depth=depth, stride=stride)  # type: ignore[arg-type]
+        return Decision(homes=both, strategies=tuple(strategies), depth=depth, host_update_interval=host_update_interval)  # type: ignore[arg-type]
 
 
 def make_graph(num_layers: int, num_chunks: int = 1, *, numel: int = 4096, tied: bool = False, frozen: int = 0, dtype: str = "bfloat16") -> BlockGraph:
@@ -65,7 +65,7 @@ def make_graph(num_layers: int, num_chunks: int = 1, *, numel: int = 4096, tied:
         params.append(Param(name="lm_head.weight", shape=(2 * numel,), dtype=dtype, trainable=True))
     blocks.append(Block(name="head", kind="head", structure="head", params=("embed.weight" if tied else "lm_head.weight",)))
     has_backward = tuple(i >= frozen for i in range(len(blocks)))
-    return BlockGraph(blocks=tuple(blocks), visits=tuple(range(len(blocks))), has_backward=has_backward, params=tuple(params), buffer_bytes=512)
+    return BlockGraph(blocks=tuple(blocks), calls=tuple(range(len(blocks))), has_backward=has_backward, params=tuple(params), buffer_bytes=512)
 
 
 def layer_work(*, input_bytes: int, saved_bytes: int, seconds: float) -> dict[str, Work]:
@@ -86,25 +86,25 @@ def layer_work(*, input_bytes: int, saved_bytes: int, seconds: float) -> dict[st
 
 def make_trace(graph: BlockGraph, *, input_bytes: int = 2048, saved_bytes: int = 24576, seconds: float = 2e-6, held_bytes: int = 4096) -> ModelTrace:
     region = layer_work(input_bytes=input_bytes, saved_bytes=input_bytes, seconds=seconds)["keep"]
-    visits = []
-    for visit, backward in enumerate(graph.has_backward):
+    calls = []
+    for call, backward in enumerate(graph.has_backward):
         if not backward:
             forward = dataclasses.replace(NOTHING, forward_seconds=seconds, forward_peak_bytes=saved_bytes, forward_delta_bytes=0)
-            visits.append({"keep": forward})
-        elif graph.blocks[graph.visits[visit]].kind == "layer":
-            visits.append(layer_work(input_bytes=input_bytes, saved_bytes=saved_bytes, seconds=seconds))
+            calls.append({"keep": forward})
+        elif graph.blocks[graph.calls[call]].kind == "layer":
+            calls.append(layer_work(input_bytes=input_bytes, saved_bytes=saved_bytes, seconds=seconds))
         else:
-            visits.append({"keep": region})
+            calls.append({"keep": region})
     return ModelTrace(
-        graph=fingerprint(graph), inputs={"input_ids": (1, 128)}, visits=tuple(visits), shared=(), held_bytes=held_bytes, provenance="invented for tests"
+        graph=fingerprint(graph), inputs={"input_ids": (1, 128)}, calls=tuple(calls), shared=(), held_bytes=held_bytes, provenance="invented for tests"
     )
 
 
-def make_case(num_layers: int = 4, num_chunks: int = 1, *, terms: Terms | None = None, spec: HardwareSpec = MACHINE, **graph_options: object) -> Case:
+def make_case(num_layers: int = 4, num_chunks: int = 1, *, step_config: StepConfig | None = None, spec: HardwareSpec = MACHINE, **graph_options: object) -> Case:
     graph = make_graph(num_layers, num_chunks, **graph_options)  # type: ignore[arg-type]
     largest = max(param.nbytes for param in graph.params)
     layout = pack(graph, chunk_bytes=min(p.nbytes for p in graph.params) if num_chunks > 1 else largest)
-    return Case(graph=graph, layout=layout, trace=make_trace(graph), terms=terms or Terms(), spec=spec)
+    return Case(graph=graph, layout=layout, trace=make_trace(graph), step_config=step_config or StepConfig(), spec=spec)
 
 
 def random_case(seed: int, *, max_layers: int = 3) -> Case:
@@ -134,50 +134,50 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
     frozen = rng.randint(0, num_layers) if rng.random() < 0.3 else 0
     blocks = tuple(Block(name=n, kind=k, structure=n, params=tuple(dict.fromkeys(o))) for n, k, o in zip(names, kinds, owned, strict=True))  # type: ignore[arg-type]
     graph = BlockGraph(
-        blocks=blocks, visits=tuple(range(len(blocks))), has_backward=tuple(i >= frozen for i in range(len(blocks))), params=tuple(params.values()),
+        blocks=blocks, calls=tuple(range(len(blocks))), has_backward=tuple(i >= frozen for i in range(len(blocks))), params=tuple(params.values()),
         buffer_bytes=rng.choice([0, 100]),
     )  # fmt: skip
-    visits = []
-    for visit in range(len(names)):
+    calls = []
+    for call in range(len(names)):
         size = rng.choice([256, 512, 2048])
         table = layer_work(input_bytes=size, saved_bytes=size * rng.randint(1, 12), seconds=rng.uniform(0.2e-6, 5e-6))
-        if kinds[visit] != "layer" or visit < frozen:
+        if kinds[call] != "layer" or call < frozen:
             table = {"keep": table["keep"]}
         else:
             for name in rng.sample(["recompute", "offload", "swap"], rng.choice([0, 0, 1])):
                 del table[name]
-        visits.append(table)
+        calls.append(table)
     other = random.Random(-seed)
     shared = []
-    for visit in range(2, num_layers + 1):  # an output, which the layer that made it keeps, or the next one, or a caller's frame
-        if visit - 1 >= frozen and other.random() < 0.5:
-            strategies = [tuple(s for s in visits[v] if other.random() < 0.5) for v in (visit - 1, visit)]
-            sends = tuple(s for s in visits[visit] if s in ("offload", "swap") and s not in strategies[1])
+    for call in range(2, num_layers + 1):  # an output, which the layer that made it keeps, or the next one, or a caller's frame
+        if call - 1 >= frozen and other.random() < 0.5:
+            strategies = [tuple(s for s in calls[v] if other.random() < 0.5) for v in (call - 1, call)]
+            sends = tuple(s for s in calls[call] if s in ("offload", "swap") and s not in strategies[1])
             size = other.choice([256, 2048])
-            visits[visit - 1] = {s: dataclasses.replace(w, forward_peak_bytes=w.forward_peak_bytes + size) for s, w in visits[visit - 1].items()}
+            calls[call - 1] = {s: dataclasses.replace(w, forward_peak_bytes=w.forward_peak_bytes + size) for s, w in calls[call - 1].items()}
             shared.append(
                 Shared(
-                    visit=visit - 1, role="output", number=0, num_bytes=size, born=visit - 1, dies_at=visit + other.randint(1, 2),
-                    held_by=((visit - 1, strategies[0]), (visit, strategies[1])), sent_by=((visit, sends),),
+                    call=call - 1, role="output", number=0, num_bytes=size, born=call - 1, dies_at=call + other.randint(1, 2),
+                    held_by=((call - 1, strategies[0]), (call, strategies[1])), sent_by=((call, sends),),
                 )
             )  # fmt: skip
     if other.random() < 0.3:
-        visits[-1]["after recompute"] = dataclasses.replace(visits[-1]["keep"], forward_peak_bytes=visits[-1]["keep"].forward_peak_bytes + 700)
+        calls[-1]["after recompute"] = dataclasses.replace(calls[-1]["keep"], forward_peak_bytes=calls[-1]["keep"].forward_peak_bytes + 700)
     takers = tuple(v for v in range(len(names)) if kinds[v] == "layer")
     kept_by = rng.choice([(), ("keep",), ("keep", "swap"), ("recompute", "offload")])
-    held_by = tuple((visit, kept_by) for visit in takers if visit >= frozen)
-    mask = Shared(visit=1, role="argument", number=1, num_bytes=300, held_by=held_by, dies_at=len(names) - 1)
+    held_by = tuple((call, kept_by) for call in takers if call >= frozen)
+    mask = Shared(call=1, role="argument", number=1, num_bytes=300, held_by=held_by, dies_at=len(names) - 1)
     trace = ModelTrace(
-        graph=fingerprint(graph), inputs={"x": (2, 8)}, visits=tuple(visits), shared=(*shared, *([mask] if rng.random() < 0.4 else [])),
+        graph=fingerprint(graph), inputs={"x": (2, 8)}, calls=tuple(calls), shared=(*shared, *([mask] if rng.random() < 0.4 else [])),
         held_bytes=rng.choice([0, 64, 4096]), provenance="random",
     )  # fmt: skip
-    terms = Terms(update=rng.choice(["after_step", "in_backward"]), accumulate=rng.choice([1, 1, 2]), fp32_grads=rng.random() < 0.3)
-    return Case(graph=graph, layout=pack(graph, chunk_bytes=rng.choice([512, 2048, 8192])), trace=trace, terms=terms)
+    step_config = StepConfig(update=rng.choice(["after_step", "in_backward"]), accumulate=rng.choice([1, 1, 2]), fp32_grads=rng.random() < 0.3)
+    return Case(graph=graph, layout=pack(graph, chunk_bytes=rng.choice([512, 2048, 8192])), trace=trace, step_config=step_config)
 
 
 def random_decision(case: Case, seed: int) -> Decision:
     """Any legal decision, not only those the search would look at."""
     rng = random.Random(seed)
     homes = [rng.choice(["gpu/gpu", "gpu/host", "host/gpu", "host/host"]) for _ in case.layout.chunks]
-    strategies = [rng.choice(case.trace.strategies(v)) for v in range(len(case.graph.visits))]
+    strategies = [rng.choice(case.trace.strategies(v)) for v in range(len(case.graph.calls))]
     return case.decide(homes, strategies, rng.randint(0, 3), rng.randint(1, 3))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import outsize
 import outsize.reference
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, PlanInfeasible
-from outsize.model.weights import is_hollow
+from outsize.model.weights import is_unmaterialized
 from outsize.run.random_weights import RandomWeights, random_model
 from outsize.train.build import preview
 
@@ -122,7 +122,7 @@ def test_weights_that_do_not_even_fit_a_trial_leave_the_model_as_it_was() -> Non
     ids = torch.ones(2, 16, dtype=torch.long)
     with pytest.raises(DeviceOutOfMemory, match="memory ran out around the weights outside of layers"):
         outsize.prepare(model, {"input_ids": ids, "labels": ids}, device="sim:64MiB", weights=Full())
-    assert config.use_cache and param.grad is not None and is_hollow(param) and torch.is_autocast_cache_enabled()
+    assert config.use_cache and param.grad is not None and is_unmaterialized(param) and torch.is_autocast_cache_enabled()
 
 
 def test_t5_trains_with_its_cache_on_by_default() -> None:

@@ -81,11 +81,11 @@ def test_a_step_with_nan_is_told_before_the_next_and_a_load_makes_up_for_it(plan
             engine.optimizer.step()
         engine.load(tmp_path / "good")
         step(engine, seed=1)
-        found, steps = weights(engine), set(engine.now.updates.steps.values())
+        found, steps = weights(engine), set(engine.runtime.updates.steps.values())
     with cells.closing(prepare(plan)) as engine:
         step(engine, seed=0)
         step(engine, seed=1)
-        assert steps == set(engine.now.updates.steps.values()) == {2}
+        assert steps == set(engine.runtime.updates.steps.values()) == {2}
         assert all(torch.equal(found[name], value) for name, value in weights(engine).items())
 
 
@@ -119,21 +119,21 @@ def test_a_failed_update_on_another_thread_can_be_made_up_for_by_one_load(update
                 step(engine, seed=seed)
         engine.load(tmp_path / "good")
         step(engine)
-        assert set(engine.now.updates.steps.values()) == {2}
+        assert set(engine.runtime.updates.steps.values()) == {2}
 
 
 @pytest.mark.parametrize(
-    ("homes", "strategy", "update", "accumulate", "stride"),
+    ("homes", "strategy", "update", "accumulate", "host_update_interval"),
     [
         (("host", "host"), "keep", "in_backward", 1, 1), (("host", "host"), "offload", "in_backward", 2, 3), (("host", "host"), "swap", "after_step", 1, 1),
         (("gpu", "host"), "recompute", "in_backward", 1, 3), (("gpu", "host"), "offload", "after_step", 2, 1), (("host", "gpu"), "swap", "after_step", 1, 1),
     ],
 )  # fmt: skip
 def test_copies_and_updates_on_threads_of_their_own_give_the_plain_loops_bits(
-    homes: tuple[Any, Any], strategy: Any, update: Any, accumulate: int, stride: int
+    homes: tuple[Any, Any], strategy: Any, update: Any, accumulate: int, host_update_interval: int
 ) -> None:
     """As on CUDA, where a copy that waits for an update on the host is issued by another thread, later."""
     weights, optimizer = homes
     cell = Cell(kind=KIND, dtype="bf16", weights=weights, optimizer=optimizer, strategy=strategy, update=update, accumulate=accumulate)
-    how = dict(weights=weights, optimizer=optimizer, strategy=strategy, stride=stride)
+    how = dict(weights=weights, optimizer=optimizer, strategy=strategy, host_update_interval=host_update_interval)
     cells.assert_same(cells.run(cell, ThreadedCpu(), decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096), cells.expected(cell))

@@ -56,7 +56,7 @@ model = Net()
 model.layers[:28].requires_grad_(False)  # moments are six times the weights they belong to, and nothing is asked about them
 weights = sum(p.nbytes for p in model.parameters())
 engine = outsize.prepare(model, batch, device="cpu", gpu_memory="400MiB", chunk_bytes="32MiB")
-place = engine.now.place
+place = engine.runtime.place
 chunk = max(c.nbytes for c in engine.layout.chunks)
 homes = sum(place.host.values()) + sum(place.gpu.values())
 print(json.dumps({"growth": peak() - before, "weights": weights, "homes": homes, "chunk": chunk, "streamed": len(place.slots.slot_of)}))
@@ -100,7 +100,7 @@ def test_detached_engines_leave_nothing_behind() -> None:
         out.loss.backward()
         engine.optimizer.step()
         del out
-        store = weakref.ref(engine.now.store)
+        store = weakref.ref(engine.runtime.store)
         engine.detach()
         assert store() is None, "buffers must go with detach, not with the garbage collector"
         left = [weakref.ref(model), weakref.ref(engine)]

@@ -307,7 +307,7 @@ def test_a_forward_that_somebody_wraps_meanwhile_stays_wrapped() -> None:
         calls.clear()
         assert step(plain, reference, seed=seed) == step(model, engine.optimizer, seed=seed)
         assert len(calls) == 1
-        engine.replan(zoo.batch("llama"), engine.plan.terms)
+        engine.replan(zoo.batch("llama"), engine.plan.step_config)
     engine.detach()
     assert same_weights(plain, model)
     calls.clear()
@@ -543,7 +543,7 @@ def test_events_do_not_pile_up() -> None:
             step(model, engine.optimizer, seed=seed)
             with torch.no_grad():
                 model(**zoo.batch("llama"))
-            counts.append(len(engine.now.executor._events))
+            counts.append(len(engine.runtime.executor._events))
         assert counts[1] == counts[-1]
         engine.detach()
 
@@ -585,7 +585,7 @@ def test_a_failed_update_is_remembered_until_state_is_loaded() -> None:
     saved = engine.optimizer.state_dict()
     saved["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()}
     expected = step(model, engine.optimizer, seed=1)
-    updates = engine.now.updates
+    updates = engine.runtime.updates
     updates.update_chunk = _fail  # type: ignore[method-assign]
     with pytest.raises(UpdateFailed):
         step(model, engine.optimizer, seed=2)

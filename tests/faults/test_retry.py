@@ -61,7 +61,7 @@ def train(model: nn.Module, optimizer: Any, *, steps: int = 4, accumulate: int =
             batch = zoo.batch(KIND, seed=10 * step + micro)
 
             def work(batch: Any = batch, last: bool = micro == accumulate - 1) -> None:
-                if engine is not None and last and engine.plan.terms.update == "in_backward":
+                if engine is not None and last and engine.plan.step_config.update == "in_backward":
                     with engine.last_backward():
                         model(**batch).loss.backward()
                 else:

@@ -56,7 +56,7 @@ def step(engine: Engine, seed: int = 0) -> None:
 def bits(engine: Engine) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint holds."""
     engine.drain()
-    found = {name: engine.now.store.read(name).clone() for name in engine.now.store.params}
+    found = {name: engine.runtime.store.read(name).clone() for name in engine.runtime.store.params}
     for name in engine.optimizer.names:
         found |= {f"{part}/{name}": torch.as_tensor(value).clone() for part, value in engine.optimizer_state(name).items()}
     groups = [group[key] for group in engine.optimizer.param_groups for key in ("lr", "eps", "weight_decay")]
@@ -565,7 +565,7 @@ def test_frozen_weights_and_groups_do_not_matter_to_weights_alone(checkpoint: Pa
 def test_a_load_that_breaks_off_is_not_trained_on(at: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails in the middle: some weights are new, some old. Nothing can be compared beforehand that would tell."""
     with trained(2) as engine, trained() as saved:
-        num_weights, preadv = len(engine.now.store.params), os.preadv
+        num_weights, preadv = len(engine.runtime.store.params), os.preadv
         left = iter(range(5 if at == "weights" else num_weights + 5, -9, -1))
 
         def fails(*args: Any) -> int:
@@ -619,7 +619,7 @@ def save(place, background, replace, kill_at):
         status = os.waitpid(child, 0)[1]
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else int(text)
     count = 0
-    def watched(function):
+    def timing(function):
         def call(*args, **kwargs):
             nonlocal count
             count += 1
@@ -628,7 +628,7 @@ def save(place, background, replace, kill_at):
             return function(*args, **kwargs)
         return call
     for name in ("pwrite", "fsync", "rename", "mkdir", "ftruncate", "unlink", "rmdir"):
-        setattr(os, name, watched(getattr(os, name)))
+        setattr(os, name, timing(getattr(os, name)))
     engine.save(place, background=background, replace=replace)
     engine.finish_saving()
     os.write(pipe[1], str(count).encode())
@@ -796,7 +796,7 @@ def cycle(size, count, **how):
     engine.save(folder / "checkpoint-2", background=True)
     engine.export(folder / "out")
     engine.load(folder / "checkpoint-2")
-    state = sum(num_bytes for (part, _), num_bytes in engine.now.place.host.items() if part == "host_state")
+    state = sum(num_bytes for (part, _), num_bytes in engine.runtime.place.host.items() if part == "host_state")
     return {"growth": peak() - before, "weights": sum(p.nbytes for p in model.parameters()), "state": state}
 
 cycle(8, 3)

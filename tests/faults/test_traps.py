@@ -84,7 +84,7 @@ def test_an_update_that_fails_names_its_chunk() -> None:
     """Training cannot go on after it, and says so with the parameters concerned."""
     model = zoo.make("llama")
     engine = cells.prepare_by_hand(model, zoo.batch("llama"), spec=SPEC, weights="host", optimizer="host")
-    engine.now.updates.__class__ = _Failing
+    engine.runtime.updates.__class__ = _Failing
     model(**zoo.batch("llama")).loss.backward()
     with pytest.raises(UpdateFailed, match=r"embed_tokens.*disk on fire"):
         engine.optimizer.step()

@@ -133,8 +133,8 @@ def test_a_sharded_checkpoint_and_a_model_without_memory(tmp_path: Path) -> None
     (folder / "model.safetensors").unlink(missing_ok=True)
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     zoo.make("llama-untied").save_pretrained(tmp_path / "fresh")
-    hollow = build_model(str(tmp_path / "fresh"), dtype=torch.float32)
-    for given in ({}, {"model": hollow.model, "weights": hollow.weights}):
+    unmaterialized = build_model(str(tmp_path / "fresh"), dtype=torch.float32)
+    for given in ({}, {"model": unmaterialized.model, "weights": unmaterialized.weights}):
         trainer = trainers.OutsizeTrainer(
             **{**settings("fp32", tmp_path / "again"), **trainers.planned("streamed"), **given}
         )

@@ -19,7 +19,7 @@ from unit.model.test_weights import emptied
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.model.build import build_model, load_config
-from outsize.model.weights import SINGLE, is_hollow
+from outsize.model.weights import SINGLE, is_unmaterialized
 from outsize.train.build import preview
 from outsize.train.forecast import _config
 
@@ -94,7 +94,7 @@ def test_fp16_weights_that_are_still_in_files_are_read_as_fp32_and_frozen_ones_a
     model = emptied(half())
     engine = outsize.prepare(model, data[0], weights=tmp_path, **STREAMED)
     engine.close()
-    assert dtypes(model) == {torch.float16} and all(map(is_hollow, model.parameters()))
+    assert dtypes(model) == {torch.float16} and all(map(is_unmaterialized, model.parameters()))
 
 
 def test_lora_on_an_fp16_base_leaves_the_base_in_fp16(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,7 +155,7 @@ def test_a_weight_that_is_not_finite_is_named_and_the_model_is_left_as_it_was(va
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ModelUnsupported, match=r"model\.layers\.2\.mlp\.up_proj\.weight: 2 of its \d+ values are NaN or infinite\. "):
         outsize.prepare(model, zoo.batch("llama"), **STREAMED)
-    assert dtypes(model) == {dtype} and not any(map(is_hollow, model.parameters()))
+    assert dtypes(model) == {dtype} and not any(map(is_unmaterialized, model.parameters()))
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in model.state_dict().items())
 
 

@@ -397,7 +397,7 @@ def test_after_an_undeclared_backward_was_refused_weights_are_read_right() -> No
     with pytest.raises(EngineMisuse, match="last_backward"):
         backward(model)
     expected = zoo.make("llama")
-    engine.now.drop_guard()
+    engine.runtime.drop_guard()
     assert all(torch.equal(p.data, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     engine.optimizer.zero_grad()
     engine.detach()
@@ -412,7 +412,7 @@ def test_what_is_left_of_a_dropped_engine_disturbs_nobody() -> None:
         model = zoo.make("llama", dtype=torch.bfloat16)
         engine = foreign_plans.prepared(model, zoo.batch("llama"), "streamed")
         step(model, engine.optimizer)
-        guards.append(engine.now._guard)
+        guards.append(engine.runtime._guard)
         del model, engine
         gc.collect()
     assert nn.utils.clip_grad_norm_ is original and torch.autograd.backward is torch_backward

@@ -117,7 +117,7 @@ def test_three_very_different_plans_give_the_same_bits() -> None:
             losses = train(engine, "1b", 5)
             norm = float(engine.grad_norm)
             decision = engine.plan.decision
-            seen[name] = (losses, norm, decision.strategies, decision.homes, len(engine.now.place.slots.slot_bytes))
+            seen[name] = (losses, norm, decision.strategies, decision.homes, len(engine.runtime.place.slots.slot_bytes))
             print(name, losses, norm, engine.report())
             engine.detach()
         assert seen["streamed"][:2] == seen["mixed"][:2] == seen["resident"][:2]
@@ -146,9 +146,9 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
     weights = sum(p.nbytes for p in model.parameters())
     pins = outsize.Pins(n_persist=0)
     engine = outsize.prepare(model, batch("7b", 2, 1024), optimizer=outsize.AdamW(lr=1e-5), device="cuda", gpu_memory="24GiB", host_memory="105GiB", pins=pins)
-    streamed = sum(engine.layout.chunks[c].nbytes for c in engine.now.place.slots.slot_of)
+    streamed = sum(engine.layout.chunks[c].nbytes for c in engine.runtime.place.slots.slot_of)
     assert streamed == sum(c.nbytes for c in engine.layout.chunks) >= weights
-    assert engine.now.place.slots.total_bytes < weights / 4
+    assert engine.runtime.place.slots.total_bytes < weights / 4
     trial = engine.device.trial_peak_bytes  # type: ignore[attr-defined]
     print(f"trial run at most {trial / GiB:.2f} GiB, weights {weights / GiB:.2f} GiB")
     assert trial < weights / 2, "prepare itself must not hold the model on the GPU"

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
 from outsize.train.cross_entropy import cross_entropy
-from outsize.train.loss import Seam
+from outsize.train.loss import ChunkedLossPatch
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20
@@ -112,7 +112,7 @@ def test_the_seam_is_the_models_own_loss_to_rounding() -> None:
     ids = torch.randint(0, VOCAB, (1, 2048), device="cuda")
     plain = model().cuda().float()
     expected = plain(input_ids=ids, labels=ids).loss
-    seam = Seam(plain, 256)
+    seam = ChunkedLossPatch(plain, 256)
     seam.attach()
     found = plain(input_ids=ids, labels=ids).loss
     seam.detach()

@@ -35,7 +35,7 @@ def batch() -> dict[str, Tensor]:
 
 def bytes_of(trace: ModelTrace) -> Any:
     works = [{s: (w.forward_peak_bytes, w.forward_delta_bytes, w.backward_peak_bytes, w.backward_delta_bytes, w.sent_bytes, w.released_bytes)
-              for s, w in visit.items()} for visit in trace.visits]  # fmt: skip
+              for s, w in call.items()} for call in trace.calls]  # fmt: skip
     return works, trace.shared, trace.held_bytes
 
 
@@ -103,20 +103,20 @@ class Stack(nn.Module):
 def traced(**how: Any) -> list[Work]:
     model = Stack(**how)
     _, trace = Tracer(model, [torch.randn(4, 64)], find_layers(model, None), choose_device("cuda")).trace()
-    return [trace.work(visit, "keep") for visit in range(1, 13)]
+    return [trace.work(call, "keep") for call in range(1, 13)]
 
 
 def test_a_trial_tells_issuing_from_computing() -> None:
     """Of the layers the quickest, where it is about seconds: a machine that others share holds one up now and then."""
     layers = traced(seconds=0.005)
-    assert all(work.forward_issue_seconds > 0.005 and not work.forward_waits for work in layers)
+    assert all(work.forward_launch_seconds > 0.005 and not work.forward_syncs_host for work in layers)
     assert min(work.forward_seconds for work in layers) < 0.005
     layers = traced(cycles=20_000_000)
-    assert not any(work.forward_waits for work in layers)
-    assert min(work.forward_issue_seconds for work in layers) < 0.5 * min(work.forward_seconds for work in layers)
+    assert not any(work.forward_syncs_host for work in layers)
+    assert min(work.forward_launch_seconds for work in layers) < 0.5 * min(work.forward_seconds for work in layers)
 
 
 def test_a_visit_that_asks_the_device_is_known_and_the_head_start_is_in_none_of_its_seconds() -> None:
     asking, silent = traced(cycles=5_000_000, waits=True), traced(cycles=5_000_000)
     for one, other in zip(asking, silent, strict=True):
-        assert one.forward_waits and one.forward_seconds < 1.5 * other.forward_seconds and one.forward_issue_seconds < 2 * other.forward_seconds
+        assert one.forward_syncs_host and one.forward_seconds < 1.5 * other.forward_seconds and one.forward_launch_seconds < 2 * other.forward_seconds

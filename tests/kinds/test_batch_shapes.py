@@ -189,10 +189,10 @@ def test_every_form_of_a_batch_trains_and_is_planned_for_again_when_it_grows(for
 
 
 def test_a_batch_that_the_forward_cannot_be_called_with_is_refused() -> None:
-    wrong = r"Stack.forward cannot be called with this dict: missing a required argument: 'ids', and model\(batch\) fails .* Pass a dict for model"
+    wrong = r"Stack.forward cannot be called with this dict: missing a required argument: 'ids', and model\(batch\) fails .* ProfilingPass a dict for model"
     with pytest.raises(ConfigError, match=wrong):
         outsize.prepare(Stack(), {"idz": ids(1, 2)}, device="cpu")
-    with pytest.raises(ConfigError, match=r"TakesNested.forward cannot be called with this tuple: too many positional arguments. Pass a dict"):
+    with pytest.raises(ConfigError, match=r"TakesNested.forward cannot be called with this tuple: too many positional arguments. ProfilingPass a dict"):
         outsize.prepare(TakesNested(), (ids(1, 2), mask(1, 2)), device="cpu")
     with pytest.raises(ConfigError, match="it holds no tensors"):
         outsize.prepare(Stack(), {"ids": [[1, 2]]}, device="cpu")

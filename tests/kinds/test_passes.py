@@ -1,4 +1,4 @@
-"""Passes that are no plain forward and backward: several forwards for one loss, passes without grad over layers that also train, checkpointing that the
+"""TrainingHooks that are no plain forward and backward: several forwards for one loss, passes without grad over layers that also train, checkpointing that the
 model's own code does. Each trains as a plain loop does under every strategy, tight and roomy, or is refused by name."""
 
 import contextlib
@@ -78,7 +78,7 @@ def plain_pass(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
     return (encoder(x) - y).square().mean()
 
 
-# Passes without grad.
+# TrainingHooks without grad.
 
 
 def teacher_first(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def teacher_in_inference_mode(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
 
 
 def teacher_of_some_layers(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
-    """The stem of the student's pass runs in the visit of the teacher's last layer."""
+    """The stem of the student's pass runs in the call of the teacher's last layer."""
     with torch.no_grad():
         target = encoder(x, last=2)
     return (target - encoder(y)).square().mean()
@@ -128,7 +128,7 @@ def stop_gradient(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
 
 
 def last_layer_left_out(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
-    """The forward ends in the visit of a layer. What that layer sends to the host was subtracted twice from the plan's memory."""
+    """The forward ends in the call of a layer. What that layer sends to the host was subtracted twice from the plan's memory."""
     return (encoder.norm(encoder(x, last=3)) - y).square().mean()
 
 

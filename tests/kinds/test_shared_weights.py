@@ -215,29 +215,29 @@ TERMS: list[dict[str, Any]] = [
 
 
 def cases_of(names: dict[str, Make]) -> Iterator[Any]:
-    """Every case under every strategy, with terms, dtype and homes that are drawn: one each, and four more in the full run."""
+    """Every case under every strategy, with step_config, dtype and homes that are drawn: one each, and four more in the full run."""
     rng = random.Random(17)
-    ways = [(dtype, home, terms) for dtype in (torch.float32, torch.bfloat16) for home in ("host", "gpu") for terms in TERMS]
+    ways = [(dtype, home, step_config) for dtype in (torch.float32, torch.bfloat16) for home in ("host", "gpu") for step_config in TERMS]
     ways = [way for way in ways if way[0] == torch.bfloat16 or not way[2]["fp32_grads"]]
     for case in names:
         for strategy in ("keep", "recompute", "offload", "swap"):
-            for number, (dtype, home, terms) in enumerate(rng.sample(ways, 5)):
-                words = [case, strategy, str(dtype)[6:], home, terms["update"], str(terms["accumulate"]), *(["fp32_grads"] * terms["fp32_grads"])]
-                yield pytest.param(case, strategy, dtype, home, terms, marks=pytest.mark.full if number else (), id="-".join(words))
+            for number, (dtype, home, step_config) in enumerate(rng.sample(ways, 5)):
+                words = [case, strategy, str(dtype)[6:], home, step_config["update"], str(step_config["accumulate"]), *(["fp32_grads"] * step_config["fp32_grads"])]
+                yield pytest.param(case, strategy, dtype, home, step_config, marks=pytest.mark.full if number else (), id="-".join(words))
 
 
-@pytest.mark.parametrize(("case", "strategy", "dtype", "home", "terms"), list(cases_of(MAKE)))
-def test_what_is_shared_is_counted_under_every_strategy(case: str, strategy: Any, dtype: torch.dtype, home: str, terms: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("case", "strategy", "dtype", "home", "step_config"), list(cases_of(MAKE)))
+def test_what_is_shared_is_counted_under_every_strategy(case: str, strategy: Any, dtype: torch.dtype, home: str, step_config: dict[str, Any]) -> None:
     decide = functools.partial(cells.uniform, strategy=strategy, weights=home, optimizer=home, depth=0)
-    under_plan(case, dtype, decide, **terms)
+    under_plan(case, dtype, decide, **step_config)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8))])
 @pytest.mark.parametrize("case", MAKE)
 def test_what_is_shared_is_counted_under_mixed_plans(case: str, seed: int) -> None:
     rng = random.Random(f"{case} {seed}")
-    terms = {"accumulate": rng.choice((1, 2)), "update": rng.choice(("after_step", "in_backward")), "fp32_grads": False}
-    under_plan(case, torch.float32, functools.partial(random_decision, rng=rng), **terms)
+    step_config = {"accumulate": rng.choice((1, 2)), "update": rng.choice(("after_step", "in_backward")), "fp32_grads": False}
+    under_plan(case, torch.float32, functools.partial(random_decision, rng=rng), **step_config)
 
 
 def smallest(make: Make, batch: Any, spec: outsize.AdamW) -> int:
@@ -258,7 +258,7 @@ def test_the_smallest_budget_suffices(case: str) -> None:
 
 def test_tensors_in_an_unknown_object_keep_all_activations_and_say_so() -> None:
     _, trace = traced("object", torch.float32)
-    assert all(trace.strategies(visit) == ("keep",) for visit in range(len(trace.visits)))
+    assert all(trace.strategies(call) == ("keep",) for call in range(len(trace.calls)))
     assert trace.notes[0].startswith("layers.3 reads a tensor that layers.2 made and that is none of its arguments") and len(trace.notes) == 1
     _, trace = traced("dict", torch.float32)
     assert "offload" in trace.strategies(5) and not trace.notes

@@ -169,7 +169,7 @@ def prepared(model: nn.Module, batch: Any, gpu_memory: str | int) -> Any:
 
 
 def layers_of(engine: Any) -> list[str]:
-    return [block.name for block in engine._holder.now.planned.graph.blocks if block.kind == "layer"]
+    return [block.name for block in engine._holder.runtime.planned.graph.blocks if block.kind == "layer"]
 
 
 def trains_as_plain(build: Callable[[], nn.Module], data: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

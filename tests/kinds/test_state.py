@@ -244,6 +244,6 @@ def test_one_run_shows_what_must_not_run_twice(block: type[nn.Module]) -> None:
     tracer = cells.Tracer(model, DATA[0], cells.find_layers(model), cells.choose_device("sim:16MiB"))
     tracer.compares = False
     graph, trace = tracer.trace()
-    layers = [visit for visit in range(len(graph.visits)) if graph.blocks[graph.visits[visit]].kind == "layer"]
-    assert all(("recompute" in trace.visits[visit]) == (block is Indexed) for visit in layers)
+    layers = [call for call in range(len(graph.calls)) if graph.blocks[graph.calls[call]].kind == "layer"]
+    assert all(("recompute" in trace.calls[call]) == (block is Indexed) for call in layers)
     assert len(trace.notes) == (0 if block is Indexed else 1)

@@ -110,7 +110,7 @@ FEW = {
 def base_streams(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, strategies: tuple[Strategy, ...], depth: int) -> Decision:
     """What trains stays; layers take the strategies in turn, as far as they know them."""
     homes = tuple(Homes(weights="gpu", optimizer="gpu") if chunk.trainable else Homes(weights="host", optimizer="host") for chunk in layout.chunks)
-    wanted = [strategies[visit % len(strategies)] for visit in range(len(graph.visits))]
+    wanted = [strategies[call % len(strategies)] for call in range(len(graph.calls))]
     return Decision(homes=homes, strategies=tuple(s if s in trace.strategies(v) else "keep" for v, s in enumerate(wanted)), depth=depth)
 
 
@@ -219,13 +219,13 @@ def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(nam
         chunks, homes = engine.layout.chunks, [str(home) for home in engine.plan.decision.homes]
         assert {homes[c.index] for c in chunks if c.trainable} == {"gpu/gpu"}
         assert "host/host" in {homes[c.index] for c in chunks if not c.trainable}
-        schedule = engine.now.executor.schedule
+        schedule = engine.runtime.executor.schedule
         everything = [*schedule.forward, *(a for actions in schedule.backward.values() for a in actions), *schedule.update]
         assert {a.kind for a in everything if a.kind in "LQGUW" and not chunks[a.index].trainable} == {"L"}, "the base is loaded, and no more"
         assert {a.kind for a in everything if a.kind in "LQGUW" and chunks[a.index].trainable} == {"U"}, "adapters do not move"
         before_adapters = [v for v, backward in enumerate(engine.graph.has_backward) if not backward]
         assert before_adapters == [0], "nothing before the first adapter needs a gradient"
-        only_there = {c.index for c in chunks if c.visits == (0,)}
+        only_there = {c.index for c in chunks if c.calls == (0,)}
         assert not any(a.kind == "L" and a.index in only_there for actions in schedule.backward.values() for a in actions)
         assert engine.plan.estimate.host_parts.keys() <= {"home", "arena"}
         cells.assert_same(train(case, engine), plain(case)[1])

@@ -295,9 +295,9 @@ def test_a_way_that_nobody_has_seen_is_guarded_once() -> None:
     engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
     with cells.closing(engine):
         for order, is_guarded in (("012/012", False), ("01/012", True), ("01/012", False), ("/012", True), ("012/012", False)):
-            engine.now.drop_guard()
+            engine.runtime.drop_guard()
             engine.model(**inputs(1, order))["loss"].backward()
-            assert engine.now._is_guarded == is_guarded, order
+            assert engine.runtime._is_guarded == is_guarded, order
             engine.optimizer.step()
             engine.optimizer.zero_grad()
 
@@ -313,7 +313,7 @@ def test_weights_of_a_block_that_is_left_out_are_not_there_to_be_read() -> None:
     model = Reaching()
     engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
     with cells.closing(engine):
-        engine.now.drop_guard()
+        engine.runtime.drop_guard()
         with pytest.raises(StaleParameter, match=r"first\.0"):
             engine.model(**inputs(1, "12/012"))
 
@@ -361,10 +361,10 @@ def test_a_region_whose_beginning_nobody_sees_cannot_be_entered_late(order: str,
     model.between.requires_grad_(trains)
     engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
     with cells.closing(engine):
-        engine.now.drop_guard()
+        engine.runtime.drop_guard()
         with pytest.raises(OrderMismatch, match="the plan's next action in forward"):
             engine.model(**inputs(1, order))
-        engine.now.drop_guard()
+        engine.runtime.drop_guard()
         step(engine, [inputs(1, "12/02")], "after_step")
 
 
@@ -374,7 +374,7 @@ def test_nor_in_a_forward_without_grad(order: str) -> None:
     engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
     with cells.closing(engine), torch.no_grad():
         for way in ("012/012", "2/2", "02/12"):
-            engine.now.drop_guard()
+            engine.runtime.drop_guard()
             assert torch.equal(engine.model(**inputs(1, way))["loss"], plain(**inputs(1, way))["loss"])
         with pytest.raises(OrderMismatch, match="a forward without grad left one of these out"):
             engine.model(**inputs(1, order))
@@ -400,7 +400,7 @@ def test_an_evaluation_of_a_looped_model_has_the_weights_of_the_region_it_is_in(
     plain, model, x = Looped(), Looped(), torch.ones(2, 8)
     engine = cells.prepare_by_hand(model, {"x": x}, spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
     with cells.closing(engine):
-        engine.now.drop_guard()
+        engine.runtime.drop_guard()
         with torch.no_grad():
             assert torch.equal(engine.model(x=x)["loss"], plain(x)["loss"])
             with pytest.raises(OrderMismatch):
@@ -436,7 +436,7 @@ def test_what_is_read_behind_a_layer_belongs_to_it_in_backward_too_and_it_cannot
     with cells.closing(engine):
         assert step(engine, [{"x": x}], "after_step") == plain_step(plain, reference, [{"x": x}])
         for grad in (True, False):
-            engine.now.drop_guard()
+            engine.runtime.drop_guard()
             with torch.set_grad_enabled(grad), pytest.raises(OrderMismatch):
                 engine.model(x=x, order="013")
         assert step(engine, [{"x": x}], "after_step") == plain_step(plain, reference, [{"x": x}])
@@ -457,7 +457,7 @@ def test_a_module_is_in_the_region_that_reads_all_of_it() -> None:
     reference = cells.Reference(plain.parameters(), lr=1e-2)
     with cells.closing(engine):
         for seed, order in enumerate(["012/012", "012/01", "012/1"]):
-            engine.now.drop_guard()
+            engine.runtime.drop_guard()
             assert step(engine, [inputs(seed, order)], "after_step") == plain_step(plain, reference, [inputs(seed, order)])
     assert same(plain, model)
 
@@ -490,7 +490,7 @@ def test_a_module_that_runs_where_the_trial_never_saw_it_is_guarded_every_time()
     engine = cells.prepare_by_hand(Extra(), inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
     with cells.closing(engine):
         for _ in range(2):
-            engine.now.drop_guard()
+            engine.runtime.drop_guard()
             with pytest.raises(StaleParameter, match="stem"):
                 engine.model(**inputs(1), again=True)
         step(engine, [inputs(1)], "after_step")
@@ -508,7 +508,7 @@ def test_under_a_plain_plan_nobody_looks_at_the_way() -> None:
     engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="gpu", optimizer="gpu", chunk_bytes=512)
     reference = cells.Reference(plain.parameters(), lr=1e-2)
     with cells.closing(engine):
-        assert not engine.now.executor.sees_visits
+        assert not engine.runtime.executor.sees_calls
         for seed, order in enumerate(["012/012", "01/", "/"]):
             with torch.no_grad():
                 assert torch.equal(engine.model(**inputs(seed, order))["loss"], plain(**inputs(seed, order))["loss"])

@@ -160,14 +160,14 @@ def test_slots_full_of_nan_between_forward_and_backward_do_not_matter_a1(kind: s
     """
     cell = Cell(kind=kind, strategy=strategy, weights="host", optimizer="host", depth=depth)
     with cells.closing(cells.prepare(cell, chunk_bytes=4096)) as engine:
-        store = engine.now.store
+        store = engine.runtime.store
 
         def spoil(what: str) -> None:
             if what == "forward":
                 for (part, index), buffer in store.gpu.items():
                     if part == "slot":
                         buffer.fill_(0xFF)
-                        store.owner[index] = None
+                        store.slot_contents[index] = None
 
         found = cells.train_cell(cell, engine, steps=FEW, after=spoil)
     cells.assert_same(found, cells.expected(cell, steps=FEW))

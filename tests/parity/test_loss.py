@@ -25,7 +25,7 @@ from outsize.runtime.engine import Engine
 from outsize.train import loss as chosen
 from outsize.train.build import preview
 from outsize.train.logits import Logits
-from outsize.train.loss import Seam
+from outsize.train.loss import ChunkedLossPatch
 
 CHUNK = 5
 WORDS = "in chunks of 5 tokens"
@@ -42,7 +42,7 @@ def machine(num_bytes: int = 2**30) -> SimDevice:
 
 
 def plain(model: nn.Module, cell: Cell) -> cells.Outcome:
-    Seam(model).attach()
+    ChunkedLossPatch(model).attach()
     return cells.plain(model, cells.batches(cell.kind, 3), spec=cell.spec, steps=STEPS, accumulate=cell.accumulate, autocast=cell.autocast)
 
 
@@ -78,7 +78,7 @@ def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(cell: Cell, p
 @pytest.mark.parametrize("cell", [Cell(kind="llama"), Cell(kind="llama-untied", dtype="bf16")], ids=str)
 def test_every_strategy_does_under_exactly_its_budget(cell: Cell, strategy: Any, parity_cell: Callable[[object], None]) -> None:
     model = cell.model()
-    Seam(model).attach()
+    ChunkedLossPatch(model).attach()
     how: Any = dict(spec=cell.spec, device=machine(), budget=None, strategy=strategy, weights="host", optimizer="host")
     with cells.closing(cells.prepare_by_hand(model, zoo.batch(cell.kind), **how)) as engine:
         cells.assert_same(cells.train_cell(cell, engine, steps=STEPS), plain(cell.model(), cell))
@@ -149,7 +149,7 @@ def ours(folder: Path, plan: str = "resident", **how: Any) -> Any:
 def test_trainers_have_the_bits_of_the_plain_trainer_with_this_loss(tmp_path: Path, bf16: bool, parity_cell: Callable[[object], None]) -> None:
     args = {"bf16": bf16, "gradient_accumulation_steps": 2}
     model = zoo.make("llama")
-    Seam(model).attach()
+    ChunkedLossPatch(model).attach()
     expected = trainers.train(trainers.PlainTrainer(model=model, args=trainers.arguments(tmp_path / "plain", **args), train_dataset=trainers.rows()))
     for plan in trainers.PINS:
         with trainers.closing(ours(tmp_path / plan, plan, args=args, eval_dataset=trainers.rows(count=2))) as trainer:
@@ -229,7 +229,7 @@ def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(_profile
 
 
 def test_a_resumed_run_goes_on_with_its_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that have grown beyond a chunk turned it on; those after the resume would not."""
+    """Batches that have pad_to_shape beyond a chunk turned it on; those after the resume would not."""
     monkeypatch.setattr(chosen, "chunk_tokens", lambda vocab_size: 40)
     rows = [row for tokens in (16, 24, 16) for row in trainers.rows("llama", 4, tokens=tokens)]  # 32, 48 and 32 tokens a batch
     monkeypatch.setattr(trainers.OutsizeTrainer, "_get_train_sampler", lambda self, *_: torch.utils.data.SequentialSampler(rows))

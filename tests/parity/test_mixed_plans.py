@@ -17,7 +17,7 @@ from cells import Cell
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import BlockGraph
 from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, Terms
+from outsize.plan.plan import Decision, Homes, StepConfig
 from outsize.plan.schedule import compile_schedule
 from outsize.profile.trace import ModelTrace
 
@@ -35,14 +35,14 @@ def random_decision(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *
     for chunk in layout.chunks:
         weights = rng.choice(("gpu", "host"))
         homes.append(Homes(weights=weights, optimizer=rng.choice(("gpu", "host")) if chunk.trainable else weights))
-    strategies = tuple(rng.choice(trace.strategies(visit)) for visit in range(len(graph.visits)))
+    strategies = tuple(rng.choice(trace.strategies(call)) for call in range(len(graph.calls)))
     return Decision(homes=tuple(homes), strategies=strategies, depth=rng.randrange(4))
 
 
 def _place(cell: Cell, layout: ChunkLayout, decision: Decision) -> Placement:
     graph, trace = cell.traced()
     work = trace.works(decision.strategies)
-    return Placement(graph, layout, decision, Terms(accumulate=cell.accumulate), work, trace.shared)
+    return Placement(graph, layout, decision, StepConfig(accumulate=cell.accumulate), work, trace.shared)
 
 
 def _differ(one: Placement, other: Placement) -> bool:
@@ -84,6 +84,6 @@ def test_compared_plans_differ_in_strategy_home_and_slot_count(cell: Cell) -> No
         assert one.decision.homes != other.decision.homes
         assert len(one.slots.slot_bytes) != len(other.slots.slot_bytes)
         assert str(compile_schedule(one)) != str(compile_schedule(other))
-    layers = [v for v, block in enumerate(cell.traced()[0].visits) if cell.traced()[0].blocks[block].kind == "layer"]
+    layers = [v for v, block in enumerate(cell.traced()[0].calls) if cell.traced()[0].blocks[block].kind == "layer"]
     assert len(layers) == 1 or any(len({place.decision.strategies[v] for v in layers}) > 1 for place in plans(cell)), "some plan mixes strategies"
     assert all(len({str(homes) for homes in place.decision.homes}) > 1 for place in plans(cell)), "every plan mixes homes"

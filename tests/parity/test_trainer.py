@@ -87,7 +87,7 @@ def test_training_equals_the_plain_trainer(name: str, plan: str, tmp_path: Path,
     with ours(name, plan, tmp_path) as trainer:
         cells.assert_same(trainers.train(trainer), plain(name))
         made = trainer.engine.plan
-        assert made.terms.update == ("in_backward" if name == "in-backward" else "after_step")
+        assert made.step_config.update == ("in_backward" if name == "in-backward" else "after_step")
         if plan != "resident":
             assert {str(home).partition("/")[0] for home in made.decision.homes} == ({"host"} if plan == "streamed" else {"gpu", "host"})
             assert {*made.decision.strategies} == ({"keep"} if plan == "streamed" else {"keep", "recompute", "swap", "offload"})

@@ -74,11 +74,11 @@ def train_and_compare(cell: Cell, engine: Engine) -> int:
     found = cells.train_cell(cell, engine, steps=3, after=lambda what: marks[what].append(dict(device.clock.free)))
     cells.assert_same(found, cells.expected(cell, steps=3))
 
-    walk = Walk(engine.now.place, device.spec)
+    walk = Walk(engine.runtime.place, device.spec)
     updates_in_backward = cell.update != "after_step" and not cell.clip
     backward_ends = []
     for step in marks["step"]:
-        for name, actions in engine.now.executor.schedule.step(cell.accumulate, updates_in_backward):
+        for name, actions in engine.runtime.executor.schedule.step(cell.accumulate, updates_in_backward):
             for action in actions:
                 end = walk.run(action, update_in_backward=updates_in_backward and name == "backward")
                 if action.kind == "B":
@@ -192,8 +192,8 @@ def test_least_number_of_slots_trains_c7(kind: str, optimizer: str) -> None:
     """Depth 0: a layer's slots are loaded again the moment it has ended, and the next layer waits for them (B5)."""
     cell = Cell(kind=kind, dtype="bf16", strategy="recompute", weights="host", optimizer=optimizer, depth=0)
     with cells.closing(cells.prepare(cell, machine(GiB), budget=None, chunk_bytes=2048)) as engine:
-        place = engine.now.place
-        alone = {c.index for c in place.layout.chunks if len(c.visits) == 1}
-        most = max(len(alone & set(place.layout.used_by(visit))) for visit in range(len(place.graph.visits)))
+        place = engine.runtime.place
+        alone = {c.index for c in place.layout.chunks if len(c.calls) == 1}
+        most = max(len(alone & set(place.layout.used_by(call))) for call in range(len(place.graph.calls)))
         assert len(place.slots.slot_bytes) == most + len(place.layout.chunks) - len(alone)
         assert train_and_compare(cell, engine) == 0

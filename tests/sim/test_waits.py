@@ -50,7 +50,7 @@ def prepare(cell: Cell, seed: int | None) -> Engine:
     return cells.prepare(cell, machine(GiB), chunk_bytes=CHUNK_BYTES, **how)
 
 
-class Watched(Hazards):
+class StepTiming(Hazards):
     """Knows which kind of action waits for which, and forgets one class of waits."""
 
     def __init__(self, executor: Executor, forgets: str | None):
@@ -85,9 +85,9 @@ class Watched(Hazards):
 def waits_of(cell: Cell, seed: int | None) -> frozenset[str]:
     """The classes of waits in a run that forgets nothing, and has no race."""
     with cells.closing(prepare(cell, seed)) as engine:
-        watched = Watched(engine.now.executor, None)
+        timing = StepTiming(engine.runtime.executor, None)
         cells.train_cell(cell, engine, steps=STEPS)
-        return frozenset(watched.found)
+        return frozenset(timing.found)
 
 
 # F forward, B backward, L load weights, S send and P bring back activations, R let go of them, G gradient to the host, Q partial sum
@@ -105,15 +105,15 @@ def test_these_are_all_classes_of_waits_in_the_plans() -> None:
 def test_plans_of_the_sweep_have_no_other_class(cell: Cell) -> None:
     for number in (0, 2):
         with cells.closing(prepare_swept(cell, machine(budgets(cell)[number]))) as engine:
-            watched = Watched(engine.now.executor, None)
+            timing = StepTiming(engine.runtime.executor, None)
             cells.train_cell(cell, engine, steps=STEPS)
-            assert watched.found <= set(CLASSES)
+            assert timing.found <= set(CLASSES)
 
 
 def races(cell: Cell, seed: int | None, forgets: str) -> bool:
     try:
         with cells.closing(prepare(cell, seed)) as engine:
-            Watched(engine.now.executor, forgets)
+            StepTiming(engine.runtime.executor, forgets)
             cells.train_cell(cell, engine, steps=STEPS)
     except RaceDetected:
         return True
@@ -148,7 +148,7 @@ def test_no_single_wait_can_be_left_out(plan: tuple[Cell, int | None]) -> None:
     """Every wait of the schedule is minimal: without it, and with all others, the device finds a race."""
     cell, _ = plan
     with cells.closing(prepare(*plan)) as engine:
-        place = engine.now.place
+        place = engine.runtime.place
     in_backward = cell.update != "after_step" and not cell.clip
     segments = [segment for _ in range(STEPS) for segment in compile_schedule(place).step(cell.accumulate, in_backward)]
     num_waits = _walk(place, segments, in_backward, None)

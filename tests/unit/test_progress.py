@@ -13,7 +13,7 @@ from outsize.train.build import preview
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a terminal, and everything takes long."""
     monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
     monkeypatch.setattr(progress, "_REDRAW_SECONDS", -1.0)
@@ -26,20 +26,20 @@ def test_what_is_done_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 def test_what_takes_long_is_shown_with_its_count_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(counted(range(3), "counting")) == [0, 1, 2]
     out, err = capsys.readouterr()
     assert "counting" in err and not out
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 def test_where_the_number_is_known_it_is_shown_beside_the_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(counted("abc", "moving", total=3)) == ["a", "b", "c"]
     assert "3/3" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 def test_a_number_may_become_known_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
     with Bar("looking") as bar:
         bar.advance()
@@ -49,7 +49,7 @@ def test_a_number_may_become_known_on_the_way(capsys: pytest.CaptureFixture[str]
     assert "2/2" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 def test_within_a_bar_that_is_shown_there_is_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in counted("ab", "outer", total=2):
         assert list(counted("abc", "inner", total=3)) == ["a", "b", "c"]
@@ -58,7 +58,7 @@ def test_within_a_bar_that_is_shown_there_is_no_other(capsys: pytest.CaptureFixt
     assert "2/2" in shown and "after" in shown and "inner" not in shown
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 def test_a_bar_that_an_error_ends_makes_way_for_the_next(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError), Bar("broken") as bar:
         bar.advance()
@@ -73,7 +73,7 @@ def test_where_nobody_watches_nothing_is_written(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 def test_what_is_printed_to_a_file_meanwhile_stays_out_of_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     for i in counted(range(3), "counting"):
         print("row", i)
@@ -81,7 +81,7 @@ def test_what_is_printed_to_a_file_meanwhile_stays_out_of_the_terminal(capsys: p
     assert out == "row 0\nrow 1\nrow 2\n" and "row" not in err
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 def test_beside_another_bar_of_richs_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(console=Console(stderr=True), transient=True) as training:
         training.add_task("training")
@@ -90,7 +90,7 @@ def test_beside_another_bar_of_richs_there_is_none(capsys: pytest.CaptureFixture
     assert "training" in shown and "counting" not in shown
 
 
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("timing")
 @pytest.mark.parametrize("device", ["sim:1GiB", "cpu"])
 def test_looking_at_a_model_is_shown_block_by_block_to_the_last(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of this one the first pass leaves out layers that the others run."""

@@ -1,6 +1,6 @@
 """What a block does with its activations: keep, recompute, offload, swap. One function each, all of the same form.
 
-`run(forward, args, kwargs, parcel, is_static)` runs the block and puts what shall leave the device into `parcel`. `is_static` tells
+`run(forward, args, kwargs, offloaded, is_static)` runs the block and puts what shall leave the device into `offloaded`. `is_static` tells
 storages that are weights or buffers, which never enter the activation path.
 """
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from outsize.activation.again import compared, made_again
-from outsize.activation.parcel import Handle, Parcel
+from outsize.activation.offloaded_tensors import Handle, OffloadedTensors
+from outsize.activation.recompute import compared, run_checkpointed
 from outsize.compat import storage_id
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.model.work import Strategy
@@ -20,15 +20,15 @@ from outsize.model.work import Strategy
 IsStatic = Callable[[Tensor], bool]
 
 
-def keep(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
+def keep(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
     """Autograd keeps what it saves."""
     return forward(*args, **kwargs)
 
 
-def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
+def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
     """Only the input stays; backward runs the forward again, with the same random numbers and autocast."""
     first = next(tensors_in((args, kwargs)), None)
-    return forward(*args, **kwargs) if first is None else made_again(_repeatable(forward, args, kwargs), first.device)
+    return forward(*args, **kwargs) if first is None else run_checkpointed(_repeatable(forward, args, kwargs), first.device)
 
 
 def _repeatable(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
@@ -54,29 +54,29 @@ def keep_and_compare(
     return compared(_repeatable(forward, args, kwargs), first.device, report, module)
 
 
-def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
+def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
     """`recompute`, with the input on the host. The input is the first tensor argument; others (masks, encoder output) are shared by many blocks."""
     hidden = next(tensors_in((args, kwargs)), None)
     if hidden is None:
         return forward(*args, **kwargs)
-    handle, requires_grad = parcel.pack(hidden), hidden.requires_grad
+    handle, requires_grad = offloaded.pack(hidden), hidden.requires_grad
     empty = hidden.new_empty(0)  # stands for the input among the arguments
     device = hidden.device
     before = map_tensors(lambda t: empty if t is hidden else t, (args, kwargs))
-    first = [(args, kwargs)]  # during the forward alone: backward takes the input from the parcel. See _repeatable
+    first = [(args, kwargs)]  # during the forward alone: backward takes the input from the offloaded. See _repeatable
 
     def run() -> Any:
         if first:
             positional, named = first.pop()
         else:
-            x = parcel.unpack(handle).requires_grad_(requires_grad)
+            x = offloaded.unpack(handle).requires_grad_(requires_grad)
             positional, named = map_tensors(lambda t: x if t is empty else t, before)
         return forward(*positional, **named)
 
-    return made_again(run, device)
+    return run_checkpointed(run, device)
 
 
-def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel, is_static: IsStatic) -> Any:
+def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
     """Everything that autograd saves on the device goes to the host, but for what blocks share. (Attention keeps its random state in host tensors.)"""
     inputs = list(tensors_in((args, kwargs)))
     here = inputs[0].device if inputs else None
@@ -87,9 +87,9 @@ def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return tensor
         storage = tensor.untyped_storage()
         travels = storage.nbytes() and storage_id(storage) not in shared and not is_static(tensor)
-        return parcel.pack(tensor) if travels else tensor
+        return offloaded.pack(tensor) if travels else tensor
 
-    with saved_tensors_hooks(pack, _unpack_from(parcel)):
+    with saved_tensors_hooks(pack, _unpack_from(offloaded)):
         return forward(*args, **kwargs)
 
 
@@ -99,5 +99,5 @@ RUNS_TWICE: tuple[Strategy, ...] = ("recompute", "offload")
 """Backward runs the block's forward again."""
 
 
-def _unpack_from(parcel: Parcel) -> Callable[[Tensor | Handle], Tensor]:
-    return lambda saved: parcel.unpack(saved) if isinstance(saved, Handle) else saved
+def _unpack_from(offloaded: OffloadedTensors) -> Callable[[Tensor | Handle], Tensor]:
+    return lambda saved: offloaded.unpack(saved) if isinstance(saved, Handle) else saved

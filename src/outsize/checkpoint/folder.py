@@ -38,28 +38,28 @@ _FOREIGN_SECONDS = 24 * 3600
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class Draft:
+class StagedDir:
     def __init__(self, place: Path, *, replace: bool = False, inside: bool = False):
         # Links are followed once: whatever happens to them and to the working folder meanwhile, draft and place stay together on one disk.
         self.place, self._replace = Path(os.path.realpath(place)), replace
         self.path = _draft_path(self.place / "files" if inside else self.place)
-        with telling(place):
+        with os_errors_as_save_failed(place):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
 
     @classmethod
-    def of(cls, place: Path, *, replace: bool = False) -> "Draft":
+    def of(cls, place: Path, *, replace: bool = False) -> "StagedDir":
         """Of a folder that is to be there whole. `replace`: a checkpoint that is there now goes when this one is published."""
-        settle(Path(os.path.realpath(place)).parent)
+        recover_partial_saves(Path(os.path.realpath(place)).parent)
         _require_free(place, replace=replace)
         return cls(place, replace=replace)
 
     @classmethod
-    def into(cls, place: Path) -> "Draft":
+    def into(cls, place: Path) -> "StagedDir":
         """Of files for a folder that may hold other things."""
         if os.path.exists(place) and not os.path.isdir(place):
             raise SaveFailed(tell(f"{place} is a folder, or not there yet", "it is a file", "Name another folder"))
-        settle(place)
+        recover_partial_saves(place)
         return cls(place, inside=os.path.isdir(place))  # which may be a disk of its own
 
     def require_space(self, num_bytes: int) -> None:
@@ -70,7 +70,7 @@ class Draft:
 
     def publish(self, facts: dict[str, Any]) -> None:
         """Make it the checkpoint: from now on it is there, whole, also after a power cut."""
-        with telling(self.place):
+        with os_errors_as_save_failed(self.place):
             inside = sorted(self.path.rglob("*"))
             files = {str(path.relative_to(self.path)): path.stat().st_size for path in inside if path.is_file()}
             for path in inside:
@@ -93,13 +93,13 @@ class Draft:
             _sync(self.place.parent)
             shutil.rmtree(old, ignore_errors=True)
 
-    def publish_into(self, is_stale: Callable[[str], bool] = lambda name: False) -> None:
+    def commit_files(self, is_stale: Callable[[str], bool] = lambda name: False) -> None:
         """For a folder that may hold other things: the files go into it one by one, each whole.
 
         Names in the folder that are stale (left by something of another shape) go first, and files that name others (.json) come last: a folder in
         between has too little, not what does not belong together.
         """
-        with telling(self.place):
+        with os_errors_as_save_failed(self.place):
             self.place.mkdir(exist_ok=True)
             inside = sorted(self.path.rglob("*"), key=lambda path: (path.suffix == ".json", path))
             for path in inside:
@@ -121,7 +121,7 @@ class Draft:
 
 
 @contextlib.contextmanager
-def telling(place: Path) -> Iterator[None]:
+def os_errors_as_save_failed(place: Path) -> Iterator[None]:
     """Errors of the file system as sentences."""
     try:
         yield
@@ -187,12 +187,12 @@ def checkpoints(parent: Path) -> list[tuple[int, Path]]:
 
 
 def newest(parent: Path) -> Path | None:
-    settle(parent)
+    recover_partial_saves(parent)
     found = checkpoints(parent)
     return found[-1][1] if found else None
 
 
-def settle(parent: Path) -> None:
+def recover_partial_saves(parent: Path) -> None:
     """Clear up after runs that were killed: what was complete but for its rename is renamed, the new before the old; other drafts go."""
     for path in sorted(parent.glob(f"{_DRAFT}*"), key=lambda path: (path.name.endswith(_OLD), path)):
         match = _NAME.fullmatch(path.name)
@@ -213,7 +213,7 @@ def rotate(parent: Path, limit: int | None, *, keep: Path | None = None) -> None
 
     Newest by when it was written: an earlier run in the same place may have gone further.
     """
-    settle(parent)
+    recover_partial_saves(parent)
     if not limit:
         return
     found = sorted((path for _, path in checkpoints(parent)), key=lambda path: (path / MANIFEST).stat().st_mtime_ns)

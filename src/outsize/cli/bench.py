@@ -81,7 +81,7 @@ def bench(
     from outsize.base.records import dumps
     from outsize.run.bench import compare as run_rivals
     from outsize.run.bench import complete, run_bench
-    from outsize.run.bench_text import IMAGINARY, show
+    from outsize.run.bench_text import SIMULATED, show
     from outsize.run.quiet import quiet
 
     quiet()
@@ -91,7 +91,7 @@ def bench(
         images=images, image_size=image_size,
     )  # fmt: skip
     if asked_for.device.startswith("sim"):
-        print(f"{IMAGINARY}\n")
+        print(f"{SIMULATED}\n")
     command = shlex.join(["outsize", *sys.argv[1:]])
     result = run_bench(
         asked_for, say=lambda text: print(f"{text}\n", flush=True), trace=trace, page=html, save_plan=save_plan, command=command, version=__version__

@@ -18,7 +18,7 @@ from outsize.hardware.host import container_limit
 
 _DOC = """Is this machine ready to train, and if not, why?
 
-Shows versions, GPU and memory, and trains a toy model for two steps on an imaginary small GPU, which must give the same bits as plain PyTorch.
+Shows versions, GPU and memory, and trains a toy model for two steps on an simulated small GPU, which must give the same bits as plain PyTorch.
 
 [bold]Examples[/bold]
 

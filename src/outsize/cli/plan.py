@@ -86,7 +86,7 @@ def plan(
     if len(names) == 1:
         made = plan_for(names[0])
         print(made)
-        print(made.outlook())
+        print(made.what_if())
         if save is not None:
             save_plan(made.plan, save)
             print(f"\nsaved to {save}")

@@ -91,7 +91,7 @@ def _card(measured: dict[str, Any]) -> Iterator[str]:
     for label, key in (("matrices", "gemm_flops"), ("attention", "attention_flops")):
         yield f"{label:<9} " + ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured[key].items()) + " TFLOP/s"
     yield f"layer     {measured['layer_flops'] / 1e12:.3g} TFLOP/s forward and backward"
-    alone, beside = (show_seconds(seconds) for seconds in measured["issue_seconds"].values())
+    alone, beside = (show_seconds(seconds) for seconds in measured["op_launch_seconds"].values())
     yield f"issuing   {alone} for a few hundred small operators, {beside} beside host updates"
     launch = ", ".join(f"{way} {show_seconds(seconds)}" for way, seconds in measured["launch_seconds"].items())
     allocator = measured["allocator"]

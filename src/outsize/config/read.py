@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from outsize.base.errors import ConfigError, tell
-from outsize.config.contradictions import contradictions
-from outsize.config.habits import settle
+from outsize.config.aliases import normalize
+from outsize.config.cross_checks import contradictions
 from outsize.config.run import RunConfig, fields_by_key
 from outsize.config.source import load_yaml, overridden, override, read_text
 from outsize.config.values import read_fields
@@ -41,13 +41,13 @@ def _require_mapping(data: Any, where: str) -> None:
 
 def _parse(mapping: Mapping[Any, Any], where: str, problems: list[str]) -> RunConfig:
     """`problems`: what is known to be wrong already."""
-    settled = settle(mapping)
-    problems += settled.problems
-    values = read_fields(RunConfig, settled.data, problems, spelled=settled.spelled)
-    given = {key for key, value in settled.data.items() if value is not None}
+    normalized = normalize(mapping)
+    problems += normalized.problems
+    values = read_fields(RunConfig, normalized.data, problems, spelled=normalized.spelled)
+    given = {key for key, value in normalized.data.items() if value is not None}
     wrong = {key for key, names in fields_by_key(RunConfig).items() if key in given and not values.keys() & set(names)}
     # The required fields have a stand-in, so that a config that lacks them can be looked at as well.
-    config = RunConfig(**{"base_model": "", "datasets": (), "notes": settled.notes, **values})
+    config = RunConfig(**{"base_model": "", "datasets": (), "notes": normalized.notes, **values})
     problems += contradictions(config, given=given, wrong=wrong)
     if problems:
         count = "1 thing in it is" if len(problems) == 1 else f"{len(problems)} things in it are"

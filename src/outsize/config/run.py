@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from outsize.config.kinds import (
+from outsize.config.types import (
     Adapter,
     Bf16,
     Checkpoint,
@@ -29,7 +29,7 @@ from outsize.config.kinds import (
     TargetModules,
     Text,
     Trackers,
-    When,
+    SaveStrategy,
 )
 
 
@@ -106,14 +106,14 @@ class RunConfig:
     """0: no clipping."""
 
     output_dir: Text = "out"
-    save_strategy: When = "steps"
+    save_strategy: SaveStrategy = "steps"
     save_steps: Count | None = None
     """Steps between checkpoints under `save_strategy: steps`. None: one at the end; with `load_best_model_at_end`, one at each evaluation."""
     save_total_limit: Count | None = None
     """Checkpoints to keep; older ones are deleted. None: all."""
     save_only_model: bool = False
     """Checkpoints without optimizer state, from which no run can resume."""
-    eval_strategy: When | None = None
+    eval_strategy: SaveStrategy | None = None
     """None: see `evaluates`."""
     eval_steps: Count | None = None
     load_best_model_at_end: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from outsize.base.errors import ConfigError, tell
-from outsize.config.habits import ALIASES, spelling_in
+from outsize.config.aliases import ALIASES, spelling_in
 
 
 class _Loader(yaml.SafeLoader):

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from outsize.base.errors import ConfigError
-from outsize.config.kinds import Rule
 from outsize.config.run import fields_by_key
+from outsize.config.types import Rule
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _SHOWN_CHARS = 80

@@ -29,12 +29,12 @@ from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
 from outsize.hardware.lanes import Lane
-from outsize.hardware.probed import Identity, describe, keep_learnt
-from outsize.hardware.spec import Residue
+from outsize.hardware.probed import Identity, describe, save_calibration
+from outsize.hardware.spec import ProcessOverhead
 
 _SLACK_BYTES = 64 * 2**20
 """Kept free beside the allocator's share: small plans lose more than in proportion."""
-_MOST_RESIDUE_BYTES = 2**30
+_MOST_OVERHEAD_BYTES = 2**30
 """Of kernels, and of workspaces. A decoder's are 240 and 64 MiB."""
 _HEAD_START_CYCLES = 40_000_000
 """Some 20 ms: longer than it takes to issue a few layers."""
@@ -64,7 +64,7 @@ class CudaDevice(Device):
         self._at_start = (self._outside, torch.cuda.memory_allocated(self.torch_device))
         """What was taken outside of the allocator, and inside it by the user."""
         self._workspaces = 0
-        self._expected = Residue()
+        self._expected = ProcessOverhead()
         self._has_opened = False
         self.trial_peak_bytes = 0
         """Most that was allocated before the engine opened: in the trial run."""
@@ -131,20 +131,20 @@ class CudaDevice(Device):
         """With another engine at work, what is allocated is its own; the libraries' part was measured before it opened."""
         return self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
 
-    def residue(self) -> Residue:
+    def process_overhead(self) -> ProcessOverhead:
         if self._has_opened:  # what is there now may be of an engine, or of its loop
             return self._expected
         gc.collect()
         torch.cuda.empty_cache()
         # Others may have come to the card meanwhile, and users may keep tensors there: neither is for later processes to expect.
         workspaces = torch.cuda.memory_allocated(self.torch_device) - self._at_start[1]
-        return Residue(
-            code_bytes=min(self._loaded, _MOST_RESIDUE_BYTES), workspace_bytes=min(max(0, workspaces), _MOST_RESIDUE_BYTES),
+        return ProcessOverhead(
+            code_bytes=min(self._loaded, _MOST_OVERHEAD_BYTES), workspace_bytes=min(max(0, workspaces), _MOST_OVERHEAD_BYTES),
             host_bytes=psutil.Process().memory_info().rss,
         )  # fmt: skip
 
-    def expect(self, residue: Residue) -> None:
-        self._expected = residue
+    def expect(self, process_overhead: ProcessOverhead) -> None:
+        self._expected = process_overhead
 
     @property
     def overhead_bytes(self) -> int:
@@ -279,8 +279,8 @@ class CudaDevice(Device):
         self._began = {}
         self._zero = (time.perf_counter(), self._mark("compute", timed=True))
 
-    def learn_rates(self, seen: Mapping[str, float]) -> None:
-        keep_learnt(seen, self.identity, self.spec)
+    def save_rates(self, seen: Mapping[str, float]) -> None:
+        save_calibration(seen, self.identity, self.spec)
 
     @contextmanager
     def meter(self) -> Iterator[Meter]:
@@ -297,7 +297,7 @@ class CudaDevice(Device):
     def has_reached(self, mark: torch.cuda.Event) -> bool:
         return mark.query()
 
-    def fall_behind(self) -> None:
+    def delay_device(self) -> None:
         if torch.cuda.current_stream(self.torch_device).query():
             compat.cuda().sleep(_HEAD_START_CYCLES)
 

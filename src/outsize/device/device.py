@@ -18,7 +18,7 @@ from outsize.device.timeline import Timeline
 from outsize.hardware.host import num_cores
 from outsize.hardware.lanes import Lane
 from outsize.hardware.probed import Identity
-from outsize.hardware.spec import HardwareSpec, Residue
+from outsize.hardware.spec import HardwareSpec, ProcessOverhead
 
 Event = Any
 """What `end` returns; opaque, of one device."""
@@ -37,7 +37,7 @@ class Device(ABC):
     torch_device: torch.device
     spec: HardwareSpec
     finds_races = False
-    issue_seconds = 0.0
+    op_launch_seconds = 0.0
     """What it takes a thread to issue an operator, where that is counted and not measured."""
     observes_by_mode = True
     """Whether memory is seen by a dispatch mode, also in a trial run. Autograd adds up gradients out of place under any such mode."""
@@ -46,7 +46,7 @@ class Device(ABC):
         self.promised: dict[int, int] = {}
         """Bytes that engines on this device have planned for, by engine."""
         self._timeline: Timeline | None = None
-        self.learnt_bytes = 0
+        self.oom_margin_bytes = 0
         """Kept free in every plan on top of `overhead_bytes`, since memory has run out once."""
 
     @property
@@ -100,11 +100,11 @@ class Device(ABC):
         """Device memory that belongs to no plan: context, library workspaces, the allocator's loss."""
         return 0
 
-    def residue(self) -> Residue:
+    def process_overhead(self) -> ProcessOverhead:
         """What the trial run that has just ended left behind."""
-        return Residue()
+        return ProcessOverhead()
 
-    def expect(self, residue: Residue) -> None:  # noqa: B027 - only some devices have any
+    def expect(self, process_overhead: ProcessOverhead) -> None:  # noqa: B027 - only some devices have any
         """The model's trial run left this, or will have: a trace may be older than the process."""
 
     def limit(self, num_bytes: int) -> None:  # noqa: B027 - only some devices enforce it
@@ -166,7 +166,7 @@ class Device(ABC):
     def _begin_timeline(self) -> None:  # noqa: B027
         """Note what time zero is."""
 
-    def learn_rates(self, seen: Mapping[str, float]) -> None:  # noqa: B027 - only a real card has something to learn
+    def save_rates(self, seen: Mapping[str, float]) -> None:  # noqa: B027 - only a real card has something to learn
         """Rates as training saw them, by their names in HardwareSpec: for the plans of later processes."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class Device(ABC):
         """Whether the compute lane has come there. Never waits."""
         return True
 
-    def fall_behind(self) -> None:  # noqa: B027 - only what runs beside the issuing thread can
+    def delay_device(self) -> None:  # noqa: B027 - only what runs beside the issuing thread can
         """Give the issuing thread a head start if it has none, so that marks tell how long the device computes and not how long it waits to be told."""
 
     # Random numbers.

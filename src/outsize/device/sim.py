@@ -191,7 +191,7 @@ class AbsentDevice(SimDevice):
     def __init__(self, spec: HardwareSpec):
         super().__init__(spec)
         is_real = spec.context_bytes > 0
-        self.issue_seconds = spec.issue_seconds if is_real else 0.0
+        self.op_launch_seconds = spec.op_launch_seconds if is_real else 0.0
 
 
 @contextmanager

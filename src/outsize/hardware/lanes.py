@@ -22,7 +22,7 @@ class LaneClock:
     def __init__(self) -> None:
         self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
-        self.told = 0.0
+        self.visible_at = 0.0
         """When the device knew of what was issued last: until then nothing can wait for that but a thread."""
 
     def run(self, lane: Lane, seconds: float, after: Iterable[float] = ()) -> float:
@@ -31,7 +31,7 @@ class LaneClock:
 
     def issue(self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool) -> float:
         """Put work on a lane that takes a thread `issue` seconds to put there; returns when it ends. `after`: when what it needs ends, and when the device was
-        told of that. `waits`: the thread waits in it until the device has come so far."""
+        visible_at of that. `waits`: the thread waits in it until the device has come so far."""
         return self.run(lane, seconds, (end for end, _ in after))
 
     def wait(self) -> None:
@@ -52,25 +52,25 @@ class IssuedClock(LaneClock):
     """The same with the thread that puts the work there: no action starts before that thread comes to it, nor ends before it is issued.
 
     [Note: The thread that issues]
-    Lanes work on what they have been told. One thread tells all of them: it runs the model's Python, and where a layer is small that takes longer than its
+    Lanes work on what they have been visible_at. One thread tells all of them: it runs the model's Python, and where a layer is small that takes longer than its
     computing. It takes longer still while the host updates: the cores are shared. It runs ahead of the device, no further than LEAD_SECONDS, until it is
-    held up: by a visit that asks the device for something (most transformers' decoders look at their position ids), by the end of a step that reads its
+    held up: by a call that asks the device for something (most transformers' decoders look at their position ids), by the end of a step that reads its
     norm, and by work to compute that needs what the host has not updated yet, since a stream cannot wait for a thread. Copies in such need are handed to a
     thread of their lane, and the next ones with them.
     """
 
-    def __init__(self, busy_issue: float) -> None:
+    def __init__(self, launch_slowdown: float) -> None:
         super().__init__()
         self.issued = 0.0
         """When the thread has issued what was put on lanes so far."""
-        self._busy_issue = busy_issue
+        self._busy_issue = launch_slowdown
         self._held: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
 
     def issue(self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool) -> float:
         after = tuple(after)
-        told = max((told for _, told in after), default=0.0)
-        if lane == "compute" and told > self.issued:
-            self.issued = told
+        visible_at = max((visible_at for _, visible_at in after), default=0.0)
+        if lane == "compute" and visible_at > self.issued:
+            self.issued = visible_at
         start = max((self.free[lane], self.issued, *(end for end, _ in after)))
         if waits:
             self.issued = start
@@ -79,20 +79,20 @@ class IssuedClock(LaneClock):
         self.issued += slowed(issue, seconds if waits else 0.0, self.free["host"] - self.issued, self._busy_issue)
         end = self._put(lane, start, max(seconds, self.issued - start))
         if lane != "compute":
-            self._held[lane] = end if lane == "host" else max(self._held[lane], told)
-        self.told = self._held[lane]
+            self._held[lane] = end if lane == "host" else max(self._held[lane], visible_at)
+        self.visible_at = self._held[lane]
         return end
 
     def wait(self) -> None:
         self.issued = max(self.issued, self.free["compute"])
 
 
-def slowed(issue: float, computing: float, busy: float, busy_issue: float) -> float:
+def slowed(issue: float, computing: float, busy: float, launch_slowdown: float) -> float:
     """What issuing takes with the host at work for another `busy` seconds: but for what of it is waiting for the device, so much longer meanwhile."""
     python = max(0.0, issue - computing)
-    extra = (busy_issue - 1.0) * python
+    extra = (launch_slowdown - 1.0) * python
     if busy < python + extra:
-        extra = max(0.0, busy) * (1.0 - 1.0 / busy_issue)
+        extra = max(0.0, busy) * (1.0 - 1.0 / launch_slowdown)
     return issue + extra
 
 

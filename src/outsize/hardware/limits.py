@@ -27,7 +27,7 @@ class Demand:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
     seconds: float
-    binds: str
+    bottleneck: str
     """What cannot be faster."""
     bounds: dict[str, float]
     """All that were looked at, in seconds."""
@@ -47,5 +47,5 @@ def limit(demand: Demand, spec: HardwareSpec) -> Limit:
     }
     seconds = max(bounds.values())
     # Where the chain is nothing but a lane, the lane is named; the two may differ in their last bit.
-    binds = next(name for name, bound in bounds.items() if bound >= seconds * (1 - 1e-9))
-    return Limit(seconds=seconds, binds=binds, bounds=bounds)
+    bottleneck = next(name for name, bound in bounds.items() if bound >= seconds * (1 - 1e-9))
+    return Limit(seconds=seconds, bottleneck=bottleneck, bounds=bounds)

@@ -38,7 +38,7 @@ _LEAST_RATE = 1e6
 
 _MOST_BYTES = 2**50
 """Above every machine's memory."""
-_RANGES = {"allocator_share": (0.0, 1.0), "launch_seconds": (1e-9, 0.1), "issue_seconds": (1e-9, 0.1), "busy_issue": (1.0, 100.0), "boost": (0.5, 5.0)}
+_RANGES = {"allocator_share": (0.0, 1.0), "launch_seconds": (1e-9, 0.1), "op_launch_seconds": (1e-9, 0.1), "launch_slowdown": (1.0, 100.0), "sustained_clock_ratio": (0.5, 5.0)}
 """From the first to below the second, of what is no rate: whoever writes `launch_seconds: 20` means µs."""
 
 

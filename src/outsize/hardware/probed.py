@@ -27,7 +27,7 @@ from outsize.hardware.spec import HardwareSpec
 ASSUMED = "rtx3090"
 """A middling card of the catalog: its rates stand in where nothing is known."""
 HOW_TO = "`outsize probe` measures this machine"
-LEARNT_RATES = ("h2d_bytes_per_second", "d2h_bytes_per_second", "host_adam_params_per_second")
+CALIBRATED_RATES = ("h2d_bytes_per_second", "d2h_bytes_per_second", "host_adam_params_per_second")
 """Of HardwareSpec. What the GPU computes is measured for every model."""
 MOST_FACTOR = 4.0
 """No machine is so much faster or slower than it was taken for: then it is the measurement that is wrong."""
@@ -58,7 +58,7 @@ def keep_probe(machine: Machine, identity: Identity) -> Path | None:
         return None
     try:
         write_whole(path, write_machine(replace(machine, measured={"identity": asdict(identity), **machine.measured})))
-        _learnt_path(path).unlink(missing_ok=True)
+        _calibration_path(path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("the probe is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written", error)
         return None
@@ -87,25 +87,25 @@ def find_probe(identity: Identity) -> HardwareSpec | None:
     return machine.spec
 
 
-def _learnt_path(probe: Path) -> Path:
+def _calibration_path(probe: Path) -> Path:
     return probe.with_suffix(".learnt.yaml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learnt:
+class CalibratedRates:
     rates: dict[str, float]
-    """Some of LEARNT_RATES."""
+    """Some of CALIBRATED_RATES."""
     date: str
     """Of the last run that changed them."""
 
 
-def keep_learnt(seen: Mapping[str, float], identity: Identity, spec: HardwareSpec) -> None:
+def save_calibration(seen: Mapping[str, float], identity: Identity, spec: HardwareSpec) -> None:
     """Move rates half-way to those that training saw, for the plans to come. `spec`: of this machine, for its sizes."""
     path = probe_path(identity)
     if path is None:
         return
     untrained = _describe_untrained(identity, gpu_bytes=spec.gpu_bytes, host_bytes=spec.host_bytes)
-    learnt = find_learnt(identity, untrained)
+    learnt = load_calibration(identity, untrained)
     known = learnt.rates if learnt is not None else {}
     new = {}
     for name, rate in seen.items():
@@ -118,7 +118,7 @@ def keep_learnt(seen: Mapping[str, float], identity: Identity, spec: HardwareSpe
     if new:
         data = {"identity": asdict(identity), "date": date.today().isoformat(), "rates": {**known, **new}}
         try:
-            write_whole(_learnt_path(path), yaml.safe_dump(data, sort_keys=False))
+            write_whole(_calibration_path(path), yaml.safe_dump(data, sort_keys=False))
         except OSError as error:
             log.warning("the rates of this run are not kept: %s. Set OUTSIZE_CACHE to a folder that can be written", error)
 
@@ -128,10 +128,10 @@ def _is_plausible(name: str, rate: float, untrained: HardwareSpec) -> bool:
     return getattr(untrained, name) / MOST_FACTOR <= rate <= getattr(untrained, name) * MOST_FACTOR
 
 
-def find_learnt(identity: Identity, untrained: HardwareSpec) -> Learnt | None:
+def load_calibration(identity: Identity, untrained: HardwareSpec) -> CalibratedRates | None:
     """What training has taught about this machine, if it still holds. The next run replaces what does not: nobody need be warned."""
     probe = probe_path(identity)
-    if probe is None or not (path := _learnt_path(probe)).exists():
+    if probe is None or not (path := _calibration_path(probe)).exists():
         return None
     try:
         data, _ = load_yaml(read_text(path), where=str(path))
@@ -144,17 +144,17 @@ def find_learnt(identity: Identity, untrained: HardwareSpec) -> Learnt | None:
         return None
     rates = data.get("rates")
     if not isinstance(rates, dict) or not all(
-        name in LEARNT_RATES and isinstance(rate, float) and _is_plausible(name, rate, untrained) for name, rate in rates.items()
+        name in CALIBRATED_RATES and isinstance(rate, float) and _is_plausible(name, rate, untrained) for name, rate in rates.items()
     ):
         log.info("%s holds %r where rates are expected, and is passed over", path, rates)
         return None
-    return Learnt(rates=rates, date=str(data.get("date")))
+    return CalibratedRates(rates=rates, date=str(data.get("date")))
 
 
 def describe(identity: Identity, *, gpu_bytes: int, host_bytes: int) -> HardwareSpec:
     """This machine as plans take it: its probe or what stands in for one, with the rates of lanes that training has seen since. Sizes are as given."""
     spec = _describe_untrained(identity, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    learnt = find_learnt(identity, spec)
+    learnt = load_calibration(identity, spec)
     if learnt is None:
         return spec
     return replace(spec, **learnt.rates, provenance=f"{spec.provenance}, lanes as seen in training on {learnt.date}")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ CONTEXT_BYTES = 600 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Residue:
+class ProcessOverhead:
     """What running a model takes of a machine beside every tensor of it: no plan's, and there all the same."""
 
     code_bytes: int = 0
@@ -40,12 +40,12 @@ class HardwareSpec:
     provenance: str
     """`measured` or `estimated`, and from what."""
     context_bytes: int = CONTEXT_BYTES
-    """Of a card's memory, what a process takes by itself; 0 where the card is imaginary."""
+    """Of a card's memory, what a process takes by itself; 0 where the card is simulated."""
     allocator_share: float = ALLOCATOR_SHARE
-    issue_seconds: float = 25e-6
+    op_launch_seconds: float = 25e-6
     """What the thread that runs the model's Python takes to issue an operator, with all that models do between two: the processor's, whatever the card. Fitted
     to layers on the H200's machine; `outsize probe` measures it."""
-    busy_issue: float = 1.0
+    launch_slowdown: float = 1.0
     """How many times as long the thread that issues work takes over it while the host updates."""
-    boost: float = 1.0
+    sustained_clock_ratio: float = 1.0
     """How many times as fast a trial run of a moment computes as a long run, whose clocks sink under the load. Measured seconds are taken times this."""

@@ -27,7 +27,7 @@ from outsize.device.device import Device
 from outsize.device.rng import rewinder, rng_untouched
 from outsize.integrations import plain
 from outsize.integrations.arguments import NonFinite, adamw, loads_reference, refuse_trainer, take_over, update_mode
-from outsize.integrations.keeping import KeepsRuns
+from outsize.integrations.checkpointing import CheckpointMixin
 from outsize.integrations.online import Generates
 from outsize.integrations.others import OtherModel, RunsOthers, without_autocast_cache
 from outsize.integrations.peek import Rewound, first_batch, rewindable
@@ -36,7 +36,7 @@ from outsize.model.batch import fits
 from outsize.model.weights import Weights
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
-from outsize.runtime.engine import Engine, Planned
+from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.retry import with_retries
 from outsize.train.build import preview
 
@@ -44,7 +44,7 @@ _ENGINES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]" = weakref.
 """Of models that some Trainer has prepared: the next Trainer for the same model ends it."""
 
 
-class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
+class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     """Put it before a Trainer class: `class MyTrainer(OutsizeMixin, SFTTrainer): pass`.
 
     Args beside the Trainer's own, as in `outsize.prepare`:
@@ -121,10 +121,10 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
             engine.detach()
         self._stop_others()
 
-    def preview(self, dataloader: Any = None) -> Planned:
+    def preview(self, dataloader: Any = None) -> PlannedModel:
         """The plan alone."""
         if self._has_engine:
-            return self.engine.now.planned
+            return self.engine.runtime.planned
         with self._with_others(self._preparation(dataloader)) as settings:
             return preview(self.model, **settings)
 
@@ -269,7 +269,7 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         if not self._has_engine:
             self._go_on_with_the_loss_of(resume_from_checkpoint)
             self.start_engine(train_dataloader)
-        elif (terms := self.engine.plan.terms).update != update_mode(self.args, self._nonfinite) or terms.accumulate != self.args.gradient_accumulation_steps:
+        elif (step_config := self.engine.plan.step_config).update != update_mode(self.args, self._nonfinite) or step_config.accumulate != self.args.gradient_accumulation_steps:
             self._renew_engine(train_dataloader)
         placement = self.accelerator.device_placement
         self.accelerator.device_placement = False
@@ -283,7 +283,7 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         return prepared
 
     def _go_on_with_the_loss_of(self, checkpoint: str | None) -> None:
-        """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is resumed before it meets such a batch again."""
+        """A run whose batches have pad_to_shape beyond a chunk makes its loss in chunks from there on, also if it is resumed before it meets such a batch again."""
         if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_settings["chunked_loss"] is not None:
             return
         if read_manifest(Path(checkpoint)).get("loss_chunk"):
@@ -298,7 +298,7 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         self.num_tokens_seen += ids.numel() if isinstance(ids, Tensor) else 0
         batch = self._planned_for if self._is_online else self._with_num_items(inputs, num_items_in_batch)
         is_last, generated = self.accelerator.sync_gradients, self._generated()
-        if not self.engine.now.gradients.waiting:
+        if not self.engine.runtime.gradients.waiting:
             self._earlier = ()  # of a step that was made, or given up
         self._fit(batch)
         rewind = rewinder(self.engine.device)
@@ -332,12 +332,12 @@ class OutsizeMixin(KeepsRuns, RunsOthers, Generates):
         """Plan again for a larger batch, where the loss is not the model's own: the engine does it otherwise."""
         if self._is_plain_loss or self._is_online:
             return
-        planned = self.engine.now.planned
+        planned = self.engine.runtime.planned
         if not fits(planned.batches(), batch):
             shapes = {name: tuple(t.shape) for name, t in batch.items() if isinstance(t, Tensor)}
             log.info("the plan for %s does not hold for a batch of %s: planning again", planned.plan.inputs, shapes)
             self.model.train()
-            self.engine.replan(batch, self.engine.plan.terms)
+            self.engine.replan(batch, self.engine.plan.step_config)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.engine.clip_grad_norm_(self.args.max_grad_norm)
@@ -374,7 +374,7 @@ def _by_name(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
 
 def _is_attached(engine: Engine) -> bool:
     try:
-        return bool(engine.now)
+        return bool(engine.runtime)
     except EngineMisuse:
         return False
 

@@ -1,6 +1,6 @@
 """ChunkLayout: which parameter lies where in which chunk. Pure geometry, no torch.
 
-A chunk holds parameters that are used by the same visits, forward and backward, of one dtype, all trainable or all frozen: so a chunk has one kind
+A chunk holds parameters that are used by the same calls, forward and backward, of one dtype, all trainable or all frozen: so a chunk has one kind
 of master, one gradient and one optimizer state, and frozen bytes never see weight decay. Every parameter begins at a multiple of
 256 bytes in its chunk, whatever the chunk, so kernels see the same alignment under every plan.
 """
@@ -28,8 +28,8 @@ class Piece:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     index: int
-    visits: tuple[int, ...]
-    """The visits that use it, in forward order. More than one: tied weights, or a block that runs twice."""
+    calls: tuple[int, ...]
+    """The calls that use it, in forward order. More than one: tied weights, or a block that runs twice."""
     dtype: str
     trainable: bool
     numel: int
@@ -61,13 +61,13 @@ class ChunkLayout:
     """In the order of first use."""
 
     @cached_property
-    def by_visit(self) -> tuple[tuple[int, ...], ...]:
-        """Per visit, the chunks it uses."""
-        num_visits = 1 + max((v for c in self.chunks for v in c.visits), default=-1)
-        table: list[list[int]] = [[] for _ in range(num_visits)]
+    def by_call(self) -> tuple[tuple[int, ...], ...]:
+        """Per call, the chunks it uses."""
+        num_calls = 1 + max((v for c in self.chunks for v in c.calls), default=-1)
+        table: list[list[int]] = [[] for _ in range(num_calls)]
         for chunk in self.chunks:
-            for visit in chunk.visits:
-                table[visit].append(chunk.index)
+            for call in chunk.calls:
+                table[call].append(chunk.index)
         return tuple(tuple(row) for row in table)
 
     @cached_property
@@ -75,17 +75,17 @@ class ChunkLayout:
         """Per parameter: its chunk's index and its piece."""
         return {piece.name: (chunk.index, piece) for chunk in self.chunks for piece in chunk.pieces}
 
-    def used_by(self, visit: int) -> tuple[int, ...]:
-        return self.by_visit[visit] if visit < len(self.by_visit) else ()
+    def used_by(self, call: int) -> tuple[int, ...]:
+        return self.by_call[call] if call < len(self.by_call) else ()
 
 
 def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayout:
     """Lay out every parameter once. A chunk closes when it would pass `chunk_bytes`; a parameter larger than that has a chunk of its own."""
     ordered: dict[str, None] = {}
-    for block in graph.visits:
+    for block in graph.calls:
         ordered.update(dict.fromkeys(graph.blocks[block].params))
-    # A parameter that no visit reads (an unused tower) still has a home: it belongs to the last region.
-    last = (len(graph.visits) - 1,)
+    # A parameter that no call reads (an unused tower) still has a home: it belongs to the last region.
+    last = (len(graph.calls) - 1,)
     ordered.update(dict.fromkeys(p.name for p in graph.params))
 
     groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool], list[str]] = {}
@@ -94,7 +94,7 @@ def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayo
         groups.setdefault((graph.users[name] or last, graph.backward_users[name], param.dtype, param.trainable), []).append(name)
 
     chunks: list[Chunk] = []
-    for (visits, _, dtype, trainable), names in groups.items():
+    for (calls, _, dtype, trainable), names in groups.items():
         size = DTYPE_BYTES[dtype]
         pieces: list[Piece] = []
         end = 0
@@ -102,9 +102,9 @@ def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayo
             numel = graph.param[name].numel
             step = -(-numel * size // ALIGN_BYTES) * ALIGN_BYTES // size
             if pieces and (end + step) * size > chunk_bytes:
-                chunks.append(Chunk(index=len(chunks), visits=visits, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
+                chunks.append(Chunk(index=len(chunks), calls=calls, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
                 pieces, end = [], 0
             pieces.append(Piece(name=name, offset=end, numel=numel))
             end += step
-        chunks.append(Chunk(index=len(chunks), visits=visits, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
+        chunks.append(Chunk(index=len(chunks), calls=calls, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
     return ChunkLayout(chunk_bytes=chunk_bytes, chunks=tuple(chunks))

@@ -55,7 +55,7 @@ def as_call(model: nn.Module, batch: Any) -> Call:
 def cannot_be_called(model: nn.Module, batch: Any, why: str) -> ConfigError:
     return ConfigError(
         f"batch: {type(model).__name__}.forward cannot be called with this {type(batch).__name__}: {why.rstrip('.')}. "
-        "Pass a dict for model(**batch), a tuple for model(*batch), or (batch,) for model(batch)."
+        "ProfilingPass a dict for model(**batch), a tuple for model(*batch), or (batch,) for model(batch)."
     )
 
 
@@ -149,17 +149,17 @@ def looks_irregular(name: str, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A batch that was measured: the batch itself, and the calls of the model that its loss made."""
+    """A batch that was measured: the batch itself, and the signatures of the model that its loss made."""
 
     batch: Signature
-    calls: tuple[Signature, ...]
+    signatures: tuple[Signature, ...]
 
     def covers(self, other: "Measured") -> bool:
-        return covers([self.batch], other.batch) and all(covers(self.calls, call) for call in other.calls)
+        return covers([self.batch], other.batch) and all(covers(self.signatures, call) for call in other.signatures)
 
 
 def covers(measured: Iterable[Signature], given: Signature) -> bool:
-    """Whether one of the measured calls costs as much as the given one. See [Note: When a batch fits]."""
+    """Whether one of the measured signatures costs as much as the given one. See [Note: When a batch fits]."""
     return any(_covers(one, given, lambda name: given[name].is_irregular) for one in measured)
 
 

@@ -1,4 +1,4 @@
-"""Builds a Hugging Face model from its folder without its weights: hollow parameters, real buffers, and where the weights are to be read from."""
+"""Builds a Hugging Face model from its folder without its weights: unmaterialized parameters, real buffers, and where the weights are to be read from."""
 
 import inspect
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from outsize import compat
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, tell
 from outsize.base.log import log
 from outsize.model.quantized import refuse_quantized_config
-from outsize.model.weights import FileWeights, Weights, hollow
+from outsize.model.weights import FileWeights, Weights, unmaterialize
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
     weights.fill_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return Built(hollow(model), weights)
+    return Built(unmaterialize(model), weights)
 
 
 def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:

@@ -61,11 +61,11 @@ def _layers_of(stacks: list[Stack], stages: "dict[int, tuple[Layer, ...]] | None
 def stages_to_join(layers: Sequence[Layer], layer_of: Sequence[int | None], feeds: Mapping[int, int]) -> "set[tuple[Layer, ...]]":
     """Stages that are layers themselves, since their parts do not feed one another (a layer's experts, the two lists of a UNet's block).
 
-    `layer_of`: by visit, the layer, None for a region. `feeds`: visits whose output a later layer took as its input, with that layer's visit.
+    `layer_of`: by call, the layer, None for a region. `feeds`: calls whose output a later layer took as its input, with that layer's call.
     """
     pairs = Counter(layer.stages for layer in layers if layer.stages and not layer.is_last)
     found: Counter[tuple[Layer, ...]] = Counter()
-    for maker, taker in ((layer_of[visit], layer_of[later]) for visit, later in feeds.items()):
+    for maker, taker in ((layer_of[call], layer_of[later]) for call, later in feeds.items()):
         assert maker is not None and taker is not None
         found[layers[maker].stages] += layers[maker].stack == layers[taker].stack
     return {stages for stages in pairs if 2 * found[stages] < pairs[stages]}

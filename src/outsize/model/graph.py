@@ -1,7 +1,7 @@
 """BlockGraph: what a model is to the planner. Blocks, their parameters, and the order in which they ran. No torch.
 
-A *block* is a repeated layer or a region around them (`stem`, `between`, `head`). A *visit* is one run of a block in
-a forward pass; a block may be visited several times. A parameter may belong to several blocks (tied weights): it is then
+A *block* is a repeated layer or a region around them (`stem`, `between`, `head`). A *call* is one run of a block in
+a forward pass; a block may be called several times. A parameter may belong to several blocks (tied weights): it is then
 listed in each of them, under its one canonical name.
 """
 
@@ -56,20 +56,20 @@ class Block:
 class BlockGraph:
     blocks: tuple[Block, ...]
     """In the order of their first run."""
-    visits: tuple[int, ...]
+    calls: tuple[int, ...]
     """Indices into `blocks`, in the order of the forward pass. First the stem, last the head."""
     has_backward: tuple[bool, ...]
-    """Per visit, as measured: a frozen prefix has none."""
+    """Per call, as measured: a frozen prefix has none."""
     params: tuple[Param, ...]
     """In the order of `named_parameters()`."""
     buffer_bytes: int
     """Buffers are resident on the device."""
-    bare: tuple[int, ...] = ()
-    """Visits that read weights outside of the module that has them, in a region or behind a layer: nothing but the order of layers tells when."""
+    reads_outside_module: tuple[int, ...] = ()
+    """Calls that read weights outside of the module that has them, in a region or behind a layer: nothing but the order of layers tells when."""
     without_grad: tuple[tuple[int, str], ...] = ()
-    """(visit, parameter): the visit has a backward, but reads this parameter without grad, so that none of its gradient comes from there."""
+    """(call, parameter): the call has a backward, but reads this parameter without grad, so that none of its gradient comes from there."""
     detours: tuple[int, ...] = ()
-    """Visits of layers that leave a value elsewhere than in their outputs (an auxiliary loss on `self`), with a gradient: it reaches them there first."""
+    """Calls of layers that leave a value elsewhere than in their outputs (an auxiliary loss on `self`), with a gradient: it reaches them there first."""
 
     @cached_property
     def param(self) -> dict[str, Param]:
@@ -77,26 +77,26 @@ class BlockGraph:
 
     @cached_property
     def users(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, the visits that use it, in forward order."""
+        """Per parameter, the calls that use it, in forward order."""
         used: dict[str, list[int]] = {p.name: [] for p in self.params}
-        for visit, block in enumerate(self.visits):
+        for call, block in enumerate(self.calls):
             for name in self.blocks[block].params:
-                used[name].append(visit)
-        return {name: tuple(visits) for name, visits in used.items()}
+                used[name].append(call)
+        return {name: tuple(calls) for name, calls in used.items()}
 
     @cached_property
     def backward_users(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, the visits whose backward adds to its gradient, in forward order. With the first of them it is complete."""
+        """Per parameter, the calls whose backward adds to its gradient, in forward order. With the first of them it is complete."""
         without = set(self.without_grad)
-        return {name: tuple(v for v in visits if self.has_backward[v] and (v, name) not in without) for name, visits in self.users.items()}
+        return {name: tuple(v for v in calls if self.has_backward[v] and (v, name) not in without) for name, calls in self.users.items()}
 
-    def visit_name(self, visit: int) -> str:
-        return self.blocks[self.visits[visit]].name
+    def call_name(self, call: int) -> str:
+        return self.blocks[self.calls[call]].name
 
-    def call_name(self, visit: int) -> str:
-        """The block, and which of its calls where it has several."""
-        calls = [v for v, block in enumerate(self.visits) if block == self.visits[visit]]
-        return self.visit_name(visit) if len(calls) == 1 else f"call {calls.index(visit) + 1} of {self.visit_name(visit)}"
+    def numbered_call_name(self, call: int) -> str:
+        """The block, and which of its same_block where it has several."""
+        same_block = [v for v, block in enumerate(self.calls) if block == self.calls[call]]
+        return self.call_name(call) if len(same_block) == 1 else f"call {same_block.index(call) + 1} of {self.call_name(call)}"
 
     @property
     def num_params(self) -> int:

@@ -1,8 +1,8 @@
 """Weights in files, read straight to where they are to live.
 
-A model whose weights are still in files is *hollow*: its parameters have their shape and dtype on the CPU and no memory behind them. (Meta tensors
+A model whose weights are still in files is *unmaterialized*: its parameters have their shape and dtype on the CPU and no memory behind them. (Meta tensors
 would say the same, but torch does not let a meta parameter take real data later.) The tracer fills in the layers it runs; the engine
-fills every chunk's home, one parameter at a time. Nothing else may read a hollow parameter.
+fills every chunk's home, one parameter at a time. Nothing else may read a unmaterialized parameter.
 """
 
 import json
@@ -27,7 +27,7 @@ _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Weights(Protocol):
-    """Where the values of hollow parameters come from."""
+    """Where the values of unmaterialized parameters come from."""
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a CPU tensor with the parameter of this name."""
@@ -36,25 +36,25 @@ class Weights(Protocol):
         """All is read."""
 
 
-def hollow(model: nn.Module) -> nn.Module:
-    """Give every meta parameter of a model a hollow one in its place; tied ones stay tied."""
+def unmaterialize(model: nn.Module) -> nn.Module:
+    """Give every meta parameter of a model a unmaterialized one in its place; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None and param.is_meta:
                 if id(param) not in made:
-                    made[id(param)] = nn.Parameter(hollow_like(param, param.dtype), requires_grad=param.requires_grad)
+                    made[id(param)] = nn.Parameter(unmaterialized_like(param, param.dtype), requires_grad=param.requires_grad)
                 module._parameters[key] = made[id(param)]
     return model
 
 
-def hollow_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+def unmaterialized_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     data = torch.empty(param.shape, dtype=dtype)  # untouched pages take nothing, and go before anyone touches them
     data.untyped_storage().resize_(0)
     return data
 
 
-def is_hollow(param: Tensor) -> bool:
+def is_unmaterialized(param: Tensor) -> bool:
     return param.numel() > 0 and param.device.type == "cpu" and param.untyped_storage().nbytes() == 0
 
 
@@ -62,7 +62,7 @@ def convert(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give parameters another dtype, one after the other; those without memory stay so."""
     for name, param in model.named_parameters():
         if name in dtypes and param.dtype != dtypes[name]:
-            param.data = hollow_like(param, dtypes[name]) if is_hollow(param) else param.data.to(dtypes[name])
+            param.data = unmaterialized_like(param, dtypes[name]) if is_unmaterialized(param) else param.data.to(dtypes[name])
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""Work: what one visit of a block costs under one activation strategy. Numbers only, no torch.
+"""Work: what one call of a block costs under one activation strategy. Numbers only, no torch.
 
-All bytes are relative to the level at which the visit's phase opens, as an observer of live device memory saw them. A forward
-phase lasts until the next visit opens (for the last layer before a region: until it returns); a backward phase until the
-next visit's backward opens. The memory of a step is the sum of these numbers along the schedule: see planner/memory.py.
+All bytes are relative to the level at which the call's phase opens, as an observer of live device memory saw them. A forward
+phase lasts until the next call opens (for the last layer before a region: until it returns); a backward phase until the
+next call's backward opens. The memory of a step is the sum of these numbers along the schedule: see planner/memory.py.
 """
 
 from dataclasses import dataclass
@@ -27,28 +27,28 @@ class Work:
     """Activations that go to the host and come back (offload, swap)."""
     released_bytes: int
     """Device bytes that die when those copies are done."""
-    forward_issue_seconds: float = 0.0
+    forward_launch_seconds: float = 0.0
     """That the thread which issues its operators takes over them. 0: nobody knows, and it counts as ahead."""
-    backward_issue_seconds: float = 0.0
-    forward_waits: bool = False
+    backward_launch_seconds: float = 0.0
+    forward_syncs_host: bool = False
     """That thread asks the device for something (a length, a flag) and waits until it has come so far: it is not ahead after that."""
-    backward_waits: bool = False
+    backward_syncs_host: bool = False
 
 
 Role = Literal["argument", "output", "left", "saved"]
 Holders = tuple[tuple[int, tuple[str, ...]], ...]
-"""Visits, each with the strategies under which it holds a tensor. In forward order."""
+"""Calls, each with the strategies under which it holds a tensor. In forward order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A tensor that outlives the visit that made it: an output of a layer, a mask, encoder states. It lives once, however many visits hold it.
+    """A tensor that outlives the call that made it: an output of a layer, a mask, encoder states. It lives once, however many calls hold it.
 
-    Its death is in no visit's Work, since it depends on the strategies of several visits: it dies in the backward of the first visit that holds it. If
+    Its death is in no call's Work, since it depends on the strategies of several calls: it dies in the backward of the first call that holds it. If
     none holds it, it dies in forward.
     """
 
-    visit: int
+    call: int
     """Where it was first seen, as ..."""
     role: Role
     """... an argument of a layer, an output, something a layer left in its arguments, or something its graph saved ..."""
@@ -56,15 +56,15 @@ class Shared:
     """... with this number."""
     num_bytes: int
     born: int = -1
-    """The visit in whose forward it is made. -1: that visit's Work includes it."""
+    """The call in whose forward it is made. -1: that call's Work includes it."""
     dies_at: int
-    """If nothing holds or sends it, it is dead before this visit's forward reaches its peak. The number of visits: when the model's forward returns.
+    """If nothing holds or sends it, it is dead before this call's forward reaches its peak. The number of calls: when the model's forward returns.
     -1: it never dies."""
     held_by: Holders = ()
     """Who holds it until its backward."""
     early_in: Holders = ()
-    """Of these, who frees it before the peak of its backward if no other visit holds it longer."""
+    """Of these, who frees it before the peak of its backward if no other call holds it longer."""
     sent_by: Holders = ()
-    """Who sends it to the host: on the device it lives at least until that visit's release."""
+    """Who sends it to the host: on the device it lives at least until that call's release."""
     under: tuple[str, ...] = ()
-    """Strategies of the visit that makes it under which it exists. Empty: all."""
+    """Strategies of the call that makes it under which it exists. Empty: all."""

@@ -26,17 +26,17 @@ def check(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     _check_model(plan, graph, layout)
     _check_decision(plan, graph, layout)
     _check_work(plan, graph)
-    _check_estimate(plan, Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared))
+    _check_estimate(plan, Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared))
 
 
 def _check_model(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     made_for = fingerprint(graph)
-    counts = f"{len(graph.visits)} visits, {len(layout.chunks)} chunks, {graph.num_params:,} parameters"
+    counts = f"{len(graph.calls)} calls, {len(layout.chunks)} chunks, {graph.num_params:,} parameters"
     buffers = plan.estimate.gpu_parts.get("buffers", 0)
     is_cast = plan.graph != made_for and plan.graph == fingerprint(replace(graph, buffer_bytes=buffers))
     do = "model.to(dtype) casts them with the weights: cast these alone (from_pretrained and from_config take dtype=), or plan for the model as it is"
     _expect(not is_cast, f"buffers of {graph.buffer_bytes} bytes, as the model has", f"the plan is for {buffers}", do)
-    theirs = f"{len(plan.decision.strategies)} visits, {len(plan.decision.homes)} chunks"
+    theirs = f"{len(plan.decision.strategies)} calls, {len(plan.decision.homes)} chunks"
     _expect(plan.graph == made_for, f"a plan for this model ({made_for}: {counts})", f"it was made for another model ({plan.graph}: {theirs})", _AGAIN)
     _expect(
         plan.chunk_bytes == layout.chunk_bytes, f"chunks of {plan.chunk_bytes} bytes, as in the plan", f"the model has chunks of {layout.chunk_bytes}",
@@ -45,38 +45,38 @@ def _check_model(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
 
 
 def _check_decision(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
-    decision, terms = plan.decision, plan.terms
+    decision, step_config = plan.decision, plan.step_config
     for name, found, wanted in (
         ("homes", len(decision.homes), len(layout.chunks)),
-        ("strategies", len(decision.strategies), len(graph.visits)),
-        ("work", len(plan.work), len(graph.visits)),
+        ("strategies", len(decision.strategies), len(graph.calls)),
+        ("work", len(plan.work), len(graph.calls)),
     ):
         _expect(found == wanted, f"{wanted} {name} for this model", f"the plan has {found}", _AGAIN)
     _expect(decision.depth >= 0, "a depth of 0 or more", f"it is {decision.depth}", _AGAIN)
-    _expect(decision.stride >= 1, "a stride of 1 or more", f"it is {decision.stride}", _AGAIN)
-    _expect(terms.accumulate >= 1, "accumulate of 1 or more", f"it is {terms.accumulate}", _AGAIN)
+    _expect(decision.host_update_interval >= 1, "a host_update_interval of 1 or more", f"it is {decision.host_update_interval}", _AGAIN)
+    _expect(step_config.accumulate >= 1, "accumulate of 1 or more", f"it is {step_config.accumulate}", _AGAIN)
     for chunk, homes in zip(layout.chunks, decision.homes, strict=True):
         _expect(
             chunk.trainable or homes.optimizer == homes.weights, f"one home for the frozen chunk {chunk.index} ({chunk.pieces[0].name}, …)",
             f"its weights are at {homes.weights} and its optimizer at {homes.optimizer}", "Give both the same home; nothing is updated there",
         )  # fmt: skip
-    for visit, strategy in enumerate(decision.strategies):
-        name = graph.visit_name(visit)
-        is_layer = graph.blocks[graph.visits[visit]].kind == "layer"
+    for call, strategy in enumerate(decision.strategies):
+        name = graph.call_name(call)
+        is_layer = graph.blocks[graph.calls[call]].kind == "layer"
         _expect(is_layer or strategy == "keep", f"the strategy keep for {name}, which is no layer", f"it is {strategy}", "Set it to keep")
-        _expect(graph.has_backward[visit] or strategy == "keep", f"the strategy keep for {name}, which has no backward", f"it is {strategy}", "Set it to keep")
+        _expect(graph.has_backward[call] or strategy == "keep", f"the strategy keep for {name}, which has no backward", f"it is {strategy}", "Set it to keep")
 
 
 def _check_work(plan: Plan, graph: BlockGraph) -> None:
-    for visit, (strategy, work) in enumerate(zip(plan.decision.strategies, plan.work, strict=True)):
-        name, sends = graph.visit_name(visit), strategy in ("offload", "swap")
+    for call, (strategy, work) in enumerate(zip(plan.decision.strategies, plan.work, strict=True)):
+        name, sends = graph.call_name(call), strategy in ("offload", "swap")
         wanted = f"{'some' if sends else 'no'} sent_bytes for {name}, which is to {strategy}"
         _expect(sends == (work.sent_bytes > 0), wanted, f"there are {work.sent_bytes}", _AGAIN)
-        seconds = (work.forward_seconds, work.backward_seconds, work.forward_issue_seconds, work.backward_issue_seconds)
+        seconds = (work.forward_seconds, work.backward_seconds, work.forward_launch_seconds, work.backward_launch_seconds)
         _expect(all(0 <= s < float("inf") for s in seconds), f"seconds of 0 or more for {name}", f"they are {seconds}", "Profile the model again")
     for tensor in plan.shared:
-        known = [tensor.visit, max(tensor.born, 0), *(visit for visit, _ in (*tensor.held_by, *tensor.early_in, *tensor.sent_by))]
-        _expect(all(0 <= v < len(plan.work) for v in known), f"shared tensors of visits 0 to {len(plan.work) - 1}", f"one has {known}", _AGAIN)
+        known = [tensor.call, max(tensor.born, 0), *(call for call, _ in (*tensor.held_by, *tensor.early_in, *tensor.sent_by))]
+        _expect(all(0 <= v < len(plan.work) for v in known), f"shared tensors of calls 0 to {len(plan.work) - 1}", f"one has {known}", _AGAIN)
         at = tensor.dies_at
         _expect(-1 <= at <= len(plan.work), f"a dies_at of shared tensors from -1 to {len(plan.work)}", f"one has {at}", _AGAIN)
 

@@ -18,7 +18,7 @@ class Pins:
     n_persist: int | None = None
     """Chunks whose weights stay on the GPU."""
     n_buffer: int | None = None
-    """Streamed visits whose weights are on the GPU at once: prefetch depth + 1."""
+    """Streamed calls whose weights are on the GPU at once: prefetch depth + 1."""
     n_swap: int | None = None
     """Layers whose saved tensors go to the host."""
     n_checkpoint: int | None = None
@@ -40,7 +40,7 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
     if not isinstance(pins, Pins):
         raise ConfigError(tell("pins are outsize.Pins", f"a {type(pins).__name__} was given", "Write outsize.Pins(n_persist=…)"))
     most = {
-        "n_persist": len(layout.chunks), "n_buffer": len(graph.visits), "n_swap": layers["swap"], "n_checkpoint": layers["recompute"],
+        "n_persist": len(layout.chunks), "n_buffer": len(graph.calls), "n_swap": layers["swap"], "n_checkpoint": layers["recompute"],
         "n_offload": layers["offload"], "n_optimizer_gpu": sum(chunk.trainable for chunk in layout.chunks),
     }  # fmt: skip
     wrong = []

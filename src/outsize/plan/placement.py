@@ -12,13 +12,13 @@ from outsize.layout.scratch import scratch_bytes
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
 from outsize.model.work import Shared, Work
-from outsize.plan.plan import Decision, Terms
+from outsize.plan.plan import Decision, StepConfig
 
 Buffer = tuple[str, int]
 STAGE_DEPTH = 1
 """One block's gradients may leave while the next block's arrive."""
 RETURN_SLOTS = 2
-"""One visit's activations may return while another's are used."""
+"""One call's activations may return while another's are used."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Placement:
     graph: BlockGraph
     layout: ChunkLayout
     decision: Decision
-    terms: Terms
+    step_config: StepConfig
     work: tuple[Work, ...]
     shared: tuple[Shared, ...] = ()
 
@@ -47,65 +47,65 @@ class Placement:
     def is_plain(self) -> bool:
         """Everything lives on the GPU, nothing is recomputed, gradients wait for the step: a run as without outsize, in which nothing moves."""
         stays = all(homes.weights == homes.optimizer == "gpu" for homes in self.decision.homes)
-        return stays and self.terms.hold_gradients and set(self.decision.strategies) <= {"keep"}
+        return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
     def knows_issuing(self) -> bool:
         """Somebody measured what issuing takes, or counted it."""
-        return any(work.forward_issue_seconds for work in self.work)
+        return any(work.forward_launch_seconds for work in self.work)
 
     @cached_property
     def slots(self) -> SlotMap:
         return assign_slots(self.layout, [c.index for c in self.layout.chunks if self.streams(c.index)], self.decision.depth)
 
     @cached_property
-    def landing(self) -> dict[int, int]:
-        """Trainable chunk to the visit in whose backward its gradient is complete: autograd adds up all uses first."""
-        lands = {}
+    def grad_complete_at(self) -> dict[int, int]:
+        """Trainable chunk to the call in whose backward its gradient is complete: autograd adds up all uses first."""
+        completes = {}
         for chunk in self.layout.chunks:
             name = chunk.pieces[0].name
-            # A parameter that no visit reads belongs to the last one.
-            backward = self.graph.backward_users[name] if self.graph.users[name] else [v for v in chunk.visits if self.graph.has_backward[v]]
+            # A parameter that no call reads belongs to the last one.
+            backward = self.graph.backward_users[name] if self.graph.users[name] else [v for v in chunk.calls if self.graph.has_backward[v]]
             if chunk.trainable and backward:
-                lands[chunk.index] = backward[0]
-        return lands
+                completes[chunk.index] = backward[0]
+        return completes
 
     @cached_property
-    def landing_at(self) -> dict[int, tuple[int, ...]]:
+    def grads_completed_by(self) -> dict[int, tuple[int, ...]]:
         table: dict[int, list[int]] = {}
-        for chunk, visit in self.landing.items():
-            table.setdefault(visit, []).append(chunk)
-        return {visit: tuple(chunks) for visit, chunks in table.items()}
+        for chunk, call in self.grad_complete_at.items():
+            table.setdefault(call, []).append(chunk)
+        return {call: tuple(chunks) for call, chunks in table.items()}
 
     def is_staged(self, index: int) -> bool:
         """The gradient passes through a staging slot, rather than staying in a buffer of its own."""
-        return self.chunk(index).trainable and (self.updates_on_host(index) or not self.terms.hold_gradients)
+        return self.chunk(index).trainable and (self.updates_on_host(index) or not self.step_config.hold_gradients)
 
     @cached_property
     def stages(self) -> SlotMap:
-        sizes = [chunk.grad_bytes(self.terms.fp32_grads) for chunk in self.layout.chunks]
-        return assign_slots(self.layout, [c for c in self.landing if self.is_staged(c)], STAGE_DEPTH, sizes)
+        sizes = [chunk.grad_bytes(self.step_config.fp32_grads) for chunk in self.layout.chunks]
+        return assign_slots(self.layout, [c for c in self.grad_complete_at if self.is_staged(c)], STAGE_DEPTH, sizes)
 
     @cached_property
-    def deferred(self) -> frozenset[int]:
+    def updated_after_backward(self) -> frozenset[int]:
         """Chunks that a backward with updates leaves until the last gradient for the host has come. See [Note: Which update comes when]."""
-        if self.terms.update != "in_backward":
+        if self.step_config.update != "in_backward":
             return frozenset()
-        on_host = [c for visit in sorted(self.landing_at, reverse=True) for c in self.landing_at[visit] if self.updates_on_host(c)]
-        return frozenset(c for i, c in enumerate(on_host) if i % self.decision.stride)
+        on_host = [c for call in sorted(self.grads_completed_by, reverse=True) for c in self.grads_completed_by[call] if self.updates_on_host(c)]
+        return frozenset(c for i, c in enumerate(on_host) if i % self.decision.host_update_interval)
 
     def waits_on_host(self, index: int) -> bool:
         """Whether a gradient that left for the host has a buffer of its own there, in which it waits for its update."""
-        return self.terms.hold_gradients or index in self.deferred
+        return self.step_config.hold_gradients or index in self.updated_after_backward
 
     @cached_property
     def sending(self) -> tuple[int, ...]:
-        """Visits whose activations go to the host, in forward order."""
+        """Calls whose activations go to the host, in forward order."""
         return tuple(v for v, w in enumerate(self.work) if w.sent_bytes and self.graph.has_backward[v])
 
     @cached_property
     def return_slot(self) -> dict[int, int]:
-        return {visit: i % RETURN_SLOTS for i, visit in enumerate(reversed(self.sending))}
+        return {call: i % RETURN_SLOTS for i, call in enumerate(reversed(self.sending))}
 
     @cached_property
     def gpu(self) -> dict[Buffer, int]:
@@ -117,12 +117,12 @@ class Placement:
                 buffers["weights", i] = chunk.nbytes
             if chunk.trainable and not self.updates_on_host(i):
                 buffers["state", i] = chunk.state_bytes
-                if self.terms.hold_gradients:
-                    buffers["gradient", i] = chunk.grad_bytes(self.terms.fp32_grads)
+                if self.step_config.hold_gradients:
+                    buffers["gradient", i] = chunk.grad_bytes(self.step_config.fp32_grads)
         buffers.update({("slot", s): size for s, size in enumerate(self.slots.slot_bytes)})
         buffers.update({("stage", s): size for s, size in enumerate(self.stages.slot_bytes)})
-        for visit, slot in self.return_slot.items():
-            buffers["return", slot] = max(buffers.get(("return", slot), 0), self.work[visit].sent_bytes)
+        for call, slot in self.return_slot.items():
+            buffers["return", slot] = max(buffers.get(("return", slot), 0), self.work[call].sent_bytes)
         num_trainable = sum(p.trainable for p in self.graph.params)
         if num_trainable:
             buffers["norms", 0] = 8 + 4 * num_trainable
@@ -141,8 +141,8 @@ class Placement:
             if chunk.trainable and self.updates_on_host(i):
                 buffers["host_state", i] = chunk.state_bytes
                 if self.waits_on_host(i):
-                    buffers["host_gradient", i] = chunk.grad_bytes(self.terms.fp32_grads)
-        landing = {self.stages.slot_of[c] for c in self.landing if self.updates_on_host(c) and not self.waits_on_host(c)}
+                    buffers["host_gradient", i] = chunk.grad_bytes(self.step_config.fp32_grads)
+        landing = {self.stages.slot_of[c] for c in self.grad_complete_at if self.updates_on_host(c) and not self.waits_on_host(c)}
         buffers.update({("landing", s): self.stages.slot_bytes[s] for s in landing})
         buffers.update({("arena", v): self.work[v].sent_bytes for v in self.sending})
         if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:

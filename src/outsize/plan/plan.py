@@ -1,18 +1,18 @@
-"""Plan: the decision, its terms, and what it promises. A frozen record without torch; planner and runtime meet only here.
+"""Plan: the decision, its step_config, and what it promises. A frozen record without torch; planner and runtime meet only here.
 
-*Terms* are given (how the user trains), the *decision* is chosen (what lives where), the *work* is measured, the *estimate* is
+*StepConfig* are given (how the user trains), the *decision* is chosen (what lives where), the *work* is measured, the *estimate* is
 what walking the schedule gave. A plan file holds all four, so a run can be repeated and its promise be checked.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from outsize.hardware.spec import Residue
+from outsize.hardware.spec import ProcessOverhead
 from outsize.model.work import Shared, Strategy, Work
 
 Home = Literal["gpu", "host"]
 UpdateMode = Literal["after_step", "in_backward"]
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Homes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class StepConfig:
     """How the run trains. Hints about memory; any loop stays correct under them."""
 
     update: UpdateMode = "after_step"
@@ -47,10 +47,10 @@ class Decision:
     homes: tuple[Homes, ...]
     """Per chunk."""
     strategies: tuple[Strategy, ...]
-    """Per visit; regions keep."""
+    """Per call; regions keep."""
     depth: int
-    """How many streamed visits ahead weights are loaded; slots follow from it."""
-    stride: int = 1
+    """How many streamed calls ahead weights are loaded; slots follow from it."""
+    host_update_interval: int = 1
     """With updates in backward: every so many of the chunks that are updated on the host, in the order their gradients land, are updated while the
     backward runs. The gradients of the others wait on the host; their updates follow the last gradient, in forward order, and go on under the next forward."""
 
@@ -68,7 +68,7 @@ class Estimate:
     """Per lane, in one step."""
     peak_at: str
     """The action during which the device is fullest."""
-    starved_seconds: float = 0.0
+    launch_bound_seconds: float = 0.0
     """Of the compute lane's, that it waits for the thread which tells it what to compute."""
 
 
@@ -81,10 +81,10 @@ class Plan:
     chunk_bytes: int
     inputs: dict[str, tuple[int, ...]]
     """Batch shapes it was made for."""
-    terms: Terms
+    step_config: StepConfig
     decision: Decision
     work: tuple[Work, ...]
-    """Per visit, under its strategy."""
+    """Per call, under its strategy."""
     held_bytes: int
     gpu_budget_bytes: int
     host_budget_bytes: int
@@ -99,7 +99,7 @@ class Plan:
     """Tokens at once of a loss in chunks; 0: the model's own loss."""
     loss: str = ""
     """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made from full logits."""
-    residue: Residue = Residue()
+    process_overhead: ProcessOverhead = ProcessOverhead()
     """What the model's run takes beside the estimate, as the trial run found it."""
     profile_keys: tuple[str, ...] = ()
     """The cached profiles that it is made of. A run that contradicts the plan deletes them."""

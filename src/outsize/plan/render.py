@@ -13,7 +13,7 @@ from outsize.model.graph import BlockGraph
 from outsize.plan.plan import Home, Plan
 
 BAR_WIDTH = 40
-BINDS = 0.9
+BUSY_SHARE = 0.9
 """A lane that works this share of the step is what the step takes so long for."""
 TELLING = 0.05
 """Of the step: less than that of waiting for Python is not worth a word."""
@@ -30,13 +30,13 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One visit, as the table tells it."""
+    """One call, as the table tells it."""
 
     name: str
     strategy: str
     homes: str
     nbytes: int
-    """Of the weights that the visit is the first to use."""
+    """Of the weights that the call is the first to use."""
 
 
 def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout, notes: Mapping[str, str] | None = None) -> str:
@@ -60,22 +60,22 @@ def summary(plan: Plan) -> str:
 def head(plan: Plan, graph: BlockGraph) -> list[str]:
     """What is trained, on what, and how."""
     batch = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.inputs.items() if shape)
-    update = {"after_step": "updated after the step", "in_backward": "updated in backward"}[plan.terms.update]
-    if plan.decision.stride > 1:
-        update += f" (on the host: 1 of {plan.decision.stride}, the others after these)"
-    accumulate = f", {plan.terms.accumulate} micro-batches a step" if plan.terms.accumulate > 1 else ""
+    update = {"after_step": "updated after the step", "in_backward": "updated in backward"}[plan.step_config.update]
+    if plan.decision.host_update_interval > 1:
+        update += f" (on the host: 1 of {plan.decision.host_update_interval}, the others after these)"
+    accumulate = f", {plan.step_config.accumulate} micro-batches a step" if plan.step_config.accumulate > 1 else ""
     trainable = "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
     loss = [f"loss {plan.loss}"] if plan.loss else []
     return [f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}", f"batch {batch}{accumulate}; {update}", *loss]
 
 
 def group_rows(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[list[Row]]:
-    """All visits in order; neighbours that do the same stand together."""
+    """All calls in order; neighbours that do the same stand together."""
     groups: list[list[Row]] = []
     seen: set[int] = set()
-    for visit in range(len(graph.visits)):
-        row = _row(plan, graph, layout, visit, seen)
-        seen.update(layout.used_by(visit))
+    for call in range(len(graph.calls)):
+        row = _row(plan, graph, layout, call, seen)
+        seen.update(layout.used_by(call))
         if groups and _alike(groups[-1][-1], row):
             groups[-1].append(row)
         else:
@@ -98,8 +98,8 @@ def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
     return [lines[0], "─" * max(map(len, lines)), *lines[1:]]
 
 
-def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, visit: int, seen: set[int]) -> Row:
-    chunks = layout.used_by(visit)
+def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, call: int, seen: set[int]) -> Row:
+    chunks = layout.used_by(call)
     trainable = [c for c in chunks if layout.chunks[c].trainable]
     homes = ""
     if chunks:
@@ -107,7 +107,7 @@ def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, visit: int, seen: s
         homes += f", optimizer {_places([plan.decision.homes[c].optimizer for c in trainable])}" if trainable else ", frozen"
         if 0 < len(trainable) < len(chunks):
             homes += f", {len(chunks) - len(trainable)} of {len(chunks)} frozen"
-    return Row(graph.visit_name(visit), plan.decision.strategies[visit], homes, sum(layout.chunks[c].nbytes for c in chunks if c not in seen))
+    return Row(graph.call_name(call), plan.decision.strategies[call], homes, sum(layout.chunks[c].nbytes for c in chunks if c not in seen))
 
 
 def _places(homes: Sequence[Home]) -> str:
@@ -140,7 +140,7 @@ def _memory(plan: Plan) -> list[str]:
     if "slot" in estimate.gpu_parts:
         depth = plan.decision.depth
         note += "; weights are loaded " + (f"{depth} block{'s' * (depth > 1)} ahead" if depth else "when their block comes")
-    own = plan.residue.host_bytes
+    own = plan.process_overhead.host_bytes
     beside = [f"      and {show_bytes(own)} that Python, its libraries and the driver have there"] if own else []
     return [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, host), *beside, note]
 
@@ -169,7 +169,7 @@ def _bar(name: str, used: int, budget: int, parts: dict[str, int]) -> list[str]:
 def tokens_per_second(plan: Plan) -> float | None:
     """None where the batch has no tokens."""
     shape, seconds = plan.inputs.get("input_ids", ()), plan.estimate.step_seconds
-    return shape[0] * shape[1] * plan.terms.accumulate / seconds if len(shape) == 2 and seconds else None
+    return shape[0] * shape[1] * plan.step_config.accumulate / seconds if len(shape) == 2 and seconds else None
 
 
 def lane_shares(plan: Plan) -> dict[str, float]:
@@ -178,14 +178,14 @@ def lane_shares(plan: Plan) -> dict[str, float]:
     return {lane: busy / seconds if seconds else 0.0 for lane, busy in plan.estimate.busy_seconds.items()}
 
 
-def what_binds(plan: Plan) -> str:
+def bottleneck_text(plan: Plan) -> str:
     """What the step takes so long for."""
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
     if busiest == "compute" and (starved := _starved_share(plan)):
         most += f", {starved:.0%} of it waiting for Python to say what"
-    return most if shares.get(busiest, 0.0) >= BINDS else f"dependencies: no lane works all the time (most: {most})"
+    return most if shares.get(busiest, 0.0) >= BUSY_SHARE else f"dependencies: no lane works all the time (most: {most})"
 
 
 def busiest_lane(plan: Plan) -> str:
@@ -197,8 +197,8 @@ def busiest_lane(plan: Plan) -> str:
 
 
 def _starved_share(plan: Plan) -> float:
-    """Of computing, what is waiting for the thread that issues it; 0 where that is not worth telling."""
-    computing, starved = plan.estimate.busy_seconds.get("compute", 0.0), plan.estimate.starved_seconds
+    """Of computing, what is waiting for the thread that issues it; 0 where that is not worth os_errors_as_save_failed."""
+    computing, starved = plan.estimate.busy_seconds.get("compute", 0.0), plan.estimate.launch_bound_seconds
     return starved / computing if computing and starved >= TELLING * plan.estimate.step_seconds else 0.0
 
 
@@ -206,7 +206,7 @@ def _time(plan: Plan) -> list[str]:
     rate = tokens_per_second(plan)
     lanes = ", ".join(f"{lane} {share:.0%}" for lane, share in lane_shares(plan).items())
     return [
-        f"step  {show_seconds(plan.estimate.step_seconds)} predicted{f', {rate:,.0f} tokens/s' if rate is not None else ''}", f"binds {what_binds(plan)}",
+        f"step  {show_seconds(plan.estimate.step_seconds)} predicted{f', {rate:,.0f} tokens/s' if rate is not None else ''}", f"binds {bottleneck_text(plan)}",
         f"lanes {lanes}", *_wrap("from  ", plan.provenance), *_wrap("found ", plan.search),
     ]  # fmt: skip
 

@@ -4,21 +4,21 @@ One optimizer step is a forward and a backward per micro-batch and an update. Th
 by runtime/executor.py with tensors, in the same order. Actions print as `F12` or `L3` and parse back.
 
     L c   load chunk c into its slot                        h2d
-    F v   forward of visit v                                compute
+    F v   forward of call v                                compute
     S v   send the activations of v to the host             d2h
     R v   let go of their device memory                     compute (waits for S v)
     P v   bring the activations of v back                   h2d
     Q c   load the partial gradient sum of chunk c          h2d
-    B v   backward of visit v                               compute
+    B v   backward of call v                               compute
     G c   gradient of chunk c leaves for the host           d2h
     U c   update chunk c                                    host or compute
     W c   write updated weights to where they are wanted    h2d (resident, updated on the host) or d2h (streamed, updated on the device)
 
 [Note: Which update comes when]
 After the step, updates come in forward order: the next forward begins under them. With updates in backward, the host is slower than the backward
-(a layer's update takes two or three times its backward), so what lands cannot all be updated as it lands. Were it queued, the last layers' updates
-would come first and the first layers', which the next forward waits for, last. So the host takes every `stride`-th chunk that lands, as many
-as it can do until the last has landed, and then the others in forward order: it works from the first gradient to the last layer's forward.
+(a layer's update takes two or three times its backward), so what completes cannot all be updated as it completes. Were it queued, the last layers' updates
+would come first and the first layers', which the next forward waits for, last. So the host takes every `host_update_interval`-th chunk that completes, as many
+as it can do until the last has accumulated, and then the others in forward order: it works from the first gradient to the last layer's forward.
 """
 
 import re
@@ -38,7 +38,7 @@ _ACTION = re.compile(r"([LFSRPQBGUW])(\d+)")
 class Action(NamedTuple):
     kind: Kind
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of an action
-    """A visit (F, B, S, R, P) or a chunk (L, Q, G, U, W)."""
+    """A call (F, B, S, R, P) or a chunk (L, Q, G, U, W)."""
 
     def __str__(self) -> str:
         return f"{self.kind}{self.index}"
@@ -95,22 +95,22 @@ def parse_action(word: str) -> Action:
 
 
 def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
-    """`only_steps`: leave out the kinds of backward that `Schedule.step` never yields under the placement's terms; a search has no use for them."""
-    in_backward = place.terms.update == "in_backward"
-    steps = {(i > 0, in_backward and i == place.terms.accumulate - 1) for i in range(place.terms.accumulate)}
+    """`only_steps`: leave out the kinds of backward that `Schedule.step` never yields under the placement's step_config; a search has no use for them."""
+    in_backward = place.step_config.update == "in_backward"
+    steps = {(i > 0, in_backward and i == place.step_config.accumulate - 1) for i in range(place.step_config.accumulate)}
     kinds = sorted(steps) if only_steps else [(pending, update) for pending in (False, True) for update in (False, True)]
     backward = {backward_key(pending=pending, update=update): _backward(place, pending=pending, update=update) for pending, update in kinds}
-    return Schedule(forward=_forward(place), backward=backward, update=tuple(_updates(place, place.landing)))
+    return Schedule(forward=_forward(place), backward=backward, update=tuple(_updates(place, place.grad_complete_at)))
 
 
 class _Slots:
     """Issues each load as soon as the slot's previous user has been issued, ordered by who needs it first."""
 
     def __init__(self, place: Placement, uses: list[int], holding: dict[int, int]):
-        """`uses`: visits in the order they run. `holding`: what each slot holds at the start."""
+        """`uses`: calls in the order they run. `holding`: what each slot holds at the start."""
         self._queue: dict[int, list[tuple[int, int]]] = {}  # slot -> (position, chunk) of the uses to come
-        for position, visit in enumerate(uses):
-            for chunk in place.layout.used_by(visit):
+        for position, call in enumerate(uses):
+            for chunk in place.layout.used_by(call):
                 if place.streams(chunk):
                     self._queue.setdefault(place.slots.slot_of[chunk], []).append((position, chunk))
         self._holding = holding
@@ -142,57 +142,57 @@ class _Slots:
 def held_after_forward(place: Placement) -> dict[int, int]:
     """Slot to the chunk that the forward pass leaves in it."""
     holding = {}
-    for visit in range(len(place.graph.visits)):
-        holding.update({place.slots.slot_of[c]: c for c in place.layout.used_by(visit) if place.streams(c)})
+    for call in range(len(place.graph.calls)):
+        holding.update({place.slots.slot_of[c]: c for c in place.layout.used_by(call) if place.streams(c)})
     return holding
 
 
 def _forward(place: Placement) -> tuple[Action, ...]:
-    visits = list(range(len(place.graph.visits)))
-    slots = _Slots(place, visits, {})
+    calls = list(range(len(place.graph.calls)))
+    slots = _Slots(place, calls, {})
     actions = slots.loads(slots.all)
     sending = set(place.sending)
-    for position, visit in enumerate(visits):
-        actions.append(Action("F", visit))
-        if visit in sending:
-            actions.append(Action("S", visit))
-        # A copy has the whole of the next visit to finish before the device waits for it.
-        if visit - 1 in sending:
-            actions.append(Action("R", visit - 1))
+    for position, call in enumerate(calls):
+        actions.append(Action("F", call))
+        if call in sending:
+            actions.append(Action("S", call))
+        # A copy has the whole of the next call to finish before the device waits for it.
+        if call - 1 in sending:
+            actions.append(Action("R", call - 1))
         actions += slots.loads(slots.used(position))
-    if visits and visits[-1] in sending:
-        actions.append(Action("R", visits[-1]))
+    if calls and calls[-1] in sending:
+        actions.append(Action("R", calls[-1]))
     return tuple(actions)
 
 
 def _backward(place: Placement, *, pending: bool, update: bool) -> tuple[Action, ...]:
-    visits = [v for v in reversed(range(len(place.graph.visits))) if place.graph.has_backward[v]]
-    slots = _Slots(place, visits, held_after_forward(place))
-    returning = [v for v in visits if v in place.return_slot]
+    calls = [v for v in reversed(range(len(place.graph.calls))) if place.graph.has_backward[v]]
+    slots = _Slots(place, calls, held_after_forward(place))
+    returning = [v for v in calls if v in place.return_slot]
     # Partial sums come back through the staging slots of chunks that are updated on the host.
-    summed = [c for v in visits for c in place.landing_at.get(v, ()) if place.is_staged(c) and place.updates_on_host(c)] if pending else []
+    summed = [c for v in calls for c in place.grads_completed_by.get(v, ()) if place.is_staged(c) and place.updates_on_host(c)] if pending else []
     next_returning, next_summed = _next_in_slot(returning, place.return_slot), _next_in_slot(summed, place.stages.slot_of)
     actions = slots.loads(slots.all)
     actions += _first_per_slot(returning, place.return_slot, "P")
     actions += _first_per_slot(summed, place.stages.slot_of, "Q")
-    deferred = _updates(place, place.deferred) if update else []
-    last_landing = min((visit for visit, chunks in place.landing_at.items() if any(map(place.updates_on_host, chunks))), default=-1)
-    for position, visit in enumerate(visits):
-        actions.append(Action("B", visit))
-        for chunk in place.landing_at.get(visit, ()):
+    deferred = _updates(place, place.updated_after_backward) if update else []
+    last_completion = min((call for call, chunks in place.grads_completed_by.items() if any(map(place.updates_on_host, chunks))), default=-1)
+    for position, call in enumerate(calls):
+        actions.append(Action("B", call))
+        for chunk in place.grads_completed_by.get(call, ()):
             if place.is_staged(chunk) and place.updates_on_host(chunk):
                 actions.append(Action("G", chunk))
                 if chunk in next_summed:
                     actions.append(Action("Q", next_summed[chunk]))
-            if update and chunk not in place.deferred:
+            if update and chunk not in place.updated_after_backward:
                 actions += _update_chunk(place, chunk, loaded=True)
-        if visit == last_landing:
+        if call == last_completion:
             # The host has all it will get: it shall go on at once, not when the thread that issues has come to the end. The copies into the device would
             # hold up those that the rest of the backward needs.
             actions += [action for action in deferred if action.kind == "U"]
         actions += slots.loads(slots.used(position))
-        if visit in next_returning:
-            actions.append(Action("P", next_returning[visit]))
+        if call in next_returning:
+            actions.append(Action("P", next_returning[call]))
     actions += [action for action in deferred if action.kind == "W"]
     return tuple(actions)
 
@@ -217,7 +217,7 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
 def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
     """In forward order, so that the next forward finds its first chunks done first."""
     actions: list[Action] = []
-    for chunk in sorted(chunks, key=lambda c: (place.chunk(c).visits[0], c)):
+    for chunk in sorted(chunks, key=lambda c: (place.chunk(c).calls[0], c)):
         actions += _update_chunk(place, chunk, loaded=False)
     return actions
 
@@ -251,9 +251,9 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
             reads = tuple(place.weights_buffer(c) for c in place.layout.used_by(i))
             if i in place.return_slot:
                 reads += (("return", place.return_slot[i]),)
-            landed = place.landing_at.get(i, ())
-            writes: tuple[Buffer, ...] = tuple(place.gradient_buffer(c) for c in landed)
-            return Effect("compute", reads, (*writes, ("norms", 0)) if landed else writes)
+            accumulated = place.grads_completed_by.get(i, ())
+            writes: tuple[Buffer, ...] = tuple(place.gradient_buffer(c) for c in accumulated)
+            return Effect("compute", reads, (*writes, ("norms", 0)) if accumulated else writes)
         case "G":
             return Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),))
         case "U":
@@ -274,9 +274,9 @@ def issuing(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float
     if not place.knows_issuing or kind == "R":
         return 0.0, False
     if kind == "F":
-        return place.work[i].forward_issue_seconds, place.work[i].forward_waits
+        return place.work[i].forward_launch_seconds, place.work[i].forward_syncs_host
     if kind == "B":
-        return place.work[i].backward_issue_seconds, place.work[i].backward_waits
+        return place.work[i].backward_launch_seconds, place.work[i].backward_syncs_host
     return spec.launch_seconds, False
 
 
@@ -294,6 +294,6 @@ def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: L
         case "L" | "W":
             return copy_seconds(spec, lane, place.chunk(i).nbytes)
         case "Q" | "G":
-            return copy_seconds(spec, lane, place.chunk(i).grad_bytes(place.terms.fp32_grads))
+            return copy_seconds(spec, lane, place.chunk(i).grad_bytes(place.step_config.fp32_grads))
         case "U":
             return update_seconds(spec, lane, place.chunk(i).numel)

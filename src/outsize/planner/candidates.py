@@ -1,13 +1,13 @@
 """The decisions that the search looks at: a few counts, each of which spends memory in a fixed order of priority.
 
 Layers take their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since theirs is freed first.
-Weights are resident for a prefix (chunks that several visits use, then forward order), optimizer state is on the GPU for a prefix in
-forward order, since the next forward waits for the first chunks first. `Space` turns counts into decisions and their bytes.
+Weights are resident for a prefix (chunks that several calls use, then forward order), optimizer state is on the GPU for a prefix in
+forward order, since the next forward waits for the first chunks first. `SearchSpace` turns counts into decisions and their bytes.
 
 Where little of the model trains (adapters; a last layer), what trains stays: its chunks come first among the weights, and no count is below
 their number unless a pin says so. The counts then only say how much of the frozen rest is resident.
 
-Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer, stride), activations (the
+Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer, host_update_interval), activations (the
 strategies). Each is taken from Placement, slots and ledger as they are, once per value; the search asserts that the sum is
 what the finished plan says, so there is no second account that could drift from the first.
 """
@@ -26,7 +26,7 @@ from outsize.model.graph import BlockGraph
 from outsize.model.work import Strategy
 from outsize.plan.pins import Pins
 from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, Terms
+from outsize.plan.plan import Decision, Homes, StepConfig
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import activation_peak
 from outsize.profile.trace import ModelTrace
@@ -40,66 +40,66 @@ STAYING_SHARE = 0.1
 """Up to this share of the weights' bytes, what trains stays on the GPU with its gradients and state. All of it is at most eight times its weights (bf16
 with fp32 gradients: 16 bytes a parameter, not 2), less than the frozen weights; moved, it would put small copies and host updates into every block's way."""
 
-Mix = tuple[int, int, int]
+StrategyCounts = tuple[int, int, int]
 """Numbers of layers that swap, offload, recompute; the others keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class Candidate:
     resident: int
     optimizer: int
     swap: int
     offload: int
     recompute: int
     depth: int
-    stride: int = 1
+    host_update_interval: int = 1
 
     @property
-    def mix(self) -> Mix:
+    def mix(self) -> StrategyCounts:
         return self.swap, self.offload, self.recompute
 
-    def with_mix(self, mix: Mix) -> "Counts":
+    def with_mix(self, mix: StrategyCounts) -> "Candidate":
         return replace(self, swap=mix[0], offload=mix[1], recompute=mix[2])
 
 
-class Space:
-    def __init__(self, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, terms: Terms, spec: HardwareSpec):
-        self.graph, self.layout, self.trace, self.terms, self.spec = graph, layout, trace, terms, spec
-        self.layers = [v for v, b in enumerate(graph.visits) if graph.blocks[b].kind == "layer" and graph.has_backward[v]]
-        self.state_order = sorted((c.index for c in layout.chunks if c.trainable), key=lambda c: (layout.chunks[c].visits[0], c))
-        staying = set(self.state_order if _is_little(layout) else [])
+class SearchSpace:
+    def __init__(self, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, step_config: StepConfig, spec: HardwareSpec):
+        self.graph, self.layout, self.trace, self.step_config, self.spec = graph, layout, trace, step_config, spec
+        self.layers = [v for v, b in enumerate(graph.calls) if graph.blocks[b].kind == "layer" and graph.has_backward[v]]
+        self.state_order = sorted((c.index for c in layout.chunks if c.trainable), key=lambda c: (layout.chunks[c].calls[0], c))
+        staying = set(self.state_order if _is_small(layout) else [])
         self.num_staying = len(staying)
         """So many of `weight_order` and of `state_order` are on the GPU in every plan without pins: all that trains, or none."""
-        shared = {chunk.index for chunk in layout.chunks if len(chunk.visits) > 1}
-        self.weight_order = sorted(range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].visits[0], c))
-        self._mixes: dict[Mix, tuple[Strategy, ...] | None] = {}
+        shared = {chunk.index for chunk in layout.chunks if len(chunk.calls) > 1}
+        self.weight_order = sorted(range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].calls[0], c))
+        self._mixes: dict[StrategyCounts, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[tuple[int, int], tuple[int, int]] = {}
         self._homes: dict[int, list[int]] = {}
-        self._activations: dict[Mix, tuple[int, int]] = {}
+        self._activations: dict[StrategyCounts, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
 
-    # Counts to decisions.
+    # Candidate to decisions.
 
-    def knows(self, visit: int, strategy: Strategy) -> bool:
+    def knows(self, call: int, strategy: Strategy) -> bool:
         """Whether the layer may use it. An offload that sends nothing is none."""
-        return strategy in self.trace.strategies(visit) and (strategy in ("keep", "recompute") or self.trace.work(visit, strategy).sent_bytes > 0)
+        return strategy in self.trace.strategies(call) and (strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0)
 
     @cached_property
     def num_layers(self) -> dict[str, int]:
         """Per strategy, how many layers know it."""
         return {"all": len(self.layers)} | {s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")}
 
-    def strategies(self, mix: Mix) -> tuple[Strategy, ...] | None:
-        """Per visit; None where the layers do not know enough of the strategies."""
+    def strategies(self, mix: StrategyCounts) -> tuple[Strategy, ...] | None:
+        """Per call; None where the layers do not know enough of the strategies."""
         if mix not in self._mixes:
-            chosen: list[Strategy] = ["keep"] * len(self.graph.visits)
+            chosen: list[Strategy] = ["keep"] * len(self.graph.calls)
             rest = self.layers
             order: tuple[Strategy, ...] = ("swap", "offload", "recompute")
             for strategy, count in zip(order, mix, strict=True):
                 takers = set([v for v in rest if self.knows(v, strategy)][:count])
-                for visit in takers:
-                    chosen[visit] = strategy
+                for call in takers:
+                    chosen[call] = strategy
                 rest = [v for v in rest if v not in takers]
                 if len(takers) < count:
                     self._mixes[mix] = None
@@ -108,30 +108,30 @@ class Space:
                 self._mixes[mix] = tuple(chosen)
         return self._mixes[mix]
 
-    def decision(self, counts: Counts) -> Decision:
+    def decision(self, counts: Candidate) -> Decision:
         resident = set(self.weight_order[: counts.resident])
         on_gpu = set(self.state_order[: counts.optimizer])
         homes = {(w, o): Homes(weights="gpu" if w else "host", optimizer="gpu" if o else "host") for w in (False, True) for o in (False, True)}
         pairs = ((c.index in resident, c.index in (on_gpu if c.trainable else resident)) for c in self.layout.chunks)
         strategies = self.strategies(counts.mix)
         assert strategies is not None, f"no such mix of strategies: {counts}"
-        return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth, stride=counts.stride)
+        return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth, host_update_interval=counts.host_update_interval)
 
     def place(self, decision: Decision) -> Placement:
-        return Placement(self.graph, self.layout, decision, self.terms, self.trace.works(decision.strategies), self.trace.shared)
+        return Placement(self.graph, self.layout, decision, self.step_config, self.trace.works(decision.strategies), self.trace.shared)
 
     @property
-    def plain(self) -> Counts:
+    def plain(self) -> Candidate:
         """Everything on the GPU, nothing recomputed: what a run without outsize would do."""
-        return Counts(resident=len(self.weight_order), optimizer=len(self.state_order), swap=0, offload=0, recompute=0, depth=0)
+        return Candidate(resident=len(self.weight_order), optimizer=len(self.state_order), swap=0, offload=0, recompute=0, depth=0)
 
-    # Counts to bytes.
+    # Candidate to bytes.
 
-    def gpu_bytes(self, counts: Counts) -> int:
-        return self.weights(counts.resident, counts.depth)[0] + self.states(counts.optimizer, counts.stride)[0] + self.activations(counts.mix)[0]
+    def gpu_bytes(self, counts: Candidate) -> int:
+        return self.weights(counts.resident, counts.depth)[0] + self.states(counts.optimizer, counts.host_update_interval)[0] + self.activations(counts.mix)[0]
 
-    def host_bytes(self, counts: Counts) -> int:
-        return self.home_bytes(counts.resident, counts.optimizer) + self.states(counts.optimizer, counts.stride)[1] + self.activations(counts.mix)[1]
+    def host_bytes(self, counts: Candidate) -> int:
+        return self.home_bytes(counts.resident, counts.optimizer) + self.states(counts.optimizer, counts.host_update_interval)[1] + self.activations(counts.mix)[1]
 
     def weights(self, resident: int, depth: int) -> tuple[int, int]:
         """GPU bytes of weights, resident and in slots; and the slots' alone."""
@@ -141,12 +141,12 @@ class Space:
             self._weights[key] = slots + sum(self.layout.chunks[c].nbytes for c in self.weight_order[:resident]), slots
         return self._weights[key]
 
-    def states(self, optimizer: int, stride: int = 1) -> tuple[int, int]:
+    def states(self, optimizer: int, host_update_interval: int = 1) -> tuple[int, int]:
         """GPU and host bytes of optimizer state, gradients and what updates need."""
-        key = (optimizer, stride)
+        key = (optimizer, host_update_interval)
         if key not in self._states:
             # All weights resident: then slots are nobody's, and what remains depends on the optimizer's homes alone.
-            place = self.place(self.decision(replace(self.plain, optimizer=optimizer, stride=stride)))
+            place = self.place(self.decision(replace(self.plain, optimizer=optimizer, host_update_interval=host_update_interval)))
             gpu, host = place.parts(place.gpu), place.parts(place.host)
             self._states[key] = (
                 sum(gpu.get(kind, 0) for kind in ("state", "gradient", "stage", "scratch")),
@@ -164,26 +164,26 @@ class Space:
             self._homes[optimizer] = [total - gone for gone in leaves]
         return self._homes[optimizer][resident]
 
-    def activations(self, mix: Mix) -> tuple[int, int]:
+    def activations(self, mix: StrategyCounts) -> tuple[int, int]:
         """GPU and host bytes of everything that is no chunk's: activations at their fullest, return slots, norms, buffers."""
         if mix not in self._activations:
             strategies = self.strategies(mix)
             assert strategies is not None
             # A layout without chunks: the schedule then holds forward, backward and activation traffic alone.
             decision = Decision(homes=(), strategies=strategies, depth=0)
-            bare = Placement(self.graph, replace(self.layout, chunks=()), decision, self.terms, self.trace.works(strategies), self.trace.shared)
+            bare = Placement(self.graph, replace(self.layout, chunks=()), decision, self.step_config, self.trace.works(strategies), self.trace.shared)
             schedule = compile_schedule(bare, only_steps=True)
             peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), bare, self.trace.held_bytes)
             self._activations[mix] = bare.gpu_bytes + peak, bare.host_bytes
         return self._activations[mix]
 
-    # Counts to a bound on time.
+    # Candidate to a bound on time.
 
-    def bound_seconds(self, counts: Counts) -> float:
+    def bound_seconds(self, counts: Candidate) -> float:
         """No step is faster: the work of the busiest lane. Cheap, so the search need not simulate what cannot win."""
         strategies = self.strategies(counts.mix)
         assert strategies is not None
-        work, spec, again = self.trace.works(strategies), self.spec, self.terms.accumulate
+        work, spec, again = self.trace.works(strategies), self.spec, self.step_config.accumulate
         sent = [w.sent_bytes for v, w in enumerate(work) if w.sent_bytes and self.graph.has_backward[v]]
         backward = sum(w.backward_seconds for v, w in enumerate(work) if self.graph.has_backward[v])
         compute, h2d, d2h, host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)
@@ -194,13 +194,13 @@ class Space:
             host,
         )
 
-    def stride(self, counts: Counts) -> int:
+    def stride(self, counts: Candidate) -> int:
         """So many chunks' gradients land while the host updates one. 1 where nothing is updated on the host in backward."""
         strategies = self.strategies(counts.mix)
         assert strategies is not None
         host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)[3]
         backward = sum(w.backward_seconds for v, w in enumerate(self.trace.works(strategies)) if self.graph.has_backward[v])
-        if self.terms.update != "in_backward" or not host:
+        if self.step_config.update != "in_backward" or not host:
             return 1
         return max(1, min(MAX_STRIDE, math.ceil(host / backward)) if backward else MAX_STRIDE)
 
@@ -209,7 +209,7 @@ class Space:
         if key not in self._lanes:
             streamed, on_gpu = set(self.weight_order[resident:]), set(self.state_order[:optimizer])
             compute = h2d = d2h = host = 0.0
-            again = self.terms.accumulate
+            again = self.step_config.accumulate
             for index, load, send, grad_in, grad_out, gpu_update, host_update, has_backward in self._costs:
                 if index in streamed:
                     h2d += again * (load + (load if has_backward else 0.0))
@@ -218,7 +218,7 @@ class Space:
                         compute += gpu_update
                         if index in streamed:
                             d2h += send
-                            h2d += load if self.terms.update == "after_step" else 0.0
+                            h2d += load if self.step_config.update == "after_step" else 0.0
                     else:
                         host += host_update
                         d2h += again * grad_out
@@ -233,18 +233,18 @@ class Space:
     def _costs(self) -> list[tuple[int, float, float, float, float, float, float, bool]]:
         rows = []
         for chunk in self.layout.chunks:
-            backward = any(self.graph.has_backward[v] for v in chunk.visits)
-            lands = chunk.trainable and backward
-            grad = chunk.grad_bytes(self.terms.fp32_grads)
+            backward = any(self.graph.has_backward[v] for v in chunk.calls)
+            completes = chunk.trainable and backward
+            grad = chunk.grad_bytes(self.step_config.fp32_grads)
             load, send = copy_seconds(self.spec, "h2d", chunk.nbytes), copy_seconds(self.spec, "d2h", chunk.nbytes)
             grad_in, grad_out = copy_seconds(self.spec, "h2d", grad), copy_seconds(self.spec, "d2h", grad)
-            gpu_update, host_update = (update_seconds(self.spec, lane, chunk.numel) if lands else 0.0 for lane in ("compute", "host"))
+            gpu_update, host_update = (update_seconds(self.spec, lane, chunk.numel) if completes else 0.0 for lane in ("compute", "host"))
             rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward))
         return rows
 
     # What the pins leave open.
 
-    def mixes(self, pins: Pins) -> Iterator[Mix]:
+    def mixes(self, pins: Pins) -> Iterator[StrategyCounts]:
         """Mixes among which the least memory is sought: all of them in a small model, else those of at most two free strategies."""
         pinned = (pins.n_swap, pins.n_offload, pins.n_checkpoint)
         most = (self.num_layers["swap"], self.num_layers["offload"], self.num_layers["recompute"])
@@ -268,7 +268,7 @@ class Space:
         yield from (mix for mix in dict.fromkeys(found) if all(n <= m for n, m in zip(mix, most, strict=True)) and self.strategies(mix) is not None)
 
 
-def _is_little(layout: ChunkLayout) -> bool:
+def _is_small(layout: ChunkLayout) -> bool:
     """Whether what trains is a small part of the model."""
     trained = sum(chunk.nbytes for chunk in layout.chunks if chunk.trainable)
     return trained <= STAYING_SHARE * sum(chunk.nbytes for chunk in layout.chunks)

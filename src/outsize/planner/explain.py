@@ -9,14 +9,14 @@ from functools import cached_property
 
 from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import show_bytes, show_enough, show_seconds
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, Terms
+from outsize.plan.plan import Plan, StepConfig
 from outsize.plan.render import busiest_lane
-from outsize.planner.candidates import Space
+from outsize.planner.candidates import SearchSpace
 from outsize.planner.feasible import Budgets
 from outsize.planner.search import search
 from outsize.profile.trace import ModelTrace
@@ -33,17 +33,17 @@ class Problem:
     layout: ChunkLayout
     trace: ModelTrace
     spec: HardwareSpec
-    terms: Terms
-    gpu: Allowance
+    step_config: StepConfig
+    gpu: GpuBudget
     host_bytes: int
     pins: Pins = Pins()
 
     def solve(self) -> Plan:
-        return search(self.graph, self.layout, self.trace, self.spec, self.terms, gpu=self.gpu, host_bytes=self.host_bytes, pins=self.pins)
+        return search(self.graph, self.layout, self.trace, self.spec, self.step_config, gpu=self.gpu, host_bytes=self.host_bytes, pins=self.pins)
 
     @cached_property
     def budgets(self) -> Budgets:
-        return Budgets(Space(self.graph, self.layout, self.trace, self.terms, self.spec), self.pins, self.gpu, self.host_bytes)
+        return Budgets(SearchSpace(self.graph, self.layout, self.trace, self.step_config, self.spec), self.pins, self.gpu, self.host_bytes)
 
     def least_gpu_bytes(self, host_bytes: int | None = None) -> int | None:
         """The least that plans need beside this much on the host (the problem's own by default); None if no amount does."""
@@ -53,7 +53,7 @@ class Problem:
     def least_gpu_memory(self) -> int | None:
         """The least to ask for."""
         least = self.least_gpu_bytes()
-        return self.gpu.asked_for(least) if least is not None else None
+        return self.gpu.total_for(least) if least is not None else None
 
     def least_host_bytes(self) -> int | None:
         """The least host memory that would do beside the GPU as it is."""
@@ -77,7 +77,7 @@ class Explanation:
     plan: Plan
     by_hand: tuple[Answer, ...]
     """The recipes that people use without a planner, each with the rest chosen as well as can be."""
-    worth: tuple[Answer, ...]
+    hardware_upgrades: tuple[Answer, ...]
     """One thing of the machine changed, and planned anew."""
     least_gpu_bytes: int | None
     least_host_bytes: int | None
@@ -85,7 +85,7 @@ class Explanation:
     def __str__(self) -> str:
         chosen = self.plan.estimate.step_seconds
         lines = [f"chosen   {show_seconds(chosen)} a step; {self.plan.search}"]
-        for label, answers in (("by hand", self.by_hand), ("worth", self.worth)):
+        for label, answers in (("by hand", self.by_hand), ("worth", self.hardware_upgrades)):
             width = max((len(a.name) for a in answers), default=0)
             lines += [f"{label if i == 0 else '':<8} {a.name:<{width}}  {_compared(a, chosen)}" for i, a in enumerate(answers)]
         return "\n".join([*lines, f"least    {self._least()}"])
@@ -104,18 +104,18 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
     return Explanation(
         plan=plan,
         by_hand=tuple(_answer(name, replace(problem, pins=pins)) for name, pins in _recipes(problem)),
-        worth=tuple(_worth(name, changed, plan) for name, changed in _changes(problem)),
+        hardware_upgrades=tuple(_upgrade(name, changed, plan) for name, changed in _changes(problem)),
         least_gpu_bytes=problem.least_gpu_memory(),
         least_host_bytes=problem.least_host_bytes(),
     )
 
 
-def outlook(problem: Problem, plan: Plan, smallest: str | None) -> str:
+def what_if(problem: Problem, plan: Plan, smallest: str | None) -> str:
     """The first questions after a plan, in two lines: what more memory would buy, and how little would do. `smallest`: a machine's name."""
     name, changed = next(_changes(problem))
-    least = Explanation(plan=plan, by_hand=(), worth=(), least_gpu_bytes=problem.least_gpu_memory(), least_host_bytes=problem.least_host_bytes())
+    least = Explanation(plan=plan, by_hand=(), hardware_upgrades=(), least_gpu_bytes=problem.least_gpu_memory(), least_host_bytes=problem.least_host_bytes())
     card = f"the smallest machine of the catalog that does: {smallest}" if smallest else "no machine of the catalog is large enough"
-    return f"more  {name}: {_compared(_worth(name, changed, plan), plan.estimate.step_seconds)}\nleast {least._least()}; {card}"
+    return f"more  {name}: {_compared(_upgrade(name, changed, plan), plan.estimate.step_seconds)}\nleast {least._least()}; {card}"
 
 
 def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
@@ -131,7 +131,7 @@ def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     spec = problem.spec
-    more = replace(problem.gpu, asked_bytes=problem.gpu.asked_bytes + MORE_GPU_BYTES)
+    more = replace(problem.gpu, total_bytes=problem.gpu.total_bytes + MORE_GPU_BYTES)
     yield f"{show_bytes(MORE_GPU_BYTES)} more GPU memory", replace(problem, gpu=more)
     for name, fields in (
         ("computing twice as fast", ("flops", "gpu_bytes_per_second")),
@@ -141,16 +141,16 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
         faster = replace(spec, **{field: 2 * getattr(spec, field) for field in fields})
         trace = _halved(problem.trace, "forward_seconds", "backward_seconds") if "flops" in fields else problem.trace
         yield name, replace(problem, spec=faster, trace=trace)
-    if any(work.forward_issue_seconds for visit in problem.trace.visits for work in visit.values()):
-        yield "Python twice as fast", replace(problem, trace=_halved(problem.trace, "forward_issue_seconds", "backward_issue_seconds"))
+    if any(work.forward_launch_seconds for call in problem.trace.calls for work in call.values()):
+        yield "Python twice as fast", replace(problem, trace=_halved(problem.trace, "forward_launch_seconds", "backward_launch_seconds"))
 
 
 def _halved(trace: ModelTrace, *fields: str) -> ModelTrace:
-    visits = tuple({s: replace(work, **{field: getattr(work, field) / 2 for field in fields}) for s, work in visit.items()} for visit in trace.visits)
-    return replace(trace, visits=visits)
+    calls = tuple({s: replace(work, **{field: getattr(work, field) / 2 for field in fields}) for s, work in call.items()} for call in trace.calls)
+    return replace(trace, calls=calls)
 
 
-def _worth(name: str, problem: Problem, plan: Plan) -> Answer:
+def _upgrade(name: str, problem: Problem, plan: Plan) -> Answer:
     """Of a better machine: where its own plan is not found to be faster, the one in hand fits as well."""
     answer = _answer(name, problem)
     if answer.step_seconds is not None and answer.step_seconds > plan.estimate.step_seconds:

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from outsize.base.errors import ConfigError, PlanInfeasible, tell
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.plan.pins import Pins
-from outsize.planner.candidates import Counts, Mix, Space
+from outsize.planner.candidates import Candidate, SearchSpace, StrategyCounts
 
 W = TypeVar("W")
 
@@ -21,9 +21,9 @@ W = TypeVar("W")
 class Budgets:
     """Two budgets and the pins: which counts are allowed and which fit."""
 
-    def __init__(self, space: Space, pins: Pins, gpu: Allowance, host_bytes: int):
+    def __init__(self, space: SearchSpace, pins: Pins, gpu: GpuBudget, host_bytes: int):
         self.space, self.pins, self.gpu, self.host_bytes = space, pins, gpu, host_bytes
-        self.gpu_bytes = gpu.room_bytes
+        self.gpu_bytes = gpu.usable_bytes
         every, trainable = len(space.weight_order), len(space.state_order)
         # What stays on the GPU is the least, unless a pin says another number: a pin may also send it away.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
@@ -31,19 +31,19 @@ class Budgets:
         self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
         """The least that is allowed."""
 
-    def obeys(self, counts: Counts) -> bool:
+    def obeys(self, counts: Candidate) -> bool:
         """Whether the pins, and what stays on the GPU, allow it."""
         pins = self.pins
         pairs = ((pins.n_swap, counts.swap), (pins.n_offload, counts.offload), (pins.n_checkpoint, counts.recompute), (pins.n_buffer, counts.depth + 1))
         bounded = ((self.resident, counts.resident), (self.optimizer, counts.optimizer))
         return all(low <= count <= high for (low, high), count in bounded) and all(pin is None or pin == count for pin, count in pairs)
 
-    def fits(self, counts: Counts) -> bool:
+    def fits(self, counts: Candidate) -> bool:
         return self.space.gpu_bytes(counts) <= self.gpu_bytes and self.space.host_bytes(counts) <= self.host_bytes
 
-    def floor(self, mix: Mix, depth: int) -> Counts | None:
+    def cheapest_candidate(self, mix: StrategyCounts, depth: int) -> Candidate | None:
         """Little on the GPU, yet within the host budget. Quick: None does not mean that there is nothing."""
-        least = Counts(resident=self.resident[0], optimizer=self.optimizer[0], swap=0, offload=0, recompute=0, depth=depth).with_mix(mix)
+        least = Candidate(resident=self.resident[0], optimizer=self.optimizer[0], swap=0, offload=0, recompute=0, depth=depth).with_mix(mix)
         for first, second in (("optimizer", "resident"), ("resident", "optimizer")):
             counts = least
             for name in (first, second):
@@ -64,7 +64,7 @@ class Budgets:
     # The exact minima, over all counts at the least depth.
 
     @cached_property
-    def _mixes(self) -> "list[tuple[int, int, Mix]]":
+    def _mixes(self) -> "list[tuple[int, int, StrategyCounts]]":
         return _frontier([(*self.space.activations(mix), mix) for mix in self.space.mixes(self.pins)])
 
     @cached_property
@@ -78,9 +78,9 @@ class Budgets:
                 rows.append((gpu + space.weights(resident, self.depth)[0], host + space.home_bytes(resident, optimizer), (resident, optimizer)))
         return _frontier(rows)
 
-    def _minimum(self, host_limit: int | None, gpu_limit: int | None) -> tuple[int, Counts] | None:
+    def _minimum(self, host_limit: int | None, gpu_limit: int | None) -> tuple[int, Candidate] | None:
         """Least GPU bytes under `host_limit`, or least host bytes under `gpu_limit`."""
-        best: tuple[int, int, Counts] | None = None
+        best: tuple[int, int, Candidate] | None = None
         for mix_gpu, mix_host, mix in self._mixes:
             for pair_gpu, pair_host, (resident, optimizer) in self._pairs:
                 gpu, host = mix_gpu + pair_gpu, mix_host + pair_host
@@ -88,18 +88,18 @@ class Budgets:
                     continue
                 found = (host, gpu) if gpu_limit is not None else (gpu, host)
                 if best is None or found < best[:2]:
-                    counts = Counts(resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=self.depth).with_mix(mix)
+                    counts = Candidate(resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=self.depth).with_mix(mix)
                     best = (*found, counts)
         return None if best is None else (best[0], best[2])
 
-    def least_gpu(self, *, any_host: bool = False, host_bytes: int | None = None) -> tuple[int, Counts] | None:
+    def least_gpu(self, *, any_host: bool = False, host_bytes: int | None = None) -> tuple[int, Candidate] | None:
         """`host_bytes`: another host budget than this one."""
         allowed = self.host_bytes if host_bytes is None else host_bytes
         if not self._mixes:
             return None
         # Weights, states and activations each at their least: the minimum, unless the host is too small for just that.
         space = self.space
-        counts = Counts(resident=self._least_resident, optimizer=self._least_optimizer, swap=0, offload=0, recompute=0, depth=self.depth)
+        counts = Candidate(resident=self._least_resident, optimizer=self._least_optimizer, swap=0, offload=0, recompute=0, depth=self.depth)
         counts = counts.with_mix(min(self._mixes)[2])
         if any_host or space.host_bytes(counts) <= allowed:
             return space.gpu_bytes(counts), counts
@@ -115,13 +115,13 @@ class Budgets:
         sizes = [self.space.layout.chunks[c].state_bytes for c in self.space.state_order]
         return _least(self.optimizer, sizes, lambda n: self.space.states(n)[0])
 
-    def least_host(self) -> tuple[int, Counts] | None:
+    def least_host(self) -> tuple[int, Candidate] | None:
         return self._minimum(None, self.gpu_bytes)
 
-    def start(self) -> Counts:
-        """Counts that fit, with little on the GPU; or the reason why there are none."""
+    def start(self) -> Candidate:
+        """Candidate that fit, with little on the GPU; or the reason why there are none."""
         for mix in dict.fromkeys([self._one_strategy(i) for i in (2, 1, 0)]):
-            if mix is not None and (counts := self.floor(mix, self.depth)):
+            if mix is not None and (counts := self.cheapest_candidate(mix, self.depth)):
                 return counts
         if not self._mixes:
             raise ConfigError(
@@ -132,7 +132,7 @@ class Budgets:
             return least[1]
         raise self._infeasible(least)
 
-    def _one_strategy(self, which: int) -> Mix | None:
+    def _one_strategy(self, which: int) -> StrategyCounts | None:
         """All layers that are not pinned under one strategy (0 swap, 1 offload, 2 recompute), as far as they know it."""
         pinned = (self.pins.n_swap, self.pins.n_offload, self.pins.n_checkpoint)
         mix = [p or 0 for p in pinned]
@@ -141,7 +141,7 @@ class Budgets:
         found = (mix[0], mix[1], mix[2])
         return found if self.space.strategies(found) is not None else None
 
-    def bases(self) -> list[Mix]:
+    def bases(self) -> list[StrategyCounts]:
         """One strategy for all layers: where the families of candidates begin."""
         pinned = (self.pins.n_swap or 0, self.pins.n_offload or 0, self.pins.n_checkpoint or 0)
         found = [mix for mix in (self._one_strategy(2), self._one_strategy(1), self._one_strategy(0)) if mix is not None]
@@ -149,7 +149,7 @@ class Budgets:
 
     # The answer when nothing fits.
 
-    def _infeasible(self, least: tuple[int, Counts] | None) -> PlanInfeasible:
+    def _infeasible(self, least: tuple[int, Candidate] | None) -> PlanInfeasible:
         anyhow = self.least_gpu(any_host=True)
         assert anyhow is not None, "there are mixes, and no budget is given"
         if anyhow[0] > self.gpu_bytes:
@@ -160,11 +160,11 @@ class Budgets:
         assert host is not None, "the least GPU memory fits, so some host memory does"
         relax = ""
         if least:
-            asked = _written(self.gpu.asked_for(least[0]))
+            asked = _written(self.gpu.total_for(least[0]))
             relax = f"or allow {asked} of GPU memory (gpu_memory){self._beyond(least[0])}, and the rest stays there"
         return self._too_small("host", "host_memory", self.host_bytes, host[0], [relax, "take a smaller model or train fewer of its parameters"])
 
-    def _relax_gpu(self, needed: int, counts: Counts, anyhow: int) -> list[str]:
+    def _relax_gpu(self, needed: int, counts: Candidate, anyhow: int) -> list[str]:
         activations = self.space.activations(counts.mix)[0]
         relax = []
         if activations * 2 > needed:
@@ -196,13 +196,13 @@ class Budgets:
 
     def _asked(self, gpu_bytes: int) -> str:
         """Rounded up, unless it is the card's last bytes: rounded up, those would be more than it has."""
-        asked, card = self.gpu.asked_for(gpu_bytes), self.space.spec.gpu_bytes
+        asked, card = self.gpu.total_for(gpu_bytes), self.space.spec.gpu_bytes
         enough = show_enough(asked)
         return exact_bytes(asked) if asked <= card < parse_bytes(enough) else enough
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
-        return f", more than {spec.name} has" if self.gpu.asked_for(gpu_bytes) > spec.gpu_bytes else ""
+        return f", more than {spec.name} has" if self.gpu.total_for(gpu_bytes) > spec.gpu_bytes else ""
 
     def _too_small(self, resource: str, option: str, allowed: int, needed: int, relax: list[str]) -> PlanInfeasible:
         if self.pins.given():
@@ -214,7 +214,7 @@ class Budgets:
         name, raised = "host", show_enough(needed)
         if resource == "gpu":
             name, raised = "GPU", self._asked(needed) + self._beyond(needed)
-            allowed, needed = self.gpu.asked_bytes, self.gpu.asked_for(needed)
+            allowed, needed = self.gpu.total_bytes, self.gpu.total_for(needed)
         return PlanInfeasible(
             tell(
                 f"training this model at this batch takes at least {_written(needed)} of {name} memory",

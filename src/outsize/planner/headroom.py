@@ -13,12 +13,12 @@ from outsize.profile.trace import ModelTrace
 def gpu_bytes_with(plan: Plan, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace) -> int | None:
     """The device at its fullest, under the plan, with batches like that of the trace. None where its layers do not know what they are to do."""
     strategies = plan.decision.strategies
-    if trace.graph != plan.graph or any(strategy not in trace.strategies(visit) for visit, strategy in enumerate(strategies)):
+    if trace.graph != plan.graph or any(strategy not in trace.strategies(call) for call, strategy in enumerate(strategies)):
         return None
     # What is allocated for the whole run is as large as the longest batch needs it.
-    place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
+    place = Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared)
     work = trace.works(strategies)
-    other = Placement(graph, layout, plan.decision, plan.terms, work, trace.shared)
+    other = Placement(graph, layout, plan.decision, plan.step_config, work, trace.shared)
     schedule = compile_schedule(place, only_steps=True)
     peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), other, trace.held_bytes)
     return place.gpu_bytes + peak

@@ -1,6 +1,6 @@
 """Device memory along a schedule: what is allocated for the whole run, plus the activations that come and go.
 
-Activations are a ledger: every visit's Work says by how much its forward and backward raise or lower the level, the schedule says
+Activations are a ledger: every call's Work says by how much its forward and backward raise or lower the level, the schedule says
 in which order that happens. Nothing is multiplied, deflated or fitted, so the result equals what an observer of live
 storages sees, to the byte. Host memory has no ledger: it is what the placement allocates (`Placement.host_bytes`).
 """
@@ -51,32 +51,32 @@ def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placeme
     work = place.work
     born, dies_forward, dies_released, dies_early, dies_backward = _lifetimes(place)
     level = held_bytes
-    last = len(place.graph.visits) - 1
+    last = len(place.graph.calls) - 1
     for action in forward:
-        kind, visit = action
+        kind, call = action
         if kind == "F":
-            cost = work[visit]
-            # What dies in this visit's forward is dead before its peak.
-            level -= dies_forward.get(visit, 0)
-            opens, level = level, level + cost.forward_delta_bytes + born.get(visit, 0)
+            cost = work[call]
+            # What dies in this call's forward is dead before its peak.
+            level -= dies_forward.get(call, 0)
+            opens, level = level, level + cost.forward_delta_bytes + born.get(call, 0)
             here = opens + cost.forward_peak_bytes
-            if visit == last:
+            if call == last:
                 level -= held_bytes + dies_forward.get(last + 1, 0)  # the forward returns
             yield Entry(action, opens, here, level)
         elif kind == "R":
-            opens, level = level, level - work[visit].released_bytes - dies_released.get(visit, 0)
+            opens, level = level, level - work[call].released_bytes - dies_released.get(call, 0)
             yield Entry(action, opens, opens, level)
     for action in backward:
-        kind, visit = action
+        kind, call = action
         if kind == "B":
-            cost = work[visit]
-            level -= dies_early.get(visit, 0)
-            opens, level = level, level + cost.backward_delta_bytes - dies_backward.get(visit, 0)
+            cost = work[call]
+            level -= dies_early.get(call, 0)
+            opens, level = level, level + cost.backward_delta_bytes - dies_backward.get(call, 0)
             yield Entry(action, opens, opens + cost.backward_peak_bytes, level)
 
 
 def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
-    """Of tensors that are in no visit's Work: bytes by the visit in whose forward they are made, in whose forward they die, whose release frees them, and in
+    """Of tensors that are in no call's Work: bytes by the call in whose forward they are made, in whose forward they die, whose release frees them, and in
     whose backward they die: before its peak, and at its end."""
     born: dict[int, int] = {}
     forward: dict[int, int] = {}
@@ -90,17 +90,17 @@ def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
             if tensor.under and strategies[tensor.born] not in tensor.under:
                 continue
             born[tensor.born] = born.get(tensor.born, 0) + num_bytes
-        for visit, under in tensor.held_by:
-            if strategies[visit] in under:
-                is_early = any(other == visit and strategies[visit] in those for other, those in tensor.early_in)
+        for call, under in tensor.held_by:
+            if strategies[call] in under:
+                is_early = any(other == call and strategies[call] in those for other, those in tensor.early_in)
                 deaths = early if is_early else backward
-                deaths[visit] = deaths.get(visit, 0) + num_bytes
+                deaths[call] = deaths.get(call, 0) + num_bytes
                 break
         else:
             if tensor.dies_at < 0:
                 continue
-            sender = max((visit for visit, under in tensor.sent_by if strategies[visit] in under), default=-1)
-            # A release follows the forward of the next visit.
+            sender = max((call for call, under in tensor.sent_by if strategies[call] in under), default=-1)
+            # A release follows the forward of the next call.
             if sender >= 0 and sender + 2 > tensor.dies_at:
                 released[sender] = released.get(sender, 0) + num_bytes
             else:

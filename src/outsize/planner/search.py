@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from outsize.base.errors import PlanInfeasible, PlanInvalid, tell
 from outsize.base.records import fingerprint
 from outsize.base.units import show_seconds
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.pins import Pins, check_pins
-from outsize.plan.plan import FORMAT, Decision, Estimate, Plan, Terms
+from outsize.plan.plan import FORMAT, Decision, Estimate, Plan, StepConfig
 from outsize.plan.schedule import compile_schedule
-from outsize.planner.candidates import DEPTHS, MAX_STRIDE, Counts, Space
+from outsize.planner.candidates import DEPTHS, MAX_STRIDE, Candidate, SearchSpace
 from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
 
 MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 24, 400, 9_000
-"""A simulation takes time with the chunks and visits of the model; so many of these are walked in about 0.4 s."""
+"""A simulation takes time with the chunks and calls of the model; so many of these are walked in about 0.4 s."""
 FIRST_SHARE = 0.6
 """Of the simulations, for the families; the others refine."""
 REFINED = 5
@@ -34,7 +34,7 @@ REFINED = 5
 AT_A_TIME = 6
 """So many neighbours are tried before a step of refinement is given up. Fewer got stuck: 3B under 46 GiB was 10 % slower than under 45.8."""
 CLOSE = 0.2
-"""A candidate this close to the best may win with another stride."""
+"""A candidate this close to the best may win with another host_update_interval."""
 TIE = 0.01
 """Times this close are equal: measurements are no better."""
 PLAIN_TIE = 0.1
@@ -48,20 +48,20 @@ _SIMPLICITY = (
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    counts: Counts
+    counts: Candidate
     decision: Decision
     estimate: Estimate
 
 
 def search(
-    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, spec: HardwareSpec, terms: Terms, *,
-    gpu: Allowance, host_bytes: int, pins: Pins = Pins(),  # noqa: B008 - frozen
+    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, spec: HardwareSpec, step_config: StepConfig, *,
+    gpu: GpuBudget, host_bytes: int, pins: Pins = Pins(),  # noqa: B008 - frozen
 ) -> Plan:  # fmt: skip
     """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range."""
     made_for = fingerprint(graph)
     if trace.graph != made_for:
         raise PlanInvalid(tell(f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"))
-    space = Space(graph, layout, trace, terms, spec)
+    space = SearchSpace(graph, layout, trace, step_config, spec)
     check_pins(pins, graph, layout, space.num_layers)
     run = _Search(Budgets(space, pins, gpu, host_bytes))
     best = run.run()
@@ -69,14 +69,14 @@ def search(
     if pins.given():
         words += f"; pinned {pins}: {_cost_of_pins(space, best, gpu, host_bytes)}"
     return Plan(
-        format=FORMAT, graph=made_for, hardware=spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, terms=terms, decision=best.decision,
+        format=FORMAT, graph=made_for, hardware=spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, step_config=step_config, decision=best.decision,
         work=trace.works(best.decision.strategies), shared=trace.shared, held_bytes=trace.held_bytes,
-        gpu_budget_bytes=gpu.room_bytes, host_budget_bytes=host_bytes, estimate=best.estimate,
+        gpu_budget_bytes=gpu.usable_bytes, host_budget_bytes=host_bytes, estimate=best.estimate,
         provenance=f"model: {trace.provenance}; machine: {spec.provenance}", search=words,
     )  # fmt: skip
 
 
-def _cost_of_pins(space: Space, best: _Tried, gpu: Allowance, host_bytes: int) -> str:
+def _cost_of_pins(space: SearchSpace, best: _Tried, gpu: GpuBudget, host_bytes: int) -> str:
     try:
         free = _Search(Budgets(space, Pins(), gpu, host_bytes)).run().estimate.step_seconds
     except PlanInfeasible:  # the pins may reach a corner that the free search does not look into
@@ -89,9 +89,9 @@ def _cost_of_pins(space: Space, best: _Tried, gpu: Allowance, host_bytes: int) -
 class _Search:
     def __init__(self, budgets: Budgets):
         self.budgets, self.space = budgets, budgets.space
-        self.tried: dict[Counts, _Tried] = {}
+        self.tried: dict[Candidate, _Tried] = {}
         # Accumulation walks a second kind of backward.
-        size = (len(self.space.weight_order) + len(self.space.graph.visits)) * (1 + (self.space.terms.accumulate > 1))
+        size = (len(self.space.weight_order) + len(self.space.graph.calls)) * (1 + (self.space.step_config.accumulate > 1))
         self.limit = min(MAX_SIMULATIONS, max(MIN_SIMULATIONS, SIMULATED_ITEMS // size))
 
     def run(self) -> _Tried:
@@ -105,19 +105,19 @@ class _Search:
 
     # Candidates.
 
-    def _families(self, start: Counts) -> Iterator[Counts]:
+    def _families(self, start: Candidate) -> Iterator[Candidate]:
         """From little memory up, along every order of priority."""
         yield start
         depths = DEPTHS if self.budgets.pins.n_buffer is None else (self.budgets.depth,)
         for mix, depth in itertools.product(dict.fromkeys([*self.budgets.bases(), start.mix]), depths):
-            floor = self.budgets.floor(mix, depth)
+            floor = self.budgets.cheapest_candidate(mix, depth)
             if floor is None and mix == start.mix and self.budgets.fits(replace(start, depth=depth)):
                 floor = replace(start, depth=depth)
             if floor is not None:
                 for order in itertools.permutations(("resident", "optimizer", "keep")):
                     yield self._spend(floor, order)
 
-    def _spend(self, counts: Counts, order: Iterable[str]) -> Counts:
+    def _spend(self, counts: Candidate, order: Iterable[str]) -> Candidate:
         """As much of each as the GPU budget allows, one after the other."""
         for name in order:
             steps = self._room(counts, name)
@@ -130,7 +130,7 @@ class _Search:
             counts = steps[low]
         return self._pace(self._tidy(counts))
 
-    def _room(self, counts: Counts, name: str) -> "_Steps":
+    def _room(self, counts: Candidate, name: str) -> "_Steps":
         """The counts that follow from spending more and more on one use."""
         if name == "keep":
             pins = self.budgets.pins
@@ -139,21 +139,21 @@ class _Search:
         high = (self.budgets.resident if name == "resident" else self.budgets.optimizer)[1]
         return _Steps(counts, [(name, 1, max(0, high - getattr(counts, name)))])
 
-    def _tidy(self, counts: Counts) -> Counts:
+    def _tidy(self, counts: Candidate) -> Candidate:
         """Where nothing is streamed, depth has no meaning."""
         if counts.resident == len(self.space.weight_order) and self.budgets.pins.n_buffer is None:
             return replace(counts, depth=0)
         return counts
 
-    def _pace(self, counts: Counts) -> Counts:
+    def _pace(self, counts: Candidate) -> Candidate:
         """Let the host update at its own pace, where it has room for the gradients that wait meanwhile."""
-        paced = replace(counts, stride=self.space.stride(counts))
-        return paced if self.budgets.fits(paced) else replace(counts, stride=1)
+        paced = replace(counts, host_update_interval=self.space.stride(counts))
+        return paced if self.budgets.fits(paced) else replace(counts, host_update_interval=1)
 
-    def _ok(self, counts: Counts) -> bool:
+    def _ok(self, counts: Candidate) -> bool:
         return self.space.strategies(counts.mix) is not None and self.budgets.obeys(counts) and self.budgets.fits(counts)
 
-    def _neighbours(self, counts: Counts, share: float) -> Iterator[Counts]:
+    def _neighbours(self, counts: Candidate, share: float) -> Iterator[Candidate]:
         """Move a share of one use's memory to another; turn layers from one strategy to another; look further ahead, or less."""
         uses = ("resident", "optimizer", "keep")
         size = {"resident": len(self.space.weight_order), "optimizer": len(self.space.state_order), "keep": len(self.space.layers)}
@@ -186,7 +186,7 @@ class _Search:
 
     # Simulation.
 
-    def _try(self, candidates: Iterable[Counts], limit: int, most: int | None = None) -> bool:
+    def _try(self, candidates: Iterable[Candidate], limit: int, most: int | None = None) -> bool:
         """Simulate what fits and could win, most promising first; whether there is a new best. `most`: candidates, whatever their strides take."""
         before = self._best().counts if self.tried else None
         new = [c for c in dict.fromkeys(candidates) if c not in self.tried and self._ok(c)]
@@ -203,42 +203,42 @@ class _Search:
             self._find_stride(counts)
         return self._best().counts != before
 
-    def _ranked(self, candidates: list[Counts]) -> list[Counts]:
+    def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
         """The plain run; then the best of every kind, the second of every kind, …: the bound knows no dependencies, so it compares only like with like."""
-        groups: dict[tuple[int, int], list[Counts]] = {}
+        groups: dict[tuple[int, int], list[Candidate]] = {}
         for counts in sorted(candidates, key=lambda c: (self.space.bound_seconds(c), self._complexity(c))):
             kind = (*counts.mix, len(self.space.layers) - sum(counts.mix))
             groups.setdefault((kind.index(max(kind)), counts.depth), []).append(counts)
         rank = {counts: i for group in groups.values() for i, counts in enumerate(group)}
         return sorted(candidates, key=lambda c: (c != self.space.plain, rank[c], self.space.bound_seconds(c), self._complexity(c)))
 
-    def _simulate(self, counts: Counts) -> None:
+    def _simulate(self, counts: Candidate) -> None:
         decision = self.space.decision(counts)
         place = self.space.place(decision)
         estimate = simulate(place, compile_schedule(place, only_steps=True), self.space.spec, held_bytes=self.space.trace.held_bytes)
         assert (estimate.gpu_bytes, estimate.host_bytes) == (self.space.gpu_bytes(counts), self.space.host_bytes(counts)), "two accounts of one plan"
         self.tried[counts] = _Tried(counts, decision, estimate)
 
-    def _find_stride(self, counts: Counts) -> None:
-        """What the host had better leave for later depends on when everything lands, which only a walk tells: try along strides while they are faster."""
-        if self.space.terms.update != "in_backward" or counts.optimizer == len(self.space.state_order) or not self._is_close(counts):
+    def _find_stride(self, counts: Candidate) -> None:
+        """What the host had better leave for later depends on when everything completes, which only a walk tells: try along strides while they are faster."""
+        if self.space.step_config.update != "in_backward" or counts.optimizer == len(self.space.state_order) or not self._is_close(counts):
             return
         for way in (1, -1):
             here = counts
-            there = replace(here, stride=here.stride + way)
-            while 1 <= there.stride <= MAX_STRIDE and len(self.tried) < self.limit and self._ok(there):
+            there = replace(here, host_update_interval=here.host_update_interval + way)
+            while 1 <= there.host_update_interval <= MAX_STRIDE and len(self.tried) < self.limit and self._ok(there):
                 if there not in self.tried:
                     self._simulate(there)
                 if self._seconds(there) >= self._seconds(here):
                     break
-                here, there = there, replace(there, stride=there.stride + way)
+                here, there = there, replace(there, host_update_interval=there.host_update_interval + way)
             if here != counts:
                 return
 
-    def _seconds(self, counts: Counts) -> float:
+    def _seconds(self, counts: Candidate) -> float:
         return self.tried[counts].estimate.step_seconds
 
-    def _is_close(self, counts: Counts) -> bool:
+    def _is_close(self, counts: Candidate) -> bool:
         return self._seconds(counts) <= self._fastest() * (1 + CLOSE)
 
     def _refine(self) -> None:
@@ -247,7 +247,7 @@ class _Search:
         shares = [0.25]
         while shares[-1] >= least_share:
             shares.append(shares[-1] / 2)
-        done: set[tuple[Counts, float]] = set()
+        done: set[tuple[Candidate, float]] = set()
         while len(self.tried) < self.limit:
             best = self._best().counts
             others = sorted(self.tried.values(), key=lambda t: (t.counts != best, t.estimate.step_seconds, self._complexity(t.counts)))[:REFINED]
@@ -263,11 +263,11 @@ class _Search:
     def _fastest(self) -> float:
         return min(t.estimate.step_seconds for t in self.tried.values())
 
-    def _complexity(self, counts: Counts) -> tuple[int, ...]:
+    def _complexity(self, counts: Candidate) -> tuple[int, ...]:
         """By `_SIMPLICITY`: how much moves, and how far ahead; then anything that makes the order total."""
         streamed, on_host = len(self.space.weight_order) - counts.resident, len(self.space.state_order) - counts.optimizer
         moved = streamed + on_host + sum(counts.mix)
-        return (moved, counts.depth, counts.swap, counts.offload, counts.recompute, streamed, counts.stride)
+        return (moved, counts.depth, counts.swap, counts.offload, counts.recompute, streamed, counts.host_update_interval)
 
     def _best(self) -> _Tried:
         limit = self._fastest() * (1 + TIE)
@@ -296,27 +296,27 @@ class _Search:
         dearer = next(f"{theirs} {what} instead of {ours}" for what, theirs, ours in pairs if theirs != ours)
         return f"{f'{-ratio:.1%} faster' if ratio else 'as fast'}, but not as simple ({dearer})"
 
-    def _describe(self, counts: Counts) -> str:
+    def _describe(self, counts: Candidate) -> str:
         if counts == self.space.plain:
             return "everything on the GPU"
         layers = [f"{n} {name}" for name, n in (("swap", counts.swap), ("offload", counts.offload), ("recompute", counts.recompute)) if n]
         return ", ".join([
             f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU", f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
-            f"layers {' + '.join(layers) or 'all keep'}", f"depth {counts.depth}", *([f"stride {counts.stride}"] if counts.stride > 1 else []),
+            f"layers {' + '.join(layers) or 'all keep'}", f"depth {counts.depth}", *([f"host_update_interval {counts.host_update_interval}"] if counts.host_update_interval > 1 else []),
         ])  # fmt: skip
 
 
 class _Steps:
-    """Counts along one direction, by number of steps taken; made when asked for."""
+    """Candidate along one direction, by number of steps taken; made when asked for."""
 
-    def __init__(self, start: Counts, moves: list[tuple[str, int, int]]):
+    def __init__(self, start: Candidate, moves: list[tuple[str, int, int]]):
         """`moves`: field, sign, how many; taken one after the other."""
         self.start, self.moves = start, moves
 
     def __len__(self) -> int:
         return 1 + sum(count for _, _, count in self.moves)
 
-    def __getitem__(self, number: int) -> Counts:
+    def __getitem__(self, number: int) -> Candidate:
         changes = {}
         for name, sign, count in self.moves:
             taken = min(number, count)

@@ -32,9 +32,9 @@ class Walk:
 
     def __init__(self, place: Placement, spec: HardwareSpec):
         self.place, self.spec = place, spec
-        self.clock = IssuedClock(spec.busy_issue) if place.knows_issuing else LaneClock()
+        self.clock = IssuedClock(spec.launch_slowdown) if place.knows_issuing else LaneClock()
         self.ends: dict[Token, float] = {}
-        self._told: dict[Token, float] = {}
+        self._visible_at: dict[Token, float] = {}
         self._hazards = Hazards()
         self._known: dict[tuple[Action, bool], tuple[Effect, float, float, bool]] = {}
 
@@ -45,16 +45,16 @@ class Walk:
             touched = effect(self.place, action, update_in_backward=update_in_backward)
             self._known[key] = touched, action_seconds(self.place, action, self.spec, touched.lane), *issuing(self.place, action, self.spec)
         (lane, reads, writes), seconds, issue, thread_waits = self._known[key]
-        after = [(self.ends[token], self._told[token]) for token in self._hazards.before(lane, reads, writes)]
+        after = [(self.ends[token], self._visible_at[token]) for token in self._hazards.before(lane, reads, writes)]
         end = self.clock.issue(lane, seconds, after, issue, waits=thread_waits)
         token = self._hazards.after(lane, reads, writes)
-        self.ends[token], self._told[token] = end, self.clock.told
+        self.ends[token], self._visible_at[token] = end, self.clock.visible_at
         return end
 
     def segments(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
         """The actions of one optimizer step, each with whether it stands in a backward that updates; to be run one by one, as they come."""
-        in_backward = self.place.terms.update == "in_backward"
-        for name, actions in schedule.step(self.place.terms.accumulate, in_backward):
+        in_backward = self.place.step_config.update == "in_backward"
+        for name, actions in schedule.step(self.place.step_config.accumulate, in_backward):
             if name == "update":
                 self.clock.wait()
             for action in actions:
@@ -79,7 +79,7 @@ def simulate(place: Placement, schedule: Schedule, spec: HardwareSpec, *, held_b
         gpu_parts["buffers"] = place.graph.buffer_bytes
     return Estimate(
         step_seconds=seconds, gpu_bytes=peak.gpu_bytes, host_bytes=place.host_bytes, gpu_parts=gpu_parts, host_parts=place.parts(place.host),
-        busy_seconds=busy, peak_at=peak.peak_at, starved_seconds=starved,
+        busy_seconds=busy, peak_at=peak.peak_at, launch_bound_seconds=starved,
     )  # fmt: skip
 
 
@@ -87,12 +87,12 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
     """Seconds from the end of one step's last backward to that of the next, how long each lane works in that time, and how much of its computing is waiting
     for the thread that issues."""
     segments, num_buffers = _compile(place, schedule, spec)
-    has_thread, busy_issue = place.knows_issuing, spec.busy_issue
+    has_thread, launch_slowdown = place.knows_issuing, spec.launch_slowdown
     wrote = [0.0] * num_buffers
     used = [0.0] * num_buffers  # last read or write
-    told_written, told_used = [0.0] * num_buffers, [0.0] * num_buffers
+    visible_written, visible_used = [0.0] * num_buffers, [0.0] * num_buffers
     free, held = [0.0] * len(LANES), [0.0] * len(LANES)
-    issued = told = 0.0
+    issued = visible_at = 0.0
     ends = [0.0]
     for _ in range(STEPS):
         last = starved = 0.0
@@ -109,41 +109,41 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
                     if used[buffer] > start:
                         start = used[buffer]
                 if has_thread:
-                    told = 0.0
+                    visible_at = 0.0
                     if held[_HOST] > issued:  # else nothing that the device does not know of is still to come
                         for buffer in reads:
-                            if told_written[buffer] > told:
-                                told = told_written[buffer]
+                            if visible_written[buffer] > visible_at:
+                                visible_at = visible_written[buffer]
                         for buffer in writes:
-                            if told_used[buffer] > told:
-                                told = told_used[buffer]
-                        if lane == _COMPUTE and told > issued:
-                            issued = told
+                            if visible_used[buffer] > visible_at:
+                                visible_at = visible_used[buffer]
+                        if lane == _COMPUTE and visible_at > issued:
+                            issued = visible_at
                     if issued > start:
                         start = issued
                     if thread_waits:
                         issued = start
                     elif lane == _COMPUTE and start - LEAD_SECONDS > issued:
                         issued = start - LEAD_SECONDS
-                    issued += slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, busy_issue) if free[_HOST] > issued else issue
+                    issued += slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, launch_slowdown) if free[_HOST] > issued else issue
                     if issued - start > seconds:
                         if lane == _COMPUTE:
                             starved += issued - start - seconds
                         seconds = issued - start
                     if lane != _COMPUTE:
-                        held[lane] = start + seconds if lane == _HOST else max(held[lane], told)
-                    told = held[lane]
+                        held[lane] = start + seconds if lane == _HOST else max(held[lane], visible_at)
+                    visible_at = held[lane]
                 end = start + seconds
                 free[lane] = end
                 busy[lane] += seconds
                 for buffer in reads:
                     if end > used[buffer]:
                         used[buffer] = end
-                    if told > told_used[buffer]:
-                        told_used[buffer] = told
+                    if visible_at > visible_used[buffer]:
+                        visible_used[buffer] = visible_at
                 for buffer in writes:
                     wrote[buffer] = used[buffer] = end
-                    told_written[buffer] = told_used[buffer] = told
+                    visible_written[buffer] = visible_used[buffer] = visible_at
                 if number == last_backward:
                     last = end
         ends.append(last)
@@ -152,7 +152,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
 
 def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[list[tuple[list[_Op], int, bool]], int]:
     """Per segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is the update."""
-    in_backward = place.terms.update == "in_backward"
+    in_backward = place.step_config.update == "in_backward"
     number: dict[Buffer, int] = {}
     known: dict[bool, dict[Action, _Op]] = {False: {}, True: {}}
 
@@ -160,7 +160,7 @@ def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[
         return tuple([number.setdefault(buffer, len(number)) for buffer in buffers])
 
     segments = []
-    for name, actions in schedule.step(place.terms.accumulate, in_backward):
+    for name, actions in schedule.step(place.step_config.accumulate, in_backward):
         updates = in_backward and name == "backward"
         table = known[updates]
         ops = []

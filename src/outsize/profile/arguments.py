@@ -1,4 +1,4 @@
-"""Tensors that layers take beside their input, as a scout sees them. Who takes and reads one decides where its gradient is added up: see profile/sharing.py."""
+"""Tensors that layers take beside their input, as a discovery sees them. Who takes and reads one decides where its gradient is added up: see profile/sharing.py."""
 
 import weakref
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ class SharedTensor:
     """A tensor that layers take beside their input."""
 
     storage: "weakref.ref[torch.UntypedStorage]"
-    visits: list[int]
+    calls: list[int]
     maker: int = -1
-    """The visit of the layer that left it in an argument, for later layers to take. -1: a region made it, or a layer returned it."""
+    """The call of the layer that left it in an argument, for later layers to take. -1: a region made it, or a layer returned it."""
     readers: set[int] = field(default_factory=set)
-    """Visits that compute with it, as far as they ran."""
+    """Calls that compute with it, as far as they ran."""
     requires_grad: bool = False
 
 
@@ -29,34 +29,34 @@ class Arguments:
         """In the order in which layers first took them."""
         self._by_key: dict[int, SharedTensor] = {}
         self._taken: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
-        """Visits of layers and the inputs they had."""
+        """Calls of layers and the inputs they had."""
 
-    def takes(self, visit: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
+    def takes(self, call: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
         """A layer was called with these."""
         # What one layer takes beside its input may be the input of another (skip connections), which reads it.
         storage = hidden.untyped_storage()
-        if (known := self.shared_as(storage)) is not None and visit not in known.visits:
-            known.visits.append(visit)
-            known.readers.add(visit)
+        if (known := self.shared_as(storage)) is not None and call not in known.calls:
+            known.calls.append(call)
+            known.readers.add(call)
         self._taken = [(v, taken) for v, taken in self._taken if taken() is not None]
-        self._taken.append((visit, weakref.ref(storage)))
+        self._taken.append((call, weakref.ref(storage)))
         for tensor in others:
             if storage_id(tensor.untyped_storage()) != storage_id(storage):
                 shared = self._share(tensor)
-                if visit not in shared.visits:
-                    shared.visits.append(visit)
+                if call not in shared.calls:
+                    shared.calls.append(call)
 
-    def leaves(self, visit: int, tensors: Iterable[Tensor]) -> None:
+    def leaves(self, call: int, tensors: Iterable[Tensor]) -> None:
         """A layer has put these into its arguments, for later layers."""
         for tensor in tensors:
-            self._share(tensor).maker = visit
+            self._share(tensor).maker = call
 
     def _share(self, tensor: Tensor) -> SharedTensor:
         storage = tensor.untyped_storage()
         shared = self.shared_as(storage)
         if shared is None:
-            visits = [visit for visit, taken in self._taken if taken() is storage]
-            shared = SharedTensor(weakref.ref(storage), visits, readers=set(visits))
+            calls = [call for call, taken in self._taken if taken() is storage]
+            shared = SharedTensor(weakref.ref(storage), calls, readers=set(calls))
             self.shared.append(shared)
             self._by_key[storage_id(storage)] = shared
         shared.requires_grad |= tensor.requires_grad

@@ -12,19 +12,19 @@ from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.base.records import fingerprint, from_json, to_json
 from outsize.device.device import Device
-from outsize.hardware.spec import Residue
+from outsize.hardware.spec import ProcessOverhead
 from outsize.model.batch import looks_irregular
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.state import generators_of
 from outsize.model.tensors import map_tensors, named_tensors
-from outsize.model.weights import Weights, is_hollow
+from outsize.model.weights import Weights, is_unmaterialized
 from outsize.profile.calling import Loss, batch_shapes
 from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 17
+TRACE_FORMAT = 18
 
 
 def traced(
@@ -45,7 +45,7 @@ def traced(
             log.warning("the cached trace %s is not readable and is taken again", path)
     graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
     # The overhead is read last: a tracer holds tensors as long as it runs.
-    trace = replace(trace, residue=_residue(model, device), profile_keys=(key,) if path is not None else ())
+    trace = replace(trace, process_overhead=_process_overhead(model, device), profile_keys=(key,) if path is not None else ())
     if path is not None:
         try:
             write_whole(path, json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
@@ -54,9 +54,9 @@ def traced(
     return graph, trace
 
 
-def _residue(model: nn.Module, device: Device) -> Residue:
-    found = device.residue()
-    own = sum(p.untyped_storage().nbytes() for p in model.parameters() if not is_hollow(p))
+def _process_overhead(model: nn.Module, device: Device) -> ProcessOverhead:
+    found = device.process_overhead()
+    own = sum(p.untyped_storage().nbytes() for p in model.parameters() if not is_unmaterialized(p))
     return replace(found, host_bytes=max(0, found.host_bytes - own))  # weights move into the plan's host memory
 
 
@@ -92,7 +92,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
 def _speed(device: Device) -> list[Any]:
     """What the seconds of a trace depend on. Bytes depend on no device, and a trace is the same on a larger one."""
     spec = device.spec
-    return [device.kind, to_json(replace(spec, name="", gpu_bytes=0, host_bytes=0)) if device.kind == "sim" else [spec.name, spec.boost]]
+    return [device.kind, to_json(replace(spec, name="", gpu_bytes=0, host_bytes=0)) if device.kind == "sim" else [spec.name, spec.sustained_clock_ratio]]
 
 
 def _settings(module: nn.Module) -> list[str]:

@@ -14,7 +14,7 @@ Loss = Callable[[nn.Module, Any], Tensor | None]
 """Makes the loss of a batch. None: the model only runs forward, and there is nothing to differentiate."""
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     made = as_call(model, batch)
     return model(*made.args, **made.kwargs)
 
@@ -24,11 +24,11 @@ def loss_of(outputs: Any) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
-    terms = all_with_grad(outputs)
-    if not terms:
+    step_config = all_with_grad(outputs)
+    if not step_config:
         found = "no output of the model requires grad"
         raise ModelUnsupported(tell("the model has something to train", found, "Set requires_grad on what shall be trained, or give a batch with labels"))
-    return torch.stack([t.float().sum() for t in terms]).sum()
+    return torch.stack([t.float().sum() for t in step_config]).sum()
 
 
 def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:

@@ -57,15 +57,15 @@ class Lifetimes:
         self._returned_last, self._made_until = -1, -1
         """The last layer, and the number of the last of its autograd nodes."""
 
-    def takes(self, visit: int, inputs: Iterable[Tensor]) -> None:
+    def takes(self, call: int, inputs: Iterable[Tensor]) -> None:
         """A layer is called with these."""
         for number, tensor in enumerate(inputs):
             if self._comes_and_goes(tensor):
                 storage, found = tensor.untyped_storage(), self._find(tensor.untyped_storage())
-                use: Use = (visit, "argument", number)
+                use: Use = (call, "argument", number)
                 if found is None:
-                    is_between = self._returned_last == visit - 1 and tensor.grad_fn is not None and node_number(tensor.grad_fn) > self._made_until
-                    found = self._follow(use, storage, visit - 1 if is_between else -1)
+                    is_between = self._returned_last == call - 1 and tensor.grad_fn is not None and node_number(tensor.grad_fn) > self._made_until
+                    found = self._follow(use, storage, call - 1 if is_between else -1)
                 self._use(found, use, storage)
 
     @contextmanager
@@ -86,27 +86,27 @@ class Lifetimes:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             yield
 
-    def returns(self, visit: int, role: Role, tensors: Iterable[Tensor], given: Container[int]) -> None:
+    def returns(self, call: int, role: Role, tensors: Iterable[Tensor], given: Container[int]) -> None:
         """A layer returned these, or left them in its arguments. `given`: the storages of its arguments."""
-        self._returned_last = visit
+        self._returned_last = call
         for number, tensor in enumerate(tensors):
             if tensor.grad_fn is not None:
                 self._made_until = max(self._made_until, node_number(tensor.grad_fn))
             storage = tensor.untyped_storage() if self._comes_and_goes(tensor) else None
             if storage is not None and storage_id(storage) not in given and self._find(storage) is None:
-                found = self._follow((visit, role, number), storage, visit)
+                found = self._follow((call, role, number), storage, call)
                 self._use(found, found.first, storage)
 
-    def ran(self, visit: int, strategy: Strategy) -> None:
+    def ran(self, call: int, strategy: Strategy) -> None:
         """A layer ran, and what it returned is known."""
-        self.strategies[visit] = strategy
-        for use, ref in self._uses.get(visit, ()):
+        self.strategies[call] = strategy
+        for use, ref in self._uses.get(call, ()):
             alive = ref()
             if alive is not None and self._holds(strategy, use, alive):
                 self.held.add(use)
         saved = [storage for ref in self._saved.values() if (storage := ref()) is not None and self._find(storage) is None]
         for number, storage in enumerate(saved):
-            self.tensors[visit, "saved", number] = Followed((visit, "saved", number), self.phases.follow(storage, saved_by=visit))
+            self.tensors[call, "saved", number] = Followed((call, "saved", number), self.phases.follow(storage, saved_by=call))
         self._saved = {}
 
     def _holds(self, strategy: Strategy, use: Use, storage: torch.UntypedStorage) -> bool:
@@ -115,9 +115,9 @@ class Lifetimes:
             return storage_id(storage) in self._saved and self._saved[storage_id(storage)]() is storage
         return role == "argument" and (strategy == "recompute" or (strategy == "offload" and number > 0)) and torch.is_grad_enabled()
 
-    def sends(self, visit: int, holds: Callable[[torch.UntypedStorage], bool]) -> None:
-        """A layer's parcel is complete."""
-        self.sent |= {use for use, ref in self._uses.get(visit, ()) if (storage := ref()) is not None and holds(storage)}
+    def sends(self, call: int, holds: Callable[[torch.UntypedStorage], bool]) -> None:
+        """A layer's offloaded is complete."""
+        self.sent |= {use for use, ref in self._uses.get(call, ()) if (storage := ref()) is not None and holds(storage)}
 
     def _comes_and_goes(self, tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and tensor.device.type == self._device and not self._is_static(tensor)
@@ -140,14 +140,14 @@ class Lifetimes:
 class Records:
     """Of tensors, by what the passes say together."""
 
-    def __init__(self, passes: Mapping[Strategy, Lifetimes], layers: Container[int], twin: Callable[[int], int]):
-        """`layers`: visits of layers. `twin`: the visit that was measured in the place of another."""
+    def __init__(self, passes: Mapping[Strategy, Lifetimes], layers: Container[int], representative: Callable[[int], int]):
+        """`layers`: calls of layers. `representative`: the call that was measured in the place of another."""
         if len({tuple(use for use in run.tensors if use[1] != "saved") for run in passes.values()}) > 1:
             raise ModelUnsupported(
                 "The model's layers get other tensors as arguments when activations are recomputed or sent to the host. "
                 "Let layers return what later layers need, instead of writing it into an object that they are given."
             )
-        self._passes, self._twin = passes, twin
+        self._passes, self._representative = passes, representative
         self._tensors = passes["keep"].tensors
         self._held = {s: set(run.held) for s, run in passes.items()}
         swap = passes["swap"]
@@ -155,7 +155,7 @@ class Records:
         self._early: dict[Strategy, set[Use]] = {s: set() for s in passes}
         """They freed it before the peak of their backward."""
         self._others: dict[Use, dict[int, tuple[str, ...]]] = {}
-        """By tensor: visits that hold it though they neither made it nor took it."""
+        """By tensor: calls that hold it though they neither made it nor took it."""
         for tensor in self._tensors.values():
             if tensor.first[1] != "saved":
                 self._look_at(tensor)
@@ -168,16 +168,16 @@ class Records:
         for strategy, died in self._deaths(tensor):
             if died is None:
                 continue
-            moment, visit = died
-            self._held[strategy].difference_update([use for use in uses.values() if moment != "B" or use[0] < visit])
-            if moment == "B" and visit in uses:
-                self._held[strategy].add(uses[visit])
+            moment, call = died
+            self._held[strategy].difference_update([use for use in uses.values() if moment != "B" or use[0] < call])
+            if moment == "B" and call in uses:
+                self._held[strategy].add(uses[call])
                 if self._is_early(tensor, strategy):
-                    self._early[strategy].add(uses[visit])
+                    self._early[strategy].add(uses[call])
             elif moment == "B":
-                under = strategy if visit in ran else "keep"  # a region, whatever strategy layers have
+                under = strategy if call in ran else "keep"  # a region, whatever strategy layers have
                 others = self._others.setdefault(tensor.first, {})
-                others[visit] = tuple(dict.fromkeys((*others.get(visit, ()), under)))
+                others[call] = tuple(dict.fromkeys((*others.get(call, ()), under)))
 
     def _settle(self, tensor: Followed, layers: Container[int]) -> None:
         """Complete what phases count.
@@ -197,7 +197,7 @@ class Records:
 
     def _source(self, use: Use) -> Use:
         """The use whose measurement stands for this one."""
-        return self._twin(use[0]), use[1], use[2]
+        return self._representative(use[0]), use[1], use[2]
 
     def _is_early(self, tensor: Followed, strategy: Strategy) -> bool:
         return self._passes[strategy].tensors[tensor.first].storage.is_early
@@ -206,16 +206,16 @@ class Records:
         return [(strategy, run.tensors[tensor.first].storage.died) for strategy, run in self._passes.items()]
 
     def all(self, offered: Sequence[Collection[str]]) -> tuple[Shared, ...]:
-        """`offered`: by visit, the strategies that a plan may choose."""
+        """`offered`: by call, the strategies that a plan may choose."""
         found = [self._record(tensor, offered) for tensor in self._tensors.values() if tensor.first[1] != "saved"]
         found += self._saved(len(offered))
         # One that lives from the beginning to the end needs none.
-        return tuple(sorted((r for r in found if r.born >= 0 or r.dies_at >= 0), key=lambda r: (r.visit, r.role, r.number)))
+        return tuple(sorted((r for r in found if r.born >= 0 or r.dies_at >= 0), key=lambda r: (r.call, r.role, r.number)))
 
     def _record(self, tensor: Followed, offered: Sequence[Collection[str]]) -> Shared:
-        visit, role, number = tensor.first
+        call, role, number = tensor.first
         # What a skipped layer returned may be of another size than what it would have made.
-        measured = self._tensors.get((self._twin(visit), role, number), tensor) if role == "output" else tensor
+        measured = self._tensors.get((self._representative(call), role, number), tensor) if role == "output" else tensor
         held, sent = dict(self._others.get(tensor.first, {})), {}
         early = {v: under for v, under in held.items() if all(self._is_early(tensor, s) for s, died in self._deaths(tensor) if died == ("B", v))}
         for use in tensor.uses:
@@ -227,22 +227,22 @@ class Records:
             if under := tuple(s for s in own if self._source(use) in self._passes[s].sent):
                 sent[use[0]] = under
         dies_at = self._dies_at(tensor, len(offered))
-        found = Shared(visit=visit, role=role, number=number, num_bytes=measured.storage.num_bytes, born=tensor.storage.born, dies_at=dies_at)
+        found = Shared(call=call, role=role, number=number, num_bytes=measured.storage.num_bytes, born=tensor.storage.born, dies_at=dies_at)
         if dies_at < 0:
             return found
         held_by, early_in, sent_by = (tuple(sorted(holders.items())) for holders in (held, early, sent))
         return replace(found, held_by=held_by, early_in=early_in, sent_by=sent_by)
 
-    def _dies_at(self, tensor: Followed, num_visits: int) -> int:
+    def _dies_at(self, tensor: Followed, num_calls: int) -> int:
         """The forward that begins without it, if nothing holds or sends it. -1: none."""
         deaths = [died for _, died in self._deaths(tensor)]
         if None in deaths:
             return -1
         in_forward = [died[1] for died in deaths if died is not None and died[0] == "F"]
-        released = [min(died[1] + 2, num_visits) for died in deaths if died is not None and died[0] == "R"]
-        return max(in_forward) if in_forward else min(released, default=num_visits)
+        released = [min(died[1] + 2, num_calls) for died in deaths if died is not None and died[0] == "R"]
+        return max(in_forward) if in_forward else min(released, default=num_calls)
 
-    def _saved(self, num_visits: int) -> Iterator[Shared]:
+    def _saved(self, num_calls: int) -> Iterator[Shared]:
         """What graphs of layers saved and nothing used, by when it died."""
         found: dict[int, dict[int, int]] = {}
         for tensor in self._tensors.values():
@@ -251,6 +251,6 @@ class Records:
                 later = died[1] - tensor.first[0]
                 sizes = found.setdefault(tensor.first[0], {})
                 sizes[later] = sizes.get(later, 0) + tensor.storage.num_bytes
-        for visit in range(num_visits):
-            for number, (later, num_bytes) in enumerate(sorted(found.get(self._twin(visit), {}).items())):
-                yield Shared(visit=visit, role="saved", number=number, num_bytes=num_bytes, born=visit, dies_at=min(visit + later, num_visits), under=("keep",))
+        for call in range(num_calls):
+            for number, (later, num_bytes) in enumerate(sorted(found.get(self._representative(call), {}).items())):
+                yield Shared(call=call, role="saved", number=number, num_bytes=num_bytes, born=call, dies_at=min(call + later, num_calls), under=("keep",))

@@ -1,4 +1,4 @@
-"""Phases: turns a meter's readings at the borders of visits into peaks and deltas, and a clock's into seconds."""
+"""Phases: turns a meter's readings at the borders of calls into peaks and deltas, and a clock's into seconds."""
 
 import time
 import weakref
@@ -22,9 +22,9 @@ class Phase:
     peak_bytes: int = 0
     delta_bytes: int = 0
     seconds: float = 0.0
-    issue_seconds: float = 0.0
+    op_launch_seconds: float = 0.0
     """That the issuing thread took over it, or would."""
-    has_lead: bool = False
+    ran_ahead: bool = False
     """It was issued before the device came to it."""
     waits: bool = False
     """The issuing thread waited for the device in it."""
@@ -39,7 +39,7 @@ class ForwardPhase(Phase):
 
 
 Moment = tuple[Literal["F", "R", "B"], int]
-"""In the forward of a visit, as what it sent is released, in its backward."""
+"""In the forward of a call, as what it sent is released, in its backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +48,11 @@ class Storage:
 
     num_bytes: int
     born: int
-    """The visit in whose forward it was made, where that does not count its birth either; -1 where it does."""
+    """The call in whose forward it was made, where that does not count its birth either; -1 where it does."""
     saved_by: int = -1
-    """The graph of this visit saved it, and nobody else has it: it is followed only if it dies in the forward of a later visit."""
+    """The graph of this call saved it, and nobody else has it: it is followed only if it dies in the forward of a later call."""
     died: Moment | None = None
-    """`F`: the forward of that visit began without it, or it was dead before that visit's peak."""
+    """`F`: the forward of that call began without it, or it was dead before that call's peak."""
     peak: int = 0
     """The meter's, when it died."""
     is_late: bool = False
@@ -106,9 +106,9 @@ class Phases:
         """The less of what two passes took, this one ahead and the other from standstills: what is more was a hiccup, and a layer's stands for many layers;
         or waiting, of the device for the issuing thread, or of a thread that is ahead and asks the device for a number. One that was held up by something
         else has its lead still."""
-        for one, two in (*zip(self.forward, other.forward, strict=True), *((phase, other.backward[visit]) for visit, phase in self.backward.items())):
-            one.waits = not one.has_lead and one.issue_seconds - two.issue_seconds > WAITED_SECONDS
-            one.seconds, one.issue_seconds = min(one.seconds, two.seconds), min(one.issue_seconds, two.issue_seconds)
+        for one, two in (*zip(self.forward, other.forward, strict=True), *((phase, other.backward[call]) for call, phase in self.backward.items())):
+            one.waits = not one.ran_ahead and one.op_launch_seconds - two.op_launch_seconds > WAITED_SECONDS
+            one.seconds, one.op_launch_seconds = min(one.seconds, two.seconds), min(one.op_launch_seconds, two.op_launch_seconds)
 
     def slow_down(self, factor: float) -> None:
         for phase in (*self.forward, *self.backward.values()):
@@ -135,19 +135,19 @@ class Phases:
         return phase
 
     def _place_death(self, phase: ForwardPhase, storage: Storage) -> None:
-        """In a visit's forward. A storage that was there at the visit's peak counts as alive until the next visit."""
+        """In a call's forward. A storage that was there at the call's peak counts as alive until the next call."""
         assert self._meter is not None
-        visit = len(self.forward) - 1
-        is_early = storage.peak < self._meter.peak() and storage.born != visit
-        storage.died, storage.is_late = ("F", visit if is_early else visit + 1), not is_early and storage.born != visit
+        call = len(self.forward) - 1
+        is_early = storage.peak < self._meter.peak() and storage.born != call
+        storage.died, storage.is_late = ("F", call if is_early else call + 1), not is_early and storage.born != call
         phase.peak_bytes += storage.num_bytes if is_early else 0
 
     def call_early(self, storage: Storage) -> None:
         """It died after the peak of a forward. Count it as dead from the beginning of that forward, and its bytes as part of the peak."""
         assert storage.is_late and storage.died is not None
-        visit = storage.died[1] - 1
-        storage.died, storage.is_late = ("F", visit), False
-        self.forward[visit].peak_bytes += storage.num_bytes
+        call = storage.died[1] - 1
+        storage.died, storage.is_late = ("F", call), False
+        self.forward[call].peak_bytes += storage.num_bytes
 
     def returned(self) -> None:
         """The root's caller has its outputs, or its loss: what the call itself held (its arguments) is gone, what the loss holds is there."""
@@ -161,20 +161,20 @@ class Phases:
         self._dead = []
 
     def begin_backward(self) -> None:
-        """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs, counts as the first visit's."""
+        """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs, counts as the first call's."""
         self._of_loss = Phase()
         self._mark(self._of_loss)
 
-    def open_backward(self, visit: int) -> None:
+    def open_backward(self, call: int) -> None:
         if self._of_loss is not None:
-            self.backward[visit], self._of_loss = self._of_loss, None
-            self._now = ("B", visit)
+            self.backward[call], self._of_loss = self._of_loss, None
+            self._now = ("B", call)
             for storage in self._dead:
                 storage.died = self._now
             return
-        self._now = ("B", visit)
-        self.backward[visit] = Phase()
-        self._mark(self.backward[visit])
+        self._now = ("B", call)
+        self.backward[call] = Phase()
+        self._mark(self.backward[call])
 
     def close_backward(self) -> None:
         if self._open is not None and self._of_loss is None:
@@ -212,15 +212,15 @@ class Phases:
         storage.died, storage.peak = self._now, self._meter.peak()
         self._dead.append(storage)
 
-    def release(self, visit: int, let_go: Callable[[], None]) -> None:
-        """Drop what a visit sent."""
+    def release(self, call: int, free_device_copy: Callable[[], None]) -> None:
+        """Drop what a call sent."""
         before, now, dead = self._read(), self._now, len(self._dead)
-        self._now = ("R", visit)
-        let_go()
+        self._now = ("R", call)
+        free_device_copy()
         self._now = now
         freed = before - self._read()
         self._end -= freed  # counted here, and not once more by `returned`
-        self.forward[visit].released_bytes = freed - sum(storage.num_bytes for storage in self._dead[dead:])
+        self.forward[call].released_bytes = freed - sum(storage.num_bytes for storage in self._dead[dead:])
         del self._dead[dead:]
 
     def uncounted(self) -> AbstractContextManager[None]:
@@ -239,17 +239,17 @@ class Phases:
         if self._meter is not None:
             self._meter.reset_peak()
         else:
-            self._device.fall_behind() if self._ahead else self._device.synchronize()
+            self._device.delay_device() if self._ahead else self._device.synchronize()
             self._since = self._device.mark()
             self._issued_since = time.perf_counter()
 
     def _take(self, phase: Phase) -> None:
         if isinstance(self._meter, Observer):
             phase.seconds = self._meter.seconds - self._counted[0]
-            phase.issue_seconds = (self._meter.issued - self._counted[1]) * self._device.issue_seconds
+            phase.op_launch_seconds = (self._meter.issued - self._counted[1]) * self._device.op_launch_seconds
         if self._meter is None:
-            phase.issue_seconds = time.perf_counter() - self._issued_since
-            phase.has_lead = not self._device.has_reached(self._since)
+            phase.op_launch_seconds = time.perf_counter() - self._issued_since
+            phase.ran_ahead = not self._device.has_reached(self._since)
             self._timed.append((phase, self._since, self._device.mark()))
         else:
             phase.peak_bytes = self._meter.peak() - self._level
@@ -258,9 +258,9 @@ class Phases:
         self._open = None
 
 
-def bytes_of_phases(phases: Phases, visit: int) -> dict[str, Any]:
+def bytes_of_phases(phases: Phases, call: int) -> dict[str, Any]:
     """As fields of a Work."""
-    forward, backward = phases.forward[visit], phases.backward.get(visit) or Phase()
+    forward, backward = phases.forward[call], phases.backward.get(call) or Phase()
     return {
         "forward_peak_bytes": forward.peak_bytes, "forward_delta_bytes": forward.delta_bytes,
         "backward_peak_bytes": backward.peak_bytes, "backward_delta_bytes": backward.delta_bytes,

@@ -103,13 +103,13 @@ def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
         words = f"host probed on {measured['date']}; the card is assumed as of {ASSUMED}: there is none here"
         return replace(CATALOG[ASSUMED], **host, name="host", host_adam_params_per_second=measured["lanes_per_second"]["host"]["host"], provenance=words)
     return HardwareSpec(
-        **host, name=device.spec.name, gpu_bytes=device.spec.gpu_bytes, boost=device.spec.boost,
-        flops=_rounded(statistics.mean(measured["gemm_flops"].values()) / device.spec.boost),
+        **host, name=device.spec.name, gpu_bytes=device.spec.gpu_bytes, sustained_clock_ratio=device.spec.sustained_clock_ratio,
+        flops=_rounded(statistics.mean(measured["gemm_flops"].values()) / device.spec.sustained_clock_ratio),
         gpu_bytes_per_second=_rounded(measured["gpu_copy_bytes_per_second"] * OPERATOR_SHARE), h2d_bytes_per_second=rates["h2d"],
         d2h_bytes_per_second=rates["d2h"], host_adam_params_per_second=rates["host"],
         gpu_adam_params_per_second=measured["gpu_adam_params_per_second"], launch_seconds=max(measured["launch_seconds"].values()),
-        issue_seconds=_rounded(measured["issue_seconds"]["alone"] / ISSUED_OPERATORS),
-        busy_issue=max(1.0, _rounded(measured["issue_seconds"]["beside updates"] / measured["issue_seconds"]["alone"])),
+        op_launch_seconds=_rounded(measured["op_launch_seconds"]["alone"] / ISSUED_OPERATORS),
+        launch_slowdown=max(1.0, _rounded(measured["op_launch_seconds"]["beside updates"] / measured["op_launch_seconds"]["alone"])),
         provenance=f"probed on {measured['date']}", context_bytes=measured["allocator"]["context_bytes"],
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ class Prober:
                 self._submit(self._host)
             beside.append(issue())
             self._device.synchronize()
-        self.found["issue_seconds"] = {"alone": _rounded(statistics.median(alone)), "beside updates": _rounded(statistics.median(beside))}
+        self.found["op_launch_seconds"] = {"alone": _rounded(statistics.median(alone)), "beside updates": _rounded(statistics.median(beside))}
 
     def launches(self) -> None:
         """What a copy costs beyond its bytes: many small ones, from the first call to the last one's end."""

@@ -1,7 +1,7 @@
 """A trace at another number of rows, on the line through two that were taken. No torch.
 
-Rows of a batch do not know of each other, so what a visit allocates, sends and takes is so much for each row and so much whatever their number: two
-sizes tell both. Where a maximum of such terms changes hands (a weight's gradient is larger than the activations of few rows), the line beyond the two
+Rows of a batch do not know of each other, so what a call allocates, sends and takes is so much for each row and so much whatever their number: two
+sizes tell both. Where a maximum of such step_config changes hands (a weight's gradient is larger than the activations of few rows), the line beyond the two
 points says too little, and never too much; between them it is the other way round. One row is a case of its own: models that copy something for each row
 only look at it where there is one. So points of two rows and more are better ones, and what was scaled should be traced before it is relied upon.
 """
@@ -38,12 +38,12 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
         return None
     low, high = sorted((one, other), key=lambda point: point.rows)
     a, b = low.trace, high.trace
-    line = _Line(Fraction(rows - low.rows, high.rows - low.rows), high.rows / low.rows - 1, a.counts_issuing and b.counts_issuing)
+    line = _Line(Fraction(rows - low.rows, high.rows - low.rows), high.rows / low.rows - 1, a.counts_launches and b.counts_launches)
     inputs = {name: tuple(line.size(m, n) for m, n in zip(shape, b.inputs[name], strict=True)) for name, shape in a.inputs.items()}
     # The work of a region after a strategy is that after `keep` where it is not named.
-    visits = tuple(
-        {s: line.work(visit.get(s) or visit["keep"], other.get(s) or other["keep"]) for s in visit | other}
-        for visit, other in zip(a.visits, b.visits, strict=True)
+    calls = tuple(
+        {s: line.work(call.get(s) or call["keep"], other.get(s) or other["keep"]) for s in call | other}
+        for call, other in zip(a.calls, b.calls, strict=True)
     )
     sizes = [(t, replace(u, num_bytes=line.size(t.num_bytes, u.num_bytes))) for t, u in zip(a.shared, b.shared, strict=True)]
     shared = tuple(
@@ -52,7 +52,7 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
     )
     provenance = f"{b.provenance}, scaled to {rows} rows from {low.rows} and {high.rows}"
     return replace(
-        b, inputs=inputs, visits=visits, shared=shared, held_bytes=line.size(a.held_bytes, b.held_bytes), provenance=provenance,
+        b, inputs=inputs, calls=calls, shared=shared, held_bytes=line.size(a.held_bytes, b.held_bytes), provenance=provenance,
         profile_keys=tuple(dict.fromkeys((*a.profile_keys, *b.profile_keys))),
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ class _Line:
     """0: at the first of two values, 1: at the second."""
     more: float
     """By how much of the first's rows the second has more."""
-    counts_issuing: bool
+    counts_launches: bool
 
     def change(self, a: int, b: int) -> int:
         return -int(-(a + (b - a) * self.at) // 1)  # rounded up
@@ -77,19 +77,19 @@ class _Line:
     def work(self, a: Work, b: Work) -> Work:
         kinds = ((_SECONDS, self.seconds), (_SIZES, self.size), (_CHANGES, self.change))
         fields: dict[str, Any] = {name: of(getattr(a, name), getattr(b, name)) for names, of in kinds for name in names}
-        fields["forward_issue_seconds"] = self.issue(a.forward_issue_seconds, b.forward_issue_seconds, waits=a.forward_waits and b.forward_waits)
-        fields["backward_issue_seconds"] = self.issue(a.backward_issue_seconds, b.backward_issue_seconds, waits=a.backward_waits and b.backward_waits)
+        fields["forward_launch_seconds"] = self.issue(a.forward_launch_seconds, b.forward_launch_seconds, waits=a.forward_syncs_host and b.forward_syncs_host)
+        fields["backward_launch_seconds"] = self.issue(a.backward_launch_seconds, b.backward_launch_seconds, waits=a.backward_syncs_host and b.backward_syncs_host)
         return replace(b, **fields)
 
     def issue(self, a: float, b: float, *, waits: bool) -> float:
         """Counts lie on the line. What was timed depends on rows only where a layer loops over them (the windows of images) or its thread waits for the
         device: else two timings tell of the processor, and would tell more of it the further they are stretched."""
-        return self.seconds(a, b) if self.counts_issuing or waits or b - a > LOOPS * self.more * a else b
+        return self.seconds(a, b) if self.counts_launches or waits or b - a > LOOPS * self.more * a else b
 
 
 def _way(trace: ModelTrace) -> tuple[object, ...]:
     """All that does not depend on how much there is."""
-    visits = [trace.strategies(v) for v in range(len(trace.visits))]
-    # Where a tensor dies within a visit, before its peak or after it, does depend on how much there is.
+    calls = [trace.strategies(v) for v in range(len(trace.calls))]
+    # Where a tensor dies within a call, before its peak or after it, does depend on how much there is.
     shared = [replace(tensor, num_bytes=0, dies_at=0, early_in=()) for tensor in trace.shared]
-    return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, visits, shared
+    return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, calls, shared

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outsize.hardware.spec import Residue
+from outsize.hardware.spec import ProcessOverhead
 from outsize.model.graph import BlockGraph
 from outsize.model.work import Shared, Strategy, Work
 
@@ -14,32 +14,32 @@ class ModelTrace:
     """Fingerprint of the BlockGraph it belongs to."""
     inputs: dict[str, tuple[int, ...]]
     """Shapes of the batch it was taken with."""
-    visits: tuple[dict[str, Work], ...]
-    """Per visit: Work by strategy. Regions know `keep` alone, and have a Work `after <strategy>` for every strategy of the layer before them under which
+    calls: tuple[dict[str, Work], ...]
+    """Per call: Work by strategy. Regions know `keep` alone, and have a Work `after <strategy>` for every strategy of the layer before them under which
     they allocate or free something else than after `keep`."""
     held_bytes: int
     """Outputs of the model: a loop holds them until its next forward returns."""
     provenance: str
     shared: tuple[Shared, ...] = ()
-    counts_issuing: bool = False
+    counts_launches: bool = False
     """What issuing takes was counted by operators, not timed."""
-    residue: Residue = Residue()
+    process_overhead: ProcessOverhead = ProcessOverhead()
     """Of the trial run. A plan that is made from a trace in the cache meets all of it in its first step."""
     notes: tuple[str, ...] = ()
     """What a user should know of the model: which blocks cannot be recomputed, and why. Each is logged once per prepare."""
     profile_keys: tuple[str, ...] = ()
     """The entries of the profile cache that it is made of (base/cache_folder.py)."""
 
-    def work(self, visit: int, strategy: Strategy) -> Work:
-        return self.visits[visit][strategy]
+    def work(self, call: int, strategy: Strategy) -> Work:
+        return self.calls[call][strategy]
 
     def works(self, strategies: Sequence[Strategy]) -> tuple[Work, ...]:
-        """Of all visits, each under its strategy."""
+        """Of all calls, each under its strategy."""
         before = ("keep", *strategies)
-        return tuple(known.get(after(before[visit])) or known[strategies[visit]] for visit, known in enumerate(self.visits))
+        return tuple(known.get(after(before[call])) or known[strategies[call]] for call, known in enumerate(self.calls))
 
-    def strategies(self, visit: int) -> tuple[str, ...]:
-        return tuple(name for name in self.visits[visit] if not name.startswith(after("")))
+    def strategies(self, call: int) -> tuple[str, ...]:
+        return tuple(name for name in self.calls[call] if not name.startswith(after("")))
 
 
 def after(strategy: str) -> str:
@@ -54,10 +54,10 @@ def added_in_place(trace: ModelTrace, graph: BlockGraph) -> ModelTrace:
     """
     largest: dict[int, int] = {}
     for param in graph.params:
-        for visit in graph.backward_users[param.name][:-1] if param.trainable else []:
-            largest[visit] = max(largest.get(visit, 0), param.nbytes)  # sums are made one after the other
-    visits = [
-        {s: replace(w, backward_peak_bytes=max(w.backward_peak_bytes - largest.get(visit, 0), w.backward_delta_bytes)) for s, w in works.items()}
-        for visit, works in enumerate(trace.visits)
+        for call in graph.backward_users[param.name][:-1] if param.trainable else []:
+            largest[call] = max(largest.get(call, 0), param.nbytes)  # sums are made one after the other
+    calls = [
+        {s: replace(w, backward_peak_bytes=max(w.backward_peak_bytes - largest.get(call, 0), w.backward_delta_bytes)) for s, w in works.items()}
+        for call, works in enumerate(trace.calls)
     ]  # fmt: skip
-    return replace(trace, visits=tuple(visits))
+    return replace(trace, calls=tuple(calls))

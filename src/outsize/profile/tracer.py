@@ -1,9 +1,9 @@
 """Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
 
 Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the ends); the others
-pass their input through and get the second one's numbers. Visits that share trainable weights with others are of one kind if they are alike in that: see
+pass their input through and get the second one's numbers. Calls that share trainable weights with others are of one kind if they are alike in that: see
 profile/sharing.py.
-What runs between two layers counts as the earlier one's: layers that have such a sequel all run. The first pass finds these out, which lists
+What runs between two layers counts as the earlier one's: layers that have such a trailing all run. The first pass finds these out, which lists
 are no stacks, and which layers cannot be recomputed. Only the weights of layers that run, and those outside layers, are put on the device.
 Each activation strategy is measured in a pass of its own, through the code that the engine runs.
 Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
@@ -30,23 +30,23 @@ from outsize.compat import detect_fake_mode, storage_id
 from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.hardware.lanes import compute_seconds
+from outsize.model.block_tracker import BlockTracker
 from outsize.model.caches import turn_caches_off, turn_caches_on
-from outsize.model.course import Course
 from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.layerdrop import turn_layerdrop_off, turn_layerdrop_on
 from outsize.model.stacks import is_composite
 from outsize.model.state import LeftValues, ModuleState, generators_of
 from outsize.model.tensors import map_tensors
-from outsize.model.weights import Weights, bytes_of, is_hollow
+from outsize.model.weights import Weights, bytes_of, is_unmaterialized
 from outsize.model.work import STRATEGIES, Strategy, Work
-from outsize.profile.calling import Loss, batch_shapes, call, loss_of
-from outsize.profile.landings import bytes_of_waiting_gradients, read_without_grad, require_landings
+from outsize.profile.calling import Loss, batch_shapes, call_model, loss_of
+from outsize.profile.gradient_order import bytes_of_waiting_gradients, read_without_grad, require_landings
 from outsize.profile.lifetimes import Records
 from outsize.profile.merge import with_reserve
-from outsize.profile.passes import Pass
 from outsize.profile.phases import Phase, bytes_of_phases
-from outsize.profile.sharing import HiddenReads, SharedGradients, visits_to_run
+from outsize.profile.profiling_pass import ProfilingPass
+from outsize.profile.sharing import HiddenReads, SharedGradients, calls_to_run
 from outsize.profile.trace import ModelTrace, after
 from outsize.progress import Bar
 
@@ -68,10 +68,10 @@ def _out_of_memory(around: Callable[[], str]) -> Iterator[None]:
 
 class Tracer:
     def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None):
-        """`weights`: where the values of hollow parameters are read from. `loss`: as the loop makes it, where that is not the model's own."""
+        """`weights`: where the values of unmaterialized parameters are read from. `loss`: as the loop makes it, where that is not the model's own."""
         self.model, self.batch, self.layers, self.device, self.weights, self.loss = model, batch, layers, device, weights, loss
-        # What is allocated between two visits is in no visit's numbers: the device can keep what is sent away, and the host need not.
-        self.aside = device.torch_device
+        # What is allocated between two calls is in no call's numbers: the device can keep what is sent away, and the host need not.
+        self.spill_device = device.torch_device
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.progress = Bar("Looking at the model")
         self._brought: dict[nn.Parameter, Tensor] = {}
@@ -86,13 +86,13 @@ class Tracer:
         self._is_bringing = False
         """Weights are on their way to the device: that does not read them."""
         self._readers: dict[int, set[int]] = {}
-        self._bare: set[int] = set()
+        self._reads_outside_module: set[int] = set()
         self._path: list[int | None] | None = None
-        """The layers of the visits, as in every pass."""
-        self._sequels: dict[int, Any] = {}
+        """The layers of the calls, as in every pass."""
+        self._trailing_work: dict[int, Any] = {}
         self._gradients, self._hidden = SharedGradients(()), HiddenReads()
         self._to_run: set[int] = set()
-        """Visits that a measuring pass does not skip."""
+        """Calls that a measuring pass does not skip."""
         self._detours: set[int] = set()
         self._without_backward: set[int] = set()
         self.left: dict[str, LeftValues] = {}
@@ -107,7 +107,7 @@ class Tracer:
         """Put a module's weights on the device until the trace ends."""
         self._is_bringing = True
         for param in module.parameters():
-            if is_hollow(param):
+            if is_unmaterialized(param):
                 self._brought[param] = param.data
                 assert self.weights is not None
                 with self.device.on_host():
@@ -129,19 +129,19 @@ class Tracer:
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
         with self._model_untouched(), self.progress:
-            scout = self._scout()
-            if self._join_stages(scout):
-                scout = self._scout()
-            if self._set_aside(scout):
-                scout = self._scout()
-            self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(scout.layer_of)
-            self._differs = scout.differs
-            self._sequels = {visit: self._sequel(scout, visit) for visit, layer in enumerate(scout.layer_of) if layer is not None}
-            self._gradients = self._shared_gradients(scout)
-            waiting_bytes = bytes_of_waiting_gradients(self.layers, scout, self._readers)
-            self._without_backward = {visit for visit in scout.keys if not self._is_differentiable(scout, visit)}
-            sequels = [visit for visit, sequel in self._sequels.items() if sequel != _NOTHING]
-            self._to_run = visits_to_run({visit: (key, self.around(visit)) for visit, key in scout.keys.items()}, sequels, self._gradients)
+            discovery = self._discover()
+            if self._join_stages(discovery):
+                discovery = self._discover()
+            if self._set_aside(discovery):
+                discovery = self._discover()
+            self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(discovery.layer_of)
+            self._differs = discovery.differs
+            self._trailing_work = {call: self._find_trailing_work(discovery, call) for call, layer in enumerate(discovery.layer_of) if layer is not None}
+            self._gradients = self._shared_gradients(discovery)
+            waiting_bytes = bytes_of_waiting_gradients(self.layers, discovery, self._readers)
+            self._without_backward = {call for call in discovery.keys if not self._is_differentiable(discovery, call)}
+            trailing = [call for call, trailing in self._trailing_work.items() if trailing != _NOTHING]
+            self._to_run = calls_to_run({call: (key, self.context_key(call)) for call, key in discovery.keys.items()}, trailing, self._gradients)
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
             left = [self.left[layer.structure] for layer in self.layers if layer.structure in self.left]
@@ -151,27 +151,27 @@ class Tracer:
         notes = tuple(self._notes())
         for note in notes:
             log.warning("%s", note)
-        records = Records({strategy: run.lifetimes for strategy, run in passes.items()}, passes["keep"].keys, partial(self._twin, passes["keep"]))
-        visits = tuple(self._works(passes, timed, v) for v in range(len(graph.visits)))
+        records = Records({strategy: run.lifetimes for strategy, run in passes.items()}, passes["keep"].keys, partial(self._representative, passes["keep"]))
+        calls = tuple(self._works(passes, timed, v) for v in range(len(graph.calls)))
         provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
         trace = ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), visits=visits, shared=records.all(visits), held_bytes=held_bytes,
-            provenance=f"seconds {provenance}, bytes measured", counts_issuing=self.device.issue_seconds > 0, notes=notes,
+            graph=fingerprint(graph), inputs=batch_shapes(self.batch), calls=calls, shared=records.all(calls), held_bytes=held_bytes,
+            provenance=f"seconds {provenance}, bytes measured", counts_launches=self.device.op_launch_seconds > 0, notes=notes,
         )  # fmt: skip
         return graph, with_reserve(trace, waiting_bytes)
 
-    def around(self, visit: int) -> Any:
-        before = self._sequels.get(visit - 1, _NOTHING)
-        return before if before != _NOTHING else None, self._sequels.get(visit), self._gradients.place(visit)
+    def context_key(self, call: int) -> Any:
+        before = self._trailing_work.get(call - 1, _NOTHING)
+        return before if before != _NOTHING else None, self._trailing_work.get(call), self._gradients.place(call)
 
     def may_run_twice(self, layer: Layer) -> bool:
         return layer.structure not in self._differs
 
-    def has_backward(self, visit: int) -> bool:
-        return visit not in self._without_backward
+    def has_backward(self, call: int) -> bool:
+        return call not in self._without_backward
 
-    def _is_differentiable(self, run: Pass, visit: int) -> bool:
-        return self._twin(run, visit) in run.backward and visit not in run.without_grad
+    def _is_differentiable(self, run: ProfilingPass, call: int) -> bool:
+        return self._representative(run, call) in run.backward and call not in run.without_grad
 
     def _notes(self) -> Iterator[str]:
         for maker, readers in list(self._hidden.of_tensors())[:1]:
@@ -187,147 +187,147 @@ class Tracer:
             what = f"a second run of the forward differs from the first ({difference.rstrip('.')})"
             yield f"{names[0]}{others}: {what}. These activations are kept or swapped, not recomputed."
 
-    def must_run(self, visit: int) -> bool:
-        return visit in self._to_run
+    def must_run(self, call: int) -> bool:
+        return call in self._to_run
 
-    def _shared_gradients(self, scout: Pass) -> SharedGradients:
+    def _shared_gradients(self, discovery: ProfilingPass) -> SharedGradients:
         users: dict[int, set[int]] = {id(p): set(self._readers.get(id(p), ())) for p in self.model.parameters() if p.requires_grad}
-        for visit, layer in enumerate(scout.layer_of):
+        for call, layer in enumerate(discovery.layer_of):
             for param in self.layers[layer].module.parameters() if layer is not None else ():
-                if param.requires_grad and visit in scout.without_grad:
-                    users[id(param)].discard(visit)
+                if param.requires_grad and call in discovery.without_grad:
+                    users[id(param)].discard(call)
                 elif param.requires_grad:
-                    users[id(param)].add(visit)
-        twin = {visit: self._twin(scout, visit) for visit in range(len(scout.layer_of))}
-        weights = [sorted(v for v in visits if twin[v] in scout.backward) for visits in users.values()]
-        tensors = [[t.maker, *(v for v in t.visits if {v, twin[v]} & t.readers)] for t in scout.arguments.shared if t.requires_grad]
-        hidden = [[maker, *(v for v in twin if v > maker and twin[v] in readers)] for maker, readers in self._hidden.of_tensors()]
+                    users[id(param)].add(call)
+        representative = {call: self._representative(discovery, call) for call in range(len(discovery.layer_of))}
+        weights = [sorted(v for v in calls if representative[v] in discovery.backward) for calls in users.values()]
+        tensors = [[t.maker, *(v for v in t.calls if {v, representative[v]} & t.readers)] for t in discovery.arguments.shared if t.requires_grad]
+        hidden = [[maker, *(v for v in representative if v > maker and representative[v] in readers)] for maker, readers in self._hidden.of_tensors()]
         return SharedGradients([*weights, *tensors, *hidden])
 
-    def _join_stages(self, scout: Pass) -> bool:
-        joined = stages_to_join(self.layers, scout.layer_of, scout.goes_on)
+    def _join_stages(self, discovery: ProfilingPass) -> bool:
+        joined = stages_to_join(self.layers, discovery.layer_of, discovery.continues_in)
         self.layers = with_stages_joined(self.layers, joined)
         return bool(joined)
 
-    def _set_aside(self, scout: Pass) -> bool:
+    def _set_aside(self, discovery: ProfilingPass) -> bool:
         """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules run as part of the layer before.
 
         Else two layers would keep one input, and what either may do with it would depend on the other.
         """
         asides: set[str] = set()
-        on = {self._list_of(scout, visit) for visit in scout.goes_on}
-        for earlier, later in scout.forks:
-            ends = [where for visit in (earlier, later) if (where := self._list_of(scout, visit)) not in on]
-            asides.update(ends[:1] if self._list_of(scout, earlier) != self._list_of(scout, later) else [])
+        on = {self._list_of(discovery, call) for call in discovery.continues_in}
+        for earlier, later in discovery.shared_inputs:
+            ends = [where for call in (earlier, later) if (where := self._list_of(discovery, call)) not in on]
+            asides.update(ends[:1] if self._list_of(discovery, earlier) != self._list_of(discovery, later) else [])
         # Nor is a cell of single modules that runs again and again, as often as the data says.
-        visits = Counter(scout.layer_of)
-        cells = [layer.stack for i, layer in enumerate(self.layers) if visits[i] > 1 and not is_composite(layer.module)]
+        calls = Counter(discovery.layer_of)
+        cells = [layer.stack for i, layer in enumerate(self.layers) if calls[i] > 1 and not is_composite(layer.module)]
         asides.update(stack for stack in cells if isinstance(self.model.get_submodule(stack), nn.Sequential))
-        aside = [layer for layer in self.layers if layer.stack in asides]
-        self.layers = tuple(layer for layer in self.layers if layer not in aside)
-        with _out_of_memory(lambda: f"the weights of {aside[-1].name}"):
-            for layer in aside:
+        spill_device = [layer for layer in self.layers if layer.stack in asides]
+        self.layers = tuple(layer for layer in self.layers if layer not in spill_device)
+        with _out_of_memory(lambda: f"the weights of {spill_device[-1].name}"):
+            for layer in spill_device:
                 self.bring(layer.module)
-        return bool(aside)
+        return bool(spill_device)
 
-    def _list_of(self, run: Pass, visit: int) -> str:
-        layer = run.layer_of[visit]
+    def _list_of(self, run: ProfilingPass, call: int) -> str:
+        layer = run.layer_of[call]
         assert layer is not None
         return self.layers[layer].stack
 
-    def _sequel(self, scout: Pass, visit: int) -> Any:
-        """What runs between this layer and the next visit: nothing, or weights of these shapes."""
-        layer = scout.layer_of[visit]
+    def _find_trailing_work(self, discovery: ProfilingPass, call: int) -> Any:
+        """What runs between this layer and the next call: nothing, or weights of these shapes."""
+        layer = discovery.layer_of[call]
         assert layer is not None
         own = {id(param) for param in self.layers[layer].module.parameters()}
-        others = [p for p in self.model.parameters() if id(p) not in own and visit in self._readers.get(id(p), ())]
-        return visit in scout.goes_on, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in others)
+        others = [p for p in self.model.parameters() if id(p) not in own and call in self._readers.get(id(p), ())]
+        return call in discovery.continues_in, tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in others)
 
     # Running.
 
-    def _scout(self) -> Pass:
+    def _discover(self) -> ProfilingPass:
         """Where memory is too small to compare second runs as well, only what a first run shows of them counts."""
-        self._readers, self._bare, self._path, self._hidden, self._detours, self.left = {}, set(), None, HiddenReads(), set(), {}
+        self._readers, self._reads_outside_module, self._path, self._hidden, self._detours, self.left = {}, set(), None, HiddenReads(), set(), {}
         done = self.progress.done
         try:
-            return self._run("keep", scout=True)
+            return self._run("keep", discovery=True)
         except DeviceOutOfMemory:
             if not self.compares:
                 raise
         self.progress.done = done
         gc.collect()  # as in _measure
         self.compares = False
-        return self._scout()
+        return self._discover()
 
-    def _measure(self, strategy: Strategy) -> Pass:
+    def _measure(self, strategy: Strategy) -> ProfilingPass:
         done = self.progress.done
         try:
             return self._run(strategy)
         except DeviceOutOfMemory:
-            if strategy not in SENDS or self.aside.type == "cpu":
+            if strategy not in SENDS or self.spill_device.type == "cpu":
                 raise
         self.progress.done = done  # what follows is the same pass
         gc.collect()  # the exception is gone, and with it the frames that held activations
-        self.aside = torch.device("cpu")
+        self.spill_device = torch.device("cpu")
         return self._run(strategy)
 
-    def _run(self, strategy: Strategy, *, scout: bool = False) -> Pass:
+    def _run(self, strategy: Strategy, *, discovery: bool = False) -> ProfilingPass:
         with self.device.meter() as meter:
             if isinstance(meter, Observer):
                 meter.cost_of = partial(compute_seconds, self.device.spec) if self.device.kind == "sim" else None
-            run = Pass(self, strategy, meter, scout=scout)
-            if not scout:
+            run = ProfilingPass(self, strategy, meter, discovery=discovery)
+            if not discovery:
                 self._once(run)
                 return run
-            reader, course = Observer(), Course(self.model, run)
-            reader.on_read = lambda tensor: self._reads(tensor, run, course)
+            reader, tracker = Observer(), BlockTracker(self.model, run)
+            reader.on_read = lambda tensor: self._reads(tensor, run, tracker)
             push_mode(reader)
             try:
-                self._once(run, course)
+                self._once(run, tracker)
             finally:
                 remove_mode(reader)
-            self._detours = course.detours
+            self._detours = tracker.detours
         return run
 
-    def _reads(self, tensor: Tensor, run: Pass, course: Course) -> None:
+    def _reads(self, tensor: Tensor, run: ProfilingPass, tracker: BlockTracker) -> None:
         if not run.is_forward or self._is_bringing:
             return
-        visit = len(run.layer_of) - 1
+        call = len(run.layer_of) - 1
         params = self._parameters_in(tensor)
         if not params and tensor.layout == torch.strided:
-            self._hidden.look_at(tensor, run, course.made_in)
+            self._hidden.look_at(tensor, run, tracker.made_in)
         for param in params:
-            if param is not tensor and visit in self._readers.get(id(param), ()):
+            if param is not tensor and call in self._readers.get(id(param), ()):
                 continue  # a view that the layer was given: see `takes`
-            self._readers.setdefault(id(param), set()).add(visit)
-            layer = run.layer_of[visit]
-            around = [*course.running, *(self.layers[layer].module.modules() if layer is not None else ())]
+            self._readers.setdefault(id(param), set()).add(call)
+            layer = run.layer_of[call]
+            around = [*tracker.running, *(self.layers[layer].module.modules() if layer is not None else ())]
             if not any(own is param for module in around for own in module._parameters.values()):
-                self._bare.add(visit)
+                self._reads_outside_module.add(call)
 
-    def takes(self, visit: int, tensors: list[Tensor]) -> None:
+    def takes(self, call: int, tensors: list[Tensor]) -> None:
         """A view of a weight among a layer's inputs (half of an embedding table as positions): the layer reads the weight, whether or not it is skipped."""
         for tensor in tensors:
             for param in self._parameters_in(tensor):
-                self._readers.setdefault(id(param), set()).add(visit)
+                self._readers.setdefault(id(param), set()).add(call)
 
     def _parameters_in(self, tensor: Tensor) -> Collection[Tensor]:
         if isinstance(tensor, nn.Parameter):
             return (tensor,)
         return self._over.get(storage_id(tensor.untyped_storage()), ()) if tensor.layout == torch.strided else ()
 
-    def _time(self, strategy: Strategy) -> Pass:
-        """What visits compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
-        run, again = Pass(self, strategy, None), Pass(self, strategy, None, ahead=False)
+    def _time(self, strategy: Strategy) -> ProfilingPass:
+        """What calls compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
+        run, again = ProfilingPass(self, strategy, None), ProfilingPass(self, strategy, None, ahead=False)
         self._once(run)
         self._once(again)
         run.phases.at_best(again.phases)
-        run.phases.slow_down(self.device.spec.boost)
+        run.phases.slow_down(self.device.spec.sustained_clock_ratio)
         return run
 
-    def _once(self, run: Pass, course: Course | None = None) -> None:
-        course = course or Course(self.model, run)
-        course.attach(self.layers, looks_around=run.scout or bool(self._detours))
+    def _once(self, run: ProfilingPass, tracker: BlockTracker | None = None) -> None:
+        tracker = tracker or BlockTracker(self.model, run)
+        tracker.attach(self.layers, looks_around=run.discovery or bool(self._detours))
         drop = [p.register_post_accumulate_grad_hook(run.takes_gradient) for p in self.model.parameters() if p.requires_grad]
         try:
             with _out_of_memory(lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"):
@@ -340,7 +340,7 @@ class Tracer:
                 run.phases.finish()
                 del loss, outputs
         finally:
-            course.detach()
+            tracker.detach()
             for handle in drop:
                 handle.remove()
         if self._path is not None and run.layer_of != self._path:
@@ -348,7 +348,7 @@ class Tracer:
             do = "Turn off what drops layers at random until the model is prepared; training may drop them"
             raise ModelUnsupported(tell("a model takes the same way through its layers every time that it is looked at", found, do))
         self._path = run.layer_of
-        self._require_own_memory(compares_values=run.scout)
+        self._require_own_memory(compares_values=run.discovery)
 
     def _require_own_memory(self, *, compares_values: bool) -> None:
         """Parameters are views into the engine's buffers: a value that the model's code puts elsewhere would be lost."""
@@ -372,13 +372,13 @@ class Tracer:
             saved, now = (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (self._saved[param], bytes_of(param)))
             return not torch.equal(saved, now)
         original = self._brought.get(param)
-        if original is None or is_hollow(original) or detect_fake_mode() is not None:
+        if original is None or is_unmaterialized(original) or detect_fake_mode() is not None:
             return False
         if param.nbytes > _MOST_COMPARED_BYTES and param._version == self._versions[param]:
             return False
         return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
 
-    def _loss(self, run: Pass) -> tuple[Tensor | None, Any]:
+    def _loss(self, run: ProfilingPass) -> tuple[Tensor | None, Any]:
         """The loss, and what its loop holds beside it: the batch, whose containers a forward may write into, and where the model makes the loss, its
         outputs."""
         batch = map_tensors(lambda t: t, self.batch)  # every pass begins with the user's, as they are
@@ -386,7 +386,7 @@ class Tracer:
             loss = self.loss(self.model, batch)
             run.phases.returned()
             return loss, batch
-        outputs = call(self.model, batch)
+        outputs = call_model(self.model, batch)
         run.phases.returned()
         return loss_of(outputs), (outputs, batch)
 
@@ -450,19 +450,19 @@ class Tracer:
 
     # Reading off.
 
-    def _graph(self, run: Pass) -> BlockGraph:
+    def _graph(self, run: ProfilingPass) -> BlockGraph:
         names = [n for n, _ in self.model.named_parameters()]
         params = dict(self.model.named_parameters())
         canonical = {id(p): n for n, p in params.items()}
         labels = [self._label(run.layer_of, v) for v in range(len(run.layer_of))]
         order = list(dict.fromkeys(labels))
         members: dict[str, dict[str, None]] = {label: {} for label in order}
-        for visit, layer in enumerate(run.layer_of):
+        for call, layer in enumerate(run.layer_of):
             if layer is not None:
-                members[labels[visit]].update(dict.fromkeys(canonical[id(p)] for p in self.layers[layer].module.parameters()))
+                members[labels[call]].update(dict.fromkeys(canonical[id(p)] for p in self.layers[layer].module.parameters()))
         for name in names:
-            for visit in sorted(self._readers.get(id(params[name]), ())):
-                members[labels[visit]].setdefault(name)
+            for call in sorted(self._readers.get(id(params[name]), ())):
+                members[labels[call]].setdefault(name)
         blocks = []
         for label in order:
             layer = run.layer_of[labels.index(label)]
@@ -471,73 +471,73 @@ class Tracer:
             blocks.append(Block(name=label, kind=kind, structure=structure, params=tuple(members[label])))  # type: ignore[arg-type]
         graph = BlockGraph(
             blocks=tuple(blocks),
-            visits=tuple(order.index(label) for label in labels),
-            has_backward=tuple(self._twin(run, v) in run.backward for v in range(len(labels))),
+            calls=tuple(order.index(label) for label in labels),
+            has_backward=tuple(self._representative(run, v) in run.backward for v in range(len(labels))),
             params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
             buffer_bytes=sum({storage_id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
-            bare=tuple(sorted(self._bare)),
+            reads_outside_module=tuple(sorted(self._reads_outside_module)),
             detours=tuple(sorted(self._detours)),
         )
         return replace(graph, without_grad=read_without_grad(self.model, graph, run))
 
-    def _label(self, layer_of: list[int | None], visit: int) -> str:
-        layer = layer_of[visit]
+    def _label(self, layer_of: list[int | None], call: int) -> str:
+        layer = layer_of[call]
         if layer is not None:
             return self.layers[layer].name
-        if visit == 0:
+        if call == 0:
             return "stem"
-        if visit == len(layer_of) - 1:
+        if call == len(layer_of) - 1:
             return "head"
-        following = next(i for i in layer_of[visit:] if i is not None)
-        return f"between:{self.layers[following].name}" + (f"#{visit}" if self._repeats(layer_of, visit) else "")
+        following = next(i for i in layer_of[call:] if i is not None)
+        return f"between:{self.layers[following].name}" + (f"#{call}" if self._repeats(layer_of, call) else "")
 
-    def _repeats(self, layer_of: list[int | None], visit: int) -> bool:
+    def _repeats(self, layer_of: list[int | None], call: int) -> bool:
         """A list that runs several times has several regions before its first layer."""
         after = [layer_of[v + 1] for v in range(1, len(layer_of) - 1) if layer_of[v] is None]
-        return after.count(layer_of[visit + 1]) > 1
+        return after.count(layer_of[call + 1]) > 1
 
-    def _twin(self, run: Pass, visit: int) -> int:
-        """The visit that really ran in the place of this one: itself, or the latest equal one before it."""
-        if visit not in run.skipped:
-            return visit
-        return next(v for v in range(visit - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[visit])
+    def _representative(self, run: ProfilingPass, call: int) -> int:
+        """The call that really ran in the place of this one: itself, or the latest equal one before it."""
+        if call not in run.skipped:
+            return call
+        return next(v for v in range(call - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[call])
 
-    def _issuing(self, clocks: dict[Strategy, Pass], strategy: Strategy, twin: int) -> dict[str, Any]:
-        """What of a visit is the issuing thread's, where there is one beside the device. Packing what is swapped takes it about as long as making it again."""
+    def _issuing(self, clocks: dict[Strategy, ProfilingPass], strategy: Strategy, representative: int) -> dict[str, Any]:
+        """What of a call is the issuing thread's, where there is one beside the device. Packing what is swapped takes it about as long as making it again."""
         if self.device.kind == "cpu":
             return {}
         phases = clocks["keep" if strategy == "keep" else "recompute"].phases
-        forward, back = phases.forward[twin], phases.backward.get(twin) or Phase()
+        forward, back = phases.forward[representative], phases.backward.get(representative) or Phase()
         return {
-            "forward_issue_seconds": forward.issue_seconds, "backward_issue_seconds": back.issue_seconds,
-            "forward_waits": forward.waits, "backward_waits": back.waits,
+            "forward_launch_seconds": forward.op_launch_seconds, "backward_launch_seconds": back.op_launch_seconds,
+            "forward_syncs_host": forward.waits, "backward_syncs_host": back.waits,
         }  # fmt: skip
 
-    def _works(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], visit: int) -> dict[str, Work]:
+    def _works(self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], call: int) -> dict[str, Work]:
         run = passes["keep"]
-        layer = run.layer_of[visit]
-        strategies = STRATEGIES if layer is not None and self._is_differentiable(run, visit) and not self._hidden else ("keep",)
+        layer = run.layer_of[call]
+        strategies = STRATEGIES if layer is not None and self._is_differentiable(run, call) and not self._hidden else ("keep",)
         if layer is not None and not self.may_run_twice(self.layers[layer]):
             strategies = tuple(s for s in strategies if s not in RUNS_TWICE)
-        works: dict[str, Work] = {s: w for s in strategies if (w := self._work(passes, timed, s, visit)) is not None}
-        if layer is None and visit > 0 and run.layer_of[visit - 1] is not None:
-            others = {after(s): replace(works["keep"], **bytes_of_phases(other.phases, visit)) for s, other in passes.items()}
+        works: dict[str, Work] = {s: w for s in strategies if (w := self._work(passes, timed, s, call)) is not None}
+        if layer is None and call > 0 and run.layer_of[call - 1] is not None:
+            others = {after(s): replace(works["keep"], **bytes_of_phases(other.phases, call)) for s, other in passes.items()}
             works |= {name: work for name, work in others.items() if work != works["keep"]}
         return works
 
-    def _work(self, passes: dict[Strategy, Pass], timed: dict[Strategy, Pass], strategy: Strategy, visit: int) -> Work | None:
+    def _work(self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], strategy: Strategy, call: int) -> Work | None:
         run = passes[strategy]
-        twin = self._twin(run, visit)
-        forward = run.phases.forward[twin]
+        representative = self._representative(run, call)
+        forward = run.phases.forward[representative]
         if strategy in SENDS and not forward.sent_bytes:
             return None
         clock = timed["keep" if strategy in ("keep", "swap") else "recompute"] if timed else run
-        ahead, back = clock.phases.forward[twin], clock.phases.backward.get(twin) or Phase()
+        ahead, back = clock.phases.forward[representative], clock.phases.backward.get(representative) or Phase()
         return Work(
             forward_seconds=ahead.seconds,
             backward_seconds=back.seconds,
-            **self._issuing(timed or passes, strategy, twin),
-            **bytes_of_phases(run.phases, twin),
+            **self._issuing(timed or passes, strategy, representative),
+            **bytes_of_phases(run.phases, representative),
             sent_bytes=forward.sent_bytes,
             released_bytes=forward.released_bytes,
         )

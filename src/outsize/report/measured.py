@@ -36,8 +36,8 @@ def last_step(spans: Sequence[Span], accumulate: int) -> MeasuredStep | None:
     backward = [span for span in spans if span.lane == "compute" and span.name.startswith("B")]
     if not backward:
         return None
-    last_visit = min((span.name for span in backward), key=lambda name: int(name[1:]))
-    ends = sorted(span.end for span in backward if span.name == last_visit)[accumulate - 1 :: accumulate]
+    last_call = min((span.name for span in backward), key=lambda name: int(name[1:]))
+    ends = sorted(span.end for span in backward if span.name == last_call)[accumulate - 1 :: accumulate]
     if len(ends) < 2:
         return None
     begin, end = ends[-2:]

@@ -481,23 +481,23 @@
   // The map of blocks: one tab stop, arrows move along it.
 
   const map = byId("map");
-  let visit = -1;
-  function tellVisit(index, x, y) {
-    visit = index;
-    map.querySelectorAll("i[data-visit]").forEach((cell) => cell.classList.toggle("on", Number(cell.dataset.visit) === index));
+  let call = -1;
+  function tellCall(index, x, y) {
+    call = index;
+    map.querySelectorAll("i[data-call]").forEach((cell) => cell.classList.toggle("on", Number(cell.dataset.call) === index));
     if (index < 0) { hideTip(); return; }
-    const [name, strategy, homes, bytes] = data.visits[index];
+    const [name, strategy, homes, bytes] = data.calls[index];
     showTip([line("what", name), line("", `activations: ${strategy}`), line("", homes || "no weights"), line("when", bytes ? `weights ${showBytes(bytes)}` : homes ? "weights shared with a block before" : "")], x, y);
   }
-  map.addEventListener("pointermove", (event) => tellVisit(event.target.dataset.visit === undefined ? -1 : Number(event.target.dataset.visit), event.clientX, event.clientY));
-  map.addEventListener("pointerleave", () => tellVisit(-1, 0, 0));
-  map.addEventListener("blur", () => tellVisit(-1, 0, 0));
+  map.addEventListener("pointermove", (event) => tellCall(event.target.dataset.call === undefined ? -1 : Number(event.target.dataset.call), event.clientX, event.clientY));
+  map.addEventListener("pointerleave", () => tellCall(-1, 0, 0));
+  map.addEventListener("blur", () => tellCall(-1, 0, 0));
   map.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") { tellVisit(-1, 0, 0); return; }
+    if (event.key === "Escape") { tellCall(-1, 0, 0); return; }
     if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-    const next = Math.min(data.visits.length - 1, Math.max(0, visit + (event.key === "ArrowRight" ? 1 : -1)));
-    const box = map.querySelector(`i[data-visit="${next}"]`).getBoundingClientRect();
-    tellVisit(next, box.left, box.bottom + 40);
+    const next = Math.min(data.calls.length - 1, Math.max(0, call + (event.key === "ArrowRight" ? 1 : -1)));
+    const box = map.querySelector(`i[data-call="${next}"]`).getBoundingClientRect();
+    tellCall(next, box.left, box.bottom + 40);
     event.preventDefault();
   });
 

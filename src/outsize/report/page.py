@@ -19,7 +19,7 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
-from outsize.plan.render import Row, group_cells, group_rows, head, host_parts, lane_shares, tokens_per_second, what_binds
+from outsize.plan.render import Row, group_cells, group_rows, head, host_parts, lane_shares, tokens_per_second, bottleneck_text
 from outsize.report.measured import Measured, MeasuredStep, last_step
 from outsize.report.step import KINDS, Phase, Step, StepSpan, describe, placement_of, step_of
 
@@ -38,7 +38,7 @@ def page(plan: Plan, graph: BlockGraph, layout: ChunkLayout, spec: HardwareSpec,
     """`title`: what the model is called. `measured`: a run of this plan, to stand beside the prediction."""
     place = placement_of(plan, graph, layout)
     step = step_of(plan, graph, layout, spec)
-    real = last_step(measured.spans, plan.terms.accumulate) if measured is not None else None
+    real = last_step(measured.spans, plan.step_config.accumulate) if measured is not None else None
     groups = group_rows(plan, graph, layout)
     parts = {
         "title": escape(title or "A training plan"),
@@ -85,7 +85,7 @@ def _verdict(plan: Plan) -> str:
 def _headline(plan: Plan, graph: BlockGraph) -> str:
     rate = tokens_per_second(plan)
     facts = [("tokens/s", f"{rate:,.0f}")] if rate is not None else []
-    facts += [("a step", show_seconds(plan.estimate.step_seconds)), ("what binds", what_binds(plan))]
+    facts += [("a step", show_seconds(plan.estimate.step_seconds)), ("what binds", bottleneck_text(plan))]
     shown = "".join(f'<div class="fact{" long" * (name == "what binds")}"><dd>{escape(value)}</dd><dt>{escape(name)}</dt></div>' for name, value in facts)
     about = "<br>".join(escape(line) for line in head(plan, graph))
     return f'<dl class="facts">{shown}</dl><p class="about">{about}</p>'
@@ -126,13 +126,13 @@ def _share(lane: str, share: float) -> str:
 def _map(place: Placement, groups: list[list[Row]]) -> str:
     rows = [row for group in groups for row in group]
     cells: dict[str, list[str]] = {"activations": [], "weights": [], "optimizer": []}
-    for visit, row in enumerate(rows):
-        chunks = [place.chunk(c) for c in place.layout.used_by(visit)]
+    for call, row in enumerate(rows):
+        chunks = [place.chunk(c) for c in place.layout.used_by(call)]
         trained = [chunk for chunk in chunks if chunk.trainable]
         homes = place.decision.homes
-        cells["activations"].append(f'<i class="does-{escape(row.strategy)}" data-visit="{visit}"></i>')
-        cells["weights"].append(_home(visit, [(chunk.nbytes, homes[chunk.index].weights) for chunk in chunks]))
-        cells["optimizer"].append(_home(visit, [(chunk.state_bytes, homes[chunk.index].optimizer) for chunk in trained]))
+        cells["activations"].append(f'<i class="does-{escape(row.strategy)}" data-call="{call}"></i>')
+        cells["weights"].append(_home(call, [(chunk.nbytes, homes[chunk.index].weights) for chunk in chunks]))
+        cells["optimizer"].append(_home(call, [(chunk.state_bytes, homes[chunk.index].optimizer) for chunk in trained]))
     strips = "".join(f'<span>{name}</span><div class="strip">{"".join(row)}</div>' for name, row in cells.items())
     used = dict.fromkeys(row.strategy for row in rows)
     legend = "".join(f'<li><i class="does-{escape(strategy)}"></i>{escape(strategy)}</li>' for strategy in used)
@@ -144,12 +144,12 @@ def _map(place: Placement, groups: list[list[Row]]) -> str:
     return f'<div class="map{dense}" id="map" tabindex="0" role="img" aria-label="{about}">{strips}</div><ul class="legend">{legend}</ul>'
 
 
-def _home(visit: int, sizes: Iterable[tuple[int, str]]) -> str:
+def _home(call: int, sizes: Iterable[tuple[int, str]]) -> str:
     sizes = list(sizes)
     total = sum(size for size, _ in sizes)
     if not total:
-        return f'<i class="nothing" data-visit="{visit}"></i>'
-    return f'<i class="home" style="--gpu:{sum(size for size, home in sizes if home == "gpu") / total:.0%}" data-visit="{visit}"></i>'
+        return f'<i class="nothing" data-call="{call}"></i>'
+    return f'<i class="home" style="--gpu:{sum(size for size, home in sizes if home == "gpu") / total:.0%}" data-call="{call}"></i>'
 
 
 def _table(groups: list[list[Row]]) -> str:
@@ -210,10 +210,10 @@ def _data(plan: Plan, place: Placement, step: Step, groups: list[list[Row]], mea
         return {"seconds": _short(seconds), "spans": shown, "phases": [[p.name, _short(p.start), _short(p.end)] for p in phases]}
 
     moments = [[number.get(m.name, -1), _short(m.start), _short(m.end), m.activations, m.transients] for m in step.moments]
-    visits = [[row.name, row.strategy, row.homes, row.nbytes] for group in groups for row in group]
+    calls = [[row.name, row.strategy, row.homes, row.nbytes] for group in groups for row in group]
     return {
         "names": [[name, describe(place, name)] for name in names], "lanes": [_LANE_WORDS[lane] for lane in LANES], "kinds": KINDS,
-        "allocated": [step.allocated[kind] for kind in KINDS], "budget": plan.gpu_budget_bytes, "peak": step.gpu_bytes, "moments": moments, "visits": visits,
+        "allocated": [step.allocated[kind] for kind in KINDS], "budget": plan.gpu_budget_bytes, "peak": step.gpu_bytes, "moments": moments, "calls": calls,
         "predicted": lanes(step.seconds, step.spans, step.phases), "measured": lanes(real.seconds, real.spans, real.phases) if real is not None else None,
         "where": measured.where if measured is not None else "",
     }  # fmt: skip

@@ -80,7 +80,7 @@ class Step:
 
 
 def placement_of(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> Placement:
-    return Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
+    return Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared)
 
 
 def step_of(plan: Plan, graph: BlockGraph, layout: ChunkLayout, spec: HardwareSpec) -> Step:
@@ -165,12 +165,12 @@ def describe(place: Placement, name: str) -> str:
     """An action in words: `load the weights of model.layers.3 (chunk 7, 200 MiB)`."""
     kind, i = parse_action(name)
     if kind in "FB":
-        return f"{_WHAT[kind]} {place.graph.visit_name(i)}"
+        return f"{_WHAT[kind]} {place.graph.call_name(i)}"
     if kind in "SRP":
-        return f"{_WHAT[kind]} {place.graph.visit_name(i)} ({show_bytes(place.work[i].sent_bytes)})"
+        return f"{_WHAT[kind]} {place.graph.call_name(i)} ({show_bytes(place.work[i].sent_bytes)})"
     chunk = place.chunk(i)
-    size = chunk.grad_bytes(place.terms.fp32_grads) if kind in "QG" else chunk.nbytes
-    where = " and ".join(dict.fromkeys(place.graph.visit_name(v) for v in chunk.visits))
+    size = chunk.grad_bytes(place.step_config.fp32_grads) if kind in "QG" else chunk.nbytes
+    where = " and ".join(dict.fromkeys(place.graph.call_name(v) for v in chunk.calls))
     return f"{_WHAT[kind]} {where} (chunk {i}, {show_bytes(size)})"
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from outsize.base.errors import ConfigError, tell
 from outsize.config.run import RunConfig
 from outsize.model.build import Built
-from outsize.model.weights import Weights, is_hollow
-from outsize.run.fit import first_line
+from outsize.model.weights import Weights, is_unmaterialized
+from outsize.run.compat_checks import first_line
 
 
 def adapt(built: Built, config: RunConfig) -> Built:
@@ -35,7 +35,7 @@ def adapt(built: Built, config: RunConfig) -> Built:
     except ValueError as error:
         found = first_line(error)
         raise ConfigError(tell("lora_target_modules names linear layers of the model", found, "Correct it, or use lora_target_linear")) from None
-    if built.weights is None or not any(is_hollow(param) for param in model.parameters()):
+    if built.weights is None or not any(is_unmaterialized(param) for param in model.parameters()):
         return Built(model, None)
     after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}
     return Built(model, _Renamed(built.weights, after))
@@ -57,7 +57,7 @@ def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:
     """Read the parameters of modules whose path ends so. The engine takes them over from there like any other's."""
     wanted = {id(param) for path, module in model.named_modules() if path.endswith(ends) for param in module.parameters()} if ends else set()
     for name, param in model.named_parameters():
-        if id(param) in wanted and is_hollow(param):
+        if id(param) in wanted and is_unmaterialized(param):
             data = torch.empty(param.shape, dtype=param.dtype)
             weights.read_into(name, data)
             param.data = data

@@ -28,9 +28,17 @@ from outsize.model.build import Built, build_model, load_config
 from outsize.plan.pins import Pins
 from outsize.profile.trace import ModelTrace
 from outsize.run.adapters import adapt
-from outsize.run.fit import first_line, make_trackers, require_language_model, require_packable, require_positions, require_scheduler, require_vocabulary
-from outsize.run.recipe import RECIPE, recipe, require_resumable, require_same_data, split_of
-from outsize.runtime.engine import Planned
+from outsize.run.compat_checks import (
+    first_line,
+    make_trackers,
+    require_language_model,
+    require_packable,
+    require_positions,
+    require_scheduler,
+    require_vocabulary,
+)
+from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, require_same_data, split_of
+from outsize.runtime.engine import PlannedModel
 from outsize.runtime.optimizer import AdamW
 from outsize.train.build import choose_micro_batch, trace_shorter
 from outsize.train.micro_batch import Choice, Split, splits_of
@@ -70,7 +78,7 @@ class RunTrainer(OutsizeTrainer):
             log.info("what shorter batches leave free is not known: %s", first_line(error))
             return None
 
-    def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[Planned]:
+    def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[PlannedModel]:
         """Split every step into the micro-batches that train fastest. `batch_of`: the batch to plan for, of so many rows."""
 
         def optimizer_for(split: Split) -> AdamW:

@@ -32,7 +32,7 @@ from outsize.plan.schedule import action_seconds, compile_schedule, effect
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
 from outsize.report.trace import write_trace
-from outsize.run.bench_record import Bench, Lanes, Machine, Memory, Promise, Result, Rival, Speed, StartUp
+from outsize.run.bench_record import Baseline, Bench, Lanes, Machine, Memory, Prediction, Result, Speed, StartUp
 from outsize.run.plain import run_rival
 from outsize.run.random_weights import random_batches, random_model
 from outsize.run.timing import Clock, Timed, time_steps
@@ -123,10 +123,10 @@ def run_bench(
 
 def compare(result: Result, kinds: Sequence[str]) -> Result:
     """The same shape in plain loops, each in a process of its own. After ours has ended: its memory is free again."""
-    rivals: dict[str, Rival] = {}
+    rivals: dict[str, Baseline] = {}
     for kind in kinds:
         rival = run_rival(kind, result.bench)
-        if rival.speed is not None and not result.is_imaginary:
+        if rival.speed is not None and not result.is_simulated:
             rival = dataclasses.replace(rival, ratio=result.speed.tokens_per_second / rival.speed.tokens_per_second)
         rivals[kind] = rival
     return dataclasses.replace(result, rivals=rivals)
@@ -165,10 +165,10 @@ def demand_of(place: Placement, spec: HardwareSpec) -> Demand:
     unit = dataclasses.replace(
         spec, launch_seconds=0.0, h2d_bytes_per_second=1.0, d2h_bytes_per_second=1.0, host_adam_params_per_second=1.0, gpu_adam_params_per_second=1.0
     )
-    in_backward = place.terms.update == "in_backward"
+    in_backward = place.step_config.update == "in_backward"
     sums = dict.fromkeys(LANES, 0.0)
     updated = 0.0
-    for _, actions in compile_schedule(place, only_steps=True).step(place.terms.accumulate, in_backward):
+    for _, actions in compile_schedule(place, only_steps=True).step(place.step_config.accumulate, in_backward):
         for action in actions:
             lane = effect(place, action).lane
             amount = action_seconds(place, action, unit, lane)
@@ -188,30 +188,30 @@ def _result(
 ) -> Result:
     plan = engine.plan
     speed = Speed.of(bench.tokens, bench.steps, timed.window_seconds, timed.step_seconds)
-    best = limit(demand_of(engine.now.place, engine.device.spec), engine.device.spec)
+    best = limit(demand_of(engine.runtime.place, engine.device.spec), engine.device.spec)
     return Result(
         bench=bench, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command, machine=machine,
-        num_params=engine.graph.num_params, is_imaginary=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up,
+        num_params=engine.graph.num_params, is_simulated=engine.device.kind == "sim", speed=speed, memory=memory, start_up=start_up,
         plan=_promise(engine, memory), lanes=_lanes(timeline, speed.median_step_seconds), limit=best,
         limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
         losses_finite=all(loss - loss == 0.0 for loss in timed.losses), within_budget=_within_budget(bench, memory, plan.gpu_budget_bytes), rivals={},
     )  # fmt: skip
 
 
-def _promise(engine: Engine, memory: Memory) -> Promise:
-    plan, place = engine.plan, engine.now.place
-    estimate, residue = plan.estimate, plan.residue
+def _promise(engine: Engine, memory: Memory) -> Prediction:
+    plan, place = engine.plan, engine.runtime.place
+    estimate, process_overhead = plan.estimate, plan.process_overhead
     # Weights that live on the card alone come through the host one by one, among the homes of others and before all else of the plan.
     alone = [chunk for chunk in place.layout.chunks if not place.has_host_weights(chunk.index)]
     passing = max((chunk.nbytes * piece.numel // chunk.numel for chunk in alone for piece in chunk.pieces), default=0)
     homes = place.parts(place.host).get("home", 0)
     # Libraries are there by then if there was a trial run; with a trace from the cache they come with the first step.
-    loaded = residue.host_bytes if memory.gpu_trial_bytes else memory.host_before_bytes
-    return Promise(
+    loaded = process_overhead.host_bytes if memory.gpu_trial_bytes else memory.host_before_bytes
+    return Prediction(
         fingerprint=fingerprint(plan), summary=summary(plan), step_seconds=estimate.step_seconds, gpu_bytes=estimate.gpu_bytes,
-        gpu_reserved_bytes=int(estimate.gpu_bytes * (1 + engine.device.spec.allocator_share)) + residue.workspace_bytes,
+        gpu_reserved_bytes=int(estimate.gpu_bytes * (1 + engine.device.spec.allocator_share)) + process_overhead.workspace_bytes,
         gpu_budget_bytes=plan.gpu_budget_bytes, host_bytes=estimate.host_bytes,
-        host_process_bytes=max(estimate.host_bytes + residue.host_bytes, homes + passing + loaded),
+        host_process_bytes=max(estimate.host_bytes + process_overhead.host_bytes, homes + passing + loaded),
         provenance=plan.provenance, search=plan.search,
     )  # fmt: skip
 
@@ -226,7 +226,7 @@ def _within_budget(bench: Bench, memory: Memory, planned: int) -> bool:
 def _lanes(timeline: Timeline, step_seconds: float) -> Lanes:
     busy = {lane: seconds / TRACED_STEPS for lane, seconds in timeline.busy_seconds().items()}
     shares = {lane: seconds / step_seconds if step_seconds else 0.0 for lane, seconds in busy.items()}
-    return Lanes(num_steps=TRACED_STEPS, busy_seconds=busy, shares=shares, binds=max(shares, key=lambda lane: shares[lane]))
+    return Lanes(num_steps=TRACED_STEPS, busy_seconds=busy, shares=shares, bottleneck=max(shares, key=lambda lane: shares[lane]))
 
 
 def _machine(engine: Engine, version: str) -> Machine:

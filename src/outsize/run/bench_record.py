@@ -76,7 +76,7 @@ class StartUp:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Promise:
+class Prediction:
     """The plan, and what it said beforehand."""
 
     fingerprint: str
@@ -102,7 +102,7 @@ class Lanes:
     """Per lane and step."""
     shares: dict[str, float]
     """Of the time between steps (median)."""
-    binds: str
+    bottleneck: str
     """The busiest."""
 
 
@@ -118,7 +118,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rival:
+class Baseline:
     """The same shape in a plain loop."""
 
     speed: Speed | None
@@ -138,17 +138,17 @@ class Result:
     command: str
     machine: Machine
     num_params: int
-    is_imaginary: bool
+    is_simulated: bool
     """Its clock is the simulator's."""
     speed: Speed
     memory: Memory
     start_up: StartUp
-    plan: Promise
+    plan: Prediction
     lanes: Lanes
     limit: Limit
     limit_ratio: float
     """Median step over the limit."""
     losses_finite: bool
     within_budget: bool
-    rivals: dict[str, Rival]
+    rivals: dict[str, Baseline]
     """By name: `plain`, `checkpointed`."""

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from outsize.base.units import show_bytes, show_seconds
-from outsize.plan.render import BINDS
-from outsize.run.bench_record import Result, Rival
+from outsize.plan.render import BUSY_SHARE
+from outsize.run.bench_record import Baseline, Result
 
-IMAGINARY = "No GPU is used: a simulated one computes on the CPU. Seconds below are its clock's, which is imaginary; they say nothing about any machine."
+SIMULATED = "No GPU is used: a simulated one computes on the CPU. Seconds below are its clock's, which is simulated; they say nothing about any machine."
 _WORK = {"compute": "computing", "h2d": "copies to the GPU", "d2h": "copies to the host", "host": "host updates"}
 
 
@@ -30,7 +30,7 @@ def show(result: Result) -> str:
         f"start-up  build {show_seconds(start.build_seconds)}, prepare {show_seconds(start.prepare_seconds)}, "
         f"first step {show_seconds(start.first_step_seconds)}",
         f"lanes     {_lanes(result)}",
-        f"limit     {result.limit_ratio:.2f} × the limit of {show_seconds(result.limit.seconds)} ({result.limit.binds} {_bind(result.limit.binds)})",
+        f"limit     {result.limit_ratio:.2f} × the limit of {show_seconds(result.limit.seconds)} ({result.limit.bottleneck} {_bind(result.limit.bottleneck)})",
         f"plan      {plan.fingerprint}",
         *(f"{name:<9} {_rival(rival)}" for name, rival in result.rivals.items()),
     ]  # fmt: skip
@@ -49,7 +49,7 @@ def show_all(results: Sequence[Result]) -> str:
         cells.append((
             result.bench.model, f"{result.speed.tokens_per_second:,.0f}", show_seconds(result.speed.median_step_seconds),
             show_seconds(result.plan.step_seconds), show_bytes(peak) if peak is not None else "", show_bytes(result.memory.host_peak_bytes),
-            f"{result.memory.host_bytes_per_param:.3g}", f"{result.limit_ratio:.2f}", result.limit.binds,
+            f"{result.memory.host_bytes_per_param:.3g}", f"{result.limit_ratio:.2f}", result.limit.bottleneck,
         ))  # fmt: skip
     return "\n".join(_columns(cells))
 
@@ -60,16 +60,16 @@ def _head(result: Result) -> list[str]:
     clip = f", clipped at {bench.clip:g}" if bench.clip is not None else ""
     update = {"in_backward": "updated in backward", "after_step": "updated after the step"}[bench.update]
     under = f" under {bench.gpu_memory}" if bench.gpu_memory is not None else ""
-    imaginary = " (an imaginary clock)" if result.is_imaginary else ""
+    simulated = " (an simulated clock)" if result.is_simulated else ""
     size = f"{result.num_params / 1e9:.3g} B" if result.num_params >= 1e8 else f"{result.num_params / 1e6:.3g} M"
-    return [f"{bench.model}, {size} parameters, {bench.micro_batch} × {bench.seq} tokens{micro}, {update}{clip}, on {result.machine.device}{under}{imaginary}"]
+    return [f"{bench.model}, {size} parameters, {bench.micro_batch} × {bench.seq} tokens{micro}, {update}{clip}, on {result.machine.device}{under}{simulated}"]
 
 
 def _lanes(result: Result) -> str:
     lanes = result.lanes
     shares = ", ".join(f"{lane} {share:.0%}" for lane, share in lanes.shares.items())
-    most = lanes.shares[lanes.binds]
-    busiest = f"{_WORK.get(lanes.binds, lanes.binds)} {_bind(lanes.binds)}" if most >= BINDS else "no lane works all the time"
+    most = lanes.shares[lanes.bottleneck]
+    busiest = f"{_WORK.get(lanes.bottleneck, lanes.bottleneck)} {_bind(lanes.bottleneck)}" if most >= BUSY_SHARE else "no lane works all the time"
     return f"{shares} of a step; {busiest}"
 
 
@@ -77,11 +77,11 @@ def _bind(name: str) -> str:
     return "bind" if name in ("h2d", "d2h", "host") or name.startswith(("copies", "host updates")) else "binds"
 
 
-def _rival(rival: Rival) -> str:
+def _rival(rival: Baseline) -> str:
     if rival.speed is None:
         return rival.problem
     gpu = f", GPU peak {show_bytes(rival.gpu_peak_bytes)}" if rival.gpu_peak_bytes is not None else " on the CPU"
-    ours = f"ours has {rival.ratio:.2f} × its speed" if rival.ratio is not None else "not compared: our clock is imaginary"
+    ours = f"ours has {rival.ratio:.2f} × its speed" if rival.ratio is not None else "not compared: our clock is simulated"
     return f"{rival.speed.tokens_per_second:,.0f} tokens/s, {show_seconds(rival.speed.median_step_seconds)} a step{gpu}; {ours}"
 
 

@@ -1,6 +1,6 @@
 """`make train`: a whole run in about two minutes, without a download. A small Llama learns the text beside this file, byte by byte.
 
-First one plain PyTorch step is watched to see what it takes. Then `outsize train` runs with at most 40 % of that: on the GPU if there is one,
+First one plain PyTorch step is timing to see what it takes. Then `outsize train` runs with at most 40 % of that: on the GPU if there is one,
 else on `sim`, which computes on the CPU and refuses to go over its budget. The seed is fixed: the same losses, the same words at the end.
 What it writes can be kept: the folder holds the model, the data and the run.yaml of an ordinary run.
 """

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from outsize.base.errors import BadFile, ConfigError, tell
-from outsize.checkpoint.folder import MANIFEST, Draft, read_manifest, telling
+from outsize.checkpoint.folder import MANIFEST, StagedDir, os_errors_as_save_failed, read_manifest
 from outsize.checkpoint.model_files import is_weight_file
 from outsize.model.build import trainable_class
-from outsize.run.fit import first_line
+from outsize.run.compat_checks import first_line
 
 _OURS = {MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json", "run.json", "training_args.json"}
 _OURS |= {"optimizer.pt", "scheduler.pt", "outsize-checkpoint.md"}  # see integrations/plain.py
@@ -37,16 +37,16 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
         raise BadFile(tell(f"{source} has a model", "there is neither config.json nor an adapter", "Name a checkpoint, or the output_dir of a run"))
     if not any(path.suffix == ".safetensors" and path.name not in _OURS for path in source.iterdir()):
         raise BadFile(tell(f"{source} has weights (.safetensors)", "there are none", "Name a checkpoint, or the output_dir of a run"))
-    draft = Draft.into(target)
+    draft = StagedDir.into(target)
     try:
-        with telling(target):
+        with os_errors_as_save_failed(target):
             names = [path.name for path in source.iterdir() if path.is_file() and path.name not in _OURS and not path.name.startswith(".")]
             if merge:
                 _merge(source, draft.path, base)
                 names = [name for name in names if not name.startswith("adapter_") and name != "README.md"]
             for name in names:
                 shutil.copyfile(source / name, draft.path / name)
-        draft.publish_into(is_weight_file)
+        draft.commit_files(is_weight_file)
     except BaseException:
         draft.discard()
         raise

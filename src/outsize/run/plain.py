@@ -15,23 +15,23 @@ from torch import Tensor, nn
 from outsize.base.records import dumps, loads
 from outsize.compat import foreach_copy
 from outsize.hardware.host import peak_rss_bytes
-from outsize.run.bench_record import Bench, Rival, Speed
+from outsize.run.bench_record import Baseline, Bench, Speed
 from outsize.run.random_weights import random_batches, random_model
 from outsize.run.timing import Clock, time_steps
 
 KINDS = ("plain", "checkpointed")
 
 
-def run_rival(kind: str, bench: Bench) -> Rival:
+def run_rival(kind: str, bench: Bench) -> Baseline:
     """In a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rival.json"
         command = [sys.executable, "-m", "outsize.run.plain", kind, dumps(bench), str(out)]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if out.exists():
-            return loads(Rival, out.read_text(), where=str(out))
+            return loads(Baseline, out.read_text(), where=str(out))
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "it said nothing")
-    return Rival(speed=None, gpu_peak_bytes=None, gpu_reserved_bytes=None, host_peak_bytes=0, problem=f"exit code {done.returncode}: {last}")
+    return Baseline(speed=None, gpu_peak_bytes=None, gpu_reserved_bytes=None, host_peak_bytes=0, problem=f"exit code {done.returncode}: {last}")
 
 
 def main(kind: str, settings: str, out: str) -> None:
@@ -42,7 +42,7 @@ def main(kind: str, settings: str, out: str) -> None:
     except torch.OutOfMemoryError:
         problem = "out of GPU memory"
     has_gpu = bench.device.startswith("cuda")
-    rival = Rival(
+    rival = Baseline(
         speed=speed, problem=problem, gpu_peak_bytes=torch.accelerator.max_memory_allocated() if has_gpu else None,
         gpu_reserved_bytes=torch.accelerator.max_memory_reserved() if has_gpu else None, host_peak_bytes=peak_rss_bytes(),
     )  # fmt: skip

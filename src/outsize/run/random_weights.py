@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.model.build import trainable_class
-from outsize.model.weights import hollow
+from outsize.model.weights import unmaterialize
 from outsize.run.bench_record import Bench
 from outsize.run.shapes import shape_config
 from outsize.train.example import Images, example_batch
@@ -21,14 +21,14 @@ _DEVIATION = 0.02
 
 
 def random_model(shape: str, *, seq: int, seed: int = 0) -> tuple[nn.Module, "RandomWeights"]:
-    """A hollow bf16 model (its buffers are real) and the values of its parameters."""
+    """A unmaterialized bf16 model (its buffers are real) and the values of its parameters."""
     from accelerate import init_empty_weights
 
     config = shape_config(shape, seq=seq)
     with init_empty_weights(include_buffers=False):
         model = trainable_class(config)._from_config(config, dtype=torch.bfloat16).train()
     model.tie_weights()  # on its way to meta every tied parameter became two
-    return hollow(model), RandomWeights(seed)
+    return unmaterialize(model), RandomWeights(seed)
 
 
 def random_batches(model: Any, bench: Bench, *, number: int = 4) -> list[dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from outsize.profile.trace import ModelTrace
 from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import Showing
-from outsize.runtime.engine import Planned
+from outsize.runtime.engine import PlannedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Outcome:
     tokens_per_second: float
 
 
-def preview_run(config: RunConfig, console: Console) -> Planned:
+def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     """Plan and stop."""
     _show_notes(config, console)
     assembled = assemble(config)
@@ -56,7 +56,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         trainer.add_callback(showing)
         trainer.add_callback(interrupt)
         with interrupt.listening():
-            _show(engine.now.planned, console, assembled, half)
+            _show(engine.runtime.planned, console, assembled, half)
             if assembled.checkpoint is not None:
                 console.print(f"Going on from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
@@ -90,7 +90,7 @@ def _show_notes(config: RunConfig, console: Console) -> None:
         console.print(f"[yellow]note[/yellow] {note}", highlight=False)
 
 
-def _show(planned: Planned, console: Console, assembled: Assembled, half: ModelTrace | None) -> None:
+def _show(planned: PlannedModel, console: Console, assembled: Assembled, half: ModelTrace | None) -> None:
     """`half`: of batches half as long as those that the plan is for."""
     plan, graph, layout = planned.plan, planned.graph, planned.layout
     short = of_half_length(plan, graph, layout, half) if half is not None else ""

@@ -71,7 +71,7 @@ class ParameterAccess:
 
     def begin_pass(self) -> None:
         """Parameters are plain ones. Waits for the user's own work on their memory, if there was any."""
-        self.settle()
+        self.apply_user_writes()
         for param, plain, _ in self._managed:
             param.__class__ = plain
 
@@ -79,7 +79,7 @@ class ParameterAccess:
         for param, _, prepared in self._managed:
             param.__class__ = prepared
 
-    def settle(self) -> None:
+    def apply_user_writes(self) -> None:
         """Before the engine reads or writes weights: wait for the user's operators and bring what they wrote to every copy of a weight."""
         self._is_drained = False
         for name, (tensor, version) in self._exported.items():
@@ -116,7 +116,7 @@ class ParameterAccess:
     def loaded_weight(self, name: str) -> Tensor | None:
         """The parameter's own memory on the device if it holds its value now: a module that is called by itself has just loaded it."""
         index, store = self._store.place.layout.place[name][0], self._store
-        if index in self._touched or (store.place.streams(index) and store.owner[store.place.slots.slot_of[index]] != index):
+        if index in self._touched or (store.place.streams(index) and store.slot_contents[store.place.slots.slot_of[index]] != index):
             return None
         self.synchronize()
         return store.params[name].detach()

@@ -1,8 +1,8 @@
-"""Calibration: a few early steps are watched and held against the plan, lane by lane; what they show of the machine is for later plans.
+"""Calibration: a few early steps are timing and held against the plan, lane by lane; what they show of the machine is for later plans.
 
 Nobody asks for it and nothing waits for it: the lanes record their times as they go, and these are read one or more steps later, when they are there.
 Only steps that did what the plan counts with say something about it. An evaluation in between, another number of micro-batches, a second engine on
-the same device or a save: then the next steps are watched. Whoever records a timeline of their own goes before.
+the same device or a save: then the next steps are timing. Whoever records a timeline of their own goes before.
 """
 
 import weakref
@@ -35,7 +35,7 @@ _MARK = "step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watched:
+class StepTiming:
     """What a few steps took, in the mean."""
 
     first: int
@@ -43,7 +43,7 @@ class Watched:
     """Steps, counted as the engine counts them."""
     step_seconds: float
     busy_seconds: dict[str, float]
-    """Per lane and step. Without `compute` under a plan that has nobody tell of visits (Placement.is_plain)."""
+    """Per lane and step. Without `compute` under a plan that has nobody tell of calls (Placement.is_plain)."""
 
     def beside(self, plan: Plan) -> str:
         """One line for the log. Lanes that do nothing are left out."""
@@ -64,15 +64,15 @@ class Calibration:
     """Of one plan. The engine tells it of every step that was issued, and of every time the lanes ran empty."""
 
     def __init__(self, plan: Plan, executor: Executor, device: Device):
-        self.watched: Watched | None = None
+        self.timing: StepTiming | None = None
         # Not the executor itself: its tensors must go when the engine lets go of them.
-        self._plan, self._place, self._sees_visits, self._device = plan, executor.place, executor.sees_visits, device
+        self._plan, self._place, self._sees_calls, self._device = plan, executor.place, executor.sees_calls, device
         self._planned = Counter(_planned_actions(executor) * WATCHED)
         self._num_steps = 0
         self._warm = 0
         """Steps since the lanes were last empty."""
         self._timeline: Timeline | None = None
-        """Open while steps are watched; after that until it is read."""
+        """Open while steps are timing; after that until it is read."""
         self._stop: Callable[[], object] = lambda: None
         """Ends the recording, also when the engine is dropped without a word."""
         self._last = 0
@@ -86,8 +86,8 @@ class Calibration:
             if self._warm == WARM_UP + WATCHED:
                 self._stop()
                 self._last = number
-        self.look()
-        if self.watched is None and self._timeline is None and self._num_steps < GIVE_UP:
+        self.poll()
+        if self.timing is None and self._timeline is None and self._num_steps < GIVE_UP:
             self._start()
 
     def _start(self) -> None:
@@ -102,9 +102,9 @@ class Calibration:
     def _mark(self) -> None:
         self._device.submit("compute", lambda: None, waits=(), reads=(), writes=(), seconds=0.0, name=_MARK)
 
-    def interrupted(self) -> None:
+    def reset(self) -> None:
         """The lanes ran empty, or a forward without a step came between: a step that this happened in is not like others."""
-        self.look()
+        self.poll()
         self._stop()
         self._timeline = None
         self._warm = 0
@@ -112,11 +112,11 @@ class Calibration:
     def end(self) -> None:
         """Nothing more will come under this plan, and the lanes are empty."""
         self._stop()
-        self.look()
+        self.poll()
         self._timeline = None
 
-    def look(self) -> None:
-        """Read what was watched, if the device is done with it. Never waits."""
+    def poll(self) -> None:
+        """Read what was timing, if the device is done with it. Never waits."""
         if self._timeline is None or self._timeline.is_open or not self._timeline.collect():
             return
         spans, self._timeline = self._timeline.spans, None
@@ -127,11 +127,11 @@ class Calibration:
             return
         seconds = marks[-1] - marks[0]
         busy = {str(lane): sum(span.end - span.start for span in spans if span.lane == lane) / WATCHED for lane in LANES}
-        if not self._sees_visits:
+        if not self._sees_calls:
             del busy["compute"]
-        self.watched = Watched(first=self._last - WATCHED + 1, last=self._last, step_seconds=seconds / WATCHED, busy_seconds=busy)
-        log.info("%s", self.watched.beside(self._plan))
-        self._device.learn_rates(self._rates(spans, seconds))
+        self.timing = StepTiming(first=self._last - WATCHED + 1, last=self._last, step_seconds=seconds / WATCHED, busy_seconds=busy)
+        log.info("%s", self.timing.beside(self._plan))
+        self._device.save_rates(self._rates(spans, seconds))
 
     def _rates(self, spans: Iterable[Span], seconds: float) -> dict[str, float]:
         """The rates with which the plan's arithmetic gives the seconds that lanes really worked, of lanes that worked enough to say."""
@@ -149,6 +149,6 @@ class Calibration:
 
 def _planned_actions(executor: Executor) -> list[str]:
     """What one step issues, as far as the device sees it."""
-    terms = executor.place.terms
-    segments = executor.schedule.step(terms.accumulate, terms.update == "in_backward")
-    return [str(action) for _, actions in segments for action in actions if executor.sees_visits or action.kind == "U"]
+    step_config = executor.place.step_config
+    segments = executor.schedule.step(step_config.accumulate, step_config.update == "in_backward")
+    return [str(action) for _, actions in segments for action in actions if executor.sees_calls or action.kind == "U"]

@@ -9,17 +9,17 @@ from torch import nn
 
 from outsize.base.errors import EngineMisuse, tell
 from outsize.base.log import log
-from outsize.checkpoint.folder import Draft
+from outsize.checkpoint.folder import StagedDir
 from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
-from outsize.runtime.attached import Holder
 from outsize.runtime.contents import Contents, add_state, chunks_on_host, describe, is_adapted, needed, saved_buffers, weights_of
 from outsize.runtime.loading import Checkpoint
 from outsize.runtime.optimizer import EngineOptimizer
+from outsize.runtime.plan_runtime import RuntimeHolder
 from outsize.runtime.saving import Saving
 
 
 class Checkpoints:
-    def __init__(self, model: nn.Module, holder: Holder, optimizer: EngineOptimizer):
+    def __init__(self, model: nn.Module, holder: RuntimeHolder, optimizer: EngineOptimizer):
         self._model, self._holder, self._optimizer = model, holder, optimizer
         self._saving: Saving | None = None
         """A save in the background."""
@@ -31,11 +31,11 @@ class Checkpoints:
         then: Callable[[], None] | None,
     ) -> None:  # fmt: skip
         self.raise_if_failed()
-        now = self._holder.now
+        now = self._holder.runtime
         contents, files = self._model_contents()
         add_state(contents, self._model, now, only_model=only_model)
         facts = describe(now, self._optimizer.param_groups, contents, num_steps, only_model=only_model)
-        saving = Saving(Draft.of(place, replace=replace), contents, later=chunks_on_host(now) if background else set())
+        saving = Saving(StagedDir.of(place, replace=replace), contents, later=chunks_on_host(now) if background else set())
         with saving.writing() as folder:
             self._write_configs(folder, files)
             if extra is not None:
@@ -59,7 +59,7 @@ class Checkpoints:
     def _forget(self) -> None:
         self._saving = None
         if self._holder.attached is not None:
-            self._holder.now.updates.wait_written = lambda index: None
+            self._holder.runtime.updates.wait_written = lambda index: None
 
     def raise_if_failed(self) -> None:
         """Of a save in the background, without waiting for one that is on its way; or of a load."""
@@ -71,7 +71,7 @@ class Checkpoints:
 
     def load(self, folder: Path, *, only_model: bool) -> int:
         """Returns how many steps it had made."""
-        now, buffers = self._holder.now, saved_buffers(self._model)
+        now, buffers = self._holder.runtime, saved_buffers(self._model)
         with contextlib.closing(Checkpoint(folder)) as checkpoint:
             checkpoint.require_values(needed(self._model, now), {**now.store.params, **buffers})
             if not only_model:
@@ -89,23 +89,23 @@ class Checkpoints:
     def export(self, place: Path, *, tokenizer: Any) -> None:
         self.raise_if_failed()
         contents, files = self._model_contents()
-        saving = Saving(Draft.into(place), contents, later=set())
+        saving = Saving(StagedDir.into(place), contents, later=set())
         with saving.writing() as folder:
             self._write_configs(folder, files)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         # An adapter may be put beside its base, whose weights stay.
-        saving.write(lambda draft: draft.publish_into(is_weight_file) if files is not None else draft.publish_into())
+        saving.write(lambda draft: draft.commit_files(is_weight_file) if files is not None else draft.commit_files())
 
     def _model_contents(self) -> tuple[Contents, ModelFiles | None]:
         """Of a PEFT model: nothing, since PEFT writes its adapter itself."""
         if is_adapted(self._model):
             return Contents(), None
         files = model_files(self._model)
-        return weights_of(self._model, self._holder.now, files), files
+        return weights_of(self._model, self._holder.runtime, files), files
 
     def _write_configs(self, folder: Path, files: ModelFiles | None) -> None:
-        with self._holder.now.patches.caches_as_given():
+        with self._holder.runtime.patches.caches_as_given():
             if files is None:
                 self._model.save_pretrained(folder)  # type: ignore[operator]
             else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.model_files import ModelFiles, Recipe
 from outsize.model.tensorfile import Spec
-from outsize.runtime.attached import Attached
+from outsize.runtime.plan_runtime import PlanRuntime
 
 STATE = "state.safetensors"
 ANY_CHUNK = -1
@@ -62,7 +62,7 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def weights_of(model: nn.Module, now: Attached, files: ModelFiles) -> Contents:
+def weights_of(model: nn.Module, now: PlanRuntime, files: ModelFiles) -> Contents:
     contents = Contents()
     store, place = now.store, now.place.layout.place
     first = {id(tensor): name for name, tensor in (*store.params.items(), *model.named_buffers())}
@@ -100,7 +100,7 @@ class _Made:
         return self._tensors.pop(key)
 
 
-def add_state(contents: Contents, model: nn.Module, now: Attached, *, only_model: bool) -> None:
+def add_state(contents: Contents, model: nn.Module, now: PlanRuntime, *, only_model: bool) -> None:
     """The optimizer's state, and values that the model's files do not hold as they are: converted ones, and what trains in a PEFT model."""
     store, place = now.store, now.place.layout.place
     for name in now.updates.steps if not only_model else ():
@@ -114,18 +114,18 @@ def add_state(contents: Contents, model: nn.Module, now: Attached, *, only_model
             contents.add(place[name][0] if name in store.params else ANY_CHUNK, *contents.values[name], Spec.of(view), view.detach)
 
 
-def needed(model: nn.Module, now: Attached) -> set[str]:
+def needed(model: nn.Module, now: PlanRuntime) -> set[str]:
     """Parameters and buffers that a checkpoint must hold. What is frozen in a PEFT model is its base's."""
     return set(now.updates.steps) if is_adapted(model) else now.store.params.keys() | saved_buffers(model).keys()
 
 
-def chunks_on_host(now: Attached) -> set[int]:
+def chunks_on_host(now: PlanRuntime) -> set[int]:
     """Chunks whose weights and state are in host memory: a thread may write them while the device computes."""
     place = now.place
     return {c.index for c in place.layout.chunks if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))}
 
 
-def describe(now: Attached, groups: list[dict[str, Any]], contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
+def describe(now: PlanRuntime, groups: list[dict[str, Any]], contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
     """The manifest's part about the model."""
     kept = [{**{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}, "names": group["param_names"]} for group in groups]
     return {

@@ -24,29 +24,29 @@ from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import named_tensors
 from outsize.model.weights import Weights, convert, is_finite
-from outsize.plan.plan import Plan, Terms
+from outsize.plan.plan import Plan, StepConfig
 from outsize.runtime import process_hooks
-from outsize.runtime.attached import Attached, Holder, Planned
 from outsize.runtime.calibration import Calibration
 from outsize.runtime.checkpoints import Checkpoints
 from outsize.runtime.executor import Stage
 from outsize.runtime.optimizer import AdamW, EngineOptimizer, require_valid_groups
-from outsize.runtime.passes import Passes
+from outsize.runtime.plan_runtime import PlannedModel, PlanRuntime, RuntimeHolder
 from outsize.runtime.report import StepReport
 from outsize.runtime.retry import with_retries
 from outsize.runtime.steps import Steps
+from outsize.runtime.training_hooks import TrainingHooks
 
 T = TypeVar("T")
-Planner = Callable[[nn.Module, Any, Terms], Planned]
+Planner = Callable[[nn.Module, Any, StepConfig], PlannedModel]
 """Plans a model on the CPU for a batch: profile, search, check. Given by train/build.py; runtime and planner never meet."""
 
 
 class Engine:
     def __init__(
-        self, model: nn.Module, layers: tuple[Layer, ...], planned: Planned, *, device: Device, optimizer: AdamW, planner: Planner,
+        self, model: nn.Module, layers: tuple[Layer, ...], planned: PlannedModel, *, device: Device, optimizer: AdamW, planner: Planner,
         weights: Weights | None = None, given_dtypes: Mapping[str, torch.dtype] | None = None, takes_all_memory: bool = False,
     ):  # fmt: skip
-        """`weights`: where the values of hollow parameters are read from, once, into their homes. `given_dtypes`: see `detach`. `takes_all_memory`: no
+        """`weights`: where the values of unmaterialized parameters are read from, once, into their homes. `given_dtypes`: see `detach`. `takes_all_memory`: no
         gpu_memory was given."""
         self.given_dtypes = dict(given_dtypes or {})
         """Of parameters that are trained in another dtype than the model came with, by name."""
@@ -55,9 +55,9 @@ class Engine:
         self.optimizer.close_groups()
         self._planner = planner
         self._names = positional_names(model)
-        self._holder = Holder()
+        self._holder = RuntimeHolder()
         self._steps = Steps(optimizer, self._holder, self.drain)
-        self._passes = Passes(model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.interrupted())
+        self._hooks = TrainingHooks(model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.reset())
         self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
         self._started = time.perf_counter()
         # An engine that is dropped without detach() frees its memory, and the device takes back its budget.
@@ -67,10 +67,10 @@ class Engine:
 
     # Life.
 
-    def _attach(self, planned: Planned, weights: Weights | None = None, *, check_finite: bool = False) -> None:
+    def _attach(self, planned: PlannedModel, weights: Weights | None = None, *, check_finite: bool = False) -> None:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
-            self._holder.attached = Attached(
+            self._holder.attached = PlanRuntime(
                 planned, self.model, self.device, self.optimizer, weights, update_chunk=self._steps.update_work,
                 drain=self._drain_before_read, before_write=self.finish_saving, before_grad=self._steps.before_grad_access, zero_grad=self.zero_grad,
                 check_finite=check_finite,
@@ -78,8 +78,8 @@ class Engine:
         except BaseException:
             self.device.close(id(self))
             raise
-        self._calibration = Calibration(self.plan, self.now.executor, self.device)
-        self._passes.attach()
+        self._calibration = Calibration(self.plan, self.runtime.executor, self.device)
+        self._hooks.attach()
         process_hooks.install(self)
 
     def _release(self) -> dict[str, dict[str, Tensor]]:
@@ -88,10 +88,10 @@ class Engine:
         self.drain()
         self._calibration.end()
         with self.device.on_host():
-            state = {name: self.now.updates.state_to_keep(name) for name in self.now.updates.steps}
+            state = {name: self.runtime.updates.state_to_keep(name) for name in self.runtime.updates.steps}
         process_hooks.uninstall(self)
-        self._passes.detach()
-        self.now.release()
+        self._hooks.detach()
+        self.runtime.release()
         self._holder.attached = None
         self.device.close(id(self))
         return state
@@ -123,55 +123,55 @@ class Engine:
         self._holder.ended = reason
 
     def close(self) -> None:
-        """End the engine without giving the model back: its parameters are hollow after this, and all memory is free. For the end of a run."""
+        """End the engine without giving the model back: its parameters are unmaterialized after this, and all memory is free. For the end of a run."""
         try:
             self.finish_saving()
             self.drain()
         finally:
             self._calibration.end()
-            if self.now.executor.stage is not Stage.IDLE:
-                self._passes.roll_back()
+            if self.runtime.executor.stage is not Stage.IDLE:
+                self._hooks.roll_back()
             process_hooks.uninstall(self)
-            self._passes.detach()
-            self.now.release(keep=False)
+            self._hooks.detach()
+            self.runtime.release(keep=False)
             convert(self.model, self.given_dtypes)
             self._holder.attached = None
             self.device.close(id(self))
 
     @property
-    def now(self) -> Attached:
+    def runtime(self) -> PlanRuntime:
         """Everything that exists under the present plan."""
-        return self._holder.now
+        return self._holder.runtime
 
     @property
     def plan(self) -> Plan:
-        return self.now.plan
+        return self.runtime.plan
 
     @property
     def graph(self) -> BlockGraph:
-        return self.now.planned.graph
+        return self.runtime.planned.graph
 
     @property
     def layout(self) -> ChunkLayout:
-        return self.now.planned.layout
+        return self.runtime.planned.layout
 
     # Steps. `engine.optimizer` is their usual door.
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Declare that the backward inside is followed by `step()`: chunks may be updated as soon as their gradient has landed."""
+        """Declare that the backward inside is followed by `step()`: chunks may be updated as soon as their gradient has accumulated."""
         return self._steps.last_backward()
 
     def step(self) -> None:
         self._checkpoints.raise_if_failed()
-        self._passes.settle()
+        self._hooks.end_forward()
         self._steps.require_usable()
         self._steps.require_whole("step")
         self._require_idle("step")
         require_valid_groups(self.optimizer.param_groups)
-        self.now.access.settle()
+        self.runtime.access.apply_user_writes()
         self._steps.step()
         if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":
-            self.now.drop_guard()
+            self.runtime.drop_guard()
         self._calibration.step_made(self.num_steps)
 
     def retrying(self, work: Callable[[], T], batch: Any) -> T:
@@ -189,33 +189,33 @@ class Engine:
 
     def backward_failed(self) -> None:
         """A backward raised: if it was this model's, roll it back, so that what is read next is right."""
-        if self._holder.attached is not None and self.now.executor.stage is Stage.BACKWARD:
-            self._passes.check_profile()
-            self._passes.roll_back()
+        if self._holder.attached is not None and self.runtime.executor.stage is Stage.BACKWARD:
+            self._hooks.check_profile()
+            self._hooks.roll_back()
 
     def forget_pass(self) -> None:
         """Roll back a pass that broke off. Weights and optimizer are as before it; sums of gradients are not, if its backward had begun."""
-        if self.now.executor.stage is not Stage.IDLE:
-            self._passes.roll_back()
+        if self.runtime.executor.stage is not Stage.IDLE:
+            self._hooks.roll_back()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard pending gradients, or make them zero. Never waits."""
-        if self.now.executor.stage is Stage.BACKWARD:
-            self._passes.roll_back()
+        if self.runtime.executor.stage is Stage.BACKWARD:
+            self._hooks.roll_back()
         self._steps.require_confirmed("zero_grad() was called before it")
         self._steps.forget_clipping()
-        self.now.gradients.discard(to_zero=not set_to_none)
+        self.runtime.gradients.discard(to_zero=not set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the coming step's gradients, as torch.nn.utils.clip_grad_norm_ does for a plain model. Returns the norm."""
-        self._passes.settle()
+        self._hooks.end_forward()
         self._steps.require_whole("clip_grad_norm_")
         return self._steps.clip(max_norm)
 
     @property
     def grad_norm(self) -> Tensor:
         """The global gradient norm of the last step, before clipping: a float64 scalar on the device. No synchronisation."""
-        return self.now.gradients.total.detach().clone()
+        return self.runtime.gradients.total.detach().clone()
 
     @property
     def num_steps(self) -> int:
@@ -226,11 +226,11 @@ class Engine:
         return self._steps.num_skipped
 
     def report(self) -> StepReport:
-        """Where a run stands. Never waits; steps that were watched are in it once the device is done with them."""
-        self._calibration.look()
+        """Where a run stands. Never waits; steps that were timing are in it once the device is done with them."""
+        self._calibration.poll()
         seconds = time.perf_counter() - self._started
         return StepReport.of(
-            self.plan, self.device, self._calibration.watched, num_steps=self.num_steps, seconds=seconds, slow_kernels=self.now.updates.slow_kernels()
+            self.plan, self.device, self._calibration.timing, num_steps=self.num_steps, seconds=seconds, slow_kernels=self.runtime.updates.slow_kernels()
         )
 
     # Reading and writing.
@@ -240,7 +240,7 @@ class Engine:
         try:
             self.device.synchronize()
         finally:
-            self._calibration.interrupted()
+            self._calibration.reset()
 
     def _drain_before_read(self) -> None:
         self.drain()
@@ -252,7 +252,7 @@ class Engine:
         self._require_idle("gathered")
         self.finish_saving()
         self.drain()
-        store = self.now.store
+        store = self.runtime.store
         with torch.no_grad(), self.device.on_host():
             values = {name: store.read(name).cpu().clone() for name in names or store.params}
         given = {name: (value, value._version) for name, value in values.items()}
@@ -266,33 +266,33 @@ class Engine:
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         self.drain()
-        return self.now.updates.state(name) if name in self.now.updates.steps else {"step": torch.tensor(0.0)}
+        return self.runtime.updates.state(name) if name in self.runtime.updates.steps else {"step": torch.tensor(0.0)}
 
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.finish_saving()
         self._drain_before_load()
-        if name not in self.now.updates.steps:
+        if name not in self.runtime.updates.steps:
             if float(state["step"]):
                 raise EngineMisuse(f"{name}: it was frozen when the model was prepared. Prepare the model with it unfrozen, then load its optimizer state.")
             return
-        missing = self.now.store.state_views(name).keys() - state.keys()
+        missing = self.runtime.store.state_views(name).keys() - state.keys()
         if missing and float(state["step"]):
             raise EngineMisuse(tell(f"the state of {name} has {', '.join(sorted(missing))}", "it is missing", "Load a state that outsize saved"))
-        self.now.updates.load_state(name, {**{key: torch.zeros(()) for key in missing}, **state})
+        self.runtime.updates.load_state(name, {**{key: torch.zeros(()) for key in missing}, **state})
 
     def _drain_before_load(self) -> None:
         # An update that failed is no reason not to load: that is what its error asks for.
         with suppress(UpdateFailed):
             self.drain()
-        self.now.executor.drained()
+        self.runtime.executor.drained()
 
     def state_was_loaded(self) -> None:
         """The optimizer's state was loaded: a run that broke off in an update may go on from it. Load the weights first."""
-        self.now.gradients.discard()
+        self.runtime.gradients.discard()
         self._steps.state_was_loaded()
 
     def _require_idle(self, verb: str) -> None:
-        stage = self._passes.settle()
+        stage = self._hooks.end_forward()
         if stage is not Stage.IDLE:
             raise EngineMisuse(tell(f"{verb} comes between steps", f"the engine is {stage.value}", "Finish the backward first, or drop its outputs"))
 
@@ -346,13 +346,13 @@ class Engine:
         self._steps.require_usable()
         self._steps.require_whole(verb)
         self._steps.require_confirmed(f"{verb}() was called before it")
-        if self.now.gradients.waiting:
+        if self.runtime.gradients.waiting:
             raise EngineMisuse(tell(f"{verb}() comes between steps", "gradients wait for a step", "Call it after step(), or drop them with zero_grad()"))
         self.finish_saving()
         self.drain()
 
     def name_of(self, param: nn.Parameter) -> str | None:
-        return next((name for name, own in self.now.store.params.items() if own is param), None)
+        return next((name for name, own in self.runtime.store.params.items() if own is param), None)
 
     # Another batch than planned, or other parameters.
 
@@ -360,16 +360,16 @@ class Engine:
         """Re-plan before a batch that the plan does not hold for (see [Note: When a batch fits] in model/batch.py), and when parameters were unfrozen."""
         call = Call(args, kwargs)
         arguments = arguments_of(call, self._names)
-        _require_something(arguments)
-        unfrozen = self.now.unfrozen()
+        _require_nonempty(arguments)
+        unfrozen = self.runtime.unfrozen()
         if unfrozen:
             self._require_trainable(unfrozen)
             log.info("%s and %d more parameters were unfrozen: planning again", unfrozen[0], len(unfrozen) - 1)
-            self.replan(call, self.plan.terms)
-        elif not fits(self.now.planned.calls(self._names), arguments):
+            self.replan(call, self.plan.step_config)
+        elif not fits(self.runtime.planned.signatures(self._names), arguments):
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(arguments)}
             log.info("the plan for %s does not hold for a batch of %s: planning again", self.plan.inputs, shapes)
-            self.replan(call, self.plan.terms)
+            self.replan(call, self.plan.step_config)
 
     def _require_trainable(self, names: list[str]) -> None:
         for name in names:
@@ -379,32 +379,32 @@ class Engine:
                     "Call engine.detach() and prepare the model again."
                 )
 
-    def replan(self, batch: Any, terms: Terms) -> None:
+    def replan(self, batch: Any, step_config: StepConfig) -> None:
         """Plan again for a batch, or a call of the model, and go on from the same state. If nothing fits, the old plan stays and PlanInfeasible says so."""
         self._require_idle("replan")
-        old = self.now.planned
+        old = self.runtime.planned
         self.drain()
-        gradients = self.now.gradients
+        gradients = self.runtime.gradients
         self._steps.apply_clipping()
         gradients.make_zeros()
         gradients.pull_assigned()
         with self.device.on_host():
-            pending = {name: gradients.pending(name).detach().cpu().clone() for name in gradients.landed}
+            pending = {name: gradients.pending(name).detach().cpu().clone() for name in gradients.accumulated}
             total, was = gradients.total.detach().cpu().clone(), (gradients.broken, gradients.is_applied, gradients.is_consumed)
         state = self._release()
         planned = old
         with _requiring_grad(self.model, set(self.optimizer.names)):
             try:
-                made = self._planner(self.model, batch, terms)
+                made = self._planner(self.model, batch, step_config)
                 self.optimizer.join_groups(self.model.named_parameters())
                 planned = made
             finally:
                 self._attach(planned)
                 for name, values in state.items():
-                    self.now.updates.load_state(name, values)
-                self.now.gradients.restore(pending)
-                self.now.gradients.total.copy_(total)
-                self.now.gradients.broken, self.now.gradients.is_applied, self.now.gradients.is_consumed = was
+                    self.runtime.updates.load_state(name, values)
+                self.runtime.gradients.restore(pending)
+                self.runtime.gradients.total.copy_(total)
+                self.runtime.gradients.broken, self.runtime.gradients.is_applied, self.runtime.gradients.is_consumed = was
 
 
 @contextmanager
@@ -420,7 +420,7 @@ def _requiring_grad(model: nn.Module, names: set[str]) -> Iterator[None]:
             param.requires_grad_(False)
 
 
-def _require_something(arguments: dict[str, Any]) -> None:
+def _require_nonempty(arguments: dict[str, Any]) -> None:
     """Models break off in many ways at a batch of nothing. Beside text, anything may be missing: the boxes of a page, the images of a row."""
     given = {name: tensor for name, tensor in named_tensors(arguments) if tensor.dim()}
     batch = {"input_ids": given["input_ids"]} if "input_ids" in given else given

@@ -1,11 +1,11 @@
 """Executor: walks the schedule with tensors.
 
-The model's course says which visit opens; everything the schedule lists before it is issued first, in order, on the device's lanes. What to wait
+The model's tracker says which call opens; everything the schedule lists before it is issued first, in order, on the device's lanes. What to wait
 for comes from Hazards alone. A forward may leave blocks out (images that a batch has not, a layer that is dropped), and a backward those that no gradient
 reaches: their loads are made, what they would have sent or computed is passed over. A model that runs others, or in another order, stops here, both named.
 Forwards without grad are not in the schedule: they load what they need when they need it.
 
-Under a plain plan (Placement.is_plain) nothing must be issued between visits, so nobody tells of them: the model runs as it would without an engine,
+Under a plain plan (Placement.is_plain) nothing must be issued between calls, so nobody tells of them: the model runs as it would without an engine,
 and the updates of a declared backward come at its end. A device that finds races wants to see them all the same.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.activation.parcel import Parcel
+from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.base.errors import EngineMisuse, OrderMismatch, tell
 from outsize.base.units import show_bytes
 from outsize.device.device import Device, Event
@@ -35,8 +35,8 @@ class Stage(Enum):
     BACKWARD = "in backward"
 
 
-ALL_VISITS = -1
-"""Of a pass whose visits nobody tells apart."""
+ALL_CALLS = -1
+"""Of a pass whose calls nobody tells apart."""
 
 
 class Executor:
@@ -44,10 +44,10 @@ class Executor:
         """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed."""
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.hazards = Hazards()
-        self.sees_visits = not place.is_plain or device.finds_races
+        self.sees_calls = not place.is_plain or device.finds_races
         self.stage = Stage.IDLE
-        self.current_visit: int | None = None
-        """The visit whose forward or backward is open; ALL_VISITS where they are not seen."""
+        self.current_call: int | None = None
+        """The call whose forward or backward is open; ALL_CALLS where they are not seen."""
         self.issued: list[str] = []
         """What was issued since the last forward began, as text."""
         self._update_chunk = update_chunk
@@ -56,15 +56,15 @@ class Executor:
         self._next = 0
         self._updating = False
         self._open: tuple[Effect, float] | None = None
-        self._bare = frozenset(place.graph.bare) - {0}
+        self._reads_outside_module = frozenset(place.graph.reads_outside_module) - {0}
         self._left_out: set[int] = set()
-        """Visits that this forward, or its backward, has passed over."""
+        """Calls that this forward, or its backward, has passed over."""
         self._without_grad: set[int] = set()
-        """Visits that ran without grad in this forward, though the plan has a backward for them."""
-        self._parcels: dict[int, Parcel] = {}
+        """Calls that ran without grad in this forward, though the plan has a backward for them."""
+        self._offloaded: dict[int, OffloadedTensors] = {}
         self._known: dict[tuple[Action, bool], tuple[Effect, float]] = {}
 
-    # Training passes, driven by the model's course.
+    # Training passes, driven by the model's tracker.
 
     def begin_forward(self) -> None:
         self.stage, self._queue, self._next, self._updating = Stage.FORWARD, self.schedule.forward, 0, False
@@ -72,14 +72,14 @@ class Executor:
         self._left_out.clear()
         self._without_grad.clear()
 
-    def enter_forward(self, visit: int, layer: str | None) -> None:
+    def enter_forward(self, call: int, layer: str | None) -> None:
         """`layer`: the name of the layer that opens, None for a region."""
         graph = self.place.graph
-        if self.sees_visits:
-            planned = graph.blocks[graph.visits[visit]] if visit < len(graph.visits) else None
+        if self.sees_calls:
+            planned = graph.blocks[graph.calls[call]] if call < len(graph.calls) else None
             if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
-                raise self._mismatch(Action("F", visit) if planned is not None else None, f"ran {layer or 'past its last layer'}")
-        self._advance_to(Action("F", visit))
+                raise self._mismatch(Action("F", call) if planned is not None else None, f"ran {layer or 'past its last layer'}")
+        self._advance_to(Action("F", call))
 
     def end_forward(self) -> None:
         self._finish_segment("forward")
@@ -87,34 +87,34 @@ class Executor:
         self.stage = Stage.WAITING
 
     def _require_landings(self) -> None:
-        """A gradient waits in its stage from the visit that the plan has it land in: one that comes earlier would overwrite another's."""
+        """A gradient waits in its stage from the call that the plan has it land in: one that comes earlier would overwrite another's."""
         graph = self.place.graph
-        for visit in self._left_out:
-            for piece in (piece for chunk in self.place.landing_at.get(visit, ()) for piece in self.place.chunk(chunk).pieces):
+        for call in self._left_out:
+            for piece in (piece for chunk in self.place.grads_completed_by.get(call, ()) for piece in self.place.chunk(chunk).pieces):
                 ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
                 if ran and graph.param[piece.name].trainable:
-                    found = f"the model left that out and ran {graph.visit_name(ran[0])}"
+                    found = f"the model left that out and ran {graph.call_name(ran[0])}"
                     do = "Prepare it with a batch that takes this way, or have it leave out neither"
-                    raise OrderMismatch(tell(f"the gradient of {piece.name}, which several blocks use, is complete with {graph.visit_name(visit)}", found, do))
+                    raise OrderMismatch(tell(f"the gradient of {piece.name}, which several blocks use, is complete with {graph.call_name(call)}", found, do))
 
-    def parcel(self, visit: int) -> Parcel:
-        """A fresh parcel for the activations of a visit."""
-        self._parcels[visit] = Parcel()
-        return self._parcels[visit]
+    def offloaded(self, call: int) -> OffloadedTensors:
+        """A fresh offloaded for the activations of a call."""
+        self._offloaded[call] = OffloadedTensors()
+        return self._offloaded[call]
 
-    def runs_without_grad(self, visit: int) -> None:
-        """This time the visit saves no activations, and sends none."""
-        self._without_grad.add(visit)
+    def runs_without_grad(self, call: int) -> None:
+        """This time the call saves no activations, and sends none."""
+        self._without_grad.add(call)
 
     def begin_backward(self, *, pending: bool, update: bool) -> None:
         self.stage, self._queue, self._next, self._updating = Stage.BACKWARD, self.schedule.backward[backward_key(pending=pending, update=update)], 0, update
 
-    def enter_backward(self, visit: int) -> None:
-        self._advance_to(Action("B", visit))
+    def enter_backward(self, call: int) -> None:
+        self._advance_to(Action("B", call))
 
     def end_backward(self) -> None:
         self._finish_segment("backward")
-        self._parcels.clear()
+        self._offloaded.clear()
         self.stage = Stage.IDLE
 
     def update(self) -> None:
@@ -130,15 +130,15 @@ class Executor:
             # Activations may still be on their way to the host: their memory must not be reused under the copy.
             self.device.synchronize()
         finally:
-            self._parcels.clear()
-            self.stage, self.current_visit = Stage.IDLE, None
+            self._offloaded.clear()
+            self.stage, self.current_call = Stage.IDLE, None
 
     # Forwards outside the schedule.
 
     def ensure(self, chunks: tuple[int, ...]) -> None:
         """Have these chunks on the device for what computes next."""
         for chunk in chunks:
-            if self.place.streams(chunk) and self.store.owner[self.place.slots.slot_of[chunk]] != chunk:
+            if self.place.streams(chunk) and self.store.slot_contents[self.place.slots.slot_of[chunk]] != chunk:
                 self._issue(Action("L", chunk))
 
     def enter_unscheduled(self, chunks: tuple[int, ...]) -> None:
@@ -153,24 +153,24 @@ class Executor:
     # Walking.
 
     def _advance_to(self, action: Action) -> None:
-        if not self.sees_visits:
-            self.current_visit = ALL_VISITS
+        if not self.sees_calls:
+            self.current_call = ALL_CALLS
             return
         self._close_open()
         expected = first = self._walk_to(action.kind)
         if expected != action and action in self._queue[self._next :]:
             while expected is not None and expected != action:
-                self._leave_out(expected, f"ran {action} ({self.place.graph.visit_name(action.index)})")
+                self._leave_out(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
                 expected = self._walk_to(action.kind)
-            if action.kind == "F" and action.index in self._bare and not self._is_layer(action.index):
-                raise self._mismatch(first, f"ran {action} ({self.place.graph.visit_name(action.index)}), and part of that perhaps before")
+            if action.kind == "F" and action.index in self._reads_outside_module and not self._is_layer(action.index):
+                raise self._mismatch(first, f"ran {action} ({self.place.graph.call_name(action.index)}), and part of that perhaps before")
         if expected != action:
-            raise self._mismatch(expected, f"ran {action} ({self.place.graph.visit_name(action.index)})")
+            raise self._mismatch(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
         self._next += 1
         if action.kind == "B":
             # A forward without grad may have passed through the slots since.
             self.ensure(self.place.layout.used_by(action.index))
-        self.current_visit = action.index
+        self.current_call = action.index
         self.issued.append(str(action))
         self._begin(*self._effect(action), str(action))
 
@@ -178,7 +178,7 @@ class Executor:
         """Issue what comes before the next action of this kind, without what is left out. None at the end of the segment."""
         while self._next < len(self._queue):
             action = self._queue[self._next]
-            is_left_out = (action.kind in "FBSRP" and action.index in self._left_out) or (action.kind in "SRP" and self._saved_nothing(action.index))
+            is_left_out = (action.kind in "FBSRP" and action.index in self._left_out) or (action.kind in "SRP" and self._has_no_saved_tensors(action.index))
             if action.kind == kind and not is_left_out:
                 return action
             if is_left_out and action.kind == "B":
@@ -189,30 +189,30 @@ class Executor:
             self._next += 1
         return None
 
-    def _is_layer(self, visit: int) -> bool:
+    def _is_layer(self, call: int) -> bool:
         graph = self.place.graph
-        return graph.blocks[graph.visits[visit]].kind == "layer"
+        return graph.blocks[graph.calls[call]].kind == "layer"
 
     def _leave_out(self, action: Action, found: str) -> None:
-        if action.kind == "F" and action.index in self._bare:
+        if action.kind == "F" and action.index in self._reads_outside_module:
             raise self._mismatch(action, found)
         self._left_out.add(action.index)
 
     def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
         what = "forward" if self.stage is Stage.FORWARD else "backward"
-        wanted = f"{expected} ({self.place.graph.visit_name(expected.index)})" if expected else f"the end of {what}"
+        wanted = f"{expected} ({self.place.graph.call_name(expected.index)})" if expected else f"the end of {what}"
         do = "The model takes another path than in prepare's trial run; prepare it with a batch that takes this one"
         return OrderMismatch(tell(f"the plan's next action in {what} is {wanted}", f"the model {found}", do))
 
     def _finish_segment(self, what: str) -> None:
         self._close_open()
-        while self.sees_visits and (missing := self._walk_to("F" if self.stage is Stage.FORWARD else "B")) is not None:
+        while self.sees_calls and (missing := self._walk_to("F" if self.stage is Stage.FORWARD else "B")) is not None:
             self._leave_out(missing, f"ended its {what} without it")
-        if not self.sees_visits and self._updating:
+        if not self.sees_calls and self._updating:
             for action in self._queue:
                 if action.kind == "U":
                     self._issue(action)
-        self.current_visit = None
+        self.current_call = None
         self._forget()
 
     def _forget(self) -> None:
@@ -261,18 +261,18 @@ class Executor:
         store = self.store
         match kind:
             case "L":
-                store.owner[self.place.slots.slot_of[i]] = i
+                store.slot_contents[self.place.slots.slot_of[i]] = i
                 return _copy(store.weights(i), store.home(i))
             case "S":
-                parcel, arena = self._sent(i), store.host["arena", i]
-                return lambda: parcel.copy_to(arena)
+                offloaded, arena = self._sent(i), store.host["arena", i]
+                return lambda: offloaded.copy_to(arena)
             case "R":
-                return self._sent(i).let_go
+                return self._sent(i).free_device_copy
             case "P":
-                parcel, arena = self._parcels[i], store.host["arena", i]
-                buffer = store.gpu["return", self.place.return_slot[i]][: parcel.num_bytes]
-                parcel.returned(buffer)
-                return _copy(buffer, arena[: parcel.num_bytes])
+                offloaded, arena = self._offloaded[i], store.host["arena", i]
+                buffer = store.gpu["return", self.place.return_slot[i]][: offloaded.num_bytes]
+                offloaded.attach_buffer(buffer)
+                return _copy(buffer, arena[: offloaded.num_bytes])
             case "Q":
                 return _copy(store.gradient(i), store.host_gradient(i))
             case "G":
@@ -283,25 +283,25 @@ class Executor:
                 return self._update_chunk(i, self._updating)
             case "W":
                 return _copy(store.weights(i), store.home(i)) if self.place.updates_on_host(i) else _copy(store.home(i), store.weights(i))
-        raise AssertionError(f"{action} is opened by the model's course, not issued")
+        raise AssertionError(f"{action} is opened by the model's tracker, not issued")
 
-    def _saved_nothing(self, visit: int) -> bool:
+    def _has_no_saved_tensors(self, call: int) -> bool:
         """A layer that swaps whose input needed no grad this time, since what trains before it was left out; or one that ran without grad."""
-        if visit in self._without_grad:
+        if call in self._without_grad:
             return True
-        parcel = self._parcels.get(visit)
-        return parcel is not None and not parcel.num_bytes and bool(self._left_out)
+        offloaded = self._offloaded.get(call)
+        return offloaded is not None and not offloaded.num_bytes and bool(self._left_out)
 
-    def _sent(self, visit: int) -> Parcel:
-        """The parcel of a visit whose activations leave; a strategy that quietly does nothing, or too much, is an error."""
-        parcel, planned = self._parcels.get(visit), self.place.work[visit].sent_bytes
-        size = parcel.num_bytes if parcel is not None else 0
-        if parcel is None or not 0 < size <= planned:
-            name = self.place.graph.visit_name(visit)
+    def _sent(self, call: int) -> OffloadedTensors:
+        """The offloaded of a call whose activations leave; a strategy that quietly does nothing, or too much, is an error."""
+        offloaded, planned = self._offloaded.get(call), self.place.work[call].sent_bytes
+        size = offloaded.num_bytes if offloaded is not None else 0
+        if offloaded is None or not 0 < size <= planned:
+            name = self.place.graph.call_name(call)
             found = f"there are {show_bytes(size)}"
             do = "Prepare the model with the batch shape that it trains on (max_shape=...)"
             raise EngineMisuse(tell(f"{name} sends up to {show_bytes(planned)} of activations to the host", found, do))
-        return parcel
+        return offloaded
 
     def _tensors(self, buffers: tuple[Buffer, ...]) -> list[Tensor]:
         """The memory behind the names, for the device's race detection."""
@@ -315,10 +315,10 @@ class Executor:
                 tensors.append(self.store.gpu[buffer] if buffer in self.store.gpu else self.store.host[buffer])
         return tensors
 
-    def _made_by(self, visit: int) -> list[Tensor]:
-        """What a visit made and sends. What an earlier visit sends too was made before, and this one only reads it."""
-        earlier = {item.data_ptr() for other, parcel in self._parcels.items() if other < visit for item in parcel.items}
-        items = self._parcels[visit].items if visit in self._parcels else []
+    def _made_by(self, call: int) -> list[Tensor]:
+        """What a call made and sends. What an earlier call sends too was made before, and this one only reads it."""
+        earlier = {item.data_ptr() for other, offloaded in self._offloaded.items() if other < call for item in offloaded.items}
+        items = self._offloaded[call].items if call in self._offloaded else []
         return [item for item in items if item.data_ptr() not in earlier]
 
 

@@ -14,23 +14,23 @@ from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch, tell
 from outsize.compat import without_torch_function
-from outsize.runtime.executor import ALL_VISITS
+from outsize.runtime.executor import ALL_CALLS
 from outsize.runtime.store import Store
 
 
 class Gradients:
-    def __init__(self, store: Store, trainable: Sequence[str], current_visit: Callable[[], int | None]):
-        """`trainable`: names in the optimizer's order. `current_visit`: whose backward runs."""
+    def __init__(self, store: Store, trainable: Sequence[str], current_call: Callable[[], int | None]):
+        """`trainable`: names in the optimizer's order. `current_call`: whose backward runs."""
         self._store, self._names = store, list(trainable)
-        self._current_visit = current_visit
+        self._current_call = current_call
         buffer = store.gpu.get(("norms", 0))
         self.total = buffer[:8].view(torch.float64)[0] if buffer is not None else torch.zeros((), dtype=torch.float64)
         self._norms = buffer[8:].view(torch.float32) if buffer is not None else torch.zeros(0)
         self._norm_of = {name: self._norms[i] for i, name in enumerate(self._names)}
-        self.landed: set[str] = set()
+        self.accumulated: set[str] = set()
         """Parameters whose gradient is in its buffer: it waits for a step, or was applied by one and not cleared since."""
         self.is_applied = False
-        """A step has used what has landed."""
+        """A step has used what has accumulated."""
         self.is_consumed = False
         """The last step was made in its backward, which kept no gradients, and zero_grad() was not called since."""
         self._generation = 0
@@ -43,11 +43,11 @@ class Gradients:
         self._assigned: dict[str, tuple[Tensor, int]] = {}
         """What the user assigned to `p.grad`, and its version. In torch it is the gradient's memory, so changes of either reach the other."""
         self.broken: str | None = None
-        """The visit in which a backward broke off: what has landed is not the gradient of anything."""
+        """The call in which a backward broke off: what has accumulated is not the gradient of anything."""
         self._landing: dict[str, tuple[int | None, Tensor | None]] = {}
         """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step. A frozen path has neither."""
         for name in self._names:
-            expected = store.place.landing.get(store.place.layout.place[name][0])
+            expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
             self._landing[name] = expected, store.gradient_view(name) if expected is not None else None
         self._early: dict[str, Tensor] = {}
         """Gradients that were complete in the backward of another call of their layer than they land in, and wait for that one."""
@@ -64,7 +64,7 @@ class Gradients:
 
             def show_sum(param: Tensor) -> None:
                 gradients = me()
-                if gradients is not None and param.grad is not None and name in gradients.landed:
+                if gradients is not None and param.grad is not None and name in gradients.accumulated:
                     gradients._show_sum(name, param.grad)
 
             def take(param: Tensor) -> None:
@@ -92,66 +92,66 @@ class Gradients:
                 grad.copy_(total.add(grad))
 
     def _take(self, name: str, grad: Tensor, *, is_sum: bool = False) -> None:
-        """`is_sum`: what landed before is in it already."""
-        visit = self._current_visit()
+        """`is_sum`: what accumulated before is in it already."""
+        call = self._current_call()
         expected, total = self._landing[name]
-        if total is None or visit not in (expected, ALL_VISITS):
-            is_shown = is_sum and name in self.landed  # a hook of the user's was to see the sum, which is not here yet
-            if total is None or expected is None or visit is None or is_shown or not self._is_earlier_call(visit, expected):
-                raise self._mismatch(name, expected, self._where(visit))
+        if total is None or call not in (expected, ALL_CALLS):
+            is_shown = is_sum and name in self.accumulated  # a hook of the user's was to see the sum, which is not here yet
+            if total is None or expected is None or call is None or is_shown or not self._is_earlier_call(call, expected):
+                raise self._mismatch(name, expected, self._where(call))
             self._early[name] = grad
             return
         self.is_applied = False
         with torch.no_grad():
-            if name in self.landed and not is_sum:
+            if name in self.accumulated and not is_sum:
                 total.add_(grad)
             else:
                 total.copy_(grad)
-                self.landed.add(name)
+                self.accumulated.add(name)
             torch.linalg.vector_norm(total, dtype=torch.float32, out=self._norm_of[name])
 
-    def _is_earlier_call(self, visit: int, expected: int) -> bool:
-        """Of the same layer, whose backward comes before that of the visit where the gradient lands."""
-        visits = self._store.place.graph.visits
-        return visit > expected and visits[visit] == visits[expected]
+    def _is_earlier_call(self, call: int, expected: int) -> bool:
+        """Of the same layer, whose backward comes before that of the call where the gradient completes."""
+        calls = self._store.place.graph.calls
+        return call > expected and calls[call] == calls[expected]
 
-    def enters(self, visit: int) -> None:
-        """The backward of a visit begins: gradients that wait for it land."""
-        for name in [name for name in self._early if self._landing[name][0] == visit]:
+    def enters(self, call: int) -> None:
+        """The backward of a call begins: gradients that wait for it land."""
+        for name in [name for name in self._early if self._landing[name][0] == call]:
             self._take(name, self._early.pop(name))
 
-    def require_landed(self, visit: int) -> None:
-        """The backward goes on with this visit: no gradient waits for one that was left out."""
+    def require_landed(self, call: int) -> None:
+        """The backward goes on with this call: no gradient waits for one that was left out."""
         for name in self._early:
             expected = self._landing[name][0]
-            if expected is not None and expected > visit:
+            if expected is not None and expected > call:
                 raise self._mismatch(name, expected, "no gradient reached that")
 
     def forget_early(self) -> None:
         self._early.clear()
 
     def _mismatch(self, name: str, expected: int | None, found: str) -> OrderMismatch:
-        where = f"in the backward of {self._store.place.graph.call_name(expected)}" if expected is not None else "in no backward, as in the profiling run"
+        where = f"in the backward of {self._store.place.graph.numbered_call_name(expected)}" if expected is not None else "in no backward, as in the profiling run"
         return OrderMismatch(
             f"The plan has the gradient of {name} complete {where}, but {found}: the model uses this weight in other places than in the profiling run. "
             "Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with blocks= that leaves out the list of "
             "layers around this weight (blocks=[] keeps the whole model in one block)."
         )
 
-    def _where(self, visit: int | None) -> str:
-        if visit is None:
+    def _where(self, call: int | None) -> str:
+        if call is None:
             return "it came outside of any backward of the model"
-        return f"it came in that of {'the model' if visit == ALL_VISITS else self._store.place.graph.call_name(visit)}"
+        return f"it came in that of {'the model' if call == ALL_CALLS else self._store.place.graph.numbered_call_name(call)}"
 
     @property
     def waiting(self) -> bool:
-        """Gradients have landed that no step has used yet."""
-        return bool(self.landed) and not self.is_applied
+        """Gradients have accumulated that no step has used yet."""
+        return bool(self.accumulated) and not self.is_applied
 
     # What users do with `p.grad` between passes. The lanes are idle.
 
     def has(self, name: str) -> bool:
-        return name in self.landed or name in self._zeroed
+        return name in self.accumulated or name in self._zeroed
 
     def generation(self, name: str) -> int:
         """Changes with zero_grad() and with `p.grad = ...`: tensors handed out as `p.grad` are valid in one generation."""
@@ -165,13 +165,13 @@ class Gradients:
         if name in self._zeroed:
             self._zeroed.discard(name)
             memory.zero_()
-            self.landed.add(name)
+            self.accumulated.add(name)
         return memory
 
     def make_zeros(self) -> None:
         """Before a step: gradients that zero_grad(set_to_none=False) made zero, and that no backward has reached, are applied as zeros."""
         with torch.no_grad():
-            for name in sorted(self._zeroed - self.landed):
+            for name in sorted(self._zeroed - self.accumulated):
                 self.hand_out(name)
         self._zeroed.clear()
 
@@ -192,7 +192,7 @@ class Gradients:
         """After a backward: tensors that were assigned to `p.grad` hold the sum."""
         with torch.no_grad():
             for name, (tensor, _) in self._assigned.items():
-                if name in self.landed and not tensor.requires_grad:
+                if name in self.accumulated and not tensor.requires_grad:
                     tensor.copy_(self._store.waiting_gradient_on_device(name))
                     self._assigned[name] = (tensor, tensor._version)
 
@@ -206,7 +206,7 @@ class Gradients:
             shape = self._store.params[name].shape
         if value.shape != shape:
             raise EngineMisuse(f"{name}.grad: its shape is {tuple(shape)}, but {tuple(value.shape)} was assigned.")
-        if not self._store.place.terms.hold_gradients:
+        if not self._store.place.step_config.hold_gradients:
             raise EngineMisuse(
                 f"{name}.grad: this plan updates weights in backward and keeps no gradients, so none can be assigned. "
                 "Prepare with AdamW(update='after_step') and without last_backward()."
@@ -220,13 +220,13 @@ class Gradients:
         with torch.no_grad():
             self.hand_out(name).copy_(value)
         self._assigned[name] = (value, value._version)
-        self.landed.add(name)
+        self.accumulated.add(name)
         self.is_applied = False
 
     def remove(self, name: str) -> None:
         """`p.grad = None`."""
         self._forget(name)
-        self.landed.discard(name)
+        self.accumulated.discard(name)
 
     def _forget(self, name: str) -> None:
         self._assigned.pop(name, None)
@@ -234,9 +234,9 @@ class Gradients:
         self._replaced[name] = self._replaced.get(name, 0) + 1
 
     def scale(self, factor: float) -> None:
-        """Multiply what has landed, in place."""
+        """Multiply what has accumulated, in place."""
         with torch.no_grad():
-            for name in sorted(self.landed):
+            for name in sorted(self.accumulated):
                 self.hand_out(name).mul_(factor)
 
     def hook_before_ours(self, name: str, register: Callable[[], Any]) -> Any:
@@ -250,53 +250,53 @@ class Gradients:
         return theirs
 
     def norm(self) -> Tensor:
-        """The global norm of what has landed: a float64 scalar on the device, overwritten by the next call."""
+        """The global norm of what has accumulated: a float64 scalar on the device, overwritten by the next call."""
         self.pull_assigned()
         with torch.no_grad():
-            for name in sorted(self._handed_out & self.landed):
+            for name in sorted(self._handed_out & self.accumulated):
                 torch.linalg.vector_norm(self._store.waiting_gradient_on_device(name), dtype=torch.float32, out=self._norm_of[name])
             for name in self._names:
-                if name not in self.landed:
+                if name not in self.accumulated:
                     self._norm_of[name].zero_()
             torch.linalg.vector_norm(self._norms, dtype=torch.float64, out=self.total)
         return self.total
 
     def not_finite(self) -> Callable[[], list[str]]:
-        """Which of the gradients that have landed are not finite, once somebody asks: until then nothing is waited for."""
+        """Which of the gradients that have accumulated are not finite, once somebody asks: until then nothing is waited for."""
         # Nothing here refers to `self`: whoever keeps the question would keep device memory.
-        norms, names, landed = self._store.device.fetch(self._norms), self._names, frozenset(self.landed)
+        norms, names, accumulated = self._store.device.fetch(self._norms), self._names, frozenset(self.accumulated)
 
         def ask() -> list[str]:
             finite = torch.isfinite(norms()).tolist()
-            return [name for name, fine in zip(names, finite, strict=True) if name in landed and not fine]
+            return [name for name, fine in zip(names, finite, strict=True) if name in accumulated and not fine]
 
         return ask
 
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
-        blocks = {place.graph.visit_name(place.chunk(place.layout.place[name][0]).visits[0]) for name in names}
+        blocks = {place.graph.call_name(place.chunk(place.layout.place[name][0]).calls[0]) for name in names}
         found = f"that of {names[0]} (block {', '.join(sorted(blocks))}{f', and {len(names) - 1} more parameters' if len(names) > 1 else ''}) is not"
         do = f"Lower the learning rate or look at the batch; nonfinite='skip' (in YAML: nonfinite: skip) leaves such steps out. {state}"
         return NonFiniteGradient(tell("every gradient is finite", found, do))
 
     def pending(self, name: str) -> Tensor:
-        """A landed gradient, where it waits. The lanes are idle."""
+        """A accumulated gradient, where it waits. The lanes are idle."""
         return self._store.waiting_gradient_view(name)
 
     def restore(self, pending: dict[str, Tensor]) -> None:
-        """Take over gradients that landed under another plan."""
+        """Take over gradients that accumulated under another plan."""
         with torch.no_grad():
             for name, value in pending.items():
                 view = self.pending(name)
                 view.copy_(value)
                 norm = torch.linalg.vector_norm(value, dtype=torch.float32)
                 self._norm_of[name].copy_(norm)
-                self.landed.add(name)
+                self.accumulated.add(name)
 
     def discard(self, *, to_zero: bool = False) -> None:
         """`to_zero`: they are zero from now on, and not absent."""
-        self._zeroed = self._zeroed | self.landed if to_zero else set()
-        self.landed.clear()
+        self._zeroed = self._zeroed | self.accumulated if to_zero else set()
+        self.accumulated.clear()
         self._handed_out.clear()
         self._assigned.clear()
         self._generation += 1

@@ -21,7 +21,7 @@ class Guard(TorchDispatchMode):
     def __init__(self, store: Store):
         super().__init__()
         # Neither the store itself nor its parameters: a mode lives until it is removed (from its own thread's stack), and would keep a dropped engine's memory.
-        self._place, self._owner = store.place, store.owner
+        self._place, self._slot_contents = store.place, store.slot_contents
         self._store = weakref.ref(store)
         place = store.place
         self._where = {
@@ -30,7 +30,7 @@ class Guard(TorchDispatchMode):
             if place.streams(chunk.index)
             for piece in chunk.pieces
         }
-        self._slot_at = {store.gpu["slot", slot].untyped_storage().data_ptr(): slot for slot in store.owner}
+        self._slot_at = {store.gpu["slot", slot].untyped_storage().data_ptr(): slot for slot in store.slot_contents}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._store() is None:  # a mode that was not removed, since its store was collected inside of it
@@ -41,7 +41,7 @@ class Guard(TorchDispatchMode):
                     self._check(func, *known[1:])
             elif self._slot_at and type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 slot = self._slot_at.get(leaf.untyped_storage().data_ptr())
-                if slot is not None and self._owner[slot] is None:
+                if slot is not None and self._slot_contents[slot] is None:
                     raise StaleParameter(
                         f"{func}: it reads {tuple(leaf.shape)} elements of a streamed weight whose slot holds no chunk. "
                         "Read weights inside the forward of their own module, or between steps."
@@ -49,10 +49,10 @@ class Guard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, name: str, chunk: int, slot: int) -> None:
-        owner = self._owner[slot]
+        owner = self._slot_contents[slot]
         if owner != chunk:
             place = self._place
-            block = place.graph.visit_name(place.chunk(chunk).visits[0])
-            holds = "nothing yet" if owner is None else f"weights of {place.graph.visit_name(place.chunk(owner).visits[0])}"
+            block = place.graph.call_name(place.chunk(chunk).calls[0])
+            holds = "nothing yet" if owner is None else f"weights of {place.graph.call_name(place.chunk(owner).calls[0])}"
             do = "Read it inside the model's forward, or `with engine.gathered(name)`"
             raise StaleParameter(tell(f"{func} reads {name} of {block}", f"its slot holds {holds}", do))

@@ -13,8 +13,8 @@ from torch import Tensor
 from outsize.base.errors import BadFile, tell
 from outsize.checkpoint.folder import MANIFEST, read_manifest
 from outsize.model.tensorfile import Spec, TensorFile
-from outsize.runtime.attached import Attached
 from outsize.runtime.contents import STATE, state_key
+from outsize.runtime.plan_runtime import PlanRuntime
 
 
 class Checkpoint:
@@ -55,7 +55,7 @@ class Checkpoint:
             wrong += self._differences(name, *self.values[name], tensors[name])
         self._require(wrong)
 
-    def require_state(self, now: Attached, groups: Sequence[dict[str, Any]]) -> None:
+    def require_state(self, now: PlanRuntime, groups: Sequence[dict[str, Any]]) -> None:
         """That it has the optimizer's state: of the same parameters, in the same groups."""
         if self.only_model:
             do = "Go on from a checkpoint with it, or load this one with only_model=True"
@@ -82,7 +82,7 @@ class Checkpoint:
             found = "; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
             raise BadFile(tell(f"{self.folder} is a checkpoint of this model", found, "Name a checkpoint of this model, built and grouped as it was"))
 
-    def fill_values(self, now: Attached, buffers: Mapping[str, Tensor]) -> None:
+    def fill_values(self, now: PlanRuntime, buffers: Mapping[str, Tensor]) -> None:
         """Where weights change and the optimizer's state does not, the lower halves of split masters are cleared: the new weight is the master."""
         store = now.store
         with torch.no_grad(), now.device.on_host():
@@ -90,12 +90,12 @@ class Checkpoint:
                 if name in buffers:
                     store.fill([buffers[name]], self._reader(file, key))
                     continue
-                store.fill(store.places(name), self._reader(file, key))
+                store.fill(store.copies(name), self._reader(file, key))
                 store.invalidate(now.place.layout.place[name][0])
                 if name in now.updates.steps and (lo := store.state_views(name).get("lo")) is not None:
                     lo.zero_()
 
-    def fill_state(self, now: Attached, groups: Sequence[dict[str, Any]]) -> None:
+    def fill_state(self, now: PlanRuntime, groups: Sequence[dict[str, Any]]) -> None:
         store = now.store
         with torch.no_grad(), now.device.on_host():
             for name in now.updates.steps:

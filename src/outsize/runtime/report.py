@@ -6,7 +6,7 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.device.device import Device
 from outsize.hardware.lanes import LANES
 from outsize.plan.plan import Plan
-from outsize.runtime.calibration import LANE_WORDS, Watched
+from outsize.runtime.calibration import LANE_WORDS, StepTiming
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +28,12 @@ class StepReport:
 
     @staticmethod
     def of(
-        plan: Plan, device: Device, watched: Watched | None, *, num_steps: int, seconds: float, slow_kernels: tuple[str, ...] = ()
+        plan: Plan, device: Device, timing: StepTiming | None, *, num_steps: int, seconds: float, slow_kernels: tuple[str, ...] = ()
     ) -> "StepReport":
         return StepReport(
             num_steps=num_steps, seconds=device.elapsed(seconds), gpu_peak_bytes=device.peak_bytes, planned_gpu_bytes=plan.estimate.gpu_bytes,
-            gpu_budget_bytes=plan.gpu_budget_bytes, step_seconds=watched.step_seconds if watched else None,
-            planned_step_seconds=plan.estimate.step_seconds, busy_seconds=dict(watched.busy_seconds) if watched else {},
+            gpu_budget_bytes=plan.gpu_budget_bytes, step_seconds=timing.step_seconds if timing else None,
+            planned_step_seconds=plan.estimate.step_seconds, busy_seconds=dict(timing.busy_seconds) if timing else {},
             planned_busy_seconds=dict(plan.estimate.busy_seconds), slow_kernels=slow_kernels,
         )  # fmt: skip
 

@@ -15,12 +15,12 @@ from outsize.base.log import log
 from outsize.base.units import show_bytes
 from outsize.device.device import Device
 from outsize.device.rng import rewinder
-from outsize.plan.plan import Plan, Terms
-from outsize.runtime.attached import Attached
+from outsize.plan.plan import Plan, StepConfig
+from outsize.runtime.plan_runtime import PlanRuntime
 
 T = TypeVar("T")
 MOST_RETRIES = 2
-LEARNT_SHARE = 0.04
+OOM_MARGIN_SHARE = 0.04
 """Of the plan's budget, kept free on top after each failure."""
 
 
@@ -30,14 +30,14 @@ class Retriable(Protocol):
     device: Device
 
     @property
-    def now(self) -> Attached: ...
+    def runtime(self) -> PlanRuntime: ...
     @property
     def plan(self) -> Plan: ...
     @property
     def is_half_updated(self) -> bool: ...
     def forget_pass(self) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
-    def replan(self, batch: Any, terms: Terms) -> None: ...
+    def replan(self, batch: Any, step_config: StepConfig) -> None: ...
 
 
 def with_retries(engine: Retriable, work: Callable[[], T], batch: Any, earlier: Sequence[Callable[[], object]] = ()) -> T:
@@ -46,7 +46,7 @@ def with_retries(engine: Retriable, work: Callable[[], T], batch: Any, earlier: 
     `earlier`: each makes one of the step's earlier micro-batches again, from the random numbers it began with. Without them a backward that breaks off
     on top of their sums cannot be repeated.
     """
-    rewind, had_sums, from_first = rewinder(engine.device), bool(engine.now.gradients.landed), False
+    rewind, had_sums, from_first = rewinder(engine.device), bool(engine.runtime.gradients.accumulated), False
     for retry in range(MOST_RETRIES + 1):
         try:
             if from_first:
@@ -64,19 +64,19 @@ def with_retries(engine: Retriable, work: Callable[[], T], batch: Any, earlier: 
                 raise DeviceOutOfMemory(_told(words, do)) from None
             if retry == MOST_RETRIES:
                 raise DeviceOutOfMemory(_told(words, f"Give a smaller batch or a larger gpu_memory: it was planned {retry} more times")) from error
-            from_first = from_first or (had_sums and engine.now.gradients.broken is not None)
+            from_first = from_first or (had_sums and engine.runtime.gradients.broken is not None)
             if from_first and not earlier:
                 do = "Call zero_grad() and make the step's micro-batches again: the sums of the earlier ones are mixed with what broke off"
                 raise DeviceOutOfMemory(_told(words, f"{do}. Weights are untouched")) from None
         # Here the exception is gone, and with it the frames that hold the activations of what failed.
         gc.collect()
-        learnt = int(engine.plan.gpu_budget_bytes * LEARNT_SHARE)
-        engine.device.learnt_bytes += learnt
+        learnt = int(engine.plan.gpu_budget_bytes * OOM_MARGIN_SHARE)
+        engine.device.oom_margin_bytes += learnt
         what = f"all {len(earlier) + 1} micro-batches of the step so far" if from_first else "the step"
         log.warning("device memory ran out in a step (%s): planning again with %s more kept free, and making %s again", words, show_bytes(learnt), what)
         if from_first or not had_sums:
             engine.zero_grad()
-        engine.replan(batch, engine.plan.terms)
+        engine.replan(batch, engine.plan.step_config)
     raise AssertionError("the last retry returns or raises")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outsize.base.log import log
-from outsize.checkpoint.folder import Draft, telling
+from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed
 from outsize.model.tensorfile import TensorFile
 from outsize.runtime.contents import Contents, Item
 
@@ -18,7 +18,7 @@ from outsize.runtime.contents import Contents, Item
 class Saving:
     """One save on its way."""
 
-    def __init__(self, draft: Draft, contents: Contents, *, later: set[int]):
+    def __init__(self, draft: StagedDir, contents: Contents, *, later: set[int]):
         """`later`: chunks that a thread may write."""
         self._draft, self._contents = draft, contents
         self._written = {chunk: threading.Event() for chunk in sorted(contents.items.keys() & later)}
@@ -31,13 +31,13 @@ class Saving:
     def writing(self) -> Iterator[Path]:
         """The folder to write into; an error inside leaves nothing behind."""
         try:
-            with telling(self._draft.place):
+            with os_errors_as_save_failed(self._draft.place):
                 yield self._draft.path
         except BaseException:
             self._draft.discard()
             raise
 
-    def write(self, publish: Callable[[Draft], None], then: Callable[[], None] | None = None, *, background: bool = False) -> None:
+    def write(self, publish: Callable[[StagedDir], None], then: Callable[[], None] | None = None, *, background: bool = False) -> None:
         """Write all tensors, publish the folder, and call `then`. In the background this returns before the chunks that are `later` are written."""
         files: dict[str, TensorFile] = {}
         try:
@@ -60,7 +60,7 @@ class Saving:
         self._write_rest(files, publish, then)
         self.finish()
 
-    def _write_rest(self, files: dict[str, TensorFile], publish: Callable[[Draft], None], then: Callable[[], None] | None) -> None:
+    def _write_rest(self, files: dict[str, TensorFile], publish: Callable[[StagedDir], None], then: Callable[[], None] | None) -> None:
         try:
             with self.writing():
                 for chunk, written in self._written.items():

@@ -13,13 +13,13 @@ from torch import Tensor
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, UpdateFailed, tell
 from outsize.base.log import log
 from outsize.optim.clip import clip_factor
-from outsize.runtime.attached import Holder
 from outsize.runtime.optimizer import AdamW
+from outsize.runtime.plan_runtime import RuntimeHolder
 from outsize.runtime.updates import Step
 
 
 class Steps:
-    def __init__(self, spec: AdamW, holder: Holder, drain: Callable[[], None]):
+    def __init__(self, spec: AdamW, holder: RuntimeHolder, drain: Callable[[], None]):
         self._spec, self._holder, self._drain = spec, holder, drain
         self._declared = False
         self._made: dict[int, Step] = {}
@@ -48,17 +48,17 @@ class Steps:
     def begin_backward(self) -> bool:
         """Whether the backward that begins updates as it goes."""
         self.apply_clipping()
-        if not self._declared and not self._holder.now.plan.terms.hold_gradients:
+        if not self._declared and not self._holder.runtime.plan.step_config.hold_gradients:
             do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or AdamW(update='after_step')"
             raise EngineMisuse(tell("this plan keeps no gradients, so every backward is declared to be the last before step()", "this one is not", do))
         return self._declared
 
     def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
         """The update of one chunk, with everything it needs fixed now: it may run later, on another thread."""
-        now = self._holder.now
+        now = self._holder.runtime
         if in_backward:
-            landed = {piece.name for piece in now.place.chunk(chunk).pieces} & now.gradients.landed
-            self._made[chunk] = now.updates.plan_step(landed, 1.0)
+            accumulated = {piece.name for piece in now.place.chunk(chunk).pieces} & now.gradients.accumulated
+            self._made[chunk] = now.updates.plan_step(accumulated, 1.0)
         step = self._made[chunk] if in_backward else self._step
         assert step is not None
         updates, pieces = now.updates, now.place.chunk(chunk).pieces
@@ -76,11 +76,11 @@ class Steps:
         return work
 
     def step(self) -> bool:
-        """Update with what has landed; False if the step was skipped. Returns once the updates are issued."""
-        now = self._holder.now
+        """Update with what has accumulated; False if the step was skipped. Returns once the updates are issued."""
+        now = self._holder.runtime
         if not self._made:
             now.gradients.make_zeros()
-        if not self._made and not now.gradients.landed:
+        if not self._made and not now.gradients.accumulated:
             raise EngineMisuse(
                 "step: no gradient has arrived since the last zero_grad(), so there is nothing to apply. Call loss.backward() before step()."
             )
@@ -96,14 +96,14 @@ class Steps:
         else:
             norm = float(total)
             if norm - norm != 0.0:  # infinite or NaN
-                error = now.gradients.error(now.gradients.not_finite()() or sorted(now.gradients.landed))
+                error = now.gradients.error(now.gradients.not_finite()() or sorted(now.gradients.accumulated))
                 now.gradients.discard()
                 if self._spec.nonfinite == "raise":
                     raise error
                 self.num_skipped += 1
                 log.warning("step %d skipped: %s", self.num_made, str(error))
                 return False
-            self._step = now.updates.plan_step(now.gradients.landed, clip_factor(norm, clip_at))
+            self._step = now.updates.plan_step(now.gradients.accumulated, clip_factor(norm, clip_at))
             now.updates.count(self._step)
             now.executor.update()
             now.gradients.is_applied = True
@@ -111,13 +111,13 @@ class Steps:
         return True
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the coming step; returns the norm of what has landed."""
+        """Clip the coming step; returns the norm of what has accumulated."""
         if self._made and not math.isinf(max_norm):
             do = "Give prepare AdamW(max_grad_norm=...), or leave last_backward() out"
             raise EngineMisuse(tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do))
         self.apply_clipping()
         self._clip_at = None if math.isinf(max_norm) else max_norm
-        return self._holder.now.gradients.norm().clone()
+        return self._holder.runtime.gradients.norm().clone()
 
     def _take_clipping(self) -> float | None:
         """The norm at which the step clips. Of clipping that was asked for and the optimizer's own, the smaller is the result of both."""
@@ -131,8 +131,8 @@ class Steps:
     def apply_clipping(self) -> None:
         """Clip the gradients in place, if that was asked for and not done."""
         max_norm, self._clip_at = self._clip_at, None
-        gradients = self._holder.now.gradients
-        if max_norm is None or not gradients.landed:
+        gradients = self._holder.runtime.gradients
+        if max_norm is None or not gradients.accumulated:
             return
         norm = float(gradients.norm())
         factor = clip_factor(norm, max_norm) if math.isfinite(norm) else (0.0 if math.isinf(norm) else math.nan)
@@ -145,7 +145,7 @@ class Steps:
 
     def before_grad_access(self) -> None:
         """`p.grad` is about to be read or written: gradients must still be there, and clipped if clipping was asked for."""
-        gradients = self._holder.now.gradients
+        gradients = self._holder.runtime.gradients
         if self._made or gradients.is_consumed:
             raise EngineMisuse(
                 "p.grad: the backward inside last_backward() has used the gradients to update weights and kept none. "
@@ -191,7 +191,7 @@ class Steps:
         """Whether the last step, made in its backward, was made with gradients that are not finite. Told once; nothing can be trained or saved after it."""
         if self._failed is not None or not (names := self._not_finite()):
             return None
-        error = self._holder.now.gradients.error(names, "The last step was made with it: load weights and optimizer state from the last checkpoint")
+        error = self._holder.runtime.gradients.error(names, "The last step was made with it: load weights and optimizer state from the last checkpoint")
         self._failed = str(error)
         return error
 
@@ -199,7 +199,7 @@ class Steps:
         """No half-made gradients, no half-made update, none with numbers that are none."""
         if error := self._look_back():
             raise error
-        broken = self._holder.now.gradients.broken
+        broken = self._holder.runtime.gradients.broken
         if self._broke_in is not None:
             found = f"the last one broke off in {self._broke_in} after some weights were updated"
             raise EngineMisuse(tell(f"{verb}() follows a complete backward", found, "Load weights and optimizer state from the last checkpoint"))

@@ -1,8 +1,8 @@
 """Store: the bytes of a prepared model. Allocates what the placement names, moves parameters in, and reads and writes them by name.
 
 [Note: The lives of a chunk]
-home      its weights on the host, if it streams or is updated there; the truth between uses
-weights   its weights on the device for good, if it is resident; the truth if no home exists
+home      its weights on the host, if it streams or is updated there; the canonical between uses
+weights   its weights on the device for good, if it is resident; the canonical if no home exists
 slot      device memory it passes through, if it streams; owned by one chunk at a time
 state     moments and the lower half of split masters, where the optimizer lives
 gradient  where backward leaves gradients: a buffer of its own, or a staging slot from which they leave for the host
@@ -20,14 +20,14 @@ from outsize.base.errors import BadFile, ModelUnsupported, tell
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
-from outsize.model.weights import Weights, hollow_like, is_hollow, require_finite
+from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
 from outsize.plan.placement import Buffer, Placement
 from outsize.progress import counted
 
 
 class Store:
     def __init__(self, model: nn.Module, place: Placement, device: Device, weights: Weights | None = None, *, check_finite: bool = False):
-        """`weights`: where the values of hollow parameters are read from. `check_finite`: refuse NaN and infinity in what is moved in."""
+        """`weights`: where the values of unmaterialized parameters are read from. `check_finite`: refuse NaN and infinity in what is moved in."""
         self._check_finite = check_finite
         self.place, self.device = place, device
         self.params = dict(model.named_parameters())
@@ -35,7 +35,7 @@ class Store:
         """Each module's own table of parameters, and what is in it."""
         self.gpu: dict[Buffer, Tensor] = {}
         self.host: dict[Buffer, Tensor] = {}
-        self.owner: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
+        self.slot_contents: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
         """Per slot: the chunk whose weights it holds, or is about to hold on the lanes."""
         self._addresses: dict[str, int] = {}
         self._mapped: dict[Buffer, Tensor] = {}
@@ -57,7 +57,7 @@ class Store:
             for buffer, num_bytes in counted(rest.items(), "Making room on the host", total=len(rest)):
                 self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena"))
         except BaseException:
-            self.move_out(moved)
+            self.release(moved)
             raise
 
     def _move_in(self, index: int, weights: Weights | None) -> None:
@@ -75,7 +75,7 @@ class Store:
                 param = self.params[piece.name]
                 views = [self._view(buffer, index, piece) for buffer in buffers]
                 with torch.no_grad():
-                    if is_hollow(param):
+                    if is_unmaterialized(param):
                         assert weights is not None
                         undo.append(partial(setattr, param, "data", param.data))
                         self.fill(views, partial(self._read_into, weights, piece.name))
@@ -115,8 +115,8 @@ class Store:
         flat = self.flat(buffer, index, dtype=dtype)[piece.offset : piece.offset + piece.numel]
         flat = own_storage(flat) if owns else flat
         shape = self.place.graph.param[piece.name].shape
-        stride = self._strides[piece.name]
-        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+        host_update_interval = self._strides[piece.name]
+        return flat.view(shape) if host_update_interval is None else flat.as_strided(shape, host_update_interval)
 
     def flat(self, buffer: Tensor, index: int, *, dtype: torch.dtype | None = None) -> Tensor:
         """A chunk-shaped buffer as its elements."""
@@ -140,10 +140,10 @@ class Store:
         return self.host[self.place.host_gradient_buffer(index)][: self._gradient_bytes(index)]
 
     def _gradient_bytes(self, index: int) -> int:
-        return self.place.chunk(index).grad_bytes(self.place.terms.fp32_grads)
+        return self.place.chunk(index).grad_bytes(self.place.step_config.fp32_grads)
 
     def gradient_dtype(self, index: int) -> torch.dtype:
-        return torch.float32 if self.place.terms.fp32_grads else getattr(torch, self.place.chunk(index).dtype)
+        return torch.float32 if self.place.step_config.fp32_grads else getattr(torch, self.place.chunk(index).dtype)
 
     def gradient_view(self, name: str) -> Tensor:
         index, piece = self.place.layout.place[name]
@@ -175,7 +175,7 @@ class Store:
         m, v = buffer[: 4 * n].view(torch.float32), buffer[4 * n : 8 * n].view(torch.float32)
         return m, v, buffer[8 * n :].view(torch.int16) if self.place.chunk(index).is_split else None
 
-    def truth(self, index: int) -> Tensor:
+    def canonical(self, index: int) -> Tensor:
         """The bytes that hold a chunk's weights between uses. Drain the lanes before reading."""
         return self.home(index) if self.place.has_host_weights(index) else self.gpu["weights", index]
 
@@ -188,7 +188,7 @@ class Store:
     def read(self, name: str, *, owns: bool = False) -> Tensor:
         """A view of the parameter's value at home."""
         index, piece = self.place.layout.place[name]
-        return self._view(self.truth(index), index, piece, owns=owns)
+        return self._view(self.canonical(index), index, piece, owns=owns)
 
     def device_view(self, name: str) -> Tensor:
         """The same value as a tensor of the device, over the same memory."""
@@ -196,7 +196,7 @@ class Store:
         buffer = self._map(("home", index)) if self.place.has_host_weights(index) else self.gpu["weights", index]
         return self._view(buffer, index, piece, owns=True)
 
-    def places(self, name: str) -> list[Tensor]:
+    def copies(self, name: str) -> list[Tensor]:
         """All views of a parameter's value outside of slots: at home, and on the device where it is resident."""
         index, piece = self.place.layout.place[name]
         buffers = [self.host.get(("home", index)), self.gpu.get(("weights", index))]
@@ -229,19 +229,19 @@ class Store:
 
     def invalidate(self, index: int) -> None:
         """A chunk's home has changed: what a slot holds of it is old."""
-        for slot, owner in self.owner.items():
+        for slot, owner in self.slot_contents.items():
             if owner == index:
-                self.owner[slot] = None
+                self.slot_contents[slot] = None
 
     def state_views(self, name: str) -> dict[str, Tensor]:
         """A parameter's optimizer state, as parameter-shaped views of where it lives."""
         index, piece = self.place.layout.place[name]
         m, v, lo = self.state(index)
-        shape, stride = self.place.graph.param[name].shape, self._strides[name]
+        shape, host_update_interval = self.place.graph.param[name].shape, self._strides[name]
 
         def view(flat: Tensor) -> Tensor:
             part = own_storage(flat[piece.offset : piece.offset + piece.numel])
-            return part.view(shape) if stride is None else part.as_strided(shape, stride)
+            return part.view(shape) if host_update_interval is None else part.as_strided(shape, host_update_interval)
 
         views = {"exp_avg": view(m), "exp_avg_sq": view(v)}
         return views if lo is None else {**views, "lo": view(lo)}
@@ -257,15 +257,15 @@ class Store:
                     return f"{path}.{key}".lstrip(".")
         return None
 
-    def rebound(self) -> list[str]:
+    def replaced_data(self) -> list[str]:
         """Parameters whose `.data` somebody has replaced."""
         with without_torch_function():
             return [name for name, param in self.params.items() if param.data_ptr() != self._addresses[name]]
 
-    def move_out(self, chunks: Iterable[int] | None = None, *, keep: bool = True) -> None:
+    def release(self, chunks: Iterable[int] | None = None, *, keep: bool = True) -> None:
         """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one chunk after the other.
 
-        Without `keep` they get hollow ones.
+        Without `keep` they get unmaterialized ones.
         """
         for index in range(len(self.place.layout.chunks)) if chunks is None else chunks:
             for piece in self.place.chunk(index).pieces:
@@ -275,7 +275,7 @@ class Store:
                     if keep:
                         _give_own(param, value)
                     else:
-                        param.data = hollow_like(value, value.dtype)
+                        param.data = unmaterialized_like(value, value.dtype)
             self.host.pop(("home", index), None)
             self.gpu.pop(("weights", index), None)
         self.gpu.clear()
@@ -300,7 +300,7 @@ def _dense_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
     """None for a contiguous parameter, its strides for one that is merely permuted."""
     if param.is_contiguous():
         return None
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    extent = 1 + sum((size - 1) * host_update_interval for size, host_update_interval in zip(param.shape, param.stride(), strict=True))
     if extent != math.prod(param.shape):
         found = f"{name} has shape {tuple(param.shape)} and strides {param.stride()}"
         raise ModelUnsupported(tell("every parameter owns its elements, without gaps or overlap", found, "Make it contiguous before prepare"))

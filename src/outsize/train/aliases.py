@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ModelUnsupported
-from outsize.model.weights import is_hollow
+from outsize.model.weights import is_unmaterialized
 
 
 @dataclass(slots=True)
@@ -55,11 +55,11 @@ def _path(name: str) -> str:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() > 0 and not is_hollow(tensor) and tensor.untyped_storage().nbytes() > 0
+    return not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() > 0 and not is_unmaterialized(tensor) and tensor.untyped_storage().nbytes() > 0
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((n - 1) * host_update_interval for n, host_update_interval in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 

@@ -23,7 +23,7 @@ def detached(batch: Any) -> Any:
     return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
 
 
-def grown(batch: Any, max_shape: tuple[int, int] | None) -> Any:
+def pad_to_shape(batch: Any, max_shape: tuple[int, int] | None) -> Any:
     """The batch at its largest: rows and tokens repeated up to `max_shape`; with a mask, one that masks something, since that is dearer."""
     if max_shape is None:
         return batch
@@ -142,11 +142,11 @@ class Images:
         lead, old = (_lead(b) if isinstance(b, dict) else None for b in (batch, self._latest))
         if lead is None or old is None or _has_images(batch):
             return None
-        made = grown(self._latest, (max(lead.shape[0], old.shape[0]), max(lead.shape[1], old.shape[1])))
+        made = pad_to_shape(self._latest, (max(lead.shape[0], old.shape[0]), max(lead.shape[1], old.shape[1])))
         return dict(made)
 
 
-def require_something(batch: Any) -> None:
+def require_nonempty(batch: Any) -> None:
     """Models break off in many ways at a batch of nothing, none of which says so."""
     shapes = {name or "batch": tuple(value.shape) for name, value in named_tensors(batch)}
     empty = [f"{name} is {' × '.join(map(str, shape))}" for name, shape in shapes.items() if 0 in shape]
@@ -167,7 +167,7 @@ def num_rows(batch: Any) -> int | None:
     return lead.shape[0] if lead is not None else None
 
 
-def with_rows(batch: Any, rows: int) -> dict[str, Any] | None:
+def take_rows(batch: Any, rows: int) -> dict[str, Any] | None:
     """The first rows of a batch; None where it is not rows alone. What had a mask that masks something still has one: models take another way by it."""
     old = num_rows(batch)
     values = dict(named_tensors(batch))

@@ -16,32 +16,32 @@ from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
 from outsize.model.batch import Call, Measured, Signature, arguments_of, as_call, cannot_be_called, positional_names, signature
 from outsize.model.discover import Layer, find_layers
 from outsize.model.tensors import tensors_in
-from outsize.model.weights import FileWeights, Weights, convert, hollow, is_hollow
+from outsize.model.weights import FileWeights, Weights, convert, is_unmaterialized, unmaterialize
 from outsize.plan.check import check, load
 from outsize.plan.pins import Pins
 from outsize.plan.placement import Placement
-from outsize.plan.plan import Plan, Terms
+from outsize.plan.plan import Plan, StepConfig
 from outsize.planner.search import search
 from outsize.profile.cache import traced
 from outsize.profile.calling import Loss
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.access import owner_of
-from outsize.runtime.engine import Engine, Planned, Planner
+from outsize.runtime.engine import Engine, PlannedModel, Planner
 from outsize.runtime.optimizer import AdamW
 from outsize.runtime.process_hooks import attached_engines
 from outsize.train.aliases import require_own_memory
-from outsize.train.batches import detached, grown, num_rows, require_something
+from outsize.train.batches import detached, num_rows, pad_to_shape, require_nonempty
+from outsize.train.budgeted_profile import profile_within_budget
 from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.train.micro_batch import Choice, Split, Traced, fastest
 from outsize.train.plain_tensors import require_plain_tensors
 from outsize.train.planned_batches import PlannedBatches, recording, reserving
-from outsize.train.trial import try_out
 
 
 @host_rng_untouched()
@@ -93,7 +93,7 @@ def prepare(
         chunked_loss=chunked_loss,
     )  # fmt: skip
     try:
-        planned = ready.planner(model, batch, ready.terms)
+        planned = ready.planner(model, batch, ready.step_config)
         engine = Engine(
             model, ready.layers, planned, device=ready.device, optimizer=ready.optimizer, planner=ready.planner, weights=ready.weights,
             given_dtypes=ready.given_dtypes, takes_all_memory=gpu_memory is None,
@@ -108,11 +108,11 @@ def prepare(
 
 
 @host_rng_untouched()
-def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **settings: Any) -> Planned:
+def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **settings: Any) -> PlannedModel:
     """The plan that `prepare` would make, with the same arguments. The model is not touched, and nothing is allocated for it but by the trial run."""
     ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
     with ready.dtypes_given_back(model):
-        return ready.planner(model, batch, ready.terms)
+        return ready.planner(model, batch, ready.step_config)
 
 
 @host_rng_untouched()
@@ -127,7 +127,7 @@ def trace_shorter(model: nn.Module, batch: Any, shorter: Any, *, optimizer: Adam
 @host_rng_untouched()
 def choose_micro_batch(
     model: nn.Module, splits: Sequence[Split], *, batch_of: Callable[[int], Any], optimizer_for: Callable[[Split], AdamW], **settings: Any
-) -> Choice[Planned]:
+) -> Choice[PlannedModel]:
     """Which of the splits of a batch trains fastest here. The model is not touched.
 
     Args:
@@ -137,9 +137,9 @@ def choose_micro_batch(
     """
     ready = _get_ready(model, optimizer=optimizer_for(splits[0]), **settings)
 
-    def solve(found: Traced, split: Split) -> Planned:
+    def solve(found: Traced, split: Split) -> PlannedModel:
         optimizer = optimizer_for(split)
-        return ready.solve(found, Terms(update=optimizer.update, accumulate=split.passes, fp32_grads=optimizer.fp32_grads))
+        return ready.solve(found, StepConfig(update=optimizer.update, accumulate=split.passes, fp32_grads=optimizer.fp32_grads))
 
     with ready.dtypes_given_back(model):
         return fastest(splits, lambda rows: ready.measure(batch_of(rows), None), solve)
@@ -152,11 +152,11 @@ class _Ready:
     layers: tuple[Layer, ...]
     device: Device
     optimizer: AdamW
-    terms: Terms
+    step_config: StepConfig
     weights: Weights | None
     measure: Callable[[Any, ChosenLoss | None], Traced]
     """Traces a batch, its loss made as before."""
-    solve: Callable[[Traced, Terms], Planned]
+    solve: Callable[[Traced, StepConfig], PlannedModel]
     planner: Planner
     """One after the other, for a batch at its largest."""
     given_dtypes: Mapping[str, torch.dtype]
@@ -190,13 +190,13 @@ def _get_ready(
     layers = find_layers(model, blocks)
     if blocks is None:  # those of both ways to cut the model: the trial run says which of them are blocks
         layers = tuple({layer.name: layer for layer in (*find_layers(model, in_sequentials=False), *layers)}.values())
-    terms = Terms(update=optimizer.update, accumulate=accumulate, fp32_grads=optimizer.fp32_grads)
+    step_config = StepConfig(update=optimizer.update, accumulate=accumulate, fp32_grads=optimizer.fp32_grads)
     gpu_budget = _gpu_budget(gpu_memory, where)
     host_budget = parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(free_host_bytes() * 0.9)
     size = parse_bytes(chunk_bytes, name="chunk_bytes")
     given = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     if given is not None:
-        _agree(given, terms, gpu_budget, host_budget, pins, chunked_loss)
+        _agree(given, step_config, gpu_budget, host_budget, pins, chunked_loss)
         chunked_loss = given.loss_chunk > 0
     given_dtypes = _adopt_dtypes(model)  # last: what is refused above leaves the model as it was
 
@@ -204,22 +204,22 @@ def _get_ready(
 
     def measure(batch: Any, before: ChosenLoss | None) -> Traced:
         batch = detached(batch)
-        require_something(batch)
+        require_nonempty(batch)
         has_loss = loss is not None and not isinstance(batch, Call)  # a call that the loss does not make is measured by itself
         call = as_call(model, batch) if not has_loss else Call()
-        calls: list[Signature] = [signature(arguments_of(call, names))] if not has_loss else []
-        own = recording(loss, calls) if has_loss else None
+        signatures: list[Signature] = [signature(arguments_of(call, names))] if not has_loss else []
+        own = recording(loss, signatures) if has_loss else None
 
         def trace_of(layers: tuple[Layer, ...]) -> Any:
             return trace_with_loss(
-                model, batch, lambda words: try_out(
+                model, batch, lambda words: profile_within_budget(
                     lambda part: traced(model, part, layers, where, source, own, model_loss=words), batch, device=where, budget_bytes=gpu_budget
                 ), wanted=chunked_loss, is_custom=loss is not None, before=before,
             )  # fmt: skip
 
         try:
             (graph, trace), chosen = _in_blocks(trace_of, model, blocks)
-            where.expect(trace.residue)
+            where.expect(trace.process_overhead)
         except RuntimeError as error:
             # Frozen weights and activations in fp16 beside weights in fp32: some models cast between them (PEFT's layers), most do not.
             is_half = any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)))
@@ -232,25 +232,25 @@ def _get_ready(
             raise
         finally:
             where.limit(gpu_budget)
-        return reserving(Traced(rows=num_rows(batch) or 1, graph=graph, trace=trace, loss=chosen, measured=Measured(signature(batch), tuple(calls))))
+        return reserving(Traced(rows=num_rows(batch) or 1, graph=graph, trace=trace, loss=chosen, measured=Measured(signature(batch), tuple(signatures))))
 
-    def solve(found: Traced, terms: Terms) -> Planned:
+    def solve(found: Traced, step_config: StepConfig) -> PlannedModel:
         graph, trace, chosen = found.graph, found.trace, found.loss
         layout = pack(graph, given.chunk_bytes if given is not None else size)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
             if given.loss_chunk != chosen.chunk:
                 raise ConfigError(tell(f"the plan's loss is {chosen.text}, as here", f"it is {given.loss}", "Make the plan again"))
-            return Planned(graph, layout, given, chosen)
+            return PlannedModel(graph, layout, given, chosen)
         overhead = where.overhead_bytes
         share = where.spec.allocator_share if overhead else 0.0
-        gpu = Allowance(asked_bytes=gpu_budget, fixed_bytes=overhead - int(gpu_budget * share) + where.learnt_bytes, share=share)
-        made = search(graph, layout, trace, where.spec, terms, gpu=gpu, host_bytes=host_budget, pins=pins or Pins())
+        gpu = GpuBudget(total_bytes=gpu_budget, fixed_bytes=overhead - int(gpu_budget * share) + where.oom_margin_bytes, share=share)
+        made = search(graph, layout, trace, where.spec, step_config, gpu=gpu, host_bytes=host_budget, pins=pins or Pins())
         check(made, graph, layout)
-        return Planned(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, residue=trace.residue, profile_keys=trace.profile_keys), chosen)
+        return PlannedModel(graph, layout, replace(made, loss=chosen.text, loss_chunk=chosen.chunk, process_overhead=trace.process_overhead, profile_keys=trace.profile_keys), chosen)
 
     batches = PlannedBatches(model, measure, solve, max_shape=max_shape, has_loss=loss is not None)
-    return _Ready(layers=layers, device=where, optimizer=optimizer, terms=terms, weights=source, measure=measure, solve=solve,
+    return _Ready(layers=layers, device=where, optimizer=optimizer, step_config=step_config, weights=source, measure=measure, solve=solve,
                   planner=batches.plan, given_dtypes=given_dtypes)  # fmt: skip
 
 
@@ -272,11 +272,11 @@ def _in_blocks(trace_of: Callable[[tuple[Layer, ...]], Any], model: nn.Module, b
     return found
 
 
-def _agree(given: Plan, terms: Terms, gpu_budget: int, host_budget: int, pins: Pins | None, chunked_loss: bool | None) -> None:
+def _agree(given: Plan, step_config: StepConfig, gpu_budget: int, host_budget: int, pins: Pins | None, chunked_loss: bool | None) -> None:
     """A whole plan leaves nothing to choose: what is asked for beside it must be what it says."""
     conflicts = [f"{name} is {theirs!r} in the plan and {mine!r} here" for name, theirs, mine in (
-        ("update", given.terms.update, terms.update), ("accumulate", given.terms.accumulate, terms.accumulate),
-        ("fp32_grads", given.terms.fp32_grads, terms.fp32_grads)) if theirs != mine]  # fmt: skip
+        ("update", given.step_config.update, step_config.update), ("accumulate", given.step_config.accumulate, step_config.accumulate),
+        ("fp32_grads", given.step_config.fp32_grads, step_config.fp32_grads)) if theirs != mine]  # fmt: skip
     for resource, needed, allowed in (("gpu_memory", given.estimate.gpu_bytes, gpu_budget), ("host_memory", given.estimate.host_bytes, host_budget)):
         if needed > allowed:
             conflicts.append(f"it needs {show_bytes(needed)} of {resource} and {show_bytes(allowed)} is allowed")
@@ -351,13 +351,13 @@ def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
 
 
 def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights | None:
-    """Where hollow parameters get their values. A model on meta becomes a hollow one."""
+    """Where unmaterialized parameters get their values. A model on meta becomes a unmaterialized one."""
     on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         do = "Build it inside accelerate.init_empty_weights(include_buffers=False), or with outsize.model.build.build_model"
         raise ModelUnsupported(tell("buffers have their values", f"{lost[0]} is on meta", do))
-    if weights is not None and not on_meta and not any(is_hollow(param) for param in model.parameters()):
+    if weights is not None and not on_meta and not any(is_unmaterialized(param) for param in model.parameters()):
         raise ConfigError(tell("weights= is for a model on meta", "this one has its weights already", "Leave it out, or build the model on meta"))
     if isinstance(weights, (str, Path)):
         weights = FileWeights(Path(weights), model)
@@ -365,7 +365,7 @@ def _source(model: nn.Module, weights: "str | Path | Weights | None") -> Weights
         weights.fill_buffers(model)
     if on_meta and weights is None:
         raise ModelUnsupported(tell("the model is on the CPU, or weights= says where its weights are", f"{on_meta[0]} is on meta", "Give weights=folder"))
-    hollow(model)
+    unmaterialize(model)
     return weights
 
 
@@ -432,7 +432,7 @@ def prepare_forward_only(
     """Prepare a model without trainable parameters for forward passes alone. What does not fit is streamed.
 
     Args:
-        run: calls the model with a batch, as the training loop does.
+        run: signatures the model with a batch, as the training loop does.
         gpu_memory: what this model and the one that is trained may use together.
         least: take as little GPU memory as possible. Default: a quarter of `gpu_memory` at most, or what it needs.
         only_weights: budget the weights alone. The plan of the model that is trained has room for its activations.
@@ -446,10 +446,10 @@ def prepare_forward_only(
         run(model, batch)
 
     ready = _get_ready(model, gpu_memory=gpu_memory, loss=loss, **settings)
-    found = ready.measure(grown(batch, max_shape), None)
+    found = ready.measure(pad_to_shape(batch, max_shape), None)
 
-    def plan(num_bytes: int) -> Planned:
-        return _get_ready(model, gpu_memory=num_bytes, **settings).solve(found, ready.terms)
+    def plan(num_bytes: int) -> PlannedModel:
+        return _get_ready(model, gpu_memory=num_bytes, **settings).solve(found, ready.step_config)
 
     try:
         planned = plan(1 if least else int(total * _FORWARD_ONLY_SHARE))
@@ -462,7 +462,7 @@ def prepare_forward_only(
     made = planned.plan
     budget = made.estimate.gpu_bytes
     if only_weights:
-        place = Placement(planned.graph, planned.layout, made.decision, made.terms, made.work, made.shared)
+        place = Placement(planned.graph, planned.layout, made.decision, made.step_config, made.work, made.shared)
         budget = sum(place.gpu.values()) + sum(buffer.nbytes for buffer in model.buffers())
     planned = replace(planned, plan=replace(made, gpu_budget_bytes=budget))
     return Engine(model, ready.layers, planned, device=where, optimizer=ready.optimizer, planner=ready.planner)

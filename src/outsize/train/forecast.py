@@ -25,8 +25,8 @@ from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.compat import fake_tensor
 from outsize.device.rng import host_rng_untouched
 from outsize.device.sim import AbsentDevice
-from outsize.hardware.allowance import Allowance
 from outsize.hardware.catalog import CATALOG, lookup
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.build import load_config, trainable_class
@@ -35,9 +35,9 @@ from outsize.model.graph import BlockGraph
 from outsize.model.quantized import quantization_of
 from outsize.plan.check import check
 from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, Terms
+from outsize.plan.plan import Plan, StepConfig
 from outsize.plan.render import render
-from outsize.planner.explain import Explanation, Problem, explain, outlook
+from outsize.planner.explain import Explanation, Problem, explain, what_if
 from outsize.planner.headroom import of_half_length
 from outsize.profile.scale import scaled
 from outsize.profile.trace import ModelTrace, added_in_place
@@ -79,23 +79,23 @@ class Forecast:
     @property
     def tokens_per_second(self) -> float:
         rows, tokens = self.plan.inputs["input_ids"]
-        return rows * tokens * self.plan.terms.accumulate / self.plan.estimate.step_seconds
+        return rows * tokens * self.plan.step_config.accumulate / self.plan.estimate.step_seconds
 
     def explain(self) -> Explanation:
         """Why this plan, and what another machine would be worth. Takes seconds."""
         return explain(self.problem, self.plan)
 
-    def outlook(self) -> str:
+    def what_if(self) -> str:
         """What 4 GiB more would buy, the least that would do, and what shorter batches leave free."""
         half = self.trace_half()
         short = of_half_length(self.plan, self.graph, self.layout, half) if half is not None else ""
-        return "\n".join([outlook(self.problem, self.plan, self.smallest_machine()), *([f"short {short}"] if short else [])])
+        return "\n".join([what_if(self.problem, self.plan, self.smallest_machine()), *([f"short {short}"] if short else [])])
 
     def smallest_machine(self) -> str | None:
         """Of the catalog, by GPU memory and then by name; None if no one is large enough."""
         for spec in sorted(CATALOG.values(), key=lambda spec: (spec.gpu_bytes, spec.name)):
             least = self.problem.least_gpu_bytes(_host_budget(spec, self.host_memory))
-            if least is not None and least <= _allowance(spec, None).room_bytes:
+            if least is not None and least <= _allowance(spec, None).usable_bytes:
                 return spec.name
         return None
 
@@ -139,7 +139,7 @@ def plan(
         sequence_len: tokens of a row; batches are taken to be full, without padding.
         micro_batch_size: rows of a batch. Default: 1; with `batch_size`, the fastest.
         batch_size: rows of an optimizer step. Micro-batches and accumulation follow from it.
-        hardware: a machine of the catalog, a .yaml file of one (`outsize probe --save`), or a size such as "64MiB" for a small imaginary one.
+        hardware: a machine of the catalog, a .yaml file of one (`outsize probe --save`), or a size such as "64MiB" for a small simulated one.
         gpu_memory: most GPU memory to use, CUDA context included. Default: all of the machine's.
         host_memory: most host memory to use. Default: the machine's, less a tenth.
         accumulate: backward passes per step. Default: 1, or what `batch_size` makes of it.
@@ -188,9 +188,9 @@ def plan(
     def solve(found: Traced, split: Split) -> Forecast:
         graph, loss = found.graph, found.loss
         layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
-        terms = Terms(update=settings.update, accumulate=split.passes, fp32_grads=settings.fp32_grads)
+        step_config = StepConfig(update=settings.update, accumulate=split.passes, fp32_grads=settings.fp32_grads)
         problem = Problem(
-            graph=graph, layout=layout, trace=found.trace, spec=spec, terms=terms, gpu=allowance, host_bytes=host_budget, pins=pins or Pins()
+            graph=graph, layout=layout, trace=found.trace, spec=spec, step_config=step_config, gpu=allowance, host_bytes=host_budget, pins=pins or Pins()
         )
         made = problem.solve()
         check(made, graph, layout)
@@ -205,14 +205,14 @@ def plan(
 # The machine.
 
 
-def _allowance(spec: HardwareSpec, gpu_memory: str | int | None) -> Allowance:
+def _allowance(spec: HardwareSpec, gpu_memory: str | int | None) -> GpuBudget:
     """On a real card the context and the allocator's loss come off."""
     asked = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
     if asked > spec.gpu_bytes:
         found = f"{exact_bytes(asked)} was asked for"
         raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(spec.gpu_bytes)} of {spec.name}", found, "Ask for less, or name other hardware"))
-    allowance = Allowance(asked_bytes=asked, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
-    if allowance.room_bytes <= 0:
+    allowance = GpuBudget(total_bytes=asked, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
+    if allowance.usable_bytes <= 0:
         least = f"gpu_memory is more than the {show_bytes(spec.context_bytes)} that a CUDA process takes by itself"
         raise ConfigError(tell(least, f"{exact_bytes(asked)} was given", "Give more"))
     return allowance
@@ -279,7 +279,7 @@ def fake_trace(
         complaints.disabled = was
     if too_long:
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
-    of_what = "FLOPs, bytes and operators" if trace.counts_issuing else "FLOPs and bytes"
+    of_what = "FLOPs, bytes and operators" if trace.counts_launches else "FLOPs and bytes"
     provenance = f"bytes of {kind.__name__} counted on fake tensors (CPU operators), seconds estimated from {of_what}"
     inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # which models make themselves
     return graph, replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss

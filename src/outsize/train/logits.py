@@ -20,7 +20,7 @@ _FACTS = {"dim", "ndimension", "size", "numel", "nelement", "element_size", "is_
 _PROPERTIES = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested"}
 
 
-class LogitsNotThere(EngineMisuse):
+class LogitsNotMaterialized(EngineMisuse):
     """Logits were used while the loss is made in chunks."""
 
     def __init__(self, use: str):
@@ -72,12 +72,12 @@ class Logits(Tensor):
         me = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
         made = me._after(name, args[1:], kwargs) if args and args[0] is me else None
         if made is None:
-            raise LogitsNotThere(f"{name} {'after the loss' if me._product.hidden is None else 'between the head and the loss'}")
+            raise LogitsNotMaterialized(f"{name} {'after the loss' if me._product.hidden is None else 'between the head and the loss'}")
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise LogitsNotThere(f"{func} on the logits")
+        raise LogitsNotMaterialized(f"{func} on the logits")
 
     def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
         """What an operation makes of the logits; None if it cannot be done chunk by chunk."""
@@ -106,8 +106,8 @@ class Logits(Tensor):
         is_last = len(others) == self.dim() - 1 or any(i is Ellipsis for i in others)
         if not is_last or not isinstance(last, slice) or not all(i is Ellipsis or (isinstance(i, slice) and i == slice(None)) for i in others):
             return None
-        start, stop, stride = last.indices(self.shape[-1])
-        if stride != 1 or stop <= start:
+        start, stop, host_update_interval = last.indices(self.shape[-1])
+        if host_update_interval != 1 or stop <= start:
             return None
         # Whatever is done to logits is done to each by itself, so the range may as well be one of the weight's.
         first = self._columns.start
@@ -117,7 +117,7 @@ class Logits(Tensor):
         """Of targets that are shifted already. Can be made once."""
         product, hidden = self._product, self._product.hidden
         if hidden is None:
-            raise LogitsNotThere("a second loss of the same logits")
+            raise LogitsNotMaterialized("a second loss of the same logits")
         if targets.numel() != self.shape[:-1].numel():
             raise ValueError(f"Expected one target for each of {self.shape[:-1].numel()} tokens, but there are {targets.numel()}")
         product.hidden = None

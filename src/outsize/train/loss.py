@@ -1,6 +1,6 @@
 """The loss of a language model in chunks of tokens, without code for any model family.
 
-While a `Seam` is attached and on, the output embedding returns logits that are not there (logits.py), and the model's `loss_function` makes the loss of
+While a `ChunkedLossPatch` is attached and on, the output embedding returns logits that are not there (logits.py), and the model's `loss_function` makes the loss of
 them chunk by chunk (cross_entropy.py). Whether a model can be trained so is not read off a list: the trial run shows it, and the plan says it.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from outsize import compat
 from outsize.base.errors import ModelUnsupported, tell
 from outsize.train.cross_entropy import chunk_tokens
-from outsize.train.logits import DTYPES, Logits, LogitsNotThere, Product
+from outsize.train.logits import DTYPES, Logits, LogitsNotMaterialized, Product
 
 T = TypeVar("T")
 
 
-class NoSeam(ModelUnsupported):
+class ChunkedLossUnsupported(ModelUnsupported):
     """A model whose loss cannot be made in chunks."""
 
     def __init__(self, reason: str):
@@ -30,11 +30,11 @@ class NoSeam(ModelUnsupported):
         self.reason = reason
 
 
-class Seam:
+class ChunkedLossPatch:
     """Where a model's loss can be made in chunks: its forward, its output embedding, its loss_function. Changes are attributes of these instances alone."""
 
     def __init__(self, model: nn.Module, chunk: int | None = None):
-        """Raises NoSeam where the model has no such place. `chunk`: tokens at once; None: what `chunk_tokens` says."""
+        """Raises ChunkedLossUnsupported where the model has no such place. `chunk`: tokens at once; None: what `chunk_tokens` says."""
         self._owner = _owner(model)
         self._head = _head(self._owner)
         self.chunk = chunk or chunk_tokens(self._head.out_features)
@@ -85,7 +85,7 @@ class Seam:
         finally:
             self._products = None
         if any(product.hidden is not None for product in products):
-            raise LogitsNotThere("a forward that does not give its logits to its loss_function")
+            raise LogitsNotMaterialized("a forward that does not give its logits to its loss_function")
         return outputs
 
     def _multiply(self, linear: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Seam:
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         if dtype not in DTYPES:
-            raise LogitsNotThere(f"a head that computes in {str(dtype).removeprefix('torch.')}")
+            raise LogitsNotMaterialized(f"a head that computes in {str(dtype).removeprefix('torch.')}")
         product = Product(hidden, self._head, dtype)
         self._products.append(product)
         return product.logits()
@@ -108,7 +108,7 @@ class Seam:
             given = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return self._own_loss(logits, labels, vocab_size, **given, **kwargs)
         if logits.shape[-1] != vocab_size:
-            raise LogitsNotThere(f"a loss over {vocab_size} columns of {logits.shape[-1]}")
+            raise LogitsNotMaterialized(f"a loss over {vocab_size} columns of {logits.shape[-1]}")
         targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
         return logits.loss(targets, ignore_index=ignore_index, num_items=num_items_in_batch, chunk=self.chunk)
 
@@ -123,17 +123,17 @@ def _owner(model: nn.Module) -> Any:
     """The model that calls its loss_function: of a PEFT model, the one inside."""
     owner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not hasattr(type(owner), "loss_function") or not hasattr(owner, "get_output_embeddings"):
-        raise NoSeam(f"{type(owner).__name__} is no model of transformers")
+        raise ChunkedLossUnsupported(f"{type(owner).__name__} is no model of transformers")
     return owner
 
 
 def _head(owner: Any) -> nn.Linear:
     head = owner.get_output_embeddings()
     if head is None:
-        raise NoSeam("it has no output embedding")
+        raise ChunkedLossUnsupported("it has no output embedding")
     # What PEFT puts around a head is no Linear, and what quantizes one has a forward of its own.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        raise NoSeam(f"its output embedding is no plain Linear but a {type(head).__module__}.{type(head).__qualname__}")
+        raise ChunkedLossUnsupported(f"its output embedding is no plain Linear but a {type(head).__module__}.{type(head).__qualname__}")
     return head
 
 
@@ -141,7 +141,7 @@ def _own_loss(owner: Any) -> Callable[..., Tensor]:
 
     loss: Callable[..., Tensor] = owner.loss_function
     if loss is not compat.transformers().ForCausalLMLoss:
-        raise NoSeam(f"its loss is {getattr(loss, '__name__', type(loss).__name__)}")
+        raise ChunkedLossUnsupported(f"its loss is {getattr(loss, '__name__', type(loss).__name__)}")
     return loss
 
 
@@ -153,7 +153,7 @@ class ChosenLoss:
     """How the loss is made under a plan: in words for the plan, and to be attached with it."""
 
     text: str
-    seam: Seam | None = None
+    seam: ChunkedLossPatch | None = None
     in_chunks: bool = False
 
     @property
@@ -178,7 +178,7 @@ def trace_with_loss(
     Args:
         batch: the largest one.
         trace: takes the trace; is given the words for a loss in chunks, or none.
-        wanted: None: where the batch is larger than a chunk and the model allows it. True: raises NoSeam where it cannot be.
+        wanted: None: where the batch is larger than a chunk and the model allows it. True: raises ChunkedLossUnsupported where it cannot be.
         is_custom: the loop makes a loss of its own, which may read the logits.
         before: what was chosen for the same model: a loss that was made in chunks stays so.
     """
@@ -188,9 +188,9 @@ def trace_with_loss(
     chosen.attach()
     try:
         return trace(chosen.text), chosen
-    except LogitsNotThere as no:
+    except LogitsNotMaterialized as no:
         if wanted:
-            raise NoSeam(f"there is {no.use}") from no
+            raise ChunkedLossUnsupported(f"there is {no.use}") from no
         reason = no.use
     finally:
         chosen.detach()
@@ -204,8 +204,8 @@ def choose_loss(model: nn.Module, batch: Any, *, wanted: bool | None, is_custom:
     if is_custom and not wanted:
         return ChosenLoss(text="full logits: the loop makes its own loss")
     try:
-        seam = before.seam if before is not None and before.seam is not None else Seam(model)
-    except NoSeam as no:
+        seam = before.seam if before is not None and before.seam is not None else ChunkedLossPatch(model)
+    except ChunkedLossUnsupported as no:
         if wanted:
             raise
         return ChosenLoss(text=f"full logits: {no.reason}")

@@ -17,11 +17,11 @@ from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, OutsizeError, P
 from outsize.base.log import log
 from outsize.model.batch import Call, Measured, Signature, arguments_of, as_call, by_name, covers, fits, positional_names, signature, with_longer_lists
 from outsize.model.tensors import map_tensors
-from outsize.plan.plan import Terms
+from outsize.plan.plan import StepConfig
 from outsize.profile.calling import Loss
 from outsize.profile.merge import merged, projected, with_reserve
-from outsize.runtime.attached import Planned
-from outsize.train.batches import Images, as_dict, grown, joined, lead_shape, num_elements
+from outsize.runtime.plan_runtime import PlannedModel
+from outsize.train.batches import Images, as_dict, joined, lead_shape, num_elements, pad_to_shape
 from outsize.train.loss import ChosenLoss
 from outsize.train.micro_batch import Traced
 
@@ -31,7 +31,7 @@ _MOST_GROWTH = 2.0
 
 class PlannedBatches:
     def __init__(
-        self, model: nn.Module, measure: Callable[[Any, ChosenLoss | None], Traced], solve: Callable[[Traced, Terms], Planned], *,
+        self, model: nn.Module, measure: Callable[[Any, ChosenLoss | None], Traced], solve: Callable[[Traced, StepConfig], PlannedModel], *,
         max_shape: tuple[int, int] | None, has_loss: bool,
     ):  # fmt: skip
         """`has_loss`: the loop makes its own loss of a batch, of which the model's arguments are a part."""
@@ -43,51 +43,51 @@ class PlannedBatches:
         self._first: Any = None
         """The first batch, where a loss needs more of it than the model's arguments."""
 
-    def plan(self, _: nn.Module, batch: Any, terms: Terms) -> Planned:
+    def plan(self, _: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
         """`batch`: what `prepare` is given, or the call of the model that the present plan does not hold for."""
         if isinstance(batch, Call):
-            return self._plan_call(batch, terms)
+            return self._plan_call(batch, step_config)
         batch = as_dict(batch)
         if self._has_loss and self._first is None:
             self._first = map_tensors(lambda t: t.detach().cpu().clone(), batch)
-        return self._plan_batch(batch, terms)
+        return self._plan_batch(batch, step_config)
 
-    def _plan_call(self, call: Call, terms: Terms) -> Planned:
+    def _plan_call(self, call: Call, step_config: StepConfig) -> PlannedModel:
         names = positional_names(self._model)
         batch = by_name(call, names)
         if not self._has_loss:
-            return self._plan_batch(batch, terms)
+            return self._plan_batch(batch, step_config)
         planned = None
         try:
-            planned = self._plan_batch(batch, terms) if not isinstance(batch, Call) else None
+            planned = self._plan_batch(batch, step_config) if not isinstance(batch, Call) else None
         except OutsizeError:
             raise
         except Exception as error:
             log.debug("loss= cannot be made of the model's arguments alone: %s", str(error))
-        planned = planned or self._plan_filled(batch, terms)
+        planned = planned or self._plan_filled(batch, step_config)
         given = signature(arguments_of(call, names))
-        if not covers((one for found in planned.measured for one in found.calls), given):
-            planned = self._plan_beside(call, given, terms)
+        if not covers((one for found in planned.measured for one in found.signatures), given):
+            planned = self._plan_beside(call, given, step_config)
         return planned
 
-    def _plan_beside(self, call: Call, given: Signature, terms: Terms) -> Planned:
+    def _plan_beside(self, call: Call, given: Signature, step_config: StepConfig) -> PlannedModel:
         """For a call that the loss does not make, and for those that it makes."""
-        log.warning("the loop calls the model otherwise than loss= does (%s): planning for both, with the loss that loss= makes", _text(given))
-        planned = self._plan_all(self._measure(call, self._loss), terms)
+        log.warning("the loop signatures the model otherwise than loss= does (%s): planning for both, with the loss that loss= makes", _text(given))
+        planned = self._plan_all(self._measure(call, self._loss), step_config)
         if planned is None:
             raise EngineMisuse(
-                f"The loop calls the model otherwise than loss= does ({_text(given)}), and the model then takes another way through its blocks: the plan does "
-                "not hold for both. Prepare the model with a loss= that calls it as the loop does."
+                f"The loop signatures the model otherwise than loss= does ({_text(given)}), and the model then takes another way through its blocks: the plan does "
+                "not hold for both. Prepare the model with a loss= that signatures it as the loop does."
             )
         return planned
 
-    def _plan_filled(self, batch: Any, terms: Terms) -> Planned:
+    def _plan_filled(self, batch: Any, step_config: StepConfig) -> PlannedModel:
         """The first batch at the size of a call, for a loss that reads more than the model does."""
-        filled = grown(self._first, lead_shape(batch))
+        filled = pad_to_shape(self._first, lead_shape(batch))
         if isinstance(filled, dict) and isinstance(batch, dict):
             filled = {name: batch.get(name, value) for name, value in filled.items()}
         try:
-            return self._plan_batch(filled, terms)
+            return self._plan_batch(filled, step_config)
         except OutsizeError:
             raise
         except Exception as error:
@@ -96,33 +96,33 @@ class PlannedBatches:
                 "Prepare the model with the largest batch, or with max_shape."
             ) from error
 
-    def _plan_batch(self, batch: Any, terms: Terms) -> Planned:
+    def _plan_batch(self, batch: Any, step_config: StepConfig) -> PlannedModel:
         # Nothing may keep the error: its frames hold the activations of what did not fit.
         if (both := self._images.added_to(batch)) is not None:
             try:
-                return self._plan_one(both, terms)
+                return self._plan_one(both, step_config)
             except (PlanInfeasible, DeviceOutOfMemory) as error:
                 log.warning("this batch does not fit together with the images of earlier ones, and is planned for alone: %s", str(error))
         self._images.keep(batch)
-        return self._plan_one(batch, terms)
+        return self._plan_one(batch, step_config)
 
-    def _plan_one(self, batch: Any, terms: Terms) -> Planned:
+    def _plan_one(self, batch: Any, step_config: StepConfig) -> PlannedModel:
         larger, growth = self._joined(batch)
         is_near = growth <= _MOST_GROWTH
-        if is_near and (planned := self._plan_larger(larger, terms)) is not None:
+        if is_near and (planned := self._plan_larger(larger, step_config)) is not None:
             return planned
         found = self._trace(batch)
         if not self._held:
-            return self._now(found, [], self._solve(found, terms))
+            return self._now(found, [], self._solve(found, step_config))
         try:
-            planned = self._plan_all(found, terms)
+            planned = self._plan_all(found, step_config)
         except PlanInfeasible:
             planned = None
         if planned is None and not is_near:
-            planned = self._plan_larger(larger, terms)
+            planned = self._plan_larger(larger, step_config)
         if planned is not None:
             return planned
-        alone = self._solve(found, terms)
+        alone = self._solve(found, step_config)
         log.warning("this batch is planned for alone: no plan was found for it and for earlier ones, which are planned for again if they come back")
         return self._now(found, [], alone)
 
@@ -134,7 +134,7 @@ class PlannedBatches:
             arguments, others = batch, [one.batch for one in measured]
         else:
             arguments = by_name(as_call(self._model, batch), positional_names(self._model))
-            others = [call for one in measured for call in one.calls]
+            others = [call for one in measured for call in one.signatures]
         if not isinstance(arguments, dict):
             return best
         for earlier in others:
@@ -143,27 +143,27 @@ class PlannedBatches:
                 best = (larger, growth) if growth < best[1] else best
         return best
 
-    def _plan_larger(self, batch: Any, terms: Terms) -> Planned | None:
+    def _plan_larger(self, batch: Any, step_config: StepConfig) -> PlannedModel | None:
         """None where that is too large, or the model cannot be called with it."""
         if batch is None:
             return None
         try:
-            return self._plan_all(self._trace(batch), terms)
+            return self._plan_all(self._trace(batch), step_config)
         except Exception as error:
             log.debug("a batch that is made of two is not planned for: %s", str(error))
             return None
 
     def _trace(self, batch: Any) -> Traced:
-        found = self._measure(grown(batch, self._max_shape), self._loss)
+        found = self._measure(pad_to_shape(batch, self._max_shape), self._loss)
         self._loss = found.loss
         return found
 
-    def _plan_all(self, found: Traced, terms: Terms) -> Planned | None:
+    def _plan_all(self, found: Traced, step_config: StepConfig) -> PlannedModel | None:
         """For this batch and the earlier ones. None where the model takes another way through its blocks with one of them."""
         kept = [one for one in self._held if one.measured is not None and not (found.measured is not None and found.measured.covers(one.measured))]
         # What was measured under another choice of trained parameters says nothing now.
         kept = [one for one in kept if one.graph.params == found.graph.params]
-        widest = max([found, *kept], key=lambda one: len(one.graph.visits))
+        widest = max([found, *kept], key=lambda one: len(one.graph.calls))
         trace = widest.trace
         for one in (one for one in [found, *kept] if one is not widest):
             other = one.trace if one.trace.graph == trace.graph else projected(one.trace, one.graph, widest.trace, widest.graph)
@@ -171,15 +171,15 @@ class PlannedBatches:
             if both is None:
                 return None
             trace = both
-        return self._now(found, kept, self._solve(replace(found, graph=widest.graph, trace=trace), terms))
+        return self._now(found, kept, self._solve(replace(found, graph=widest.graph, trace=trace), step_config))
 
-    def _now(self, found: Traced, kept: list[Traced], planned: Planned) -> Planned:
+    def _now(self, found: Traced, kept: list[Traced], planned: PlannedModel) -> PlannedModel:
         self._held = [found, *kept]
         return replace(planned, measured=tuple(one.measured for one in self._held if one.measured is not None))
 
 
-def recording(loss: Loss | None, calls: list[Signature]) -> Loss | None:
-    """The loss, which also notes the training calls that it makes of the model."""
+def recording(loss: Loss | None, signatures: list[Signature]) -> Loss | None:
+    """The loss, which also notes the training signatures that it makes of the model."""
     if loss is None:
         return None
 
@@ -188,8 +188,8 @@ def recording(loss: Loss | None, calls: list[Signature]) -> Loss | None:
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = arguments_of(Call(args, kwargs), names)
-            if torch.is_grad_enabled() and not fits(calls, arguments):
-                calls.append(signature(arguments))
+            if torch.is_grad_enabled() and not fits(signatures, arguments):
+                signatures.append(signature(arguments))
 
         handle = model.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
         try:
@@ -204,9 +204,9 @@ def reserving(found: Traced) -> Traced:
     """With room for lists of places that are longer than those of the batch."""
     assert found.measured is not None
     batch, _ = with_longer_lists(found.measured.batch)
-    calls = [with_longer_lists(call) for call in found.measured.calls]
-    trace = with_reserve(found.trace, max((num_bytes for _, num_bytes in calls), default=0))
-    return replace(found, trace=trace, measured=Measured(batch, tuple(call for call, _ in calls)))
+    signatures = [with_longer_lists(call) for call in found.measured.signatures]
+    trace = with_reserve(found.trace, max((num_bytes for _, num_bytes in signatures), default=0))
+    return replace(found, trace=trace, measured=Measured(batch, tuple(call for call, _ in signatures)))
 
 
 def _text(inputs: Any) -> str:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_outputs import BaseModelOutput
 
 import outsize
-from outsize.activation.parcel import Parcel
+from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.activation.strategies import RUN, SENDS
 from outsize.base.units import ALIGN_BYTES
 
@@ -45,26 +45,26 @@ class Result:
 
 
 def run(block: nn.Module, strategy: str, *args: Any, leaves: list[Tensor] | None = None, **kwargs: Any) -> Result:
-    """Forward, the parcel's way to the host and back as the engine does it, backward."""
+    """Forward, the offloaded's way to the host and back as the engine does it, backward."""
     leaves = [*(leaves or []), *(p for p in block.parameters() if p.requires_grad)]
     for leaf in leaves:
         leaf.grad = None
     torch.manual_seed(5)
-    parcel = Parcel()
-    output = RUN[strategy](block, args, kwargs, parcel, statics(block))
+    offloaded = OffloadedTensors()
+    output = RUN[strategy](block, args, kwargs, offloaded, statics(block))
     after_forward = torch.rand(1)
-    num_items = len(parcel.items)
+    num_items = len(offloaded.items)
     if strategy in SENDS:
-        assert parcel.num_bytes > 0, "a strategy that quietly does nothing"
-        arena = torch.empty(parcel.num_bytes, dtype=torch.uint8)
-        parcel.copy_to(arena)
-        parcel.let_go()
-        parcel.returned(arena.clone())
+        assert offloaded.num_bytes > 0, "a strategy that quietly does nothing"
+        arena = torch.empty(offloaded.num_bytes, dtype=torch.uint8)
+        offloaded.copy_to(arena)
+        offloaded.free_device_copy()
+        offloaded.attach_buffer(arena.clone())
         arena.fill_(0xFF)
     else:
-        assert parcel.num_bytes == 0
+        assert offloaded.num_bytes == 0
     output.square().sum().backward()
-    return Result(output.detach(), [leaf.grad for leaf in leaves], parcel.num_bytes, num_items, after_forward, torch.rand(1))
+    return Result(output.detach(), [leaf.grad for leaf in leaves], offloaded.num_bytes, num_items, after_forward, torch.rand(1))
 
 
 def same(found: Result, expected: Result) -> bool:
@@ -211,18 +211,18 @@ def test_offload_brings_back_inputs_of_any_strides(view: Callable[[Tensor], Tens
 
 def test_the_input_is_freed_when_the_parcel_lets_go() -> None:
     """Neither the checkpoint nor a closure keeps an offloaded input alive."""
-    block, parcel = WithMask(), Parcel()
+    block, offloaded = WithMask(), OffloadedTensors()
     leaf = torch.randn(4, 64, requires_grad=True)
     x = leaf * 2
     storage = weakref.ref(x.untyped_storage())
-    out = RUN["offload"](block, (x, torch.ones(4, 64)), {}, parcel, statics(block))
-    arena = torch.empty(parcel.num_bytes, dtype=torch.uint8)
-    parcel.copy_to(arena)
+    out = RUN["offload"](block, (x, torch.ones(4, 64)), {}, offloaded, statics(block))
+    arena = torch.empty(offloaded.num_bytes, dtype=torch.uint8)
+    offloaded.copy_to(arena)
     del x
     assert storage() is not None
-    parcel.let_go()
+    offloaded.free_device_copy()
     assert storage() is None
-    parcel.returned(arena)
+    offloaded.attach_buffer(arena)
     out.sum().backward()
     assert leaf.grad is not None
 

@@ -14,11 +14,11 @@ import pytest
 from safetensors import SafetensorError
 
 from outsize.base.errors import BadFile, SaveFailed
-from outsize.checkpoint.folder import MANIFEST, Draft, checkpoints, newest, read_manifest, rotate, settle, telling
+from outsize.checkpoint.folder import MANIFEST, StagedDir, checkpoints, newest, os_errors_as_save_failed, read_manifest, rotate, recover_partial_saves
 
 
 def publish(place: Path, text: str = "x", *, replace: bool = False, **facts: Any) -> Path:
-    draft = Draft.of(place, replace=replace)
+    draft = StagedDir.of(place, replace=replace)
     (draft.path / "weights").write_text(text)
     draft.publish(facts)
     return place
@@ -37,7 +37,7 @@ def drafts(folder: Path) -> list[str]:
 
 def test_nothing_is_there_until_it_is_published_and_then_all_of_it(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "down" / "checkpoint-1"
-    draft = Draft.of(place)
+    draft = StagedDir.of(place)
     (draft.path / "sub").mkdir()
     (draft.path / "sub" / "b").write_text("four")
     (draft.path / "a").write_text("")
@@ -49,7 +49,7 @@ def test_nothing_is_there_until_it_is_published_and_then_all_of_it(tmp_path: Pat
 
 
 def test_a_discarded_draft_leaves_nothing(tmp_path: Path) -> None:
-    draft = Draft.of(tmp_path / "a")
+    draft = StagedDir.of(tmp_path / "a")
     (draft.path / "weights").write_text("x")
     draft.discard()
     draft.discard()
@@ -62,7 +62,7 @@ def test_a_discarded_draft_leaves_nothing(tmp_path: Path) -> None:
 def test_a_place_may_have_any_name(tmp_path: Path, name: str) -> None:
     place = publish(tmp_path / name, "old")
     publish(place, "new", replace=True)
-    draft = Draft.of(tmp_path / f"{name}2")
+    draft = StagedDir.of(tmp_path / f"{name}2")
     (draft.path / name).write_text("abc")
     draft.publish({})
     assert names(tmp_path) == sorted([name, f"{name}2"]) and (place / "weights").read_text() == "new"
@@ -72,7 +72,7 @@ def test_a_place_may_have_any_name(tmp_path: Path, name: str) -> None:
 def test_a_relative_place_means_the_folder_it_meant_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    draft = Draft.of(Path("checkpoint-1"))
+    draft = StagedDir.of(Path("checkpoint-1"))
     monkeypatch.chdir("elsewhere")
     draft.publish({})
     assert names(tmp_path) == ["checkpoint-1", "elsewhere"] and names(tmp_path / "elsewhere") == []
@@ -99,7 +99,7 @@ def test_modes_are_what_the_umask_leaves(tmp_path: Path, mask: int) -> None:
 
 
 def test_a_file_that_takes_the_manifests_name_is_refused(tmp_path: Path) -> None:
-    draft = Draft.of(tmp_path / "a")
+    draft = StagedDir.of(tmp_path / "a")
     (draft.path / MANIFEST).write_text("mine")
     with pytest.raises(SaveFailed, match=MANIFEST):
         draft.publish({})
@@ -111,14 +111,14 @@ def test_a_file_that_takes_the_manifests_name_is_refused(tmp_path: Path) -> None
 def test_a_checkpoint_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     place = publish(tmp_path / "a", "old")
     with pytest.raises(SaveFailed, match=rf"{place} is not there yet"):
-        Draft.of(place)
+        StagedDir.of(place)
     assert names(tmp_path) == ["a"] and (place / "weights").read_text() == "old"
     publish(place, "new", replace=True)
     assert names(tmp_path) == ["a"] and (place / "weights").read_text() == "new"
 
 
 def test_what_takes_the_place_meanwhile_is_not_written_over(tmp_path: Path) -> None:
-    draft = Draft.of(tmp_path / "a")
+    draft = StagedDir.of(tmp_path / "a")
     (tmp_path / "a").mkdir()
     with pytest.raises(SaveFailed, match="is not there yet"):
         draft.publish({})
@@ -132,7 +132,7 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("home", "file", "dangling"):
         with pytest.raises(SaveFailed, match="is a checkpoint that may be replaced"):
-            Draft.of(tmp_path / name, replace=True)
+            StagedDir.of(tmp_path / name, replace=True)
     assert names(tmp_path) == ["dangling", "file", "home"] and (tmp_path / "home" / "letters").exists()
     for name in ("checkpoint-7", "empty"):  # one that another trainer left without a manifest, and one that holds nothing
         (tmp_path / name).mkdir()
@@ -146,7 +146,7 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path) -> None:
 def test_a_replacing_that_breaks_off_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, when: int) -> None:
     """`when`: before the old one is renamed, or after that and before the new one is."""
     place = publish(tmp_path / "a", "old")
-    draft = Draft.of(place, replace=True)
+    draft = StagedDir.of(place, replace=True)
     (draft.path / "weights").write_text("new")
     rename, count = Path.rename, iter(range(1, 9))
 
@@ -169,12 +169,12 @@ def test_places_that_cannot_be_written_are_told_with_the_reason(tmp_path: Path) 
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "a", tmp_path / "file" / "deep" / "a", Path("/proc/nothing/a"), tmp_path / ("n" * 250)):
         with pytest.raises(SaveFailed, match=r"can be written, but .*what was saved before is as it was"):
-            Draft.of(place)
+            StagedDir.of(place)
     assert names(tmp_path) == ["file"]
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    draft = Draft.of(tmp_path / "a")
+    draft = StagedDir.of(tmp_path / "a")
     draft.require_space(1)
     with pytest.raises(SaveFailed, match=r"needs 1048576 TiB on the disk, but .* is free"):
         draft.require_space(2**60)
@@ -191,14 +191,14 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
     ],
 )
 def test_errors_of_the_file_system_are_sentences(error: Exception, match: str) -> None:
-    with pytest.raises(SaveFailed, match=match) as raised, telling(Path("there")):
+    with pytest.raises(SaveFailed, match=match) as raised, os_errors_as_save_failed(Path("there")):
         raise error
     assert raised.value.__cause__ is error and "there can be written" in str(raised.value)
 
 
 def test_what_is_told_already_or_is_no_error_of_the_file_system_stays() -> None:
     for error in (SaveFailed("told"), ValueError("other"), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as raised, telling(Path("there")):
+        with pytest.raises(type(error)) as raised, os_errors_as_save_failed(Path("there")):
             raise error
         assert raised.value is error
 
@@ -300,9 +300,9 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, "src")
-from outsize.checkpoint.folder import Draft
+from outsize.checkpoint.folder import StagedDir
 place, what = Path(sys.argv[1]), sys.argv[2]
-draft = Draft.of(place, replace=True)
+draft = StagedDir.of(place, replace=True)
 (draft.path / "weights").write_text("new")
 if what.startswith("rename"):
     rename, count = Path.rename, iter(range(9))
@@ -349,13 +349,13 @@ def test_if_the_new_one_is_not_whole_the_old_one_is_put_back(tmp_path: Path) -> 
 
 
 def test_drafts_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> None:
-    mine = Draft.of(tmp_path / "checkpoint-1")
+    mine = StagedDir.of(tmp_path / "checkpoint-1")
     run = start(tmp_path / "checkpoint-2", "draft")
-    for act in (settle, newest, lambda folder: rotate(folder, 1)):
+    for act in (recover_partial_saves, newest, lambda folder: rotate(folder, 1)):
         act(tmp_path)
         assert len(drafts(tmp_path)) == 2
     end(run)
-    Draft.of(tmp_path / "checkpoint-3").discard()  # the next save clears up, too
+    StagedDir.of(tmp_path / "checkpoint-3").discard()  # the next save clears up, too
     assert drafts(tmp_path) == [mine.path.name]
 
 
@@ -364,16 +364,16 @@ def test_a_dead_writer_that_nobody_has_buried_is_dead(tmp_path: Path) -> None:
     run = start(tmp_path / "checkpoint-2", "draft")
     os.kill(run.pid, signal.SIGKILL)
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
-    settle(tmp_path)
+    recover_partial_saves(tmp_path)
     assert drafts(tmp_path) == []
     end(run)
 
 
 def test_another_process_with_the_number_of_a_dead_writer_is_not_the_writer(tmp_path: Path) -> None:
-    draft = Draft.of(tmp_path / "a")
+    draft = StagedDir.of(tmp_path / "a")
     host, pid, born, number = draft.path.name.rpartition("@")[2].rsplit("-", 3)
     stale = draft.path.rename(tmp_path / f".partial-a@{host}-{pid}-{int(born) - 60_000}-{number}")
-    settle(tmp_path)
+    recover_partial_saves(tmp_path)
     assert not stale.exists()
 
 
@@ -382,22 +382,22 @@ def test_a_draft_of_another_machine_goes_when_nobody_writes_it_any_more(tmp_path
     draft = tmp_path / ".partial-checkpoint-1@another-machine.cluster-1-1-0"
     draft.mkdir()
     (draft / "weights").touch()
-    settle(tmp_path)
+    recover_partial_saves(tmp_path)
     assert draft.exists()
     yesterday = time.time() - 25 * 3600
     os.utime(draft, (yesterday, yesterday))
-    settle(tmp_path)
+    recover_partial_saves(tmp_path)
     assert draft.exists()
     os.utime(draft / "weights", (yesterday, yesterday))
-    settle(tmp_path)
+    recover_partial_saves(tmp_path)
     assert not draft.exists()
 
 
 def test_what_only_looks_like_a_draft_stays(tmp_path: Path) -> None:
     for name in (".partial-", ".partial-notes", ".partial-a-1-2-3", "partial-a@b-1-2-3"):
         (tmp_path / name).mkdir()
-    settle(tmp_path)
-    settle(tmp_path / "missing")
+    recover_partial_saves(tmp_path)
+    recover_partial_saves(tmp_path / "missing")
     assert len(names(tmp_path)) == 4
 
 
@@ -409,11 +409,11 @@ def is_weight(name: str) -> bool:
 
 
 def bring(place: Path, **files: str) -> None:
-    draft = Draft.into(place)
+    draft = StagedDir.into(place)
     for name, text in files.items():
         path = draft.path / name.replace("_", ".")
         path.write_text(text)
-    draft.publish_into(is_weight)
+    draft.commit_files(is_weight)
 
 
 def test_files_go_into_a_folder_beside_others_and_stale_ones_go(tmp_path: Path) -> None:
@@ -427,10 +427,10 @@ def test_files_go_into_a_folder_beside_others_and_stale_ones_go(tmp_path: Path) 
 
 def test_folders_inside_are_merged(tmp_path: Path) -> None:
     for text in ("old", "new"):
-        draft = Draft.into(tmp_path / "out")
+        draft = StagedDir.into(tmp_path / "out")
         (draft.path / "sub").mkdir()
         (draft.path / "sub" / text).write_text(text)
-        draft.publish_into()
+        draft.commit_files()
     assert names(tmp_path / "out" / "sub") == ["new", "old"] and names(tmp_path / "out") == ["sub"]
 
 
@@ -453,14 +453,14 @@ def test_what_names_other_files_goes_first_and_comes_last(tmp_path: Path, monkey
 def test_a_file_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SaveFailed, match="it is a file"):
-        Draft.into(tmp_path / "file")
+        StagedDir.into(tmp_path / "file")
 
 
 def test_the_draft_for_a_folder_that_is_there_lies_inside(tmp_path: Path) -> None:
     """It may be a disk of its own, and files are renamed within one disk only; what a killed one left there is cleared."""
     (tmp_path / "disk").mkdir()
-    stale = Draft.into(tmp_path / "disk")
+    stale = StagedDir.into(tmp_path / "disk")
     stale.path.rename(stale.path.with_name(stale.path.name.replace(f"-{os.getpid()}-", "-999999999-")))
-    draft = Draft.into(tmp_path / "disk")
+    draft = StagedDir.into(tmp_path / "disk")
     assert draft.path.parent == tmp_path / "disk" and drafts(tmp_path / "disk") == [draft.path.name]
-    assert Draft.into(tmp_path / "new").path.parent == tmp_path
+    assert StagedDir.into(tmp_path / "new").path.parent == tmp_path

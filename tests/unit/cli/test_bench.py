@@ -25,7 +25,7 @@ def test_tiny_on_sim_prints_a_table_and_writes_everything(tmp_path: Path) -> Non
     found, trace = tmp_path / "found.json", tmp_path / "trace.json"
     result = runner.invoke(app, ["bench", "--model", "tiny", *SMALL, "--compare", "plain", "--json", str(found), "--trace", str(trace)])
     assert result.exit_code == 0, result.output
-    for words in ("imaginary", "measured", "predicted", "tokens/s", "GPU peak", "start-up", "lanes", "× the limit", "not compared"):
+    for words in ("simulated", "measured", "predicted", "tokens/s", "GPU peak", "start-up", "lanes", "× the limit", "not compared"):
         assert words in result.output
     data = json.loads(found.read_text())
     assert data["bench"]["model"] == "tiny" and data["bench"]["update"] == "in_backward"

@@ -51,7 +51,7 @@ def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path
     assert result.exit_code == 0, result.output
     assert "model.layers.0" in result.output and "input_ids 3×32" in result.output and "2 micro-batches a step" in result.output
     made = load(path)
-    assert (made.gpu_budget_bytes, made.host_budget_bytes, made.terms.accumulate) == (512 * 2**10, 2**30, 2)
+    assert (made.gpu_budget_bytes, made.host_budget_bytes, made.step_config.accumulate) == (512 * 2**10, 2**30, 2)
     assert made.inputs["input_ids"] == (3, 32)
     short = {"--sequence-len": "--seq", "--micro-batch-size": "--micro-batch"}
     again = runner.invoke(app, ["plan", model, *(short.get(word, word) for word in args)])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.base.errors import ConfigError
-from outsize.config.habits import ALIASES, REFUSED
+from outsize.config.aliases import ALIASES, REFUSED
 from outsize.config.read import parse_config, read_config
 from outsize.config.run import DatasetConfig, RunConfig, fields_by_key
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outsize.config.habits import ALIASES, IGNORED, REFUSED
+from outsize.config.aliases import ALIASES, IGNORED, REFUSED
 from outsize.config.run import DatasetConfig, RunConfig, fields_by_key
 from outsize.config.source import load_yaml
 

@@ -192,7 +192,7 @@ def test_an_action_that_has_begun_and_not_ended_is_under_way(device: SimDevice) 
 
 
 def test_what_is_touched_only_at_the_end_is_seen(device: SimDevice) -> None:
-    """The activations of a visit exist when its forward ends, not when it begins."""
+    """The activations of a call exist when its forward ends, not when it begins."""
     late = cells_of(16)
     device.begin("compute", waits=[], reads=[], writes=[])
     before = device.end("compute", reads=[], writes=[late], seconds=1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.machine import Machine
-from outsize.hardware.probed import Identity, describe, find_learnt, find_probe, keep_learnt, keep_probe, probe_path
+from outsize.hardware.probed import Identity, describe, find_probe, keep_probe, load_calibration, probe_path, save_calibration
 
 GiB = 2**30
 CARD = Identity(gpu="NVIDIA GeForce RTX 4090", driver="570.86", torch="2.11.0", cores=16)
@@ -106,12 +106,12 @@ def test_an_unknown_card_is_assumed_to_be_a_middling_one() -> None:
 
 def learn(**rates: float) -> None:
     """As the run of a process that starts now would."""
-    keep_learnt(rates, CARD, describe_card())
+    save_calibration(rates, CARD, describe_card())
 
 
 def test_what_training_saw_goes_before_the_probe_half_way_each_time(folder: Path) -> None:
     keep_probe(PROBED, CARD)
-    assert find_learnt(CARD, SPEC) is None
+    assert load_calibration(CARD, SPEC) is None
     for expected in (16e9, 13.5e9, 12.25e9):
         learn(h2d_bytes_per_second=11e9)
         assert describe_card().h2d_bytes_per_second == expected
@@ -128,7 +128,7 @@ def test_what_training_saw_goes_before_the_probe_half_way_each_time(folder: Path
 def test_a_process_that_learns_twice_goes_on_from_what_it_learnt() -> None:
     spec = describe_card()
     for _ in range(2):
-        keep_learnt({"h2d_bytes_per_second": spec.h2d_bytes_per_second / 2}, CARD, spec)
+        save_calibration({"h2d_bytes_per_second": spec.h2d_bytes_per_second / 2}, CARD, spec)
     assert describe_card().h2d_bytes_per_second == pytest.approx(0.625 * spec.h2d_bytes_per_second, rel=1e-3)
 
 
@@ -168,7 +168,7 @@ def test_what_was_learnt_holds_for_one_machine_as_it_is(change: dict) -> None:
     before = describe_card(other)
     learn(h2d_bytes_per_second=11e9)
     assert describe_card(other) == before
-    keep_learnt({"h2d_bytes_per_second": before.h2d_bytes_per_second / 2}, other, before)
+    save_calibration({"h2d_bytes_per_second": before.h2d_bytes_per_second / 2}, other, before)
     assert describe_card(other).h2d_bytes_per_second == 0.75 * before.h2d_bytes_per_second, "it replaces what is stale, and does not go on from it"
 
 
@@ -176,7 +176,7 @@ def test_a_new_probe_forgets_what_was_learnt() -> None:
     keep_probe(PROBED, CARD)
     learn(h2d_bytes_per_second=11e9)
     keep_probe(PROBED, CARD)
-    assert find_learnt(CARD, SPEC) is None and describe_card().h2d_bytes_per_second == 21e9
+    assert load_calibration(CARD, SPEC) is None and describe_card().h2d_bytes_per_second == 21e9
 
 
 BROKEN = ["", "[", "rates: 3", "rates: {flops: 1.0e+12}", "rates: {h2d_bytes_per_second: fast}", "rates: {h2d_bytes_per_second: 1.0}"]
@@ -187,16 +187,16 @@ def test_a_broken_file_is_passed_over_and_learnt_anew(rates: str, folder: Path) 
     learn(h2d_bytes_per_second=11e9)
     (path,) = (folder / "machines").iterdir()
     path.write_text(path.read_text().partition("rates:")[0] + rates)
-    assert find_learnt(CARD, SPEC) is None and describe_card().h2d_bytes_per_second == CATALOG["rtx4090"].h2d_bytes_per_second
+    assert load_calibration(CARD, SPEC) is None and describe_card().h2d_bytes_per_second == CATALOG["rtx4090"].h2d_bytes_per_second
     learn(h2d_bytes_per_second=11e9)
-    assert find_learnt(CARD, SPEC) is not None
+    assert load_calibration(CARD, SPEC) is not None
 
 
 def test_without_a_cache_nothing_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", "")
     before = describe_card()
     learn(h2d_bytes_per_second=11e9)
-    assert find_learnt(CARD, SPEC) is None and describe_card() == before
+    assert load_calibration(CARD, SPEC) is None and describe_card() == before
 
 
 def test_a_cache_that_cannot_be_written_does_not_end_a_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -379,7 +379,7 @@ def test_a_model_that_is_made_for_each_run_is_prepared_for_each_run(ours: Any, p
         outcomes += [first, trainers.train(trainer)]
         if engine is not None:
             with pytest.raises(EngineMisuse, match="detached"):
-                _ = engine.now
+                _ = engine.runtime
     for found in outcomes[1:]:
         cells.assert_same(cells.Outcome(found.losses, found.norms[-4:], found.weights, found.state), outcomes[0])
 

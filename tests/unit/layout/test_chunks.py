@@ -21,13 +21,13 @@ class Spec:
     blocks: tuple[int, ...] = (0,)
 
 
-def graph_of(specs: list[Spec], num_blocks: int = 3, visits: tuple[int, ...] | None = None) -> BlockGraph:
+def graph_of(specs: list[Spec], num_blocks: int = 3, calls: tuple[int, ...] | None = None) -> BlockGraph:
     params = tuple(Param(name=f"p{i}", shape=(s.numel,), dtype=s.dtype, trainable=s.trainable) for i, s in enumerate(specs))
     blocks = tuple(
         Block(name=f"b{b}", kind="layer", structure="x", params=tuple(f"p{i}" for i, s in enumerate(specs) if b in s.blocks)) for b in range(num_blocks)
     )
-    visits = visits or tuple(range(num_blocks))
-    return BlockGraph(blocks=blocks, visits=visits, has_backward=(True,) * len(visits), params=params, buffer_bytes=0)
+    calls = calls or tuple(range(num_blocks))
+    return BlockGraph(blocks=blocks, calls=calls, has_backward=(True,) * len(calls), params=params, buffer_bytes=0)
 
 
 specs = st.lists(
@@ -36,13 +36,13 @@ specs = st.lists(
         blocks=st.sets(st.integers(0, 2), max_size=3).map(lambda s: tuple(sorted(s))),
     ), min_size=1, max_size=12,
 )  # fmt: skip
-visits = st.lists(st.integers(0, 2), min_size=0, max_size=3).map(lambda more: (0, 1, 2, *more))
+calls = st.lists(st.integers(0, 2), min_size=0, max_size=3).map(lambda more: (0, 1, 2, *more))
 
 
-@given(specs, visits, st.sampled_from([1, 256, 1000, 4096, 2**20]))
+@given(specs, calls, st.sampled_from([1, 256, 1000, 4096, 2**20]))
 def test_any_graph_is_packed_without_gap_overlap_or_mixture(wanted: list[Spec], order: tuple[int, ...], chunk_bytes: int) -> None:
     """C1, C2, C5, C13 and C19 at once: alignment, one kind per chunk, oversized, tied and unused parameters."""
-    graph = graph_of(wanted, visits=order)
+    graph = graph_of(wanted, calls=order)
     layout = pack(graph, chunk_bytes)
     assert [chunk.index for chunk in layout.chunks] == list(range(len(layout.chunks)))
     placed = [piece.name for chunk in layout.chunks for piece in chunk.pieces]
@@ -54,30 +54,30 @@ def test_any_graph_is_packed_without_gap_overlap_or_mixture(wanted: list[Spec], 
             assert piece.offset * size % ALIGN_BYTES == 0
             assert 0 <= piece.offset - end < ALIGN_BYTES // size, "no overlap, and no more padding than alignment asks"
             assert (piece.numel, chunk.dtype, chunk.trainable) == (param.numel, param.dtype, param.trainable)
-            assert chunk.visits == (graph.users[piece.name] or (len(order) - 1,))
+            assert chunk.calls == (graph.users[piece.name] or (len(order) - 1,))
             end = piece.offset + piece.numel
         assert 0 <= chunk.numel - end < ALIGN_BYTES // size
         assert chunk.nbytes % ALIGN_BYTES == 0
         assert chunk.nbytes <= chunk_bytes or len(chunk.pieces) == 1
 
 
-@given(specs, visits)
+@given(specs, calls)
 def test_the_tables_agree_with_the_chunks(wanted: list[Spec], order: tuple[int, ...]) -> None:
-    graph = graph_of(wanted, visits=order)
+    graph = graph_of(wanted, calls=order)
     layout = pack(graph, 1000)
     for name, (index, piece) in layout.place.items():
         assert piece in layout.chunks[index].pieces and piece.name == name
-    for visit in range(len(order)):
-        assert layout.used_by(visit) == tuple(chunk.index for chunk in layout.chunks if visit in chunk.visits)
-        names = {piece.name for index in layout.used_by(visit) for piece in layout.chunks[index].pieces}
-        assert set(graph.blocks[order[visit]].params) <= names, "a visit finds all its parameters in its chunks"
-    firsts = [chunk.visits[0] for chunk in layout.chunks]
+    for call in range(len(order)):
+        assert layout.used_by(call) == tuple(chunk.index for chunk in layout.chunks if call in chunk.calls)
+        names = {piece.name for index in layout.used_by(call) for piece in layout.chunks[index].pieces}
+        assert set(graph.blocks[order[call]].params) <= names, "a call finds all its parameters in its chunks"
+    firsts = [chunk.calls[0] for chunk in layout.chunks]
     assert firsts == sorted(firsts), "chunks are in the order of first use"
 
 
-@given(specs, visits)
+@given(specs, calls)
 def test_a_layout_survives_json(wanted: list[Spec], order: tuple[int, ...]) -> None:
-    layout = pack(graph_of(wanted, visits=order), 1000)
+    layout = pack(graph_of(wanted, calls=order), 1000)
     again = loads(ChunkLayout, dumps(layout))
     assert again == layout and fingerprint(again) == fingerprint(layout)
 
@@ -108,20 +108,20 @@ def test_c5_a_parameter_larger_than_a_chunk_has_a_chunk_of_its_own() -> None:
 def test_c13_a_tied_parameter_is_placed_once_with_all_its_visits() -> None:
     layout = pack(graph_of([Spec(100, blocks=(0, 2)), Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))]))
     index, _ = layout.place["p0"]
-    assert layout.chunks[index].visits == (0, 2)
+    assert layout.chunks[index].calls == (0, 2)
     assert [piece.name for piece in layout.chunks[index].pieces] == ["p0"], "what only the stem uses does not wait for the head"
     assert index in layout.used_by(0) and index in layout.used_by(2) and index not in layout.used_by(1)
 
 
 def test_c13_a_block_that_runs_three_times_has_one_chunk_with_three_visits() -> None:
-    layout = pack(graph_of([Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))], visits=(0, 1, 1, 1, 2)))
-    assert [chunk.visits for chunk in layout.chunks] == [(0,), (1, 2, 3), (4,)]
+    layout = pack(graph_of([Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))], calls=(0, 1, 1, 1, 2)))
+    assert [chunk.calls for chunk in layout.chunks] == [(0,), (1, 2, 3), (4,)]
 
 
 def test_c19_a_parameter_that_nobody_reads_is_packed_with_the_last_visit() -> None:
     layout = pack(graph_of([Spec(100, blocks=()), Spec(100, blocks=(0,)), Spec(100, blocks=(2,))]))
     assert set(layout.place) == {"p0", "p1", "p2"}
-    assert layout.chunks[layout.place["p0"][0]].visits == (2,)
+    assert layout.chunks[layout.place["p0"][0]].calls == (2,)
 
 
 @pytest.mark.parametrize(("dtype", "state", "grad", "grad_fp32", "split"), [("bfloat16", 10, 2, 4, True), ("float32", 8, 4, 4, False)])

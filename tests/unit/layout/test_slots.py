@@ -11,14 +11,14 @@ from outsize.layout.slots import assign_slots
 
 
 def layout_of(chunks: list[tuple[tuple[int, ...], int]]) -> ChunkLayout:
-    """(visits, KiB) per chunk, in the order of first use as `pack` gives them."""
+    """(calls, KiB) per chunk, in the order of first use as `pack` gives them."""
     chunks = sorted(chunks, key=lambda c: c[0])
-    made = (Chunk(index=i, visits=visits, dtype="uint8", trainable=False, numel=kib * 1024, pieces=()) for i, (visits, kib) in enumerate(chunks))
+    made = (Chunk(index=i, calls=calls, dtype="uint8", trainable=False, numel=kib * 1024, pieces=()) for i, (calls, kib) in enumerate(chunks))
     return ChunkLayout(chunk_bytes=2**20, chunks=tuple(made))
 
 
-visits = st.integers(0, 9).map(lambda v: (v,)) | st.sets(st.integers(0, 9), min_size=2, max_size=3).map(lambda s: tuple(sorted(s)))
-layouts = st.lists(st.tuples(visits, st.integers(1, 8)), min_size=1, max_size=16).map(layout_of)
+calls = st.integers(0, 9).map(lambda v: (v,)) | st.sets(st.integers(0, 9), min_size=2, max_size=3).map(lambda s: tuple(sorted(s)))
+layouts = st.lists(st.tuples(calls, st.integers(1, 8)), min_size=1, max_size=16).map(layout_of)
 
 
 @st.composite
@@ -30,16 +30,16 @@ def cases(draw: st.DrawFn) -> tuple[ChunkLayout, set[int], int]:
 
 @given(cases())
 def test_chunks_that_may_be_wanted_together_never_share_a_slot(case: tuple[ChunkLayout, set[int], int]) -> None:
-    """Together: used by one visit, at most `depth` streamed visits apart, or used by several visits at all."""
+    """Together: used by one call, at most `depth` streamed calls apart, or used by several calls at all."""
     layout, streamed, depth = case
     slots = assign_slots(layout, streamed, depth)
     assert set(slots.slot_of) == streamed
-    order = sorted({visit for index in streamed for visit in layout.chunks[index].visits})
+    order = sorted({call for index in streamed for call in layout.chunks[index].calls})
     for one, other in combinations(sorted(streamed), 2):
         if slots.slot_of[one] != slots.slot_of[other]:
             continue
-        first, second = layout.chunks[one].visits, layout.chunks[other].visits
-        assert len(first) == len(second) == 1, "a chunk of several visits has its slot to itself"
+        first, second = layout.chunks[one].calls, layout.chunks[other].calls
+        assert len(first) == len(second) == 1, "a chunk of several calls has its slot to itself"
         assert abs(order.index(first[0]) - order.index(second[0])) > depth
 
 
@@ -54,11 +54,11 @@ def test_a_slot_is_exactly_as_large_as_its_largest_chunk(case: tuple[ChunkLayout
 
 @given(cases())
 def test_there_are_no_more_slots_than_chunks_that_may_be_there_at_once(case: tuple[ChunkLayout, set[int], int]) -> None:
-    """Greedy in the order of visits is optimal for intervals: the slots of single-visit chunks are the fullest window of depth + 1 visits."""
+    """Greedy in the order of calls is optimal for intervals: the slots of single-call chunks are the fullest window of depth + 1 calls."""
     layout, streamed, depth = case
-    order = sorted({visit for index in streamed for visit in layout.chunks[index].visits})
-    single = [index for index in streamed if len(layout.chunks[index].visits) == 1]
-    fullest = max((sum(layout.chunks[i].visits[0] in order[k : k + depth + 1] for i in single) for k in range(len(order))), default=0)
+    order = sorted({call for index in streamed for call in layout.chunks[index].calls})
+    single = [index for index in streamed if len(layout.chunks[index].calls) == 1]
+    fullest = max((sum(layout.chunks[i].calls[0] in order[k : k + depth + 1] for i in single) for k in range(len(order))), default=0)
     assert len(assign_slots(layout, streamed, depth).slot_bytes) == fullest + len(streamed) - len(single)
 
 
@@ -82,7 +82,7 @@ def test_equal_blocks_of_several_chunks_take_turns_as_well(depth: int) -> None:
 
 
 def test_resident_visits_between_streamed_ones_do_not_count_as_distance() -> None:
-    """Depth counts streamed visits: the prefetch looks past the resident ones, so the chunks on both sides of them are neighbours."""
+    """Depth counts streamed calls: the prefetch looks past the resident ones, so the chunks on both sides of them are neighbours."""
     layout = layout_of([((i,), 1) for i in range(10)])
     slots = assign_slots(layout, {0, 9}, depth=1)
     assert slots.slot_of[0] != slots.slot_of[9]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, GPT
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.model.build import build_model, load_config, trainable_class
-from outsize.model.weights import SINGLE, is_hollow
+from outsize.model.weights import SINGLE, is_unmaterialized
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 STREAMED = ["llama", "llama-untied", "qwen3", "gemma2", "gpt2", "t5", "one-block"]
@@ -65,7 +65,7 @@ def test_a_model_is_the_one_that_from_pretrained_gives(tmp_path: Path, kind: str
     model = saved(tmp_path, kind, dtype)
     plain = type(model).from_pretrained(tmp_path, dtype=dtype).train()
     built = build_model(str(tmp_path), dtype=dtype)
-    assert built.weights is not None and all(is_hollow(param) for param in built.model.parameters())
+    assert built.weights is not None and all(is_unmaterialized(param) for param in built.model.parameters())
     same_but_for_weights(built.model, plain)
     cells.assert_same(trained(built.model, kind, built.weights), trained(plain, kind))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.base.errors import BadFile, ModelUnsupported
-from outsize.model.weights import INDEX, SINGLE, FileWeights, hollow, is_hollow, weight_files
+from outsize.model.weights import INDEX, SINGLE, FileWeights, is_unmaterialized, unmaterialize, weight_files
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 STEPS = 3
@@ -43,18 +43,18 @@ def write(folder: Path, model: nn.Module, *, shard: str | None = None) -> Path:
     return folder
 
 
-# --- hollow
+# --- unmaterialized
 
 
 def test_a_hollow_model_has_shapes_and_ties_and_no_memory() -> None:
     full = zoo.make("llama", torch.bfloat16)
     full.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    model = hollow(emptied(zoo.make("llama", torch.bfloat16)))
+    model = unmaterialize(emptied(zoo.make("llama", torch.bfloat16)))
     assert [(n, p.shape, p.dtype, p.device) for n, p in model.named_parameters()] == [(n, p.shape, p.dtype, p.device) for n, p in full.named_parameters()]
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert all(is_hollow(p) and p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    assert all(is_unmaterialized(p) and p.untyped_storage().nbytes() == 0 for p in model.parameters())
     frozen = emptied(full)
-    assert [p.requires_grad for p in hollow(frozen).parameters()] == [n != "model.layers.1.mlp.up_proj.weight" for n, _ in frozen.named_parameters()]
+    assert [p.requires_grad for p in unmaterialize(frozen).parameters()] == [n != "model.layers.1.mlp.up_proj.weight" for n, _ in frozen.named_parameters()]
 
 
 def test_what_has_memory_or_needs_none_is_not_hollow() -> None:
@@ -63,7 +63,7 @@ def test_what_has_memory_or_needs_none_is_not_hollow() -> None:
     module.register_parameter("real", nn.Parameter(torch.ones(2)))
     module.register_parameter("absent", None)
     real = module.real
-    assert hollow(module).real is real and not is_hollow(real) and not is_hollow(module.empty) and module.empty.device.type == "cpu"
+    assert unmaterialize(module).real is real and not is_unmaterialized(real) and not is_unmaterialized(module.empty) and module.empty.device.type == "cpu"
 
 
 # --- matching
@@ -336,7 +336,7 @@ def test_training_from_streamed_weights_equals_training_from_memory(
     model = emptied(zoo.make(kind, dtype, tied))
     engine = outsize.prepare(model, data[0], optimizer=SPEC, accumulate=2, chunk_bytes="8KiB", weights=tmp_path, **PLANS[plan])
     with cells.closing(engine):
-        assert (len(engine.now.place.slots.slot_of) > 3) == (plan == "streamed")
+        assert (len(engine.runtime.place.slots.slot_of) > 3) == (plan == "streamed")
         cells.assert_same(cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=2, engine=engine), expected)
     assert all(torch.equal(param, plain.get_parameter(name)) for name, param in model.named_parameters())
 
@@ -413,7 +413,7 @@ def prepared(size, count, file_dtype, **how):
 prepared(8, 3, torch.bfloat16)[1].detach()  # imports and caches are not the model's
 before = peak()
 model, engine = prepared(4096, 16, getattr(torch, sys.argv[2]), gpu_memory="150MiB", chunk_bytes="32MiB")
-place = engine.now.place
+place = engine.runtime.place
 homes = sum(place.host.values()) + sum(place.gpu.values())
 weights = sum(p.nbytes for p in model.parameters())
 largest = max(p.numel() for p in model.parameters()) * getattr(torch, sys.argv[2]).itemsize

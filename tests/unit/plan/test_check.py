@@ -10,7 +10,7 @@ from synthetic import Case, make_case, random_case
 
 from outsize.base.errors import PlanInvalid
 from outsize.base.records import fingerprint
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
 from outsize.model.work import Shared
 from outsize.plan.check import check, load, save
@@ -21,7 +21,7 @@ HUGE = 10**15
 
 
 def plan_of(case: Case, gpu: int = HUGE) -> Plan:
-    return search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=gpu), host_bytes=HUGE)
+    return search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=gpu), host_bytes=HUGE)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_found_plans_pass() -> None:
 
 def test_a_plan_for_another_model_is_refused_with_the_counts_of_both(case: Case, plan: Plan) -> None:
     other = make_case(5)
-    with pytest.raises(PlanInvalid, match=r"7 visits, 7 chunks.*another model.*6 visits, 6 chunks"):
+    with pytest.raises(PlanInvalid, match=r"7 calls, 7 chunks.*another model.*6 calls, 6 chunks"):
         check(plan, other.graph, other.layout)
 
 
@@ -64,30 +64,30 @@ def test_a_plan_for_another_layout_is_refused() -> None:
 
 
 def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
-    decision, estimate, terms = plan.decision, plan.estimate, plan.terms
+    decision, estimate, step_config = plan.decision, plan.estimate, plan.step_config
     mixed = Homes(weights="gpu", optimizer="host")
     strategies = list(decision.strategies)
 
-    def strategy(visit: int, name: str) -> Plan:
-        return with_decision(plan, strategies=tuple([*strategies[:visit], name, *strategies[visit + 1 :]]))
+    def strategy(call: int, name: str) -> Plan:
+        return with_decision(plan, strategies=tuple([*strategies[:call], name, *strategies[call + 1 :]]))
 
-    def work(visit: int, **changes: Any) -> Plan:
-        return dataclasses.replace(plan, work=tuple(dataclasses.replace(w, **changes) if v == visit else w for v, w in enumerate(plan.work)))
+    def work(call: int, **changes: Any) -> Plan:
+        return dataclasses.replace(plan, work=tuple(dataclasses.replace(w, **changes) if v == call else w for v, w in enumerate(plan.work)))
 
-    tensor = Shared(visit=2, role="output", number=0, num_bytes=8, born=2, dies_at=4)
+    tensor = Shared(call=2, role="output", number=0, num_bytes=8, born=2, dies_at=4)
     return {
         "another format": (dataclasses.replace(plan, format=99), "format 99"),
         "too few homes": (with_decision(plan, homes=decision.homes[1:]), "6 homes"),
         "too many strategies": (with_decision(plan, strategies=(*strategies, "keep")), "6 strategies"),
         "too little work": (dataclasses.replace(plan, work=plan.work[1:]), "6 work"),
         "a negative depth": (with_decision(plan, depth=-1), "depth of 0 or more"),
-        "no micro-batch": (dataclasses.replace(plan, terms=dataclasses.replace(terms, accumulate=0)), "accumulate of 1 or more"),
+        "no micro-batch": (dataclasses.replace(plan, step_config=dataclasses.replace(step_config, accumulate=0)), "accumulate of 1 or more"),
         "a frozen chunk with an optimizer": (with_decision(plan, homes=(mixed, *decision.homes[1:])), "frozen chunk 0 .*embed.weight"),
         "a region that recomputes": (strategy(5, "recompute"), "keep for head, which is no layer"),
         "a strategy without a backward": (strategy(1, "recompute"), r"model\.layers\.0, which has no backward"),
         "an offload that sends nothing": (strategy(3, "offload"), r"some sent_bytes for model\.layers\.2"),
         "a keep that sends": (work(3, sent_bytes=5), r"no sent_bytes for model\.layers\.2"),
-        "a tensor of a visit that is not there": (dataclasses.replace(plan, shared=(dataclasses.replace(tensor, held_by=((9, ("keep",)),)),)), "visits 0 to"),
+        "a tensor of a call that is not there": (dataclasses.replace(plan, shared=(dataclasses.replace(tensor, held_by=((9, ("keep",)),)),)), "calls 0 to"),
         "a tensor that dies after the end": (dataclasses.replace(plan, shared=(dataclasses.replace(tensor, dies_at=9),)), "dies_at"),
         "seconds that are none": (work(3, forward_seconds=float("nan")), "seconds of 0 or more"),
         "more GPU memory than the budget": (dataclasses.replace(plan, gpu_budget_bytes=estimate.gpu_bytes - 1), "GPU budget"),

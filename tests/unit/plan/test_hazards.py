@@ -87,10 +87,10 @@ def test_both_hold_on_real_schedules() -> None:
         case = random_case(seed, max_layers=2)
         place = case.place(random_decision(case, seed))
         schedule = compile_schedule(place)
-        in_backward = place.terms.update == "in_backward"
+        in_backward = place.step_config.update == "in_backward"
         actions: list[Access] = []
         for _ in range(2):
-            for name, segment in schedule.step(place.terms.accumulate, in_backward):
+            for name, segment in schedule.step(place.step_config.accumulate, in_backward):
                 touched = [effect(place, action, update_in_backward=in_backward and name == "backward") for action in segment]
                 actions += [(lane, frozenset(reads), frozenset(writes)) for lane, reads, writes in touched]
         waits = derive(actions)

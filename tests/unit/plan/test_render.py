@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from synthetic import Case, make_case, random_case
 
-from outsize.hardware.allowance import Allowance
-from outsize.hardware.spec import Residue
+from outsize.hardware.gpu_budget import GpuBudget
+from outsize.hardware.spec import ProcessOverhead
 from outsize.plan.plan import Decision, Plan
 from outsize.plan.render import render, summary
 from outsize.plan.schedule import compile_schedule
@@ -17,7 +17,7 @@ HUGE = 10**15
 
 
 def plan_of(case: Case, decision: Decision | None = None) -> Plan:
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=HUGE), host_bytes=HUGE)
+    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=HUGE), host_bytes=HUGE)
     if decision is None:
         return plan
     place = case.place(decision)
@@ -56,7 +56,7 @@ def test_a_block_whose_chunks_live_apart_says_so() -> None:
 def test_what_the_process_has_on_the_host_besides_is_told_where_it_was_measured(case: Case) -> None:
     plan = plan_of(case)
     own = "and 1.50 GiB that Python, its libraries and the driver have there"
-    assert own in render(dataclasses.replace(plan, residue=Residue(host_bytes=3 * 2**29)), case.graph, case.layout)
+    assert own in render(dataclasses.replace(plan, process_overhead=ProcessOverhead(host_bytes=3 * 2**29)), case.graph, case.layout)
     assert "driver" not in render(plan, case.graph, case.layout)
 
 
@@ -87,13 +87,13 @@ def test_what_binds_is_a_lane_or_the_dependencies(case: Case) -> None:
     waiting = dataclasses.replace(waiting, estimate=dataclasses.replace(waiting.estimate, busy_seconds=busy))
     assert "binds dependencies" in render(waiting, case.graph, case.layout)
     plan = plan_of(case, case.decide("gpu/gpu"))
-    starved = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, starved_seconds=plan.estimate.step_seconds / 4))
+    starved = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, launch_bound_seconds=plan.estimate.step_seconds / 4))
     assert "100% of the step, 25% of it waiting for Python" in render(starved, case.graph, case.layout)
 
 
 def test_tokens_per_second_count_all_micro_batches(case: Case) -> None:
     plan = plan_of(case)
-    plan = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, step_seconds=2.0), terms=dataclasses.replace(plan.terms, accumulate=4))
+    plan = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, step_seconds=2.0), step_config=dataclasses.replace(plan.step_config, accumulate=4))
     assert "step  2 s predicted, 256 tokens/s" in render(plan, case.graph, case.layout)
     other = dataclasses.replace(plan, inputs={"pixels": (1, 3, 8, 8)})
     assert "tokens/s" not in render(other, case.graph, case.layout)

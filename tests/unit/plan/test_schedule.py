@@ -5,7 +5,7 @@ from synthetic import Case, make_case, random_case, random_decision
 
 from outsize.base.errors import PlanInvalid
 from outsize.plan.placement import Placement
-from outsize.plan.plan import Terms
+from outsize.plan.plan import StepConfig
 from outsize.plan.schedule import Action, Schedule, compile_schedule, effect, held_after_forward, parse_action
 
 
@@ -55,7 +55,7 @@ def test_activations_leave_after_forward_and_return_before_backward() -> None:
     case = make_case(3)
     schedule = compile_schedule(case.place(case.decide("gpu/gpu", "offload")))
     assert " ".join(map(str, schedule.forward)) == "F0 F1 S1 F2 S2 R1 F3 S3 R2 F4 R3"
-    # Two return slots: visits 3 and 2 come at once, 1 when 3 is done.
+    # Two return slots: calls 3 and 2 come at once, 1 when 3 is done.
     assert " ".join(map(str, schedule.backward["first"])) == "P3 P2 B4 B3 P1 B2 B1 B0"
 
 
@@ -97,48 +97,48 @@ def test_every_landed_gradient_is_updated_once_a_step() -> None:
         for accumulate in (1, 3):
             for in_backward in (False, True):
                 step = [action for _, actions in schedule.step(accumulate, in_backward) for action in actions]
-                assert sorted(a.index for a in step if a.kind == "U") == sorted(place.landing)
+                assert sorted(a.index for a in step if a.kind == "U") == sorted(place.grad_complete_at)
                 forwards = [a.index for a in step if a.kind == "F"]
-                assert forwards == list(range(len(case.graph.visits))) * accumulate
+                assert forwards == list(range(len(case.graph.calls))) * accumulate
 
 
 def test_an_update_in_backward_comes_after_the_gradient_and_before_the_slot_is_reloaded() -> None:
     for _, place in random_places(60):
         actions = compile_schedule(place).backward["first+update"]
         at = {action: i for i, action in reversed(list(enumerate(actions)))}
-        for chunk, visit in place.landing.items():
+        for chunk, call in place.grad_complete_at.items():
             update = at[Action("U", chunk)]
-            assert at[Action("B", visit)] < update
+            assert at[Action("B", call)] < update
             if place.streams(chunk) and not place.updates_on_host(chunk):
                 slot = place.slots.slot_of[chunk]
-                between = actions[at[Action("B", visit)] : update]
+                between = actions[at[Action("B", call)] : update]
                 assert not [a for a in between if a.kind == "L" and place.slots.slot_of[a.index] == slot]
 
 
 def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_in_forward_order_after_the_backward() -> None:
-    case = make_case(6, terms=Terms(update="in_backward"))
-    at_once, place = (case.place(case.decide("host/host", stride=stride)) for stride in (1, 3))
+    case = make_case(6, step_config=StepConfig(update="in_backward"))
+    at_once, place = (case.place(case.decide("host/host", host_update_interval=host_update_interval)) for host_update_interval in (1, 3))
     actions = compile_schedule(place).backward["first+update"]
     landing = [a.index for a in actions if a.kind == "G"]
     updates = [a.index for a in actions if a.kind == "U"]
     early = landing[::3]
     assert updates == early + sorted(set(landing) - set(early)) and early == sorted(early, reverse=True)
-    assert "host_gradient" not in at_once.parts(at_once.host), "at stride 1 no gradient outlives its update"
+    assert "host_gradient" not in at_once.parts(at_once.host), "at host_update_interval 1 no gradient outlives its update"
     assert place.parts(place.host)["host_gradient"] == sum(case.layout.chunks[c].nbytes for c in set(landing) - set(early))
 
 
 def test_deferred_updates_are_issued_with_the_last_gradient_for_the_host_and_their_copies_when_no_load_can_wait_for_them() -> None:
     """Blocks 0 to 2 stay on the device: the host has its last gradient when three of eight backwards are still to come."""
-    case = make_case(6, terms=Terms(update="in_backward"))
-    place = case.place(case.decide(["gpu/gpu"] * 3 + ["gpu/host"] * 5, stride=2))
+    case = make_case(6, step_config=StepConfig(update="in_backward"))
+    place = case.place(case.decide(["gpu/gpu"] * 3 + ["gpu/host"] * 5, host_update_interval=2))
     text = " ".join(map(str, compile_schedule(place).backward["first+update"]))
     assert text == "B7 G7 U7 W7 B6 G6 B5 G5 U5 W5 B4 G4 B3 G3 U3 W3 U4 U6 B2 U2 B1 U1 B0 U0 W4 W6"
 
 
 def test_a_stride_means_nothing_where_updates_come_after_the_step_or_on_the_device() -> None:
-    after, during = make_case(4), make_case(4, terms=Terms(update="in_backward"))
+    after, during = make_case(4), make_case(4, step_config=StepConfig(update="in_backward"))
     for case, homes in ((after, "host/host"), (during, "host/gpu")):
-        one, three = (case.place(case.decide(homes, stride=stride)) for stride in (1, 3))
+        one, three = (case.place(case.decide(homes, host_update_interval=host_update_interval)) for host_update_interval in (1, 3))
         assert str(compile_schedule(one)) == str(compile_schedule(three)) and one.host == three.host
 
 
@@ -147,15 +147,15 @@ def test_without_the_kinds_no_step_uses_the_rest_is_the_same() -> None:
         full, part = compile_schedule(place), compile_schedule(place, only_steps=True)
         assert (full.forward, full.update) == (part.forward, part.update)
         assert part.backward.items() <= full.backward.items()
-        in_backward = place.terms.update == "in_backward"
-        assert list(full.step(place.terms.accumulate, in_backward)) == list(part.step(place.terms.accumulate, in_backward))
+        in_backward = place.step_config.update == "in_backward"
+        assert list(full.step(place.step_config.accumulate, in_backward)) == list(part.step(place.step_config.accumulate, in_backward))
 
 
 def test_actions_touch_only_buffers_that_the_placement_allocates() -> None:
     for _, place in random_places(60):
         allocated = set(place.gpu) | set(place.host)
         schedule = compile_schedule(place)
-        for name, actions in schedule.step(place.terms.accumulate, place.terms.update == "in_backward"):
+        for name, actions in schedule.step(place.step_config.accumulate, place.step_config.update == "in_backward"):
             for action in actions:
                 touched = effect(place, action, update_in_backward=name == "backward")
                 unknown = {buffer for buffer in (*touched.reads, *touched.writes) if buffer[0] != "live"} - allocated
@@ -163,7 +163,7 @@ def test_actions_touch_only_buffers_that_the_placement_allocates() -> None:
 
 
 def test_a_step_of_three_micro_batches_adds_up_what_is_pending() -> None:
-    case = make_case(2, terms=Terms(accumulate=3))
+    case = make_case(2, step_config=StepConfig(accumulate=3))
     schedule = compile_schedule(case.place(case.decide("gpu/host")))
     kinds = [[a.kind for a in actions].count("Q") for name, actions in schedule.step(3, False) if name == "backward"]
     assert kinds == [0, 4, 4]

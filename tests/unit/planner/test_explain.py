@@ -6,17 +6,17 @@ import pytest
 from synthetic import make_case
 
 from outsize.base.errors import PlanInfeasible
-from outsize.hardware.allowance import Allowance
-from outsize.plan.plan import Terms
-from outsize.planner.explain import Explanation, Problem, explain, outlook
+from outsize.hardware.gpu_budget import GpuBudget
+from outsize.plan.plan import StepConfig
+from outsize.planner.explain import Explanation, Problem, explain, what_if
 
 HUGE = 10**12
 
 
 def problem(gpu_bytes: int = HUGE, host_bytes: int = HUGE, num_layers: int = 6) -> Problem:
-    case = make_case(num_layers, 2, terms=Terms(update="in_backward"))
+    case = make_case(num_layers, 2, step_config=StepConfig(update="in_backward"))
     return Problem(
-        graph=case.graph, layout=case.layout, trace=case.trace, spec=case.spec, terms=case.terms, gpu=Allowance(asked_bytes=gpu_bytes),
+        graph=case.graph, layout=case.layout, trace=case.trace, spec=case.spec, step_config=case.step_config, gpu=GpuBudget(total_bytes=gpu_bytes),
         host_bytes=host_bytes,
     )
 
@@ -42,7 +42,7 @@ def test_no_recipe_beats_the_plan_and_those_that_do_not_fit_say_what_they_need(e
 
 def test_a_better_machine_is_never_slower_and_the_best_change_is_to_what_binds(explained: Explanation) -> None:
     chosen = explained.plan.estimate.step_seconds
-    seconds = {answer.name: answer.step_seconds for answer in explained.worth}
+    seconds = {answer.name: answer.step_seconds for answer in explained.hardware_upgrades}
     assert all(s is not None and s <= 1.01 * chosen for s in seconds.values())
     busy = explained.plan.estimate.busy_seconds
     binding = max(busy, key=lambda lane: busy[lane])
@@ -53,9 +53,9 @@ def test_a_better_machine_is_never_slower_and_the_best_change_is_to_what_binds(e
 
 def test_the_least_is_where_a_search_begins_to_succeed(tight: Problem, explained: Explanation) -> None:
     assert explained.least_gpu_bytes is not None and explained.least_host_bytes is not None
-    replace(tight, gpu=Allowance(asked_bytes=explained.least_gpu_bytes)).solve()
+    replace(tight, gpu=GpuBudget(total_bytes=explained.least_gpu_bytes)).solve()
     replace(tight, host_bytes=explained.least_host_bytes).solve()
-    for smaller in (replace(tight, gpu=Allowance(asked_bytes=explained.least_gpu_bytes - 1)), replace(tight, host_bytes=explained.least_host_bytes - 1)):
+    for smaller in (replace(tight, gpu=GpuBudget(total_bytes=explained.least_gpu_bytes - 1)), replace(tight, host_bytes=explained.least_host_bytes - 1)):
         with pytest.raises(PlanInfeasible):
             smaller.solve()
 
@@ -70,6 +70,6 @@ def test_where_everything_fits_and_there_is_no_host_the_plain_recipe_is_the_plan
 def test_it_reads_as_a_table_and_the_outlook_as_two_lines(tight: Problem, explained: Explanation) -> None:
     lines = str(explained).splitlines()
     assert [line[:8].strip() for line in lines] == ["chosen", "by hand", "", "", "", "worth", "", "", "", "least"]
-    more, least = outlook(tight, explained.plan, "rtx3090").splitlines()
+    more, least = what_if(tight, explained.plan, "rtx3090").splitlines()
     assert more.startswith("more  4.00 GiB more GPU memory: ") and least.endswith("that does: rtx3090")
-    assert "no machine" in outlook(tight, explained.plan, None)
+    assert "no machine" in what_if(tight, explained.plan, None)

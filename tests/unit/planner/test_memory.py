@@ -24,7 +24,7 @@ def measure(case: Case, works: list[Work], held: int = 0, shared: tuple[Shared, 
 
 @pytest.fixture
 def case() -> Case:
-    return make_case(2)  # visits: stem, two layers, head
+    return make_case(2)  # calls: stem, two layers, head
 
 
 def test_what_is_always_there_is_a_peak_of_its_own(case: Case) -> None:
@@ -39,7 +39,7 @@ def test_a_visit_peaks_above_what_earlier_visits_left(case: Case) -> None:
 def test_backward_starts_from_what_forward_left_and_gives_it_back(case: Case) -> None:
     left = work(forward_delta_bytes=100, forward_peak_bytes=100, backward_peak_bytes=30, backward_delta_bytes=-100)
     assert measure(case, [left] * 4) == HighWater(gpu_bytes=430, peak_at="B3")
-    # A later backward with a high peak of its own, after three visits' bytes are gone.
+    # A later backward with a high peak of its own, after three calls' bytes are gone.
     assert measure(case, [dataclasses.replace(left, backward_peak_bytes=900), left, left, left]) == HighWater(gpu_bytes=1000, peak_at="B0")
 
 
@@ -60,8 +60,8 @@ def test_sent_activations_count_until_the_visit_after_the_next_opens(case: Case)
 
 
 def tensor(**facts: Any) -> Shared:
-    """100 bytes that the first layer (visit 1) returns."""
-    return Shared(**({"visit": 1, "role": "output", "number": 0, "num_bytes": 100, "born": 1, "dies_at": 3} | facts))
+    """100 bytes that the first layer (call 1) returns."""
+    return Shared(**({"call": 1, "role": "output", "number": 0, "num_bytes": 100, "born": 1, "dies_at": 3} | facts))
 
 
 def test_what_dies_in_a_forward_is_dead_before_the_peak(case: Case) -> None:
@@ -111,7 +111,7 @@ def test_what_dies_early_in_a_backward_is_dead_before_its_peak(case: Case) -> No
     kept = tensor(held_by=((2, ("keep",)),))
     assert measure(case, works, shared=(kept,)) == HighWater(gpu_bytes=150, peak_at="B2")
     assert measure(case, works, shared=(dataclasses.replace(kept, early_in=((2, ("keep",)),)),)) == HighWater(gpu_bytes=100, peak_at="F1")
-    # Another visit holds it longer.
+    # Another call holds it longer.
     longer = tensor(held_by=((1, ("keep",)), (2, ("keep",))), early_in=((2, ("keep",)),))
     assert measure(case, works, shared=(longer,)) == HighWater(gpu_bytes=150, peak_at="B2")
 
@@ -135,7 +135,7 @@ def test_a_tensor_that_one_strategy_makes_is_there_with_that_strategy_alone(case
 
 def test_a_region_allocates_what_it_does_after_the_strategy_of_the_layer_before_it(case: Case) -> None:
     head = work(forward_peak_bytes=10)
-    trace = dataclasses.replace(case.trace, visits=(*case.trace.visits[:-1], {"keep": head, "after swap": work(forward_peak_bytes=20)}))
+    trace = dataclasses.replace(case.trace, calls=(*case.trace.calls[:-1], {"keep": head, "after swap": work(forward_peak_bytes=20)}))
     assert trace.strategies(3) == ("keep",)
     assert [trace.works(("keep", "swap", last, "keep"))[3].forward_peak_bytes for last in STRATEGIES] == [10, 10, 10, 20]
 

@@ -9,14 +9,14 @@ import pytest
 from synthetic import MACHINE, Case, make_case, make_graph, make_trace, random_case, random_decision
 
 from outsize.base.errors import ConfigError, PlanInfeasible, PlanInvalid
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
 from outsize.model.graph import BlockGraph, Param
 from outsize.plan.check import check
 from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, Terms
+from outsize.plan.plan import Plan, StepConfig
 from outsize.plan.schedule import compile_schedule
-from outsize.planner.candidates import DEPTHS, STAYING_SHARE, Counts, Space
+from outsize.planner.candidates import DEPTHS, STAYING_SHARE, Candidate, SearchSpace
 from outsize.planner.search import PLAIN_TIE, TIE, search
 from outsize.planner.simulate import simulate, step_seconds
 
@@ -24,7 +24,7 @@ HUGE = 10**15
 
 
 def find(case: Case, gpu: int = HUGE, host: int = HUGE, pins: Pins | None = None) -> Plan:
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=gpu), host_bytes=host, pins=pins or Pins())
+    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=gpu), host_bytes=host, pins=pins or Pins())
     check(plan, case.graph, case.layout)
     return plan
 
@@ -35,13 +35,13 @@ def refuse(case: Case, gpu: int = HUGE, host: int = HUGE, pins: Pins | None = No
     return caught.value
 
 
-def space_of(case: Case) -> Space:
-    return Space(case.graph, case.layout, case.trace, case.terms, case.spec)
+def space_of(case: Case) -> SearchSpace:
+    return SearchSpace(case.graph, case.layout, case.trace, case.step_config, case.spec)
 
 
-def every_candidate(space: Space) -> list[Counts]:
+def every_candidate(space: SearchSpace) -> list[Candidate]:
     return [
-        Counts(resident=resident, optimizer=optimizer, swap=swap, offload=offload, recompute=recompute, depth=depth)
+        Candidate(resident=resident, optimizer=optimizer, swap=swap, offload=offload, recompute=recompute, depth=depth)
         for swap, offload, recompute in space.mixes(Pins())
         for resident in range(space.num_staying, len(space.weight_order) + 1)
         for optimizer in range(space.num_staying, len(space.state_order) + 1)
@@ -147,7 +147,7 @@ def test_the_result_is_near_the_best_of_all_candidates() -> None:
             continue
         budget = (min(map(space.gpu_bytes, candidates)) + space.gpu_bytes(space.plain)) // 2
 
-        def seconds(counts: Counts, space: Space = space, case: Case = case) -> float:
+        def seconds(counts: Candidate, space: SearchSpace = space, case: Case = case) -> float:
             place = space.place(space.decision(counts))
             return simulate(place, compile_schedule(place), case.spec, held_bytes=0).step_seconds
 
@@ -157,9 +157,9 @@ def test_the_result_is_near_the_best_of_all_candidates() -> None:
 
 def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
     """Against random plans with random strides, where the host takes twice the backward: a search that tried strides only around its best was 8 % slower."""
-    case = make_case(12, terms=Terms(update="in_backward"))
+    case = make_case(12, step_config=StepConfig(update="in_backward"))
     params = sum(chunk.numel for chunk in case.layout.chunks)
-    backward = sum(case.trace.work(visit, "keep").backward_seconds for visit in range(14))
+    backward = sum(case.trace.work(call, "keep").backward_seconds for call in range(14))
     case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=params / (2 * backward), launch_seconds=1e-8))
     space, rng = space_of(case), random.Random(1)
     least, most = refuse(case, gpu=1).needed_bytes, space.gpu_bytes(space.plain)
@@ -168,9 +168,9 @@ def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
         best = float("inf")
         for _ in range(1500):
             offload = rng.randint(0, 12)
-            counts = Counts(
+            counts = Candidate(
                 resident=rng.randint(0, len(space.weight_order)), optimizer=rng.randint(0, len(space.state_order)), swap=0, offload=offload,
-                recompute=rng.randint(0, 12 - offload), depth=rng.randint(0, 2), stride=rng.randint(1, 4),
+                recompute=rng.randint(0, 12 - offload), depth=rng.randint(0, 2), host_update_interval=rng.randint(1, 4),
             )  # fmt: skip
             if space.strategies(counts.mix) is not None and space.gpu_bytes(counts) <= budget and space.bound_seconds(counts) < best:
                 place = space.place(space.decision(counts))
@@ -199,11 +199,11 @@ def test_noise_does_not_change_the_plan() -> None:
         plan = find(case, gpu=budget)
         assert plan == find(case, gpu=budget), "the same search twice"
         for _ in range(3):
-            visits = tuple(
+            calls = tuple(
                 {name: dataclasses.replace(w, forward_seconds=w.forward_seconds * rng.uniform(1 - 1e-6, 1 + 1e-6)) for name, w in table.items()}
-                for table in case.trace.visits
+                for table in case.trace.calls
             )
-            noisy = dataclasses.replace(case, trace=dataclasses.replace(case.trace, visits=visits))
+            noisy = dataclasses.replace(case, trace=dataclasses.replace(case.trace, calls=calls))
             assert find(noisy, gpu=budget).decision == plan.decision
 
 
@@ -252,8 +252,8 @@ def test_two_pins_out_of_range_are_told_together() -> None:
 
 def test_a_strategy_that_the_trace_does_not_know_is_not_used() -> None:
     case = make_case(4)
-    visits = tuple({name: w for name, w in table.items() if name in ("keep", "recompute")} for table in case.trace.visits)
-    case = dataclasses.replace(case, trace=dataclasses.replace(case.trace, visits=visits))
+    calls = tuple({name: w for name, w in table.items() if name in ("keep", "recompute")} for table in case.trace.calls)
+    case = dataclasses.replace(case, trace=dataclasses.replace(case.trace, calls=calls))
     assert set(find(case, gpu=refuse(case, gpu=1).needed_bytes).decision.strategies) <= {"keep", "recompute"}
     with pytest.raises(ConfigError, match="n_offload is between 0 and 0"):
         find(case, pins=Pins(n_offload=1))
@@ -350,6 +350,6 @@ def test_frozen_chunks_are_only_loaded_and_a_frozen_prefix_not_in_backward() -> 
             assert {a.kind for a in of_chunks if not here.layout.chunks[a.index].trainable} <= {"L"}
             for action in backward:
                 if action.kind == "L":
-                    assert any(here.graph.has_backward[visit] for visit in here.layout.chunks[action.index].visits)
+                    assert any(here.graph.has_backward[call] for call in here.layout.chunks[action.index].calls)
                 assert action.kind != "B" or here.graph.has_backward[action.index]
             assert not any(a.kind == "L" and not here.layout.chunks[a.index].trainable for a in schedule.update)

@@ -8,14 +8,14 @@ from synthetic import Case, make_case, random_case, random_decision
 
 from outsize.hardware.lanes import LEAD_SECONDS, IssuedClock, copy_seconds, slowed, update_seconds
 from outsize.model.work import Work
-from outsize.plan.plan import Estimate, Terms
+from outsize.plan.plan import Estimate, StepConfig
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import high_water
 from outsize.planner.simulate import Walk, simulate, step_seconds
 
 
-def estimate(case: Case, homes: str, strategy: str = "keep", depth: int = 0, stride: int = 1) -> Estimate:
-    place = case.place(case.decide(homes, strategy, depth, stride))
+def estimate(case: Case, homes: str, strategy: str = "keep", depth: int = 0, host_update_interval: int = 1) -> Estimate:
+    place = case.place(case.decide(homes, strategy, depth, host_update_interval))
     return simulate(place, compile_schedule(place), case.spec, held_bytes=case.trace.held_bytes)
 
 
@@ -67,19 +67,19 @@ def test_the_quick_walk_gives_the_floats_of_the_walk_through_hazards() -> None:
         assert step_seconds(place, schedule, case.spec)[0] == ends[2] - ends[1]
 
 
-def issued_by_a_thread(case: Case, seed: int = 0, *, forward: float = 0.0, backward: float = 0.0, busy_issue: float = 1.0, waits: bool = False) -> Case:
+def issued_by_a_thread(case: Case, seed: int = 0, *, forward: float = 0.0, backward: float = 0.0, launch_slowdown: float = 1.0, waits: bool = False) -> Case:
     """The same with a thread that takes time to issue; with a `seed`, random times."""
     rng = random.Random(seed)
 
     def timed(work: Work) -> Work:
         if not seed:
-            return dataclasses.replace(work, forward_issue_seconds=forward, backward_issue_seconds=backward, forward_waits=waits)
+            return dataclasses.replace(work, forward_launch_seconds=forward, backward_launch_seconds=backward, forward_syncs_host=waits)
         seconds = {f"{way}_issue_seconds": rng.choice((0.5, 1.0, 2.0)) * getattr(work, f"{way}_seconds") for way in ("forward", "backward")}
-        return dataclasses.replace(work, **seconds, forward_waits=rng.random() < 0.3, backward_waits=rng.random() < 0.2)
+        return dataclasses.replace(work, **seconds, forward_syncs_host=rng.random() < 0.3, backward_syncs_host=rng.random() < 0.2)
 
-    visits = tuple({strategy: timed(work) for strategy, work in visit.items()} for visit in case.trace.visits)
-    spec = dataclasses.replace(case.spec, busy_issue=rng.uniform(1.0, 2.0) if seed else busy_issue)
-    return dataclasses.replace(case, trace=dataclasses.replace(case.trace, visits=visits), spec=spec)
+    calls = tuple({strategy: timed(work) for strategy, work in call.items()} for call in case.trace.calls)
+    spec = dataclasses.replace(case.spec, launch_slowdown=rng.uniform(1.0, 2.0) if seed else launch_slowdown)
+    return dataclasses.replace(case, trace=dataclasses.replace(case.trace, calls=calls), spec=spec)
 
 
 def test_both_walks_know_the_thread_that_issues() -> None:
@@ -120,15 +120,15 @@ def test_what_the_gpu_waits_for_python_is_told_apart_from_computing() -> None:
     work = case.trace.work(1, "keep")
     slow = issued_by_a_thread(case, forward=2 * work.forward_seconds, backward=2 * work.backward_seconds)
     found, plain = estimate(slow, "gpu/gpu"), estimate(case, "gpu/gpu")
-    assert plain.starved_seconds == 0.0 < found.starved_seconds
-    assert found.busy_seconds["compute"] - found.starved_seconds == pytest.approx(plain.busy_seconds["compute"])
+    assert plain.launch_bound_seconds == 0.0 < found.launch_bound_seconds
+    assert found.busy_seconds["compute"] - found.launch_bound_seconds == pytest.approx(plain.busy_seconds["compute"])
 
 
 def test_a_lead_of_the_backward_carries_over_until_the_thread_waits() -> None:
     """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward, or at the end of a step that reads its norm, nothing
     of the lead is left."""
     for update in ("in_backward", "after_step"):
-        case = make_case(6, terms=Terms(update=update))
+        case = make_case(6, step_config=StepConfig(update=update))
         case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, launch_seconds=0.0))
         forward = case.trace.work(1, "keep").forward_seconds
         ahead, waiting = (issued_by_a_thread(case, forward=2 * forward, waits=waits) for waits in (False, True))
@@ -173,10 +173,10 @@ def test_issuing_is_slower_while_the_host_is_at_work_and_waiting_is_not(issue: f
 
 
 def test_a_host_that_updates_slows_the_thread_that_issues() -> None:
-    case = make_case(8, terms=Terms(update="in_backward"))
+    case = make_case(8, step_config=StepConfig(update="in_backward"))
     work = case.trace.work(1, "keep")
     beside = [
-        estimate(issued_by_a_thread(case, forward=work.forward_seconds, backward=work.backward_seconds, busy_issue=slower), homes).busy_seconds["compute"]
+        estimate(issued_by_a_thread(case, forward=work.forward_seconds, backward=work.backward_seconds, launch_slowdown=slower), homes).busy_seconds["compute"]
         for homes in ("gpu/host", "gpu/gpu") for slower in (1.0, 1.5)
     ]  # fmt: skip
     assert beside[1] > 1.05 * beside[0] and beside[3] == beside[2]
@@ -204,23 +204,23 @@ def test_updates_after_the_step_overlap_the_next_forward() -> None:
 
 def test_updates_in_backward_are_faster_than_after_the_step() -> None:
     after = make_case(8)
-    during = dataclasses.replace(after, terms=Terms(update="in_backward"))
+    during = dataclasses.replace(after, step_config=StepConfig(update="in_backward"))
     assert estimate(during, "host/host", depth=1).step_seconds < estimate(after, "host/host", depth=1).step_seconds
 
 
 def test_a_slow_host_gains_from_updates_that_follow_the_backward_in_forward_order() -> None:
     """Each update takes three times a layer's backward. Queued as they land, the first layers', which the next forward waits for, come last."""
-    case = make_case(12, terms=Terms(update="in_backward"))
+    case = make_case(12, step_config=StepConfig(update="in_backward"))
     backward = case.trace.work(1, "keep").backward_seconds
     slow = dataclasses.replace(case.spec, host_adam_params_per_second=case.layout.chunks[1].numel / (3 * backward), launch_seconds=0.0)
     case = dataclasses.replace(case, spec=slow)
-    seconds = {stride: estimate(case, "host/host", depth=1, stride=stride).step_seconds for stride in (1, 3)}
+    seconds = {host_update_interval: estimate(case, "host/host", depth=1, host_update_interval=host_update_interval).step_seconds for host_update_interval in (1, 3)}
     host = estimate(case, "host/host", depth=1).busy_seconds["host"]
     assert seconds[3] < 0.9 * seconds[1] and seconds[3] < 1.15 * host
 
 
 def test_micro_batches_add_compute_but_no_updates() -> None:
-    once, thrice = make_case(4), make_case(4, terms=Terms(accumulate=3))
+    once, thrice = make_case(4), make_case(4, step_config=StepConfig(accumulate=3))
     one, three = estimate(once, "host/host", depth=1).busy_seconds, estimate(thrice, "host/host", depth=1).busy_seconds
     assert three["host"] == one["host"]
     assert three["compute"] == pytest.approx(3 * one["compute"])

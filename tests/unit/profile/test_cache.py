@@ -166,7 +166,7 @@ def test_another_batch_is_traced_and_both_are_kept(folder: Path, taken: list[str
 
 
 def test_a_setting_of_the_root_is_another_key() -> None:
-    """A block that runs once or three times: the cached trace has the wrong visits, and the first forward an OrderMismatch."""
+    """A block that runs once or three times: the cached trace has the wrong calls, and the first forward an OrderMismatch."""
     once, thrice = (zoo.PlainModel(num_blocks=1, loops=n, tied=False) for n in (1, 3))
     key = lambda m: cache._key(m, zoo.batch("plain"), find_layers(m), machine())
     assert key(once) != key(thrice)
@@ -269,13 +269,13 @@ def written_model(folder: Path, copies: int) -> nn.Module:
 
 
 def test_an_edited_forward_is_profiled_again(folder: Path, taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned 1.18 MB and out of memory at 2.56 MB, before the key held the code."""
+    """PlannedModel 1.18 MB and out of memory at 2.56 MB, before the key held the code."""
     monkeypatch.syspath_prepend(str(tmp_path))
     batch = {"x": torch.zeros(4, 8, 16)}
     first = ask(written_model(tmp_path, 2), batch)
     assert ask(written_model(tmp_path, 2), batch) == first and taken == ["taken"]
     _, wider = ask(written_model(tmp_path, 9), batch)
-    assert taken == ["taken", "taken"] and wider.visits[1]["keep"].forward_peak_bytes > first[1].visits[1]["keep"].forward_peak_bytes
+    assert taken == ["taken", "taken"] and wider.calls[1]["keep"].forward_peak_bytes > first[1].calls[1]["keep"].forward_peak_bytes
 
 
 def test_a_forward_that_was_replaced_on_a_module_or_a_class_is_profiled_again(folder: Path, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from outsize.layout.chunks import pack
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, Terms
+from outsize.plan.plan import Decision, Homes, StepConfig
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import high_water
 from outsize.profile.merge import merged, with_reserve
@@ -27,10 +27,10 @@ def needed(graph: BlockGraph, trace: ModelTrace, strategies: list[str], sized: M
     """What a step takes; buffers that exist for the whole run are as large as another trace needs them."""
     layout = pack(graph, 16 * 1024)
     decision = Decision(homes=tuple(Homes(weights="gpu", optimizer="gpu") for _ in layout.chunks), strategies=tuple(strategies), depth=1)  # type: ignore[arg-type]
-    terms = Terms(update="after_step", accumulate=1, fp32_grads=False)
+    step_config = StepConfig(update="after_step", accumulate=1, fp32_grads=False)
 
     def place(of: ModelTrace) -> Placement:
-        return Placement(graph, layout, decision, terms, tuple(of.work(v, s) for v, s in enumerate(strategies)), of.shared)  # type: ignore[arg-type]
+        return Placement(graph, layout, decision, step_config, tuple(of.work(v, s) for v, s in enumerate(strategies)), of.shared)  # type: ignore[arg-type]
 
     other = place(trace)
     level = high_water(other, compile_schedule(other), trace.held_bytes).gpu_bytes
@@ -45,7 +45,7 @@ def test_a_merged_trace_needs_what_the_dearest_of_both_needs(kind: str) -> None:
     assert both is not None and both.inputs == wide.inputs
     for seed in range(20):
         rng = random.Random(seed)
-        strategies = [rng.choice(both.strategies(v)) for v in range(len(graph.visits))]
+        strategies = [rng.choice(both.strategies(v)) for v in range(len(graph.calls))]
         most = max(needed(graph, one, strategies, both) for one in (wide, long))
         found = needed(graph, both, strategies, both)
         assert most <= found <= 1.25 * most

@@ -35,12 +35,12 @@ def traced(name: str, rows: int, *, tokens: int = 64) -> Point:
 
 
 def seconds(trace: ModelTrace, *, issuing: bool) -> list[float]:
-    found = [dataclasses.asdict(work) for visit in trace.visits for work in visit.values()]
+    found = [dataclasses.asdict(work) for call in trace.calls for work in call.values()]
     return [value for each in found for name, value in each.items() if name.endswith("seconds") and ("issue" in name) == issuing]
 
 
 def sizes(trace: ModelTrace) -> list[float]:
-    found = [dataclasses.asdict(work) for visit in trace.visits for work in visit.values()]
+    found = [dataclasses.asdict(work) for call in trace.calls for work in call.values()]
     of_work = [value for each in found for name, value in each.items() if not name.endswith("seconds")]
     return [*of_work, *(tensor.num_bytes for tensor in trace.shared), trace.held_bytes]
 
@@ -67,16 +67,16 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
     rng = random.Random(seed)
     case = synthetic.random_case(seed)
 
-    def grown(value: float) -> Any:
+    def pad_to_shape(value: float) -> Any:
         fixed, each = (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
         return fixed + each * rows
 
     fields = [f.name for f in dataclasses.fields(synthetic.NOTHING)]
     numbers, waits = [name for name in fields if not name.endswith("waits")], {name: True for name in fields if name.endswith("waits")}
-    visits = tuple({s: dataclasses.replace(w, **{n: grown(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()} for v in case.trace.visits)
-    shared = tuple(dataclasses.replace(tensor, num_bytes=grown(tensor.num_bytes)) for tensor in case.trace.shared)
+    calls = tuple({s: dataclasses.replace(w, **{n: pad_to_shape(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()} for v in case.trace.calls)
+    shared = tuple(dataclasses.replace(tensor, num_bytes=pad_to_shape(tensor.num_bytes)) for tensor in case.trace.shared)
     inputs = {"input_ids": (rows, 7), "pixel_values": (3 * rows, 5), "position_ids": (3, rows, 7)}
-    return dataclasses.replace(case.trace, inputs=inputs, visits=visits, shared=shared, held_bytes=grown(0), provenance="made up")
+    return dataclasses.replace(case.trace, inputs=inputs, calls=calls, shared=shared, held_bytes=pad_to_shape(0), provenance="made up")
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40))
@@ -97,8 +97,8 @@ def test_bytes_are_rounded_up_and_only_changes_of_the_level_go_below_zero() -> N
         work = dataclasses.replace(
             synthetic.NOTHING, forward_seconds=num_bytes / 10, forward_peak_bytes=num_bytes, forward_delta_bytes=num_bytes, sent_bytes=num_bytes
         )
-        shared = (Shared(visit=0, role="output", number=0, num_bytes=num_bytes, born=0, dies_at=rows, held_by=((0, ("keep",)),)),)
-        return Point(rows=rows, trace=ModelTrace(graph="g", inputs={}, visits=({"keep": work},), held_bytes=num_bytes, provenance="", shared=shared))
+        shared = (Shared(call=0, role="output", number=0, num_bytes=num_bytes, born=0, dies_at=rows, held_by=((0, ("keep",)),)),)
+        return Point(rows=rows, trace=ModelTrace(graph="g", inputs={}, calls=({"keep": work},), held_bytes=num_bytes, provenance="", shared=shared))
 
     between = scaled(point(2, 10), point(5, 15), 3)
     assert between is not None
@@ -114,11 +114,11 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
     case = synthetic.random_case(3)
     trace = case.trace
     point = Point(rows=2, trace=trace)
-    visit = next(v for v, works in enumerate(trace.visits) if len(works) > 1)
-    fewer = ({"keep": works["keep"]} if v == visit else works for v, works in enumerate(trace.visits))
-    tensor = Shared(visit=1, role="argument", number=3, num_bytes=8, dies_at=2)
+    call = next(v for v, works in enumerate(trace.calls) if len(works) > 1)
+    fewer = ({"keep": works["keep"]} if v == call else works for v, works in enumerate(trace.calls))
+    tensor = Shared(call=1, role="argument", number=3, num_bytes=8, dies_at=2)
     for other in (
-        dataclasses.replace(trace, graph="another"), dataclasses.replace(trace, visits=tuple(fewer)),
+        dataclasses.replace(trace, graph="another"), dataclasses.replace(trace, calls=tuple(fewer)),
         dataclasses.replace(trace, shared=(*trace.shared, tensor)), dataclasses.replace(trace, inputs={**trace.inputs, "attention_mask": (4, 8)}),
     ):  # fmt: skip
         assert scaled(point, Point(rows=4, trace=other), 8) is None
@@ -129,9 +129,9 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
 def test_what_issuing_takes_is_stretched_only_where_it_grows_with_rows(longer: float, expected: float) -> None:
     """Layers that loop over the windows of images take Python twice as long for twice as many; others' timings differ by what else the processor does."""
     one, other = (
-        dataclasses.replace(affine_trace(3, rows), visits=tuple(
-            {"keep": dataclasses.replace(visit["keep"], forward_waits=False, forward_issue_seconds=seconds)} for visit in affine_trace(3, rows).visits
+        dataclasses.replace(affine_trace(3, rows), calls=tuple(
+            {"keep": dataclasses.replace(call["keep"], forward_syncs_host=False, forward_launch_seconds=seconds)} for call in affine_trace(3, rows).calls
         )) for rows, seconds in ((2, 0.2), (4, 0.2 * longer))
     )  # fmt: skip
     made = scaled(Point(rows=2, trace=one), Point(rows=4, trace=other), 16)
-    assert made is not None and all(visit["keep"].forward_issue_seconds == pytest.approx(expected) for visit in made.visits)
+    assert made is not None and all(call["keep"].forward_launch_seconds == pytest.approx(expected) for call in made.calls)

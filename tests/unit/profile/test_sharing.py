@@ -1,6 +1,6 @@
-"""Which visits a trial run measures where visits share gradients."""
+"""Which calls a trial run measures where calls share gradients."""
 
-from outsize.profile.sharing import SharedGradients, visits_to_run
+from outsize.profile.sharing import SharedGradients, calls_to_run
 
 
 def test_a_place_among_the_users_of_a_weight() -> None:
@@ -26,6 +26,6 @@ def test_partners_of_partners_run_too() -> None:
 def test_two_of_every_kind_run_and_their_partners() -> None:
     """Weights tied in reverse order: the first users of one kind are not the partners of the first last users."""
     gradients = SharedGradients([(1, 6), (2, 5), (3, 4)])
-    keys = {visit: "first" if visit < 4 else "last" for visit in range(1, 7)}
-    assert visits_to_run(keys, [], gradients) == {1, 2, 3, 4, 5, 6}
-    assert visits_to_run({visit: "alike" for visit in range(1, 7)}, [6], SharedGradients([])) == {1, 2, 6}
+    keys = {call: "first" if call < 4 else "last" for call in range(1, 7)}
+    assert calls_to_run(keys, [], gradients) == {1, 2, 3, 4, 5, 6}
+    assert calls_to_run({call: "alike" for call in range(1, 7)}, [6], SharedGradients([])) == {1, 2, 6}

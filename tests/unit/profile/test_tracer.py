@@ -27,7 +27,7 @@ from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import tensors_in
 from outsize.model.work import STRATEGIES, Shared, Work
-from outsize.profile import passes
+from outsize.profile import profiling_pass
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
@@ -286,11 +286,11 @@ def test_bytes_are_the_same_on_cpu_and_sim_and_for_the_second_trace_of_one_model
     model = zoo.make("llama")
     first, again = trace(model, zoo.batch("llama"), "cpu")[1], trace(model, zoo.batch("llama"), "cpu")[1]
     simulated = traced("llama")[1]
-    for visit, table in enumerate(first.visits):
+    for call, table in enumerate(first.calls):
         for strategy, work in table.items():
-            assert only_bytes(work) == only_bytes(again.visits[visit][strategy])
-            if 0 < visit < len(first.visits) - 1:
-                assert only_bytes(work) == only_bytes(simulated.visits[visit][strategy])
+            assert only_bytes(work) == only_bytes(again.calls[call][strategy])
+            if 0 < call < len(first.calls) - 1:
+                assert only_bytes(work) == only_bytes(simulated.calls[call][strategy])
     assert first.shared == again.shared == simulated.shared and first.held_bytes == again.held_bytes
 
 
@@ -302,11 +302,11 @@ def plain(num_blocks: int) -> nn.Module:
 def test_three_layers_and_twelve_give_the_same_work() -> None:
     """A layer's work does not depend on how many there are; those between the ends are never run."""
     (_, few), (graph, many) = trace(plain(3), zoo.batch("plain")), trace(plain(12), zoo.batch("plain"))
-    assert len(graph.visits) == 14
-    for visit in range(14):
-        same = few.visits[0 if visit == 0 else 1 if visit == 1 else 2 if visit < 12 else visit - 9]
-        assert many.visits[visit].keys() == same.keys()
-        for strategy, work in many.visits[visit].items():
+    assert len(graph.calls) == 14
+    for call in range(14):
+        same = few.calls[0 if call == 0 else 1 if call == 1 else 2 if call < 12 else call - 9]
+        assert many.calls[call].keys() == same.keys()
+        for strategy, work in many.calls[call].items():
             assert only_bytes(work) == only_bytes(same[strategy])
             assert (work.forward_seconds, work.backward_seconds) == pytest.approx((same[strategy].forward_seconds, same[strategy].backward_seconds))
     assert many.held_bytes == few.held_bytes
@@ -327,7 +327,7 @@ def test_of_many_equal_layers_the_first_two_and_the_last_run(kind: str, ran: set
     for i, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda *_, i=i: seen.add(i))
     graph, _ = trace(model, zoo.batch(kind))
-    assert seen == ran and len(graph.visits) == 10
+    assert seen == ran and len(graph.calls) == 10
 
 
 # --- the graph
@@ -363,7 +363,7 @@ def test_every_parameter_is_listed_once_and_layers_hold_their_own(kind: str) -> 
             others = {name for name in block.params if not name.startswith(f"{block.name}.")}
             assert set(block.params) - others == {canonical[id(p)] for p in model.get_submodule(block.name).parameters()}
             assert not others or (kind == "qwen3-vl" and all("deepstack_merger" in name for name in others)), "run behind the layer"
-    assert [graph.blocks[v].kind for v in (graph.visits[0], graph.visits[-1])] == ["stem", "head"]
+    assert [graph.blocks[v].kind for v in (graph.calls[0], graph.calls[-1])] == ["stem", "head"]
     assert graph.buffer_bytes == sum(b.nbytes for b in model.buffers())
 
 
@@ -405,13 +405,13 @@ def test_a_frozen_prefix_has_no_backward_where_autograd_has_none(kind: str) -> N
     for handle in handles:
         handle.remove()
     graph, found = trace(model, zoo.batch(kind))
-    for visit, has_backward in enumerate(graph.has_backward):
-        name = graph.visit_name(visit)
+    for call, has_backward in enumerate(graph.has_backward):
+        name = graph.call_name(call)
         if name in outputs:
             assert has_backward == outputs[name], name
         if not has_backward:
-            assert found.strategies(visit) == ("keep",), "nothing to choose where nothing is saved"
-            work = found.work(visit, "keep")
+            assert found.strategies(call) == ("keep",), "nothing to choose where nothing is saved"
+            work = found.work(call, "keep")
             assert work.backward_seconds == work.backward_delta_bytes == work.backward_peak_bytes == 0
     assert not graph.has_backward[0] and graph.has_backward[-1] and not all(outputs.values())
 
@@ -451,8 +451,8 @@ def test_what_passes_a_frozen_tower_by_has_its_backward() -> None:
     model = Seeing()
     model.tower.requires_grad_(False)
     graph, found = trace(model, pictures())
-    towers = [visit for visit in range(len(graph.visits)) if graph.visit_name(visit).startswith("tower")]
-    assert [visit for visit, has in enumerate(graph.has_backward) if not has] == towers
+    towers = [call for call in range(len(graph.calls)) if graph.call_name(call).startswith("tower")]
+    assert [call for call, has in enumerate(graph.has_backward) if not has] == towers
     assert found.work(0, "keep").backward_seconds > 0 and "embed.weight" in params_of(graph)["stem"]
 
 
@@ -473,7 +473,7 @@ def test_a_weight_whose_gradient_comes_where_nobody_looks_is_refused_by_name() -
 def test_a_list_that_only_branches_off_is_no_stack() -> None:
     """Its modules run with the layer before them, which then holds their weights and is of another kind than its neighbours."""
     graph, _ = trace(Seeing(num_deep=3), pictures())
-    names = [graph.visit_name(visit) for visit in range(len(graph.visits))]
+    names = [graph.call_name(call) for call in range(len(graph.calls))]
     assert names == ["stem", *(f"tower.{i}" for i in range(9)), "between:layers.0", *(f"layers.{i}" for i in range(9)), "head"]
     params = params_of(graph)
     assert {"aside.1.0.weight", "aside.1.0.bias"} < params["tower.1"] and len(params["tower.3"]) == 2
@@ -489,9 +489,9 @@ def test_layers_that_are_skipped_have_the_bytes_that_they_have_when_all_run(num_
     for model in (alike, unlike):
         model.tower.requires_grad_(not frozen)
     (graph, few), (_, many) = trace(alike, pictures()), trace(unlike, pictures())
-    for visit in range(len(graph.visits)):
-        for strategy in few.strategies(visit):
-            assert only_bytes(few.work(visit, strategy)) == only_bytes(many.work(visit, strategy)), (graph.visit_name(visit), strategy)
+    for call in range(len(graph.calls)):
+        for strategy in few.strategies(call):
+            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (graph.call_name(call), strategy)
     assert lifetimes(few) == lifetimes(many) and few.held_bytes == many.held_bytes
 
 
@@ -499,7 +499,7 @@ def lifetimes(found: ModelTrace) -> list[Shared]:
     """Without when a tensor would die in forward if nothing held it or sent it, where under every strategy something does: it is not always known."""
 
     def is_kept(tensor: Shared) -> bool:
-        known = [{*dict(tensor.held_by).get(visit, ()), *dict(tensor.sent_by).get(visit, ())} for visit in dict(tensor.held_by)]
+        known = [{*dict(tensor.held_by).get(call, ()), *dict(tensor.sent_by).get(call, ())} for call in dict(tensor.held_by)]
         return any(under >= set(STRATEGIES) for under in known)
 
     return [dataclasses.replace(tensor, dies_at=0) if is_kept(tensor) else tensor for tensor in found.shared]
@@ -534,9 +534,9 @@ class Lending(nn.Module):
 def test_layers_that_share_weights_have_the_bytes_that_they_have_when_all_run(stride: int) -> None:
     """The gradient of a shared weight is there from the backward of the last layer that has it to that of the first."""
     (graph, few), (_, many) = (trace(Lending(stride=stride, alike=alike), batch()) for alike in (True, False))
-    for visit in range(len(graph.visits)):
-        for strategy in few.strategies(visit):
-            assert only_bytes(few.work(visit, strategy)) == only_bytes(many.work(visit, strategy)), (graph.visit_name(visit), strategy)
+    for call in range(len(graph.calls)):
+        for strategy in few.strategies(call):
+            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (graph.call_name(call), strategy)
 
 
 class Stream:
@@ -571,9 +571,9 @@ def test_a_second_stream_in_a_record_goes_through_layers_that_are_skipped() -> N
     """As ShadowPEFT's: its gradient comes to the layers before them too. What is swapped of it is an upper bound."""
     (graph, few), (_, many) = (trace(Streaming(alike=alike), batch()) for alike in (True, False))
     assert all(graph.has_backward)
-    for visit in range(len(graph.visits)):
-        for strategy in {"keep", "recompute", "offload"} & set(few.strategies(visit)):
-            assert only_bytes(few.work(visit, strategy)) == only_bytes(many.work(visit, strategy)), (graph.visit_name(visit), strategy)
+    for call in range(len(graph.calls)):
+        for strategy in {"keep", "recompute", "offload"} & set(few.strategies(call)):
+            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (graph.call_name(call), strategy)
 
 
 class LooksFirst(Model):
@@ -593,9 +593,9 @@ class LooksFirst(Model):
 
 def test_layers_that_run_without_grad_first_do_not_stand_for_those_that_train() -> None:
     graph, found = trace(LooksFirst(num_layers=6, layer=Stateless), batch())
-    layers = [visit for visit in range(len(graph.visits)) if graph.visit_name(visit).startswith("layers")]
-    assert [graph.has_backward[visit] for visit in layers] == [False] * 6 + [True] * 6
-    assert all(found.strategies(visit) == (STRATEGIES if graph.has_backward[visit] else ("keep",)) for visit in layers)
+    layers = [call for call in range(len(graph.calls)) if graph.call_name(call).startswith("layers")]
+    assert [graph.has_backward[call] for call in layers] == [False] * 6 + [True] * 6
+    assert all(found.strategies(call) == (STRATEGIES if graph.has_backward[call] else ("keep",)) for call in layers)
 
 
 # --- layers that cannot be recomputed
@@ -621,8 +621,8 @@ def test_a_layer_whose_second_run_differs_is_kept_or_swapped_and_a_note_names_it
         model.layers[i] = Remembers()
     model.register_forward_pre_hook(lambda module, args, kwargs: [module.layers[i].seen.clear() for i in odd] and None, with_kwargs=True)
     _, found = trace(model, batch())
-    for visit in range(1, 8):
-        assert found.strategies(visit) == (("keep", "swap") if visit - 1 in odd else STRATEGIES)
+    for call in range(1, 8):
+        assert found.strategies(call) == (("keep", "swap") if call - 1 in odd else STRATEGIES)
     [note] = [record.getMessage() for record in caplog.records]
     others = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
     assert note.startswith(f"layers.{odd[0]}{others}: a second run of the forward differs from the first (saved tensor 0 is float32 (5, 8) on cpu")
@@ -638,7 +638,7 @@ def test_where_memory_is_too_small_for_second_runs_none_is_compared(monkeypatch:
         calls += 1
         raise torch.OutOfMemoryError("no memory for a second run")
 
-    monkeypatch.setattr(passes, "keep_and_compare", runs_out)
+    monkeypatch.setattr(profiling_pass, "keep_and_compare", runs_out)
     assert trace(zoo.make("plain"), zoo.batch("plain")) == expected and calls == 1
 
 
@@ -707,12 +707,12 @@ def saved_by(model: nn.Module, inputs: Any, layer: nn.Module) -> Saved:
 def test_a_kept_layer_holds_what_autograd_saves_and_its_output(kind: str) -> None:
     """Trap G1: not the output's size, nor a formula. Weights and what layers share, inputs and outputs among it, are not counted."""
     model, (graph, found) = zoo.make(kind), traced(kind)
-    visit = 2
-    counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.visit_name(visit)))
+    call = 2
+    counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.call_name(call)))
     born = {where: size for where, size in counted.storages.items() if where not in (counted.input[0], counted.output[0])}
-    work = found.work(visit, "keep")
+    work = found.work(call, "keep")
     assert work.forward_delta_bytes == sum(born.values())
-    assert [tensor.num_bytes for tensor in found.shared if tensor.born == visit] == [counted.output[1]]
+    assert [tensor.num_bytes for tensor in found.shared if tensor.born == call] == [counted.output[1]]
     assert work.backward_delta_bytes == -work.forward_delta_bytes, "backward gives back what forward took"
     assert work.forward_delta_bytes > 4 * counted.output[1]
 
@@ -721,7 +721,7 @@ def test_a_kept_layer_holds_what_autograd_saves_and_its_output(kind: str) -> Non
 def test_swap_sends_what_autograd_saves_and_no_weight(kind: str) -> None:
     """Traps A23, G15: the same storages, each once and rounded up to where the next may begin."""
     model, (graph, found) = zoo.make(kind), traced(kind)
-    counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.visit_name(2)))
+    counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.call_name(2)))
     work = found.work(2, "swap")
     assert work.sent_bytes == sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in counted.storages.values())
     assert 0 < work.released_bytes <= work.sent_bytes
@@ -731,7 +731,7 @@ def test_swap_sends_what_autograd_saves_and_no_weight(kind: str) -> None:
 def test_a_recomputed_layer_leaves_its_output_alone(kind: str) -> None:
     """Trap G2: the chain of inputs is what remains of a stack of recomputed layers."""
     model, (graph, found) = zoo.make(kind), traced(kind)
-    counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.visit_name(2)))
+    counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.call_name(2)))
     again, offload, keep = (found.work(2, s) for s in ("recompute", "offload", "keep"))
     assert again.forward_delta_bytes == offload.forward_delta_bytes == 0
     output = next(tensor for tensor in found.shared if tensor.born == 2)
@@ -756,7 +756,7 @@ def test_what_layers_share_is_counted_once() -> None:
     graph, found = traced("llama")
     tables = [tensor for tensor in found.shared if tensor.role == "argument" and tensor.number > 0]
     assert [tensor.num_bytes for tensor in tables] == [512, 512, 128]  # cos and sin: (1, 16, 8) in fp32, positions
-    assert all([visit for visit, _ in tensor.held_by] == [1, 2, 3, 4] for tensor in tables) and len(graph.visits) == 6
+    assert all([call for call, _ in tensor.held_by] == [1, 2, 3, 4] for tensor in tables) and len(graph.calls) == 6
 
 
 def test_held_bytes_are_the_outputs() -> None:
@@ -779,9 +779,9 @@ def test_graph_and_trace_come_back_from_json_with_equal_fingerprints(kind: str) 
 @pytest.mark.parametrize("kind", zoo.NAMES)
 def test_layers_know_every_strategy_and_regions_only_to_keep(kind: str) -> None:
     graph, found = traced(kind)
-    for visit, block in enumerate(graph.visits):
-        expected = STRATEGIES if graph.blocks[block].kind == "layer" and graph.has_backward[visit] else ("keep",)
-        assert found.strategies(visit) == expected
+    for call, block in enumerate(graph.calls):
+        expected = STRATEGIES if graph.blocks[block].kind == "layer" and graph.has_backward[call] else ("keep",)
+        assert found.strategies(call) == expected
     assert found.inputs == {name: tuple(t.shape) for name, t in zoo.batch(kind).items()}
 
 

@@ -8,9 +8,9 @@ import pytest
 from browser import Browser, Tab, chromium
 from synthetic import MACHINE, make_case
 
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.lanes import LANES
-from outsize.plan.plan import Terms
+from outsize.plan.plan import StepConfig
 from outsize.plan.render import lane_shares
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.search import search
@@ -44,8 +44,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    case = make_case(6, 2, terms=Terms(update="after_step", accumulate=2))
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=420_000), host_bytes=10**9)
+    case = make_case(6, 2, step_config=StepConfig(update="after_step", accumulate=2))
+    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=420_000), host_bytes=10**9)
     place = case.place(plan.decision)
     spans, _ = _issue(place, compile_schedule(place), case.spec, 3)
     path = tmp_path_factory.mktemp("page") / "report with <odd> & name.html"
@@ -134,8 +134,8 @@ def test_the_keyboard_reaches_everything(tab: Tab) -> None:
 def test_thousands_of_short_spans_are_drawn_as_the_share_they_take(browser: Browser, tmp_path: Path, scale: float) -> None:
     """Were each at least so wide that it can be seen, a lane that works a third of the time would look like one that never rests."""
     links = {name: getattr(MACHINE, name) * 6 for name in ("h2d_bytes_per_second", "d2h_bytes_per_second")}
-    case = make_case(6, 2, terms=Terms(update="after_step", accumulate=256), spec=dataclasses.replace(MACHINE, **links))
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=420_000), host_bytes=10**9)
+    case = make_case(6, 2, step_config=StepConfig(update="after_step", accumulate=256), spec=dataclasses.replace(MACHINE, **links))
+    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=420_000), host_bytes=10**9)
     write_page(tmp_path / "many.html", plan, case.graph, case.layout, case.spec)
     tab = browser.tab()
     tab.resize(1200, 2400, scale=scale)

@@ -3,18 +3,18 @@
 import pytest
 from synthetic import make_case
 
-from outsize.plan.plan import Terms
+from outsize.plan.plan import StepConfig
 from outsize.plan.schedule import compile_schedule
 from outsize.report.measured import last_step
 from outsize.report.step import StepSpan, _issue, walk_step
 
 
-@pytest.mark.parametrize("terms", [Terms(), Terms(update="in_backward"), Terms(accumulate=3)])
-def test_a_recording_of_the_walk_gives_the_walk_back(terms: Terms) -> None:
-    case = make_case(4, terms=terms)
+@pytest.mark.parametrize("step_config", [StepConfig(), StepConfig(update="in_backward"), StepConfig(accumulate=3)])
+def test_a_recording_of_the_walk_gives_the_walk_back(step_config: StepConfig) -> None:
+    case = make_case(4, step_config=step_config)
     place = case.place(case.decide("host/host", "offload", depth=1))
     recorded, _ = _issue(place, compile_schedule(place), case.spec, 3)
-    step, found = walk_step(place, case.spec, held_bytes=0), last_step(recorded, terms.accumulate)
+    step, found = walk_step(place, case.spec, held_bytes=0), last_step(recorded, step_config.accumulate)
     assert found is not None and found.seconds == step.seconds and found.phases == step.phases
     computed = [(span.name, span.start, span.end) for span in found.spans if span.lane == "compute"]
     assert computed == [(s.name, s.start, s.end) for s in step.spans if s.lane == "compute" and s.start < step.seconds]

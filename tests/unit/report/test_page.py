@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import pytest
 from synthetic import Case, make_case, make_graph, make_trace
 
-from outsize.hardware.allowance import Allowance
+from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
-from outsize.plan.plan import Plan, Terms
+from outsize.plan.plan import Plan, StepConfig
 from outsize.plan.schedule import compile_schedule
 from outsize.planner.search import search
 from outsize.report.measured import Measured
@@ -21,7 +21,7 @@ EVIL = "<script>alert('x')</script>{{data}}&\"layers."
 
 
 def plan_of(case: Case, gpu: int = 10**6) -> Plan:
-    return search(case.graph, case.layout, case.trace, case.spec, case.terms, gpu=Allowance(asked_bytes=gpu), host_bytes=10**9)
+    return search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=gpu), host_bytes=10**9)
 
 
 def page_of(case: Case, plan: Plan | None = None, **options: object) -> str:
@@ -59,18 +59,18 @@ def test_names_are_text_and_never_markup() -> None:
     text = page_of(case, title="</title><script>alert(1)</script>")
     assert "<script>alert" not in text and "</title><script>" not in text
     assert [tag for tag, _ in Elements(text).found].count("script") == 2
-    assert [name for name, *_ in data_of(text)["visits"]] == ["stem", f"{EVIL}0", f"{EVIL}1", "head"]
+    assert [name for name, *_ in data_of(text)["calls"]] == ["stem", f"{EVIL}0", f"{EVIL}1", "head"]
 
 
 def test_it_says_what_the_plan_says() -> None:
-    case = make_case(6, terms=Terms(update="in_backward"))
+    case = make_case(6, step_config=StepConfig(update="in_backward"))
     plan = plan_of(case, gpu=200_000)
     text = page_of(case, plan, title="a model")
     assert "a model" in text and 'class="yes">Fits<' in text and 'class="no"' not in text
     data = data_of(text)
     assert (data["peak"], data["budget"]) == (plan.estimate.gpu_bytes, 200_000)
     assert data["measured"] is None and "Predicted and measured" not in text
-    assert len(data["visits"]) == 8 and text.count('data-visit="7"') == 3
+    assert len(data["calls"]) == 8 and text.count('data-call="7"') == 3
 
 
 def test_a_plan_over_its_budget_says_by_how_much() -> None:

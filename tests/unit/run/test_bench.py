@@ -15,7 +15,7 @@ from outsize.plan.pins import Pins
 from outsize.run import bench as bench_module
 from outsize.run import plain
 from outsize.run.bench import complete, demand_of, run_bench
-from outsize.run.bench_record import Bench, Result, Rival
+from outsize.run.bench_record import Baseline, Bench, Result
 from outsize.run.bench_text import show, show_all
 from outsize.run.random_weights import random_batches, random_model
 from outsize.runtime.engine import Engine
@@ -40,7 +40,7 @@ def tiny_engine(*, accumulate: int = 1, clip: float | None = None) -> Engine:
 def test_the_demand_of_a_plan_that_streams_everything(accumulate: int, clip: float | None) -> None:
     engine = tiny_engine(accumulate=accumulate, clip=clip)
     try:
-        place = engine.now.place
+        place = engine.runtime.place
         weights = sum(chunk.nbytes for chunk in engine.layout.chunks)
         params = sum(chunk.numel for chunk in engine.layout.chunks)
         found = demand_of(place, engine.device.spec)
@@ -63,11 +63,11 @@ def test_a_run_on_sim_is_as_planned_and_comes_back_from_json(tmp_path: Path) -> 
     assert result.speed.median_step_seconds == pytest.approx(result.plan.step_seconds, rel=0.05)
     assert result.memory.gpu_peak_bytes == result.plan.gpu_bytes <= result.plan.gpu_budget_bytes == 8 * 2**20
     assert result.limit_ratio > 0.999, "nothing is faster than its limit"
-    assert set(result.lanes.shares) == set(LANES) and result.lanes.shares[result.lanes.binds] <= 1.001
-    assert result.losses_finite and result.within_budget and result.is_imaginary
+    assert set(result.lanes.shares) == set(LANES) and result.lanes.shares[result.lanes.bottleneck] <= 1.001
+    assert result.losses_finite and result.within_budget and result.is_simulated
     assert loads(Result, dumps(result)) == result
     text = show(result)
-    assert "× the limit" in text and "imaginary" in text and result.plan.fingerprint in text
+    assert "× the limit" in text and "simulated" in text and result.plan.fingerprint in text
     assert len(show_all([result, result]).splitlines()) == 4
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_built(given: dict, words: s
 def test_the_plain_loop_trains(kind: str, tmp_path: Path) -> None:
     asked: Bench = dataclasses.replace(complete(**ASKED), accumulate=2, clip=1.0)
     plain.main(kind, dumps(asked), str(tmp_path / "rival.json"))
-    rival = loads(Rival, (tmp_path / "rival.json").read_text())
+    rival = loads(Baseline, (tmp_path / "rival.json").read_text())
     assert rival.problem == "" and rival.speed is not None and rival.speed.tokens_per_second > 0
 
 

@@ -1,4 +1,4 @@
-"""A few early steps beside their plan: which are watched, what is said of them, and what they teach. Times are only compared on `sim`, where they are exact."""
+"""A few early steps beside their plan: which are timing, what is said of them, and what they teach. Times are only compared on `sim`, where they are exact."""
 
 import gc
 import logging
@@ -33,7 +33,7 @@ PLANS = [
     Cell(kind="bert", dtype="fp32"),
 ]
 FIRST_READ = WARM_UP + WATCHED
-"""Steps after which the watched ones are read, where nothing comes late."""
+"""Steps after which the timing ones are read, where nothing comes late."""
 
 
 class Learner(SimDevice):
@@ -43,7 +43,7 @@ class Learner(SimDevice):
         super().__init__(lookup(name))
         self.seen: list[Mapping[str, float]] = []
 
-    def learn_rates(self, seen: Mapping[str, float]) -> None:
+    def save_rates(self, seen: Mapping[str, float]) -> None:
         self.seen.append(seen)
 
 
@@ -198,7 +198,7 @@ def test_a_new_plan_is_watched_anew() -> None:
     with cells.closing(engine):
         step(engine, FIRST_READ)
         first = engine.plan
-        engine.replan(zoo.batch("llama", seed=1), engine.plan.terms)
+        engine.replan(zoo.batch("llama", seed=1), engine.plan.step_config)
         assert engine.plan is not first and engine.report().step_seconds is None
         step(engine, FIRST_READ)
         assert engine.report().step_seconds == pytest.approx(engine.plan.estimate.step_seconds, rel=1e-9) and len(device.seen) == 2
@@ -224,7 +224,7 @@ def test_an_engine_that_has_ended_holds_no_memory_for_it() -> None:
     """A new plan is attached while the old calibration is still there: on a GPU there is no room for both plans' buffers."""
     with cells.closing(cells.prepare(STREAMED, Learner())) as engine:
         step(engine, FIRST_READ)
-        store = weakref.ref(engine.now.store)
+        store = weakref.ref(engine.runtime.store)
     gc.collect()
     assert store() is None
 
@@ -272,7 +272,7 @@ def test_a_run_that_ends_before_its_times_are_there_is_read_at_its_end(caplog: p
 
 def test_under_a_plan_with_nothing_to_tell_of_visits_only_the_step_is_compared(caplog: pytest.LogCaptureFixture) -> None:
     with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), CpuDevice())) as engine, caplog.at_level(logging.INFO, "outsize"):
-        assert not engine.now.executor.sees_visits
+        assert not engine.runtime.executor.sees_calls
         step(engine, FIRST_READ)
         report = engine.report()
         assert report.step_seconds is not None and "compute" not in report.busy_seconds

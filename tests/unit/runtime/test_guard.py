@@ -74,7 +74,7 @@ def test_an_engine_that_is_dropped_without_a_word_leaves_nothing_behind() -> Non
     engine = cells.prepare(Cell(kind="llama", dtype="bf16", weights="host", optimizer="host"), device)
     engine.model(**zoo.batch("llama")).loss.backward()
     engine.optimizer.step()
-    kept = [weakref.ref(thing) for thing in (engine, engine.now.store, engine.model)]
+    kept = [weakref.ref(thing) for thing in (engine, engine.runtime.store, engine.model)]
     assert guarded()
     del engine
     gc.collect()

@@ -67,11 +67,11 @@ def gaps(engine: Engine, index: int) -> Tensor:
 
 def padding(engine: Engine) -> dict[tuple[int, str], Tensor]:
     """What lies between parameters, in weights and optimizer state."""
-    store, found = engine.now.store, {}
+    store, found = engine.runtime.store, {}
     engine.drain()
     for chunk in engine.layout.chunks:
         free = gaps(engine, chunk.index)
-        found[chunk.index, "weights"] = store.flat(store.truth(chunk.index), chunk.index)[free]
+        found[chunk.index, "weights"] = store.flat(store.canonical(chunk.index), chunk.index)[free]
         if chunk.trainable:
             for name, flat in zip(("m", "v", "lo"), store.state(chunk.index), strict=True):
                 if flat is not None:
@@ -265,7 +265,7 @@ def test_a_device_that_is_too_full_leaves_the_model_its_weights() -> None:
 
     def half(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace) -> Decision:
         homes = (Homes(weights="host" if 2 * c.index < len(layout.chunks) else "gpu", optimizer="host") for c in layout.chunks)
-        return Decision(homes=tuple(homes), strategies=("keep",) * len(graph.visits), depth=0)
+        return Decision(homes=tuple(homes), strategies=("keep",) * len(graph.calls), depth=0)
 
     device, cell = SimDevice(lookup("64MiB")), cells.Cell(kind="plain")
     model, expected = cell.model(), dict(cell.model().named_parameters())
@@ -285,7 +285,7 @@ def test_a_plan_cannot_be_changed() -> None:
     """Trap C20: another residency is another plan."""
     with cells.closing(cells.prepare(cells.Cell(kind="plain"))) as engine:
         plan = engine.plan
-        for record, field in ((plan, "gpu_budget_bytes"), (plan.decision, "homes"), (plan.terms, "accumulate"), (plan.decision.homes[0], "weights")):
+        for record, field in ((plan, "gpu_budget_bytes"), (plan.decision, "homes"), (plan.step_config, "accumulate"), (plan.decision.homes[0], "weights")):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(record, field, getattr(record, field))
         with pytest.raises(AttributeError):
@@ -296,7 +296,7 @@ def test_the_buffers_are_those_that_the_plan_names_at_their_sizes() -> None:
     """Trap C11: one definition of residency."""
     cell = cells.Cell(kind="t5", strategy="offload", weights="host", optimizer="host")
     with cells.closing(cells.prepare(cell, SimDevice(lookup("64MiB")))) as engine:
-        store, place = engine.now.store, engine.now.place
+        store, place = engine.runtime.store, engine.runtime.place
         assert {k: t.numel() for k, t in store.gpu.items()} == place.gpu and {k: t.numel() for k, t in store.host.items()} == place.host
         assert engine.device.observer.live_bytes == place.gpu_bytes  # type: ignore[attr-defined]
 
@@ -312,13 +312,13 @@ def test_frozen_chunks_cause_no_traffic_to_the_host(weights: str, optimizer: str
         chunks = engine.layout.chunks
         frozen, trained = {c.index for c in chunks if not c.trainable}, {c.index for c in chunks if c.trainable}
         step(engine, "llama")
-        issued = list(engine.now.executor.issued)
+        issued = list(engine.runtime.executor.issued)
         of = lambda kind: [int(word[1:]) for word in issued if word[0] == kind]
         assert frozen and trained
         assert sorted(of("G")) == (sorted(trained) if optimizer == "host" else [])
         assert sorted(of("U")) == sorted(trained) and not frozen & {*of("W"), *of("Q"), *of("U"), *of("G")}
         assert sorted(set(of("L"))) == (sorted(frozen | trained) if weights == "host" else [])
-        assert not any(key[1] in frozen for key in (*engine.now.place.gpu, *engine.now.place.host) if key[0] in ("state", "host_state", "gradient"))
+        assert not any(key[1] in frozen for key in (*engine.runtime.place.gpu, *engine.runtime.place.host) if key[0] in ("state", "host_state", "gradient"))
 
 
 # --- saving and ending
@@ -430,7 +430,7 @@ def test_what_is_written_by_name_is_read_by_name_and_used(weights: str, optimize
         name = "layers.1.up.weight"
         with engine.gathered(name) as values:
             values[name].copy_(value)
-        assert torch.equal(engine.now.store.read(name), value) and torch.equal(engine.model.state_dict()[name], value)
+        assert torch.equal(engine.runtime.store.read(name), value) and torch.equal(engine.model.state_dict()[name], value)
         assert not bool(engine.optimizer_state(name)["lo"].any())
         twin = cell.model()
         twin.load_state_dict(engine.model.state_dict())
@@ -440,8 +440,8 @@ def test_what_is_written_by_name_is_read_by_name_and_used(weights: str, optimize
 
 def test_rebound_parameters_are_told_by_name() -> None:
     with cells.closing(cells.prepare(cells.Cell(kind="plain", weights="host", optimizer="host"))) as engine:
-        store = engine.now.store
-        assert list(store.rebound()) == []
+        store = engine.runtime.store
+        assert list(store.replaced_data()) == []
         with torch._C.DisableTorchFunctionSubclass():
             engine.model.norm.weight.data = torch.ones(zoo.HIDDEN)
-        assert list(store.rebound()) == ["norm.weight"]
+        assert list(store.replaced_data()) == ["norm.weight"]

@@ -110,7 +110,7 @@ def test_what_shorter_batches_leave_free_is_so_to_the_byte(gpu_memory: str) -> N
         assert device.observer.peak_bytes == expected
         said = of_half_length(engine.plan, engine.graph, engine.layout, trace)
         assert said == f"batches half as long leave {show_bytes(engine.plan.estimate.gpu_bytes - expected)} more free (GPU {show_bytes(expected)})"
-        keep_alone = dataclasses.replace(trace, visits=tuple({"keep": works["keep"]} for works in trace.visits))
+        keep_alone = dataclasses.replace(trace, calls=tuple({"keep": works["keep"]} for works in trace.calls))
         assert (of_half_length(engine.plan, engine.graph, engine.layout, keep_alone) == "") == (gpu_memory == "240KiB"), "layers there recompute"
 
 
@@ -138,6 +138,6 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
         chosen = choose_micro_batch(model, splits, batch_of=batch_of, optimizer_for=optimizer_for, **how)
         plan = chosen.answer.plan
         assert plan.estimate.step_seconds == seconds[chosen.split] <= min(seconds.values()) * 1.01
-        assert plan.inputs["input_ids"] == (chosen.split.rows, 16) and plan.terms.accumulate == chosen.split.passes
-        assert plan.terms.update == optimizer_for(chosen.split).update and "scaled" not in plan.provenance
+        assert plan.inputs["input_ids"] == (chosen.split.rows, 16) and plan.step_config.accumulate == chosen.split.passes
+        assert plan.step_config.update == optimizer_for(chosen.split).update and "scaled" not in plan.provenance
         assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "160KiB")

@@ -209,26 +209,26 @@ def test_for_a_real_card_the_gradients_of_a_tied_weight_are_added_in_place() -> 
     ahead = [plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200")]
     graph = ahead[0].graph
     table = next(param for param in graph.params if len(graph.users[param.name]) == 2)
-    imaginary, real = ([works["keep"].backward_peak_bytes for works in made.problem.trace.visits] for made in ahead)
-    assert imaginary[0] - real[0] == table.nbytes and imaginary[1:] == real[1:]
+    simulated, real = ([works["keep"].backward_peak_bytes for works in made.problem.trace.calls] for made in ahead)
+    assert simulated[0] - real[0] == table.nbytes and simulated[1:] == real[1:]
 
 
 def test_a_real_machine_waits_for_python_where_operators_are_small_and_many() -> None:
     config = config_of("llama")
-    imaginary, real = (plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200"))
-    assert not any(work.forward_issue_seconds or work.backward_issue_seconds for work in imaginary.plan.work), "on sim, issuing takes no time"
-    layer = real.problem.trace.visits[1]
-    assert layer["keep"].forward_issue_seconds == pytest.approx(layer["recompute"].forward_issue_seconds, rel=0.1)
-    assert layer["swap"].backward_issue_seconds == layer["recompute"].backward_issue_seconds
-    assert layer["recompute"].backward_issue_seconds == pytest.approx(
-        layer["keep"].forward_issue_seconds + layer["keep"].backward_issue_seconds, rel=0.2
+    simulated, real = (plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200"))
+    assert not any(work.forward_launch_seconds or work.backward_launch_seconds for work in simulated.plan.work), "on sim, issuing takes no time"
+    layer = real.problem.trace.calls[1]
+    assert layer["keep"].forward_launch_seconds == pytest.approx(layer["recompute"].forward_launch_seconds, rel=0.1)
+    assert layer["swap"].backward_launch_seconds == layer["recompute"].backward_launch_seconds
+    assert layer["recompute"].backward_launch_seconds == pytest.approx(
+        layer["keep"].forward_launch_seconds + layer["keep"].backward_launch_seconds, rel=0.2
     ), "a layer is issued once more to make it again"
     found = real.plan.estimate
-    assert 0.9 * found.step_seconds < found.starved_seconds < found.step_seconds and "waiting for Python" in str(real)
-    worth = {answer.name: answer for answer in real.explain().worth}
+    assert 0.9 * found.step_seconds < found.launch_bound_seconds < found.step_seconds and "waiting for Python" in str(real)
+    worth = {answer.name: answer for answer in real.explain().hardware_upgrades}
     seconds = worth["Python twice as fast"].step_seconds
     assert seconds is not None and seconds < 0.6 * found.step_seconds and "waiting for Python" in worth["copies twice as fast"].note
-    assert "Python twice as fast" not in {answer.name for answer in imaginary.explain().worth}
+    assert "Python twice as fast" not in {answer.name for answer in simulated.explain().hardware_upgrades}
 
 
 @pytest.mark.full
@@ -236,12 +236,12 @@ def test_where_python_sets_the_pace_cards_are_alike_and_a_faster_processor_is_no
     config, how = config_of("llama"), dict[str, Any](sequence_len=TOKENS, micro_batch_size=ROWS)
     seconds = [plan(config, hardware=name, **how).plan.estimate.step_seconds for name in ("rtx4090", "a100-80gb", "h200")]
     assert seconds == pytest.approx([seconds[0]] * 3, rel=0.02)
-    machine = dataclasses.replace(lookup("h200"), issue_seconds=lookup("h200").issue_seconds / 2)
+    machine = dataclasses.replace(lookup("h200"), op_launch_seconds=lookup("h200").op_launch_seconds / 2)
     box = tmp_path / "box.yaml"
     box.write_text(write_machine(Machine(spec=machine, measured={})))
     assert plan(config, hardware=str(box), **how).plan.estimate.step_seconds == pytest.approx(seconds[2] / 2, rel=0.05)
     box.write_text(write_machine(Machine(spec=dataclasses.replace(machine, context_bytes=0), measured={})))
-    assert not plan(config, hardware=str(box), **how).plan.estimate.starved_seconds, "of a machine without a context nothing is real"
+    assert not plan(config, hardware=str(box), **how).plan.estimate.launch_bound_seconds, "of a machine without a context nothing is real"
 
 
 @pytest.mark.full
@@ -310,7 +310,7 @@ def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_fo
     assert no.value.allowed_bytes == 700 * 2**20 and "700MiB is allowed" in str(no.value)
     least = plan(config, gpu_memory=no.value.needed_bytes, **how)
     said = show_enough(no.value.needed_bytes)
-    assert f"least {said} of GPU memory would do" in least.outlook() and f"Raise it to {said};" in str(no.value)
+    assert f"least {said} of GPU memory would do" in least.what_if() and f"Raise it to {said};" in str(no.value)
     assert plan(config, gpu_memory=said, **how)
     with pytest.raises(PlanInfeasible):
         plan(config, gpu_memory=no.value.needed_bytes - 1, **how)
@@ -371,12 +371,12 @@ def test_of_a_global_batch_the_fastest_micro_batch_is_chosen_and_pins_are_obeyed
     how: dict[str, Any] = dict(sequence_len=TOKENS, hardware="1MiB", host_memory="1GiB", chunk_bytes="8KiB")
     made = plan(config, batch_size=6, **how)
     rows = made.plan.inputs["input_ids"][0]
-    assert rows * made.plan.terms.accumulate == 6
+    assert rows * made.plan.step_config.accumulate == 6
     each = {r: plan(config, micro_batch_size=r, accumulate=6 // r, **how).tokens_per_second for r in (1, 2, 3, 6)}
     assert made.tokens_per_second == each[rows] >= max(each.values()) / 1.02 and rows == min(r for r in each if each[r] >= each[rows])
     assert f"micro-batches {rows} × {6 // rows} of 6 rows a step" in made.plan.search and "scaled" not in made.plan.provenance
     assert plan(config, batch_size=6, accumulate=3, **how).plan.inputs["input_ids"][0] == 2
-    assert plan(config, batch_size=6, micro_batch_size=3, **how).plan.terms.accumulate == 2
+    assert plan(config, batch_size=6, micro_batch_size=3, **how).plan.step_config.accumulate == 2
 
 
 def test_two_sizes_and_the_chosen_one_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +414,7 @@ def test_a_batch_that_does_not_divide_is_refused(given: dict[str, int]) -> None:
 
 def test_the_outlook_tells_what_batches_half_as_long_leave_free() -> None:
     made = plan(config_of("one-block"), sequence_len=TOKENS, hardware="64MiB", micro_batch_size=2)
-    (line,) = [line for line in made.outlook().splitlines() if line.startswith("short ")]
+    (line,) = [line for line in made.what_if().splitlines() if line.startswith("short ")]
     half = plan(config_of("one-block"), sequence_len=TOKENS // 2, hardware="64MiB", micro_batch_size=2).plan
     assert half.decision == made.plan.decision, "everything is on the GPU"
     assert line.endswith(f"(GPU {show_bytes(half.estimate.gpu_bytes)})")
@@ -423,7 +423,7 @@ def test_the_outlook_tells_what_batches_half_as_long_leave_free() -> None:
 @pytest.mark.full
 def test_the_outlook_of_rows_with_images_tells_nothing_of_half_as_long_ones() -> None:
     filled = plan(zoo.make("qwen2.5-vl").config, sequence_len=16, hardware="1GiB", image_size=24)
-    assert "short" not in filled.outlook(), "half a row has no room for its image"
+    assert "short" not in filled.what_if(), "half a row has no room for its image"
 
 
 # --- images
@@ -445,13 +445,13 @@ def test_the_plan_of_qwen25_vl_7b_accounts_for_its_vision_tower() -> None:
     made = plan(transformers.Qwen2_5_VLConfig(**QWEN25_VL_7B), sequence_len=1024, hardware="h100", image_size=224)
     graph = made.graph
     tower = [block for block in graph.blocks if block.name.startswith("model.visual.blocks.")]
-    assert len(tower) == 32 and graph.blocks[0].name == "stem" and graph.visits.index(graph.blocks.index(tower[0])) == 1
+    assert len(tower) == 32 and graph.blocks[0].name == "stem" and graph.calls.index(graph.blocks.index(tower[0])) == 1
     assert 8.2e9 < graph.num_params < 8.4e9 and sum(graph.param[name].numel for block in tower for name in block.params) == 32 * 19_702_200
     assert made.plan.inputs["pixel_values"] == (256, 1176) and made.plan.inputs["input_ids"] == (1, 1024)
     assert "1 image of 224×224 pixels in every row (64 tokens each)" in " ".join(str(made).split())
     assert "model.visual.blocks.0-" in str(made)
-    visit = next(v for v, block in enumerate(graph.visits) if graph.blocks[block] is tower[3])
-    assert made.plan.work[visit].forward_seconds > 0 and all(graph.has_backward)
+    call = next(v for v, block in enumerate(graph.calls) if graph.blocks[block] is tower[3])
+    assert made.plan.work[call].forward_seconds > 0 and all(graph.has_backward)
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3-vl", "llava", "llava-next"))])
@@ -465,8 +465,8 @@ def test_a_forecast_with_images_has_the_bytes_of_a_real_run(kind: str) -> None:
     batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in example.batch.items()}
     again, real = Tracer(model, batch, find_layers(model), AbsentDevice(spec)).trace()
     assert graph == again and found.inputs == {name: shape for name, shape in real.inputs.items() if name != "position_ids"}
-    for visit in range(1, len(graph.visits) - 1):
-        assert found.work(visit, "keep").forward_delta_bytes == real.work(visit, "keep").forward_delta_bytes, graph.visit_name(visit)
+    for call in range(1, len(graph.calls) - 1):
+        assert found.work(call, "keep").forward_delta_bytes == real.work(call, "keep").forward_delta_bytes, graph.call_name(call)
 
 
 def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() -> None:

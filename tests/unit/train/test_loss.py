@@ -22,7 +22,7 @@ from outsize.plan.check import load, save
 from outsize.plan.render import render
 from outsize.train import loss as chosen
 from outsize.train.logits import Logits
-from outsize.train.loss import NoSeam, Seam, trace_with_loss
+from outsize.train.loss import ChunkedLossPatch, ChunkedLossUnsupported, trace_with_loss
 
 peft = pytest.importorskip("peft")
 CHUNK = 5
@@ -65,8 +65,8 @@ def batch(kind: str = "llama", **how: Any) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def in_chunks(model: nn.Module, chunk: int = CHUNK) -> Iterator[Seam]:
-    seam = Seam(model, chunk)
+def in_chunks(model: nn.Module, chunk: int = CHUNK) -> Iterator[ChunkedLossPatch]:
+    seam = ChunkedLossPatch(model, chunk)
     seam.attach()
     try:
         yield seam
@@ -271,7 +271,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 def test_models_that_do_otherwise_keep_their_way_and_the_plan_says_why(make: Callable[[], nn.Module], kind: str, why: str) -> None:
     model = make().train()
     assert reason(model, zoo.batch(kind)).startswith(f"full logits: {why}")
-    with pytest.raises(NoSeam, match=why):
+    with pytest.raises(ChunkedLossUnsupported, match=why):
         trace_with_loss(model, zoo.batch(kind), lambda words: model(**zoo.batch(kind)), wanted=True)
 
 

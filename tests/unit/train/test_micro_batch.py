@@ -45,7 +45,7 @@ class Machine:
         seam: Any = SimpleNamespace(chunk=self.chunk) if self.chunk else None
         work = replace(synthetic.NOTHING, forward_seconds=self.odd.get(rows, self.fixed + self.each * rows) + 1000.0 * in_chunks)
         shape = (rows, TOKENS)
-        made = ModelTrace(graph="g", inputs={"input_ids": shape, "labels": shape}, visits=({"keep": work},), held_bytes=0, provenance="traced")
+        made = ModelTrace(graph="g", inputs={"input_ids": shape, "labels": shape}, calls=({"keep": work},), held_bytes=0, provenance="traced")
         return Traced(rows=rows, graph=CASE.graph, trace=made, loss=ChosenLoss(text="", seam=seam, in_chunks=in_chunks))
 
     def solve(self, found: Traced, split: Split) -> Any:

@@ -1,4 +1,4 @@
-"""Attached: everything that exists under one plan, so that nothing of an old plan can live on in a new one."""
+"""PlanRuntime: everything that exists under one plan, so that nothing of an old plan can live on in a new one."""
 
 import weakref
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class ModelLoss(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedModel:
     """A plan and what it speaks of."""
 
     graph: BlockGraph
@@ -48,24 +48,24 @@ class Planned:
     measured: tuple[Measured, ...] = ()
     """The batches that the plan holds for. Empty: only the plan's inputs are known."""
 
-    def calls(self, names: tuple[str, ...]) -> list[Signature]:
-        """The calls of the model that it holds for. `names`: those of the arguments of its forward."""
-        return [call for one in self.measured for call in one.calls] or [of_unknown_kind(self.plan.inputs, names)]
+    def signatures(self, names: tuple[str, ...]) -> list[Signature]:
+        """The signatures of the model that it holds for. `names`: those of the arguments of its forward."""
+        return [call for one in self.measured for call in one.signatures] or [of_unknown_kind(self.plan.inputs, names)]
 
     def batches(self) -> list[Signature]:
         """The batches, where a loop makes its loss of more than the model's arguments."""
         return [one.batch for one in self.measured] or [of_unknown_kind(self.plan.inputs, ())]
 
 
-class Attached:
+class PlanRuntime:
     def __init__(
-        self, planned: Planned, model: nn.Module, device: Device, optimizer: EngineOptimizer, weights: Weights | None, *,
+        self, planned: PlannedModel, model: nn.Module, device: Device, optimizer: EngineOptimizer, weights: Weights | None, *,
         update_chunk: Callable[[int, bool], Callable[[], None]], drain: Callable[[], None],
         before_write: Callable[[], None], before_grad: Callable[[], None], zero_grad: Callable[[bool], None], check_finite: bool = False,
     ):  # fmt: skip
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         self.planned, self.device = planned, device
-        self.place = Placement(graph, layout, plan.decision, plan.terms, plan.work, plan.shared)
+        self.place = Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared)
         self.store = Store(model, self.place, device, weights, check_finite=check_finite)
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
@@ -76,7 +76,7 @@ class Attached:
         self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
         # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage collector comes.
         executor = self.executor = Executor(self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk)
-        self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_visit)
+        self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_call)
         self.access = ParameterAccess(
             self.store, self.gradients, stage=lambda: executor.stage, drain=drain, before_write=before_write, before_grad=before_grad
         )
@@ -85,19 +85,19 @@ class Attached:
         weakref.finalize(self.store, remove_mode, self._guard).atexit = False  # of an engine that is dropped without a word
         self._is_guarded = False
         # Under a mode, the gradients of a parameter with several uses are added up out of place. A plan that was measured without one has no room for that.
-        adds_up = any(chunk.trainable and len(chunk.visits) > 1 for chunk in layout.chunks)
+        adds_up = any(chunk.trainable and len(chunk.calls) > 1 for chunk in layout.chunks)
         self._guards_backward = device.observes_by_mode or not adds_up
         self._arm_guard()
         static = {t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))}
         self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
-        self._chunks_of = {graph.visit_name(v): layout.used_by(v) for v in range(len(graph.visits))}
-        self._visits_of: dict[str, list[int]] = {}
-        for visit in range(len(graph.visits)):
-            self._visits_of.setdefault(graph.visit_name(visit), []).append(visit)
+        self._chunks_of = {graph.call_name(v): layout.used_by(v) for v in range(len(graph.calls))}
+        self._calls_of: dict[str, list[int]] = {}
+        for call in range(len(graph.calls)):
+            self._calls_of.setdefault(graph.call_name(call), []).append(call)
         self._jumps: set[tuple[int, int]] = set()
-        """From which visit to which forwards have gone that left out what is between."""
+        """From which call to which forwards have gone that left out what is between."""
         self._readers: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        """By id of a module: the visits that read all of its own parameters that are read at all, and those that read any."""
+        """By id of a module: the calls that read all of its own parameters that are read at all, and those that read any."""
         if planned.loss is not None:
             planned.loss.attach()
         self.access.end_pass()
@@ -114,44 +114,44 @@ class Attached:
     def layer_chunks(self, name: str) -> tuple[int, ...]:
         return self._chunks_of.get(name, ())
 
-    def region_chunks(self, visit: int) -> tuple[int, ...]:
+    def region_chunks(self, call: int) -> tuple[int, ...]:
         """For forwards that the schedule does not know, and that may be elsewhere."""
-        return self.planned.layout.used_by(visit) if visit < len(self.planned.graph.visits) else ()
+        return self.planned.layout.used_by(call) if call < len(self.planned.graph.calls) else ()
 
-    def next_visit(self, layer: str, after: int) -> int:
-        """The plan's next visit of a layer: what lies between is left out of this forward. Without one, the next visit at all, which is another layer's."""
-        return self._jumps_to(after, next((visit for visit in self._visits_of.get(layer, ()) if visit > after), after + 1))
+    def next_call(self, layer: str, after: int) -> int:
+        """The plan's next call of a layer: what lies between is left out of this forward. Without one, the next call at all, which is another layer's."""
+        return self._jumps_to(after, next((call for call in self._calls_of.get(layer, ()) if call > after), after + 1))
 
-    def free_visit(self, layer: str, after: int) -> int:
+    def free_call(self, layer: str, after: int) -> int:
         """The same in a forward without grad, which may take any way but past the beginning of a region that nobody sees begin."""
-        visits = self._visits_of.get(layer, ())
-        visit = next((visit for visit in visits if visit > after), None)
-        if visit is None:
-            return visits[0] if visits else after + 1
-        self.require_seen(after, visit)
-        return visit
+        calls = self._calls_of.get(layer, ())
+        call = next((call for call in calls if call > after), None)
+        if call is None:
+            return calls[0] if calls else after + 1
+        self.require_seen(after, call)
+        return call
 
     def require_seen(self, after: int, before: int) -> None:
-        """That nothing is between two visits that reads weights outside of the modules that have them: it may have read them where they were not."""
+        """That nothing is between two calls that reads weights outside of the modules that have them: it may have read them where they were not."""
         graph = self.planned.graph
-        if passed := [visit for visit in graph.bare if after < visit < before]:
-            wanted = f"{graph.visit_name(passed[0])}, where weights are read outside of their modules, comes after {graph.visit_name(passed[0] - 1)}"
+        if passed := [call for call in graph.reads_outside_module if after < call < before]:
+            wanted = f"{graph.call_name(passed[0])}, where weights are read outside of their modules, comes after {graph.call_name(passed[0] - 1)}"
             do = "Leave neither out, or read the weights inside of the forward of their module"
             raise OrderMismatch(tell(wanted, "a forward without grad left one of these out", do))
 
-    def reading_visit(self, module: nn.Module, visit: int) -> int:
-        """Where the plan has this module, from a visit on: later where a region's way in, the last layer of a list, was left out."""
+    def reading_call(self, module: nn.Module, call: int) -> int:
+        """Where the plan has this module, from a call on: later where a region's way in, the last layer of a list, was left out."""
         if id(module) not in self._readers:
             own = {id(param) for param in module._parameters.values()}
             users = [frozenset(self.planned.graph.users[name]) for name, param in self.store.params.items() if id(param) in own]
-            used = [visits for visits in users if visits]
+            used = [calls for calls in users if calls]
             self._readers[id(module)] = (frozenset.intersection(*used), frozenset.union(*used)) if used else (frozenset(), frozenset())
         common, any_of_it = self._readers[id(module)]
-        if visit in common:
-            return visit
-        if not any_of_it or max(any_of_it) < visit:  # the trial run did not see it read anything here
+        if call in common:
+            return call
+        if not any_of_it or max(any_of_it) < call:  # the trial run did not see it read anything here
             self._guard_now()
-        return self._jumps_to(visit, min((reader for reader in common if reader > visit), default=visit))
+        return self._jumps_to(call, min((reader for reader in common if reader > call), default=call))
 
     def _jumps_to(self, start: int, end: int) -> int:
         """The first time that blocks are left out, the rest of the step is guarded as the first step was: it is a way that nobody has seen."""
@@ -186,28 +186,28 @@ class Attached:
         self._is_guarded = False
 
     def release(self, *, keep: bool = True) -> None:
-        """A plain model on the CPU again; without `keep`, a hollow one."""
+        """A plain model on the CPU again; without `keep`, a unmaterialized one."""
         self.drop_guard()
         self.access.release()
         if self.planned.loss is not None:
             self.planned.loss.detach()
         self.patches.undo()
         self.gradients.detach()
-        self.store.move_out(keep=keep)
+        self.store.release(keep=keep)
         for buffer, data in self._buffers:
             buffer.data = data if torch.equal(data, buffer.data.to(data.device)) else data.copy_(buffer.data)
 
 
-class Holder:
+class RuntimeHolder:
     """Where the parts of an engine find what is attached now; a re-plan puts another one here."""
 
     def __init__(self) -> None:
-        self.attached: Attached | None = None
+        self.attached: PlanRuntime | None = None
         self.ended = "it was detached"
         """Why nothing is attached."""
 
     @property
-    def now(self) -> Attached:
+    def runtime(self) -> PlanRuntime:
         if self.attached is None:
             raise EngineMisuse(f"The engine no longer holds its model: {self.ended}. Call outsize.prepare again.")
         return self.attached

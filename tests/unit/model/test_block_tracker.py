@@ -1,4 +1,4 @@
-"""Course: visits open in order, forward and backward, whatever blocks take and return."""
+"""BlockTracker: calls open in order, forward and backward, whatever blocks take and return."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from outsize.model.course import Course
+from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import find_layers
 
 
@@ -29,40 +29,40 @@ class Recorder:
     def finds(self, layer: int, after: int) -> int:
         return after + 1
 
-    def reads(self, module: nn.Module, visit: int) -> int:
-        return visit
+    def reads(self, module: nn.Module, call: int) -> int:
+        return call
 
-    def forward_enters(self, visit: int, layer: int | None) -> None:
-        self.forward.append((visit, layer))
-        self.log.append(f"F{visit}")
+    def forward_enters(self, call: int, layer: int | None) -> None:
+        self.forward.append((call, layer))
+        self.log.append(f"F{call}")
 
-    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def runs(self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.log.append(f"run{layer}")
         return forward(*args, **kwargs)
 
     def forward_ends(self, outputs: Any, *, failed: bool) -> None:
         self.log.append("failed" if failed else "end")
 
-    def backward_enters(self, visit: int, course: int) -> None:
-        if visit not in self.backward:
-            self.log.append(f"B{visit}")
-        self.backward.append(visit)
-        self.numbers.append(course)
+    def backward_enters(self, call: int, forward_id: int) -> None:
+        if call not in self.backward:
+            self.log.append(f"B{call}")
+        self.backward.append(call)
+        self.numbers.append(forward_id)
 
     def backward_ends(self) -> None:
         self.log.append("done")
 
     @property
     def opened(self) -> list[int]:
-        """Visits in the order in which their backward first opened."""
+        """Calls in the order in which their backward first opened."""
         return list(dict.fromkeys(self.backward))
 
 
-def listen(model: nn.Module) -> tuple[Recorder, Course]:
+def listen(model: nn.Module) -> tuple[Recorder, BlockTracker]:
     recorder = Recorder()
-    course = Course(model, recorder)
-    course.attach(find_layers(model))
-    return recorder, course
+    tracker = BlockTracker(model, recorder)
+    tracker.attach(find_layers(model))
+    return recorder, tracker
 
 
 @dataclass
@@ -304,10 +304,10 @@ class Breaks(Model):
 
 def test_an_exception_in_forward_is_told_and_the_next_forward_begins_anew() -> None:
     model = Breaks()
-    recorder, course = listen(model)
+    recorder, tracker = listen(model)
     with pytest.raises(RuntimeError, match="broken"):
         model(torch.ones(2, 4))
-    assert recorder.log == ["begin", "F0", "F1", "run0", "F2", "run1", "failed"] and not course.is_open
+    assert recorder.log == ["begin", "F0", "F1", "run0", "F2", "run1", "failed"] and not tracker.is_open
     model.broken = False
     recorder.forward.clear()
     model(torch.ones(2, 4)).sum().backward()
@@ -340,12 +340,12 @@ def test_a_backward_that_breaks_off_is_not_ended_and_the_next_one_opens_again() 
 def test_a_backward_tells_which_forward_it_belongs_to() -> None:
     """Trap D42: two graphs in flight."""
     model = Model()
-    recorder, course = listen(model)
+    recorder, tracker = listen(model)
     first = model(torch.ones(2, 4)).sum()
     second = model(torch.ones(2, 4)).sum()
     second.backward()
     first.backward()
-    assert recorder.numbers == [2] * 5 + [1] * 5 and course.number == 2
+    assert recorder.numbers == [2] * 5 + [1] * 5 and tracker.number == 2
     assert recorder.log.count("done") == 2
 
 
@@ -359,9 +359,9 @@ def test_without_grad_nothing_opens_backward() -> None:
 
 def test_a_layer_that_is_called_by_itself_is_no_visit() -> None:
     model = Model()
-    recorder, course = listen(model)
+    recorder, tracker = listen(model)
     model.layers[1](torch.ones(2, 4)).sum().backward()
-    assert recorder.forward == [(-1, 1)] and recorder.backward == [] and not course.is_open
+    assert recorder.forward == [(-1, 1)] and recorder.backward == [] and not tracker.is_open
 
 
 # --- coming and going
@@ -371,9 +371,9 @@ def test_detaching_leaves_no_hook_and_no_forward_behind() -> None:
     model = Model()
     hooks = lambda: [(len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m)) for m in model.modules()]
     before = hooks()
-    _, course = listen(model)
+    _, tracker = listen(model)
     assert hooks() != before
-    course.detach()
+    tracker.detach()
     assert hooks() == before
 
 
@@ -382,8 +382,8 @@ def test_detaching_gives_a_layer_its_own_forward_back() -> None:
     model = Model()
     patched = lambda x: x * 2
     model.layers[1].forward = patched
-    _, course = listen(model)
-    course.detach()
+    _, tracker = listen(model)
+    tracker.detach()
     assert vars(model.layers[1]).get("forward") is patched
 
 
@@ -407,5 +407,5 @@ def test_arguments_may_be_replaced_where_the_forward_begins() -> None:
             return tuple(a * 0 for a in args), {k: v * 0 for k, v in kwargs.items()}
 
     model = Model()
-    Course(model, Moves()).attach(find_layers(model))
+    BlockTracker(model, Moves()).attach(find_layers(model))
     assert torch.equal(model(torch.ones(2, 4)), model(x=torch.zeros(2, 4)))

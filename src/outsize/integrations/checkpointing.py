@@ -15,7 +15,7 @@ from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, is_plain, read_manifest, rotate
 from outsize.integrations import plain
 from outsize.integrations.state import load_rng, load_scheduler, save_rng, save_scheduler
-from outsize.model.weights import is_hollow
+from outsize.model.weights import is_unmaterialized
 from outsize.runtime.contents import is_adapted
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ else:
     _Trainer = object
 
 
-class KeepsRuns(_Trainer):
+class CheckpointMixin(_Trainer):
     """The half of `OutsizeMixin` that saves and loads. `engine` and `_has_engine` are the other half's."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -50,7 +50,7 @@ class KeepsRuns(_Trainer):
 
     def _drop_waiting_gradients(self) -> None:
         """Of a run that was interrupted, or of the end of a stream. One that goes on from a checkpoint would not have them either."""
-        if self.engine.now.gradients.waiting:
+        if self.engine.runtime.gradients.waiting:
             log.warning("the last batches fill no step of %s and are left out", self.args.gradient_accumulation_steps)
             self.engine.zero_grad()
 
@@ -100,7 +100,7 @@ class KeepsRuns(_Trainer):
             self._drop_waiting_gradients()
             self.engine.export(folder)
         else:
-            if any(param.is_meta or is_hollow(param) for param in self.model.parameters()):
+            if any(param.is_meta or is_unmaterialized(param) for param in self.model.parameters()):
                 found = "they are still in their files"
                 raise EngineMisuse(tell("the model has its weights", found, "Nothing is trained yet; call start_engine() first"))
             super()._save(output_dir, state_dict)
@@ -121,7 +121,7 @@ class KeepsRuns(_Trainer):
         self.stop_engine()
         if is_adapted(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif any(param.is_meta or is_hollow(param) for param in self.model.parameters()):
+        elif any(param.is_meta or is_unmaterialized(param) for param in self.model.parameters()):
             self._prepare_settings["weights"] = folder
         else:
             plain.load_weights(folder, self.model)

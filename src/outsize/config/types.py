@@ -41,7 +41,7 @@ ShareOrCount = Annotated[float | int, Rule(expected="a share from 0 to below 1, 
 Size = Annotated[str | int, Rule(expected="a size such as '24GiB', or a number of bytes", holds=_is_size)]
 
 # YAML 1.1 reads a bare `no` as false.
-When = Annotated[Literal["no", "steps", "epoch"], Rule(expected="no, steps or epoch", also=((False, "no"),))]
+SaveStrategy = Annotated[Literal["no", "steps", "epoch"], Rule(expected="no, steps or epoch", also=((False, "no"),))]
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay",
 ]  # fmt: skip

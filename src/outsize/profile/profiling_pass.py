@@ -1,4 +1,4 @@
-"""Pass: one forward and backward of a trial run under one strategy, listening to the model's course and measuring it."""
+"""ProfilingPass: one forward and backward of a trial run under one strategy, listening to the model's tracker and measuring it."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.activation.again import run_once
-from outsize.activation.checkpointed import is_in_backward, rerun_in_backward
-from outsize.activation.parcel import Parcel
+from outsize.activation.offloaded_tensors import OffloadedTensors
+from outsize.activation.recompute import run_once
 from outsize.activation.strategies import RUN, RUNS_TWICE, keep_and_compare
+from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
 from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
 from outsize.compat import storage_id
 from outsize.device.device import Device, Meter
@@ -33,15 +33,15 @@ class Trial(Protocol):
 
     layers: tuple[Layer, ...]
     device: Device
-    aside: torch.device
+    spill_device: torch.device
     """Where activations go that a strategy sends away."""
 
     progress: Bar
-    """Visits of all passes."""
+    """Calls of all passes."""
 
     def bring(self, module: nn.Module) -> None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
-    def around(self, visit: int) -> Any:
+    def context_key(self, call: int) -> Any:
         """What is known of the time before a layer and after it: what comes before may hold its input, what comes after is measured with it."""
         ...
 
@@ -51,7 +51,7 @@ class Trial(Protocol):
     compares: bool
     """Scouts compare a second run of each layer's forward with the first."""
 
-    def takes(self, visit: int, tensors: list[Tensor]) -> None:
+    def takes(self, call: int, tensors: list[Tensor]) -> None:
         """The inputs of a layer."""
         ...
 
@@ -59,28 +59,28 @@ class Trial(Protocol):
         """Backward may run its forward again."""
         ...
 
-    def has_backward(self, visit: int) -> bool:
+    def has_backward(self, call: int) -> bool:
         """Plans choose a strategy for it; else it runs as with `keep`, and what it allocates dies in forward."""
         ...
 
-    def must_run(self, visit: int) -> bool:
+    def must_run(self, call: int) -> bool:
         """Others are measured with it: what runs after it, or the gradient of a weight that they share."""
         ...
 
 
-class Pass:
-    """One forward and backward under one strategy, listening to the model's course."""
+class ProfilingPass:
+    """One forward and backward under one strategy, listening to the model's tracker."""
 
-    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, scout: bool = False, ahead: bool = True):
-        """`scout`: also find out which layer takes what which other made, and compare second runs of layers' forwards with the first.
+    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, discovery: bool = False, ahead: bool = True):
+        """`discovery`: also find out which layer takes what which other made, and compare second runs of layers' forwards with the first.
         Its bytes are not to be used."""
-        self.tracer, self.strategy, self.meter, self.scout = tracer, strategy, meter, scout
+        self.tracer, self.strategy, self.meter, self.discovery = tracer, strategy, meter, discovery
         self.phases = Phases(meter, tracer.device, ahead=ahead)
         self.arguments = Arguments()
         self.lifetimes = Lifetimes(self.phases, tracer.device.torch_device.type, tracer.is_static)
-        self._follows = meter is not None and not scout
+        self._follows = meter is not None and not discovery
         self.layer_of: list[int | None] = []
-        """Per visit: the layer, None for a region."""
+        """Per call: the layer, None for a region."""
         self._arguments: MovedArguments | None = None
         self.is_forward = False
         self._beside = False
@@ -89,23 +89,23 @@ class Pass:
         """While a layer's forward runs: the storages of its arguments."""
         self.skipped: set[int] = set()
         self.without_grad: set[int] = set()
-        """Visits whose layer ran without grad. What comes after it in the same visit may have a backward."""
-        self.landings: dict[int, set[int]] = {}
-        """By id of a parameter: the visits in whose backward a gradient of it came. -1: before that of any visit."""
+        """Calls whose layer ran without grad. What comes after it in the same call may have a backward."""
+        self.completions: dict[int, set[int]] = {}
+        """By id of a parameter: the calls in whose backward a gradient of it came. -1: before that of any call."""
         self.backward: list[int] = []
         self.keys: dict[int, Any] = {}
         self._ran: dict[Any, int] = {}
         self._pass_through: dict[Any, Callable[[list[Tensor]], Any] | None] = {}
-        self._parcels: dict[int, Parcel] = {}
+        self._offloaded: dict[int, OffloadedTensors] = {}
         self._arenas: dict[int, Tensor] = {}
         self._returned: Tensor | None = None
         self._taken: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._made: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
-        """By id: the visit that took a tensor as its input, and that returned it."""
-        self.forks: list[tuple[int, int]] = []
-        """Two visits that took the same input."""
-        self.goes_on: dict[int, int] = {}
-        """Visits whose output a later layer took as its input, as it was, with that layer's visit."""
+        """By id: the call that took a tensor as its input, and that returned it."""
+        self.shared_inputs: list[tuple[int, int]] = []
+        """Two calls that took the same input."""
+        self.continues_in: dict[int, int] = {}
+        """Calls whose output a later layer took as its input, as it was, with that layer's call."""
         self.differs: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first."""
 
@@ -128,19 +128,19 @@ class Pass:
     def finds(self, layer: int, after: int) -> int:
         return after + 1
 
-    def reads(self, module: nn.Module, visit: int) -> int:
-        return visit
+    def reads(self, module: nn.Module, call: int) -> int:
+        return call
 
-    def forward_enters(self, visit: int, layer: int | None) -> None:
-        if visit < 0:
+    def forward_enters(self, call: int, layer: int | None) -> None:
+        if call < 0:
             assert layer is not None
             self._require_callable_alone(self.tracer.layers[layer].name)
-        if self._beside or visit < 0:
+        if self._beside or call < 0:
             return
-        if visit > 0:
-            self._close_forward(visit - 1)
+        if call > 0:
+            self._close_forward(call - 1)
         self.layer_of.append(layer)
-        if visit > 0:
+        if call > 0:
             self.tracer.progress.advance()  # between phases: drawing takes time
             self.phases.open_forward()
 
@@ -154,64 +154,64 @@ class Pass:
                 "or under torch.no_grad()."
             )
 
-    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def runs(self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self.tracer.layers[layer]
-        if visit < 0:
+        if call < 0:
             self.tracer.bring(facts.module)
             return forward(*args, **kwargs)
         named = list(named_tensors((args, kwargs)))
         inputs = [tensor for _, tensor in named]
         if inputs and not self._beside:
             if self._follows:
-                self.lifetimes.takes(visit, inputs)
-            if self.scout:
+                self.lifetimes.takes(call, inputs)
+            if self.discovery:
                 # Inputs that are weights or buffers are there for good.
-                self.arguments.takes(visit, inputs[0], [t for t in inputs[1:] if not self.tracer.is_static(t)])
-                self._takes(visit, inputs[0])
-                self.tracer.takes(visit, inputs)
+                self.arguments.takes(call, inputs[0], [t for t in inputs[1:] if not self.tracer.is_static(t)])
+                self._takes(call, inputs[0])
+                self.tracer.takes(call, inputs)
         # Layers that are the same modules differ by what runs around them.
         ids = [id(t) for t in inputs]
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad, ids.index(id(t))) for t in inputs)
         # A model may run its layers without grad first (X-LoRA's scaling pass): such runs do not stand for those with a backward.
-        key = (facts.structure, kinds, self.tracer.around(visit), self._beside, torch.is_grad_enabled())
+        key = (facts.structure, kinds, self.tracer.context_key(call), self._beside, torch.is_grad_enabled())
         if not self._beside:
-            self.keys[visit] = key
+            self.keys[call] = key
             if not torch.is_grad_enabled():
-                self.without_grad.add(visit)
-        always_runs = facts.is_last or self.tracer.must_run(visit)
+                self.without_grad.add(call)
+        always_runs = facts.is_last or self.tracer.must_run(call)
         may_skip = self._ran.get(key, 0) >= 2 and not always_runs
         if may_skip and (skip := self._pass_through.get(key)) is not None:
             if not self._beside:
-                self.skipped.add(visit)
+                self.skipped.add(call)
             answer = skip(inputs)
             if self._follows and not self._beside:
-                self.lifetimes.returns(visit, "output", tensors_in(answer), {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)})
-            self._makes(visit, answer)
+                self.lifetimes.returns(call, "output", tensors_in(answer), {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)})
+            self._makes(call, answer)
             if facts.structure in self.tracer.left:
                 self.tracer.left[facts.structure].put_on(facts.module)
             return answer
         self._ran[key] = self._ran.get(key, 0) + 1
         self.tracer.bring(facts.module)
         given = {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)}
-        can = self.tracer.has_backward(visit) and (self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts))
+        can = self.tracer.has_backward(call) and (self.strategy not in RUNS_TWICE or self.tracer.may_run_twice(facts))
         strategy = self.strategy if can else "keep"
-        left = LeftValues(facts.module) if self.scout and facts.structure not in self.tracer.left else None
+        left = LeftValues(facts.module) if self.discovery and facts.structure not in self.tracer.left else None
         if self._beside:
             outputs = forward(*args, **kwargs)
         else:
             self.phases.reopen_forward()
-            parcel = self._parcels[visit] = Parcel()
+            offloaded = self._offloaded[call] = OffloadedTensors()
             self.given = given
-            if self.scout and self.tracer.compares:
+            if self.discovery and self.tracer.compares:
                 outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
-            elif self.scout:
+            elif self.discovery:
                 outputs = run_once(lambda: forward(*args, **kwargs), partial(self._compared, facts.structure), facts.module)
             else:
                 with self.lifetimes.saving() if self._follows and strategy == "keep" else nullcontext():
-                    outputs = RUN[strategy](forward, args, kwargs, parcel, self.tracer.is_static)
+                    outputs = RUN[strategy](forward, args, kwargs, offloaded, self.tracer.is_static)
             made = [*tensors_in(outputs), *_in_place_of(named[:1], args, kwargs)]
             self.given = None
-            self._makes(visit, made)
+            self._makes(call, made)
         if left is not None:
             left.forward_ran()
             self.tracer.left[facts.structure] = left
@@ -221,11 +221,11 @@ class Pass:
         next_hidden = _in_place_of(named[:1], args, kwargs)
         left_for_others = [t for t in added if all(t is not hidden for hidden in next_hidden)]
         if self._follows and not self._beside:
-            self.lifetimes.returns(visit, "output", [*tensors_in(outputs), *next_hidden], given)
-            self.lifetimes.returns(visit, "left", left_for_others, given)
-            self.lifetimes.ran(visit, strategy)
-        if self.scout and not self._beside:
-            self.arguments.leaves(visit, [t for t in left_for_others if t.layout == torch.strided and not self.tracer.is_static(t)])
+            self.lifetimes.returns(call, "output", [*tensors_in(outputs), *next_hidden], given)
+            self.lifetimes.returns(call, "left", left_for_others, given)
+            self.lifetimes.ran(call, strategy)
+        if self.discovery and not self._beside:
+            self.arguments.leaves(call, [t for t in left_for_others if t.layout == torch.strided and not self.tracer.is_static(t)])
         with self.tracer.device.on_host(), self.phases.uncounted():
             self._pass_through[key] = _pass_through(inputs, outputs, given) if inputs and not added else None
         return outputs
@@ -234,33 +234,33 @@ class Pass:
         if difference:
             self.differs.setdefault(structure, difference)
 
-    def _takes(self, visit: int, hidden: Tensor) -> None:
+    def _takes(self, call: int, hidden: Tensor) -> None:
         took, made = self._taken.get(id(hidden)), self._made.get(id(hidden))
         if took is not None and took[1]() is hidden:
-            self.forks.append((took[0], visit))
+            self.shared_inputs.append((took[0], call))
         if made is not None and made[1]() is hidden:
-            self.goes_on.setdefault(made[0], visit)
-        self._taken[id(hidden)] = (visit, weakref.ref(hidden))
+            self.continues_in.setdefault(made[0], call)
+        self._taken[id(hidden)] = (call, weakref.ref(hidden))
 
-    def _makes(self, visit: int, outputs: Any) -> None:
-        if self.scout and not self._beside:
-            self._made.update({id(tensor): (visit, weakref.ref(tensor)) for tensor in tensors_in(outputs)})
+    def _makes(self, call: int, outputs: Any) -> None:
+        if self.discovery and not self._beside:
+            self._made.update({id(tensor): (call, weakref.ref(tensor)) for tensor in tensors_in(outputs)})
 
-    def _close_forward(self, visit: int) -> None:
+    def _close_forward(self, call: int) -> None:
         phase = self.phases.close_forward()
-        parcel = self._parcels.get(visit)
-        if parcel is not None and parcel.num_bytes:
+        offloaded = self._offloaded.get(call)
+        if offloaded is not None and offloaded.num_bytes:
             with self.tracer.device.on_host(), self.phases.uncounted():
-                arena = self._arenas[visit] = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self.tracer.aside)
-                parcel.copy_to(arena)
-            phase.sent_bytes = parcel.num_bytes
-            self.lifetimes.sends(visit, parcel.holds)
-        self._release(visit - 1)
+                arena = self._arenas[call] = torch.empty(offloaded.num_bytes, dtype=torch.uint8, device=self.tracer.spill_device)
+                offloaded.copy_to(arena)
+            phase.sent_bytes = offloaded.num_bytes
+            self.lifetimes.sends(call, offloaded.holds)
+        self._release(call - 1)
 
-    def _release(self, visit: int) -> None:
-        parcel = self._parcels.get(visit)
-        if parcel is not None and parcel.items:
-            self.phases.release(visit, parcel.let_go)
+    def _release(self, call: int) -> None:
+        offloaded = self._offloaded.get(call)
+        if offloaded is not None and offloaded.items:
+            self.phases.release(call, offloaded.free_device_copy)
 
     def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
         arguments, self._arguments = self._arguments, None
@@ -274,21 +274,21 @@ class Pass:
 
     # Backward.
 
-    def backward_enters(self, visit: int, course: int) -> None:
-        if visit in self.skipped or visit in self.backward:
+    def backward_enters(self, call: int, forward_id: int) -> None:
+        if call in self.skipped or call in self.backward:
             return
         self._close_backward()
-        self.backward.append(visit)
-        if visit in self._arenas:
+        self.backward.append(call)
+        if call in self._arenas:
             with self.phases.uncounted():
-                self._returned = self._arenas.pop(visit).to(self.tracer.device.torch_device)
-            self._parcels[visit].returned(self._returned)
-        self._parcels.pop(visit, None)
-        self.phases.open_backward(visit)
+                self._returned = self._arenas.pop(call).to(self.tracer.device.torch_device)
+            self._offloaded[call].attach_buffer(self._returned)
+        self._offloaded.pop(call, None)
+        self.phases.open_backward(call)
 
     def takes_gradient(self, param: Tensor) -> None:
         """A hook on parameters, called when the gradient of one is complete."""
-        self.landings.setdefault(id(param), set()).add(self.backward[-1] if self.backward else -1)
+        self.completions.setdefault(id(param), set()).add(self.backward[-1] if self.backward else -1)
         param.grad = None
 
     def backward_ends(self) -> None:

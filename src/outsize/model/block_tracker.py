@@ -1,16 +1,16 @@
-"""Course: tells a listener where a running model is, visit by visit, forward and backward.
+"""BlockTracker: tells a listener where a running model is, call by call, forward and backward.
 
-The tracer and the engine listen to the same course, so what is measured is what is run. Phases tile the pass without gaps: a visit
+The tracer and the engine listen to the same tracker, so what is measured is what is run. Phases tile the pass without gaps: a call
 opens when the one before it closes, and whatever runs between two layers belongs to the earlier one.
 
-[Note: Where visits open]
+[Note: Where calls open]
 Forward: the stem opens with the root's forward, a layer with its own, a region when the last layer of a list returns, or when a module runs that the listener
 knows to be in it (the last layer may have been left out).
-Backward: a layer opens when a gradient reaches one of its outputs, or an input of the next visit that was made of them, which is before any recompute of it;
+Backward: a layer opens when a gradient reaches one of its outputs, or an input of the next call that was made of them, which is before any recompute of it;
 the head when one reaches an output of the root; any other region when one reaches an input of the layer after it that was made in the region, or an output
 of a module with weights that was called in it: what a stem makes may pass a whole stack by (token embeddings beside a frozen vision tower). Each of these
-tensors counts for the visit that made it, wherever it is handed over: autograd numbers its nodes. It runs them in the reverse order of their making, so the
-first of these to come is where the visit begins. Module backward hooks are not used: they miss
+tensors counts for the call that made it, wherever it is handed over: autograd numbers its nodes. It runs them in the reverse order of their making, so the
+first of these to come is where the call begins. Module backward hooks are not used: they miss
 outputs in dicts and dataclasses and fire too early when no input requires grad. The end of a backward is the end of autograd's graph task. It does not come
 after an exception: the next forward finds the pass still open and says so.
 
@@ -44,18 +44,18 @@ class Listener(Protocol):
         ...
 
     def finds(self, layer: int, after: int) -> int:
-        """Which visit opens with this layer, after that one."""
+        """Which call opens with this layer, after that one."""
         ...
 
-    def reads(self, module: nn.Module, visit: int) -> int:
-        """Which visit a module with weights that is in no layer runs in, if it runs in this visit or later."""
+    def reads(self, module: nn.Module, call: int) -> int:
+        """Which call a module with weights that is in no layer runs in, if it runs in this call or later."""
         ...
 
-    def forward_enters(self, visit: int, layer: int | None) -> None:
+    def forward_enters(self, call: int, layer: int | None) -> None:
         """`layer`: index into the layers, None for a region."""
         ...
 
-    def runs(self, visit: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def runs(self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer's forward."""
         ...
 
@@ -63,14 +63,14 @@ class Listener(Protocol):
         """`outputs`: the tensors with grad that the root has returned, or left in its arguments."""
         ...
 
-    def backward_enters(self, visit: int, course: int) -> None:
-        """`course`: the number of the forward pass that this backward belongs to."""
+    def backward_enters(self, call: int, forward_id: int) -> None:
+        """`tracker`: the number of the forward pass that this backward belongs to."""
         ...
 
     def backward_ends(self) -> None: ...
 
 
-class Course:
+class BlockTracker:
     def __init__(self, model: nn.Module, listener: Listener):
         self._model, self._listener = model, listener
         self._layers: Sequence[Layer] = ()
@@ -79,12 +79,12 @@ class Course:
         """Modules with the `forward` that somebody had set on the instance, or None."""
         self._root_forward: tuple[Any, Any] = (None, None)
         """Ours, and the one that somebody had set."""
-        self._visit = -1  # no forward is open
+        self._call = -1  # no forward is open
         self._in_backward = False
         self._known: dict[tuple[int, int], weakref.ref[Tensor]] = {}
-        """Tensors of this forward whose visit is known, by id and version: one that is written in place has another node, which no hook is on."""
+        """Tensors of this forward whose call is known, by id and version: one that is written in place has another node, which no hook is on."""
         self._openings: list[tuple[int, int]] = []
-        """Visits of this forward in the order they opened, each after the number that autograd would have given to a node then."""
+        """Calls of this forward in the order they opened, each after the number that autograd would have given to a node then."""
         self._nesting = 0
         """Calls of the root's forward that are under way: it may call itself, and that is part of one pass."""
         self._called: int | None = None
@@ -93,11 +93,11 @@ class Course:
         """The layer whose forward is under way."""
         self._looks_around = False
         self._returned: dict[int, int] = {}
-        """By layer visit: the number that autograd would have given to a node when the layer returned."""
+        """By layer call: the number that autograd would have given to a node when the layer returned."""
         self._output_numbers: set[int] = set()
-        """Of the nodes of tensors that open visits."""
+        """Of the nodes of tensors that open calls."""
         self.detours: set[int] = set()
-        """Layer visits with values that the root uses though they are in no output, of all passes. See [Note: Values around outputs]."""
+        """Layer calls with values that the root uses though they are in no output, of all passes. See [Note: Values around outputs]."""
         self.running: list[nn.Module] = []
         """Modules with weights, in no layer and with none in them, that are being called: the innermost last."""
         self.number = 0
@@ -106,10 +106,10 @@ class Course:
     @property
     def is_open(self) -> bool:
         """A forward of the root is under way."""
-        return self._visit >= 0
+        return self._call >= 0
 
     def attach(self, layers: Sequence[Layer], *, looks_around: bool = False) -> None:
-        """Without layers the whole model is one visit, and no module but the root has a hook. `looks_around`: for values around outputs."""
+        """Without layers the whole model is one call, and no module but the root has a hook. `looks_around`: for values around outputs."""
         root = self._model
         self._layers, self._looks_around = layers, looks_around
         self._handles = [
@@ -160,10 +160,10 @@ class Course:
         self._enters(0, None)
         return args, kwargs
 
-    def _enters(self, visit: int, layer: int | None) -> None:
-        self._visit = visit
-        self._openings.append((next_node_number(), visit))
-        self._listener.forward_enters(visit, layer)
+    def _enters(self, call: int, layer: int | None) -> None:
+        self._call = call
+        self._openings.append((next_node_number(), call))
+        self._listener.forward_enters(call, layer)
 
     def _root_runs(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._nesting += 1
@@ -183,11 +183,11 @@ class Course:
                 "Call it outside of the transform, or name other lists of layers with blocks=['path.to.list']."
             )
         self._called = index
-        if self._visit >= 0:
+        if self._call >= 0:
             self._leaves((args, kwargs))
-            self._enters(self._listener.finds(index, self._visit), index)
+            self._enters(self._listener.finds(index, self._call), index)
         else:
-            self._listener.forward_enters(self._visit, index)
+            self._listener.forward_enters(self._call, index)
 
     def _layer_runs(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._inside == index:  # it calls its own forward
@@ -198,7 +198,7 @@ class Course:
             self._layer_opens(index, module, args, kwargs)
         self._called, self._inside = None, index
         try:
-            output = self._listener.runs(self._visit, index, forward, args, kwargs)
+            output = self._listener.runs(self._call, index, forward, args, kwargs)
         finally:
             self._inside = None
         if is_direct:
@@ -206,30 +206,30 @@ class Course:
         return output
 
     def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._visit < 0:
+        if self._call < 0:
             return
-        self._opens_backward(self._visit, with_grad(output) or all_with_grad(output))
+        self._opens_backward(self._call, with_grad(output) or all_with_grad(output))
         if any(not isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in (*args, *kwargs.values())):
             self._open_where_made(with_grad((args, kwargs)) or all_with_grad((args, kwargs)))  # what it left in a list, a dict or an object is an output too
-        self._returned[self._visit] = next_node_number()
+        self._returned[self._call] = next_node_number()
         if self._layers[index].is_last:
-            self._enters(self._visit + 1, None)
+            self._enters(self._call + 1, None)
 
     def _leaves(self, inputs: Any) -> None:
-        """For the next visit, with these: what was made of the last one's outputs since is its own too, and backward comes to that first."""
+        """For the next call, with these: what was made of the last one's outputs since is its own too, and backward comes to that first."""
         self._open_where_made(inputs)
 
     def _loose_opens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._visit >= 0 and (visit := self._listener.reads(module, self._visit)) != self._visit:
+        if self._call >= 0 and (call := self._listener.reads(module, self._call)) != self._call:
             self._leaves((args, kwargs))
-            self._enters(visit, None)
+            self._enters(call, None)
         self.running.append(module)
 
     def _loose_closes(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A module with weights that is in no layer has run."""
         if self.running and self.running[-1] is module:
             self.running.pop()
-        if self._visit >= 0:
+        if self._call >= 0:
             self._open_where_made(output)
 
     def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -242,65 +242,65 @@ class Course:
             self._open_where_made(outputs)
             if self._looks_around and torch.is_grad_enabled():
                 self._open_around(outputs)
-        self._visit = -1
+        self._call = -1
         self._known = {}
         self._listener.forward_ends(outputs, failed=failed)
 
     def _open_around(self, outputs: list[Tensor]) -> None:
         """Nodes of layers that the code outside of layers leads to, and that are in no output, open their layers."""
         seen: set[Any] = set()
-        todo = [(tensor.grad_fn, self._visit) for tensor in outputs if tensor.grad_fn is not None]
+        todo = [(tensor.grad_fn, self._call) for tensor in outputs if tensor.grad_fn is not None]
         while todo:
-            node, visit = todo.pop()
+            node, call = todo.pop()
             for following, _ in node.next_functions:
                 if following is None or following in seen:
                     continue
                 seen.add(following)
                 number = node_number(following)
-                made_in = self._visit_at(number)
+                made_in = self._call_at(number)
                 if made_in < 0:
                     continue
-                if made_in != visit and made_in in self._returned and number not in self._output_numbers:
+                if made_in != call and made_in in self._returned and number not in self._output_numbers:
                     self.detours.add(made_in)
                     following.register_prehook(functools.partial(self._detour_enters, made_in, self.number))
                 if number >= self._returned.get(made_in, 0):
                     todo.append((following, made_in))
 
-    def _detour_enters(self, visit: int, number: int, grads: Any) -> None:
-        self._backward_enters(visit, number)
+    def _detour_enters(self, call: int, number: int, grads: Any) -> None:
+        self._backward_enters(call, number)
 
     def _open_where_made(self, value: Any) -> None:
-        """A gradient of one of these tensors opens the visit that made it, which need not be this one: a stem may make something for a later layer, a model
+        """A gradient of one of these tensors opens the call that made it, which need not be this one: a stem may make something for a later layer, a model
         return the features of its images beside its loss. A region that made none has no backward."""
         made: dict[int, list[Tensor]] = {}
         for tensor in with_grad(value):
             if (known := self._known.get((id(tensor), tensor._version))) is None or known() is not tensor:
                 made.setdefault(self.made_in(tensor), []).append(tensor)
-        for visit, tensors in made.items():
-            self._opens_backward(visit, tensors)
+        for call, tensors in made.items():
+            self._opens_backward(call, tensors)
 
     def made_in(self, tensor: Tensor) -> int:
         """Autograd numbers its nodes as they are made. -1: before this forward."""
         if tensor.grad_fn is None:
-            return self._visit
-        return self._visit_at(node_number(tensor.grad_fn))
+            return self._call
+        return self._call_at(node_number(tensor.grad_fn))
 
-    def _visit_at(self, number: int) -> int:
+    def _call_at(self, number: int) -> int:
         place = bisect.bisect_right(self._openings, number, key=operator.itemgetter(0))
         return self._openings[place - 1][1] if place else -1
 
     # Backward.
 
-    def _opens_backward(self, visit: int, tensors: list[Tensor]) -> None:
+    def _opens_backward(self, call: int, tensors: list[Tensor]) -> None:
         self._known.update({(id(t), t._version): weakref.ref(t) for t in tensors})
         tensors = [t for t in tensors if t.grad_fn is not None]
-        if tensors and visit >= 0 and torch.is_grad_enabled():
+        if tensors and call >= 0 and torch.is_grad_enabled():
             if self._looks_around:
                 self._output_numbers.update(node_number(t.grad_fn) for t in tensors if t.grad_fn is not None)
             number = self.number
-            register_multi_grad_hook(tensors, lambda grad: self._backward_enters(visit, number), mode="any")
+            register_multi_grad_hook(tensors, lambda grad: self._backward_enters(call, number), mode="any")
 
-    def _backward_enters(self, visit: int, number: int) -> None:
+    def _backward_enters(self, call: int, number: int) -> None:
         if self.is_open and number == self.number:
             raise ModelUnsupported(
                 "The model's forward computes gradients itself (torch.autograd.grad or backward) through modules that are blocks of the plan. "
@@ -309,7 +309,7 @@ class Course:
         if not self._in_backward:
             self._in_backward = True
             queue_backward_callback(self._backward_ends)
-        self._listener.backward_enters(visit, number)
+        self._listener.backward_enters(call, number)
 
     def _backward_ends(self) -> None:
         self._in_backward = False

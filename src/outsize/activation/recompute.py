@@ -22,26 +22,26 @@ from outsize.model.tensors import tensors_in
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 _OUR_REFERENCES = 2
-"""To a ticket, while they are counted: the list's and the argument's."""
+"""To a handle, while they are counted: the list's and the argument's."""
 
 
-class _Enough(Exception):
+class _StopRecomputation(Exception):
     """All that backward will ask for is there, or something else than it will ask for: the rest of the forward need not run."""
 
 
-def made_again(forward: Callable[[], Any], device: torch.device) -> Any:
+def run_checkpointed(forward: Callable[[], Any], device: torch.device) -> Any:
     """Run `forward`, and have backward run it again: with the same random numbers and autocast, as far as its last saved tensor. `device`: whose numbers."""
     if not torch.is_grad_enabled():
         return forward()
-    saved = _Saved(forward, _Surroundings(device))
+    saved = _Saved(forward, _RngAndAutocastState(device))
     with saved_tensors_hooks(saved.note, saved.get):
         return forward()
 
 
 class _Saved:
-    """Of one call: what autograd saved, first as tickets and kinds, in backward as tensors, each given away once."""
+    """Of one call: what autograd saved, first as handles and kinds, in backward as tensors, each given away once."""
 
-    def __init__(self, forward: Callable[[], Any], surroundings: "_Surroundings"):
+    def __init__(self, forward: Callable[[], Any], surroundings: "_RngAndAutocastState"):
         self._forward, self._surroundings = forward, surroundings
         self._tickets: list[float] = []
         """What autograd keeps of each tensor, its number. Floats: every one is an object of its own, so it can be told whether autograd still has it, and the
@@ -53,16 +53,16 @@ class _Saved:
     def note(self, tensor: Tensor) -> float:
         kind = (tensor.shape, tensor.dtype, tensor.device)
         self._kinds.append(self._known.setdefault(kind, kind))
-        ticket = float(len(self._tickets))
-        self._tickets.append(ticket)
-        return ticket
+        handle = float(len(self._tickets))
+        self._tickets.append(handle)
+        return handle
 
     def _is_kept(self, number: int) -> bool:
-        """If autograd has let go of a ticket, nobody will ask for the tensor."""
+        """If autograd has let go of a handle, nobody will ask for the tensor."""
         return sys.getrefcount(self._tickets[number]) > _OUR_REFERENCES
 
-    def get(self, ticket: float) -> Tensor:
-        number = int(ticket)
+    def get(self, handle: float) -> Tensor:
+        number = int(handle)
         # The first one, or of another backward over the same graph, or asked for while the forward still runs.
         if number >= len(self._tensors) or self._tensors[number] is None:
             self._make()
@@ -80,17 +80,17 @@ class _Saved:
             value, was, now = tensor.detach(), self._kinds[len(tensors)], (tensor.shape, tensor.dtype, tensor.device)
             if was != now:
                 found = f"number {len(tensors)} was {_show(*was)} and is {_show(*now)}"
-                raise _Enough
+                raise _StopRecomputation
             tensors.append(value if self._is_kept(len(tensors)) else None)
             if len(tensors) == wanted:
                 found = ""
-                raise _Enough
+                raise _StopRecomputation
             return value
 
         try:
             with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(add, _itself):
                 self._forward()
-        except _Enough:
+        except _StopRecomputation:
             pass
         if found:  # not raised in the middle of an operator: torch takes some errors there for its own
             do = "Take out of its forward what varies from call to call (a counter, a cache, Python's random)"
@@ -101,12 +101,12 @@ class _Saved:
 def compared(forward: Callable[[], Any], device: torch.device, report: Callable[[str], None], module: nn.Module | None = None) -> Any:
     """Run `forward`, keep what autograd saves, and compare that run with a second one in backward.
 
-    The second run is as `made_again` would run it. `report` gets how it differs, "" if it does not. Gradients come from the first run.
+    The second run is as `run_checkpointed` would run it. `report` gets how it differs, "" if it does not. Gradients come from the first run.
     A second run that raises is reported too, unless memory ran out; so is one that writes to the state of `module`.
     """
     if not torch.is_grad_enabled():
         return forward()
-    run = _Compared(forward, _Surroundings(device), report, module)
+    run = _Compared(forward, _RngAndAutocastState(device), report, module)
     with saved_tensors_hooks(run.note, run.get):
         outputs = forward()
     run.returned(outputs)
@@ -141,7 +141,7 @@ class _Compared:
     """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with a second run."""
 
     def __init__(
-        self, forward: Callable[[], Any], surroundings: "_Surroundings", report: Callable[[str], None], module: nn.Module | None
+        self, forward: Callable[[], Any], surroundings: "_RngAndAutocastState", report: Callable[[str], None], module: nn.Module | None
     ):  # fmt: skip
         self._forward, self._surroundings, self._report, self._module = forward, surroundings, report, module
         self._kinds: list[_Kind] = []
@@ -177,7 +177,7 @@ class _Compared:
             if not found and count < len(self._kinds) and self._kinds[count] != now:
                 was = _show(*self._kinds[count])
                 found = f"saved tensor {count} is {was} in the first run and {_show(*now)} in the second"
-                raise _Enough
+                raise _StopRecomputation
             count += 1
             return tensor.detach()
 
@@ -217,7 +217,7 @@ def _show(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
 
 
-class _Surroundings:
+class _RngAndAutocastState:
     """What a forward depends on beside its inputs: random state, the default device, and autocast, which no thread of autograd has by itself."""
 
     def __init__(self, device: torch.device):

@@ -50,7 +50,7 @@ def rows_in(record: Path) -> dict[int, list[list[int]]]:
     return steps
 
 
-def asked_for(run: Path, *changes: str, yaml: Path | None = None) -> Any:
+def total_for(run: Path, *changes: str, yaml: Path | None = None) -> Any:
     """What a resumed run would be, without training it."""
     return assemble(read_config(yaml or run / "run.yaml", [f"resume_from_checkpoint={run / 'out' / 'checkpoint-4'}", *changes]))
 
@@ -88,10 +88,10 @@ def test_other_content_at_the_same_path_is_refused(run: Path, tmp_path: Path, ch
     try:
         data.write_text("".join(change(data.read_text().splitlines(keepends=True))))
         with pytest.raises(ConfigError, match=rf"datasets: {data} has other content than when the run began"):
-            asked_for(run)
+            total_for(run)
     finally:
         shutil.copyfile(kept, data)
-    asked_for(run)
+    total_for(run)
 
 
 def test_the_same_content_elsewhere_is_the_same_data(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,11 +99,11 @@ def test_the_same_content_elsewhere_is_the_same_data(run: Path, tmp_path: Path, 
     monkeypatch.chdir(run)
     with caplog.at_level(logging.INFO, logger="outsize"):
         for path in ("data.jsonl", "./data.jsonl", "../" + run.name + "/data.jsonl"):
-            asked_for(run, yaml=edited(run, tmp_path, datasets=[path]))
+            total_for(run, yaml=edited(run, tmp_path, datasets=[path]))
         assert "with the same content" not in caplog.text
         moved = tmp_path / "moved.json"
         moved.write_text(json.dumps([{"id": i, **json.loads(line)} for i, line in enumerate((run / "data.jsonl").read_text().splitlines())], indent=2))
-        asked_for(run, yaml=edited(run, tmp_path, datasets=[{"path": str(moved)}]))
+        total_for(run, yaml=edited(run, tmp_path, datasets=[{"path": str(moved)}]))
     assert f"the data of {run / 'data.jsonl'} is now {moved}, with the same content" in caplog.text
 
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_without_fingerprints_is_resumed_by_its_paths_with_a_word(
 )
 def test_a_change_of_the_file_is_refused_and_tells_how_to_ask_for_it(run: Path, tmp_path: Path, keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        asked_for(run, yaml=edited(run, tmp_path, **keys))
+        total_for(run, yaml=edited(run, tmp_path, **keys))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_change_of_the_file_is_refused_and_tells_how_to_ask_for_it(run: Path, 
 )
 def test_what_the_steps_so_far_depend_on_is_not_changed_by_asking(run: Path, change: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        asked_for(run, change)
+        total_for(run, change)
 
 
 @pytest.mark.parametrize("split", [(1, 4), (4, 1)])

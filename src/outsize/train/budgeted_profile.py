@@ -14,12 +14,12 @@ from outsize.device.device import Device
 from outsize.model.graph import BlockGraph
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
-from outsize.train.batches import num_rows, with_rows
+from outsize.train.batches import num_rows, take_rows
 
 Found = tuple[BlockGraph, ModelTrace]
 
 
-def try_out(trace: Callable[[Any], Found], batch: Any, *, device: Device, budget_bytes: int) -> Found:
+def profile_within_budget(trace: Callable[[Any], Found], batch: Any, *, device: Device, budget_bytes: int) -> Found:
     """The trace of a batch; where memory runs out, the one on the line through two of fewer rows.
 
     If there are no two (of one row or two, or where a batch is not rows alone), a device that is larger than the budget may lend what is missing, as long as
@@ -52,7 +52,7 @@ def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | N
             ran_out = ran_out or str(error)
         gc.collect()  # the exception is gone, and with it the frames that held the activations of what failed
         size //= 2
-        part = with_rows(batch, size) if size else None
+        part = take_rows(batch, size) if size else None
     if len(taken) < 2:
         return None, ran_out
     (graph, larger), (_, smaller) = taken

@@ -1,4 +1,4 @@
-"""Parcel: the saved activations of one visit on their way to the host and back.
+"""OffloadedTensors: the saved activations of one call on their way to the host and back.
 
 Whole storages travel, once each, however many views of them autograd saved; a saved tensor comes back as the same view (dtype, shape,
 strides, offset) of the storage's bytes. So strides cannot be lost, and overlapping or expanded tensors need no special case.
@@ -15,7 +15,7 @@ from outsize.compat import neg_view, storage_id
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A saved tensor whose storage is in the parcel."""
+    """A saved tensor whose storage is in the offloaded."""
 
     item: int
     dtype: torch.dtype
@@ -27,10 +27,10 @@ class Handle:
     """Lazily conjugated or negated: what the bytes alone do not say."""
 
 
-class Parcel:
+class OffloadedTensors:
     def __init__(self) -> None:
         self.items: list[Tensor] = []
-        """The storages as flat uint8, kept alive here until `let_go`."""
+        """The storages as flat uint8, kept alive here until `free_device_copy`."""
         self.offsets: list[int] = []
         self.num_bytes = 0
         self._index: dict[int, int] = {}
@@ -53,12 +53,12 @@ class Parcel:
         for item, offset in zip(self.items, self.offsets, strict=True):
             arena[offset : offset + item.numel()].copy_(item, non_blocking=True)
 
-    def let_go(self) -> None:
-        """Drop the device storages; from here on the parcel is on the host."""
+    def free_device_copy(self) -> None:
+        """Drop the device storages; from here on the offloaded is on the host."""
         self.items = []
         self._index = {}
 
-    def returned(self, buffer: Tensor) -> None:
+    def attach_buffer(self, buffer: Tensor) -> None:
         """The bytes are back, in `buffer`."""
         self._returned = buffer
 

@@ -11,7 +11,7 @@ import zoo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outsize.activation.again import compared, made_again
+from outsize.activation.recompute import compared, run_checkpointed
 from outsize.base.errors import ModelUnsupported
 from outsize.device.observer import Observer
 
@@ -20,7 +20,7 @@ Again = Callable[[Callable[[], Any]], Any]
 
 
 def ours(forward: Callable[[], Any]) -> Any:
-    return made_again(forward, CPU)
+    return run_checkpointed(forward, CPU)
 
 
 def theirs(forward: Callable[[], Any]) -> Any:
@@ -184,7 +184,7 @@ def differences(forward: Callable[[], Tensor]) -> list[str]:
 
 
 def test_a_second_run_that_is_the_same_is_reported_once_as_such() -> None:
-    """With the same random numbers, as `made_again` runs it."""
+    """With the same random numbers, as `run_checkpointed` runs it."""
     layer, x = nn.Linear(6, 6), torch.randn(4, 6)
     assert differences(lambda: nn.functional.dropout(layer(x).tanh())) == [""]
 

@@ -36,7 +36,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
+class NormalizedKeys:
     """A mapping in our own names."""
 
     data: dict[str, Any]
@@ -46,7 +46,7 @@ class Settled:
     problems: tuple[str, ...]
 
 
-def settle(mapping: Mapping[Any, Any]) -> Settled:
+def normalize(mapping: Mapping[Any, Any]) -> NormalizedKeys:
     data: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     notes, problems = [], []
@@ -61,7 +61,7 @@ def settle(mapping: Mapping[Any, Any]) -> Settled:
             problems.append(f"{key}: {tell('a setting is given by one name', f'{spelled[name]} is given too', f'Keep {name}')}")
         elif value is not None or name not in data:
             data[name], spelled[name] = value, key
-    return Settled(data=data, spelled=spelled, notes=tuple(notes), problems=tuple(problems))
+    return NormalizedKeys(data=data, spelled=spelled, notes=tuple(notes), problems=tuple(problems))
 
 
 def spelling_in(mapping: Mapping[Any, Any], key: str) -> str:
