@@ -60,6 +60,7 @@ train: $(READY)
 
 check: $(READY)
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
 test: check browser

@@ -1,4 +1,6 @@
-"""Only what pyproject.toml cannot say: the C kernel is compiled into the wheel where there is a compiler. Without one the wheel is made all the same."""
+"""Only what pyproject.toml cannot say: the C kernel is compiled into the wheel where there is a compiler. Without one
+the wheel is made all the same.
+"""
 
 import runpy
 

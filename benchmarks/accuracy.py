@@ -1,12 +1,14 @@
 """What plans promise and what runs take: many runs on one GPU in one go, a row each, and what of the targets holds.
 
-    python3 benchmarks/accuracy.py --out found.json --limit 580                       # where the GPU is; again with the rest: --skip-done found.json
-    python3 benchmarks/accuracy.py --count-fake found.json                            # anywhere: the same plans' bytes, counted on fake tensors
-    python3 benchmarks/accuracy.py --show found.json                                  # what holds, and the table of results/
-    python3 benchmarks/accuracy.py --forecast found.json                              # anywhere: the seconds that `outsize.plan` gives from configs alone
+    python3 benchmarks/accuracy.py --out found.json --limit 580                       # where the GPU is; again with the
+    rest: --skip-done found.json python3 benchmarks/accuracy.py --count-fake found.json                            #
+    anywhere: the same plans' bytes, counted on fake tensors python3 benchmarks/accuracy.py --show found.json
+    # what holds, and the table of results/ python3 benchmarks/accuracy.py --forecast found.json
+    # anywhere: the seconds that `outsize.plan` gives from configs alone
 
-Every run is a child of one process that has imported everything and never touched the GPU: a context, a peak of host memory and a random state of its own,
-without the seconds that importing takes. What a run writes is kept as it ends, so a run that is cut off loses little.
+Every run is a child of one process that has imported everything and never touched the GPU: a context, a peak of host
+memory and a random state of its own, without the seconds that importing takes. What a run writes is kept as it ends, so
+a run that is cut off loses little.
 """
 
 import argparse
@@ -56,14 +58,31 @@ CASES = [
     *_cases("llama-8b", (24, 8, 1024), (24, 8, 1024, CLIP), (48, 16, 1024)),
     *_cases("llama-7b", (16, 2, 2048), (24, 32, 1024), (48, 4, 4096, CLIP), (100, 8, 1024)),
     *_cases(
-        "llama-3b", (12, 4, 1024), (16, 8, 512, CLIP), (24, 8, 1024), (24, 8, 1024, CLIP), (24, 1, 16384), (48, 8, 1024), (48, 32, 512, CLIP),
-        (80, 4, 4096), (100, 16, 1024),
+        "llama-3b",
+        (12, 4, 1024),
+        (16, 8, 512, CLIP),
+        (24, 8, 1024),
+        (24, 8, 1024, CLIP),
+        (24, 1, 16384),
+        (48, 8, 1024),
+        (48, 32, 512, CLIP),
+        (80, 4, 4096),
+        (100, 16, 1024),
     ),
     *_cases(
-        "llama-1b", (12, 8, 1024), (12, 32, 512), (12, 2, 2048, CLIP, BY_4), (16, 1, 16384), (16, 4, 4096, CLIP), (24, 16, 1024), (24, 8, 2048, CLIP),
-        (40, 8, 4096), (100, 8, 1024), (100, 32, 1024),
+        "llama-1b",
+        (12, 8, 1024),
+        (12, 32, 512),
+        (12, 2, 2048, CLIP, BY_4),
+        (16, 1, 16384),
+        (16, 4, 4096, CLIP),
+        (24, 16, 1024),
+        (24, 8, 2048, CLIP),
+        (40, 8, 4096),
+        (100, 8, 1024),
+        (100, 32, 1024),
     ),
-]  # fmt: skip
+]
 """The large ones first: what is left of the time is always enough for a small one."""
 
 
@@ -134,13 +153,25 @@ def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
 
     quiet()
     bench = complete(
-        model=case.model, device="cuda", micro_batch=case.rows, seq=case.seq, steps=steps, warm_up=warm_up, accumulate=case.accumulate, update=None,
-        clip=case.clip, gpu_memory=f"{case.gib}GiB", host_memory=None, plan=None,
-    )  # fmt: skip
+        model=case.model,
+        device="cuda",
+        micro_batch=case.rows,
+        seq=case.seq,
+        steps=steps,
+        warm_up=warm_up,
+        accumulate=case.accumulate,
+        update=None,
+        clip=case.clip,
+        gpu_memory=f"{case.gib}GiB",
+        host_memory=None,
+        plan=None,
+    )
     plan = out.with_name("plan.json")
     try:
         if case.pins:
-            bench = dataclasses.replace(bench, plan=str(_plan_by_hand(bench, dict(case.pins), out.with_name("by-hand.json"))))
+            bench = dataclasses.replace(
+                bench, plan=str(_plan_by_hand(bench, dict(case.pins), out.with_name("by-hand.json")))
+            )
         result = run_bench(bench, say=lambda _: None, save_plan=plan)
         out.write_text(json.dumps({"result": to_json(result), "plan": json.loads(plan.read_text())}))
     except (OutsizeError, RuntimeError) as error:
@@ -156,9 +187,15 @@ def _plan_by_hand(bench: Any, pins: dict[str, int], path: Path) -> Path:
 
     model, weights = random_model(bench.model, seq=bench.seq)
     planned = preview(
-        model, random_batches(model, bench)[0], optimizer=AdamW(lr=1e-5, update=bench.update, max_grad_norm=bench.clip), gpu_memory=bench.gpu_memory,
-        device="cuda", accumulate=bench.accumulate, weights=weights, pins=Pins(**pins),
-    )  # fmt: skip
+        model,
+        random_batches(model, bench)[0],
+        optimizer=AdamW(lr=1e-5, update=bench.update, max_grad_norm=bench.clip),
+        gpu_memory=bench.gpu_memory,
+        device="cuda",
+        accumulate=bench.accumulate,
+        weights=weights,
+        pins=Pins(**pins),
+    )
     save(planned.plan, path)
     return path
 
@@ -185,11 +222,14 @@ def line(row: dict[str, Any]) -> str:
     memory, plan = result["memory"], result["plan"]
     busy = ", ".join(
         f"{lane} {result['lanes']['busy_seconds'][lane] / planned - 1:+.0%}"
-        for lane, planned in row["plan"]["estimate"]["busy_seconds"].items() if planned > 0.02 * plan["step_seconds"]
-    )  # fmt: skip
+        for lane, planned in row["plan"]["estimate"]["busy_seconds"].items()
+        if planned > 0.02 * plan["step_seconds"]
+    )
     return (
-        f"{row['case']:<26} {result['speed']['tokens_per_second']:>8,.0f} tok/s  {result['speed']['median_step_seconds']:7.3f} s ({found['seconds']:+6.1%})  "
-        f"reserved {memory['gpu_reserved_bytes'] / 2**30:6.2f} GiB ({found['reserved']:+6.2%}; allocated {found['allocated']:+7.3%})  "
+        f"{row['case']:<26} {result['speed']['tokens_per_second']:>8,.0f} tok/s  "
+        f"{result['speed']['median_step_seconds']:7.3f} s ({found['seconds']:+6.1%})  "
+        f"reserved {memory['gpu_reserved_bytes'] / 2**30:6.2f} GiB ({found['reserved']:+6.2%}; allocated "
+        f"{found['allocated']:+7.3%})  "
         f"host {memory['host_peak_bytes'] / 2**30:6.1f} GiB ({found['host']:+6.1%})  [{busy}]"
     )
 
@@ -198,19 +238,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     good = [errors(row) for row in rows if "result" in row]
     lines = [line(row) for row in rows]
     if good:
+
         def share(key: str, most: float) -> str:
             return f"{sum(abs(e[key]) <= most for e in good)} of {len(good)} within {most:.0%}"
 
         lines += [
-            "", f"reserved   {share('reserved', 0.03)}, at most {max(e['reserved'] for e in good):+.2%} above",
+            "",
+            f"reserved   {share('reserved', 0.03)}, at most {max(e['reserved'] for e in good):+.2%} above",
             f"seconds    {share('seconds', 0.1)}, mean error {statistics.mean(abs(e['seconds']) for e in good):.1%}",
-            f"host       {share('host', 0.05)}", f"failed     {len(rows) - len(good)}",
-        ]  # fmt: skip
+            f"host       {share('host', 0.05)}",
+            f"failed     {len(rows) - len(good)}",
+        ]
     return "\n".join(lines)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    lines = ["| case | tokens/s | s/step | planned | | GPU GiB, reserved | | allocated | fake | host GiB | |", "|---" * 11 + "|"]
+    lines = [
+        "| case | tokens/s | s/step | planned | | GPU GiB, reserved | | allocated | fake | host GiB | |",
+        "|---" * 11 + "|",
+    ]
     for row in rows:
         if "result" not in row:
             lines.append(f"| {row['case']} | {row['problem']} |" + " |" * 9)
@@ -219,7 +265,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         speed, memory, planned = result["speed"], result["memory"], result["plan"]["step_seconds"]
         fake = f"{row['fake_gpu_bytes'] / memory['gpu_peak_bytes'] - 1:+.4%}" if "fake_gpu_bytes" in row else ""
         lines.append(
-            f"| {row['case']} | {speed['tokens_per_second']:,.0f} | {speed['median_step_seconds']:.3f} | {planned:.3f} | {off['seconds']:+.1%} "
+            f"| {row['case']} | {speed['tokens_per_second']:,.0f} | {speed['median_step_seconds']:.3f} | "
+            f"{planned:.3f} | {off['seconds']:+.1%} "
             f"| {memory['gpu_reserved_bytes'] / 2**30:.2f} | {off['reserved']:+.2%} | {off['allocated']:+.4%} | {fake} "
             f"| {memory['host_peak_bytes'] / 2**30:.1f} | {off['host']:+.1%} |"
         )
@@ -227,7 +274,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def forecast(path: Path) -> None:
-    """The seconds of the same cases without the card, each by the plan that is chosen there, which need not be the one that ran."""
+    """The seconds of the same cases without the card, each by the plan that is chosen there, which need not be the one
+    that ran.
+    """
     from outsize.run.shapes import shape_config
     from outsize.runtime.optimizer import AdamW
     from outsize.train.forecast import plan
@@ -239,18 +288,28 @@ def forecast(path: Path) -> None:
             continue
         bench, measured = row["result"]["bench"], row["result"]["speed"]["median_step_seconds"]
         promised = plan(
-            shape_config(bench["model"], seq=bench["seq"]), sequence_len=bench["seq"], micro_batch_size=bench["micro_batch"], accumulate=bench["accumulate"],
-            hardware="h200", gpu_memory=bench["gpu_memory"], optimizer=AdamW(update=bench["update"], max_grad_norm=bench["clip"]),
-        ).plan.estimate.step_seconds  # fmt: skip
+            shape_config(bench["model"], seq=bench["seq"]),
+            sequence_len=bench["seq"],
+            micro_batch_size=bench["micro_batch"],
+            accumulate=bench["accumulate"],
+            hardware="h200",
+            gpu_memory=bench["gpu_memory"],
+            optimizer=AdamW(update=bench["update"], max_grad_norm=bench["clip"]),
+        ).plan.estimate.step_seconds
         off.append(measured / promised - 1)
         print(f"| {row['case']} | {promised:.3f} | {measured:.3f} | {off[-1]:+.1%} |", flush=True)
-    print(f"\n{sum(abs(e) <= 0.1 for e in off)} of {len(off)} within 10%, mean error {statistics.mean(map(abs, off)):.1%}, at most {max(map(abs, off)):.1%}")
+    print(
+        f"\n{sum(abs(e) <= 0.1 for e in off)} of {len(off)} within 10%, mean error "
+        f"{statistics.mean(map(abs, off)):.1%}, at most {max(map(abs, off)):.1%}"
+    )
 
 
 def count_fake(path: Path) -> None:
-    """The plans of a table, their bytes counted again on fake tensors: what `outsize plan` would have said without the GPU.
+    """The plans of a table, their bytes counted again on fake tensors: what `outsize plan` would have said without the
+    GPU.
 
-    Of a plan that has been counted, the file keeps what the table reads: it is a fifth as long then, and may lie among results.
+    Of a plan that has been counted, the file keeps what the table reads: it is a fifth as long then, and may lie among
+    results.
     """
     import torch
 
@@ -271,14 +330,20 @@ def count_fake(path: Path) -> None:
             continue
         plan, bench = from_json(Plan, row["plan"]), row["result"]["bench"]
         config = shape_config(bench["model"], seq=bench["seq"])
-        graph, trace, _ = fake_trace(config, lookup("h200"), rows=bench["micro_batch"], tokens=bench["seq"], dtype=torch.bfloat16)
+        graph, trace, _ = fake_trace(
+            config, lookup("h200"), rows=bench["micro_batch"], tokens=bench["seq"], dtype=torch.bfloat16
+        )
         trace = added_in_place(trace, graph)
         layout = pack(graph, plan.chunk_bytes)
         decision = plan.decision
         work = tuple(trace.work(call, strategy) for call, strategy in enumerate(decision.strategies))
         place = Placement(graph, layout, decision, plan.step_config, work, trace.shared)
         row["fake_gpu_bytes"] = high_water(place, compile_schedule(place), trace.held_bytes).gpu_bytes
-        print(f"{row['case']:<26} fake {row['fake_gpu_bytes'] / row['result']['memory']['gpu_peak_bytes'] - 1:+.4%} of the measured peak", flush=True)
+        print(
+            f"{row['case']:<26} fake {row['fake_gpu_bytes'] / row['result']['memory']['gpu_peak_bytes'] - 1:+.4%} of "
+            "the measured peak",
+            flush=True,
+        )
         estimate = {key: row["plan"]["estimate"][key] for key in ("busy_seconds", "launch_bound_seconds")}
         row["plan"] = {"estimate": estimate, "process_overhead": row["plan"]["process_overhead"]}
     path.write_text(json.dumps(found, ensure_ascii=False))

@@ -1,7 +1,8 @@
-"""What it costs that prepared parameters can be read and written between steps: `python3 benchmarks/between_steps.py --model llama-1b`.
+"""What it costs that prepared parameters can be read and written between steps: `python3 benchmarks/between_steps.py
+--model llama-1b`.
 
-In one process, blocks of steps with the class assignments of runtime/access.py and blocks without them alternate; the medians are compared.
-Then what common reads and writes between steps take under the same plan.
+In one process, blocks of steps with the class assignments of runtime/access.py and blocks without them alternate; the
+medians are compared. Then what common reads and writes between steps take under the same plan.
 """
 
 import argparse
@@ -34,19 +35,42 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--resident", action="store_true", help="everything on the GPU; default: everything streamed, updated on the host")
+    parser.add_argument(
+        "--resident",
+        action="store_true",
+        help="everything on the GPU; default: everything streamed, updated on the host",
+    )
     args = parser.parse_args()
     bench = complete(
-        model=args.model, device=args.device, micro_batch=None, seq=None, steps=None, warm_up=1, accumulate=1, update="after_step", clip=None,
-        gpu_memory=args.gpu_memory, host_memory=None, plan=None,
-    )  # fmt: skip
+        model=args.model,
+        device=args.device,
+        micro_batch=None,
+        seq=None,
+        steps=None,
+        warm_up=1,
+        accumulate=1,
+        update="after_step",
+        clip=None,
+        gpu_memory=args.gpu_memory,
+        host_memory=None,
+        plan=None,
+    )
     model, weights = random_model(bench.model, seq=bench.seq)
     batches = random_batches(model, bench)
     pins = Pins() if args.resident else Pins(n_persist=0, n_optimizer_gpu=0)
     engine = outsize.prepare(
-        model, batches[0], optimizer=outsize.AdamW(lr=1e-5), device=choose_device(args.device), gpu_memory=args.gpu_memory, pins=pins, weights=weights
+        model,
+        batches[0],
+        optimizer=outsize.AdamW(lr=1e-5),
+        device=choose_device(args.device),
+        gpu_memory=args.gpu_memory,
+        pins=pins,
+        weights=weights,
     )
-    print(f"{engine.device.spec.name}, torch {torch.__version__}, {' '.join(sys.argv)}; {sum(1 for _ in model.parameters())} parameters")
+    print(
+        f"{engine.device.spec.name}, torch {torch.__version__}, {' '.join(sys.argv)}; "
+        f"{sum(1 for _ in model.parameters())} parameters"
+    )
     feed = itertools.cycle(batches)
     for _ in range(3):
         step(engine, next(feed))
@@ -59,11 +83,19 @@ def main() -> None:
             found[with_access].append(timed(engine, lambda: step(engine, next(feed))))
     set_access(engine, True)
     with_it, without = statistics.median(found[True]), statistics.median(found[False])
-    print(f"step with access {with_it * 1e3:.2f} ms, without {without * 1e3:.2f} ms: {100 * (with_it / without - 1):+.2f} %")
+    print(
+        f"step with access {with_it * 1e3:.2f} ms, without {without * 1e3:.2f} ms: "
+        f"{100 * (with_it / without - 1):+.2f} %"
+    )
     cost = statistics.median(timed_access(engine) for _ in range(20))
-    print(f"of it, class assignments and checks of one forward and backward: {cost * 1e6:.0f} µs, {100 * cost / with_it:.3f} % of the step")
+    print(
+        f"of it, class assignments and checks of one forward and backward: {cost * 1e6:.0f} µs, "
+        f"{100 * cost / with_it:.3f} % of the step"
+    )
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    shadow = [torch.zeros(p.shape, dtype=p.dtype, device="cpu") for p in model.parameters()] if not args.resident else None
+    shadow = (
+        [torch.zeros(p.shape, dtype=p.dtype, device="cpu") for p in model.parameters()] if not args.resident else None
+    )
     for name, work in reads(model, shadow).items():
         seconds = timed(engine, work)
         print(f"{name:<44} {seconds * 1e3:8.1f} ms  {size / seconds / 1e9:6.1f} GB/s of weights")
@@ -88,7 +120,9 @@ def timed(engine: Engine, work: Callable[[], Any]) -> float:
 
 
 def timed_access(engine: Engine) -> float:
-    """Seconds of what a step spends on access: parameters become plain and back again twice, and the model's tables are compared once."""
+    """Seconds of what a step spends on access: parameters become plain and back again twice, and the model's tables are
+    compared once.
+    """
     access, store = engine.runtime.access, engine.runtime.store
     started = time.perf_counter()
     store.replaced()

@@ -1,7 +1,8 @@
-"""How long it takes to a plan, where nothing is known yet and where the trace is kept: `python3 benchmarks/cold.py --model llama-8b --gpu-memory 24GiB`.
+"""How long it takes to a plan, where nothing is known yet and where the trace is kept: `python3 benchmarks/cold.py
+--model llama-8b --gpu-memory 24GiB`.
 
-The first is the trial run and the search, the second the search and reading the trace. Neither has the making of the model, the CUDA context or the
-allocation of what the plan holds in it: those are no part of planning.
+The first is the trial run and the search, the second the search and reading the trace. Neither has the making of the
+model, the CUDA context or the allocation of what the plan holds in it: those are no part of planning.
 """
 
 import argparse
@@ -29,9 +30,19 @@ def main() -> None:
     args = parser.parse_args()
     device = choose_device(args.device)
     bench = complete(
-        model=args.model, device=args.device, micro_batch=args.micro_batch, seq=args.seq, steps=None, warm_up=1, accumulate=1, update=None, clip=None,
-        gpu_memory=args.gpu_memory, host_memory=None, plan=None,
-    )  # fmt: skip
+        model=args.model,
+        device=args.device,
+        micro_batch=args.micro_batch,
+        seq=args.seq,
+        steps=None,
+        warm_up=1,
+        accumulate=1,
+        update=None,
+        clip=None,
+        gpu_memory=args.gpu_memory,
+        host_memory=None,
+        plan=None,
+    )
     model, weights = random_model(bench.model, seq=bench.seq)
     batch = random_batches(model, bench, number=1)[0]
     torch.zeros(1, device=device.torch_device)
@@ -40,7 +51,14 @@ def main() -> None:
         os.environ["OUTSIZE_CACHE"] = folder
         for what in ("cold", "trace kept"):
             started = time.perf_counter()
-            planned = preview(model, batch, optimizer=AdamW(update=bench.update), gpu_memory=bench.gpu_memory, device=device, weights=weights)
+            planned = preview(
+                model,
+                batch,
+                optimizer=AdamW(update=bench.update),
+                gpu_memory=bench.gpu_memory,
+                device=device,
+                weights=weights,
+            )
             print(f"{what:<10} {time.perf_counter() - started:6.2f} s; {planned.plan.search}")
 
 

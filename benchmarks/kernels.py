@@ -1,8 +1,10 @@
-"""How fast the update kernels are: C on the host by number of threads, alone and beside copies; Triton and torch on the GPU; the link itself.
+"""How fast the update kernels are: C on the host by number of threads, alone and beside copies; Triton and torch on the
+GPU; the link itself.
 
     PYTHONPATH=src python benchmarks/kernels.py [--params 268435456] [--out FILE.json]
 
-Without CUDA only the host's part is measured. Ranges are larger than any cache, in huge pages as the engine's are. Takes half a minute.
+Without CUDA only the host's part is measured. Ranges are larger than any cache, in huge pages as the engine's are.
+Takes half a minute.
 """
 
 import argparse
@@ -52,9 +54,13 @@ def make_range(numel: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
     def empty(dtype: torch.dtype) -> Tensor:
         size = numel * dtype.itemsize
-        return (host_empty(size) if device == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)).view(dtype)
+        return (host_empty(size) if device == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)).view(
+            dtype
+        )
 
-    weight, lo, m, v, grad = (empty(dtype) for dtype in (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16))
+    weight, lo, m, v, grad = (
+        empty(dtype) for dtype in (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
+    )
     draw = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     for at in range(0, numel, 2**20):
         weight[at : at + 2**20] = draw[: numel - at]
@@ -76,7 +82,9 @@ def seconds_of(work: Callable[[], object], *, total: float, at_least: int = 3) -
 
 
 class Link:
-    """Copies between two pinned buffers and the GPU, on two streams, kept busy by a thread while others are measured."""
+    """Copies between two pinned buffers and the GPU, on two streams, kept busy by a thread while others are
+    measured.
+    """
 
     def __init__(self) -> None:
         self._host = {way: host_empty(COPY_BYTES) for way in ("h2d", "d2h")}
@@ -126,7 +134,9 @@ def measure_host(numel: int, link: Link | None) -> list[dict[str, Any]]:
     cores = len(os.sched_getaffinity(0))
     rows = []
     beside: list[tuple[str, ...]] = [()] if link is None else [(), ("h2d",), ("d2h",), ("h2d", "d2h")]
-    print(f"C kernel, {numel / 1e6:.0f} M parameters: G parameters/s (GB/s of memory), and GB/s of the copies beside it")
+    print(
+        f"C kernel, {numel / 1e6:.0f} M parameters: G parameters/s (GB/s of memory), and GB/s of the copies beside it"
+    )
     for threads in [n for n in (1, 2, 4, 8, 12, 14, 16) if n <= cores and (n >= 4 or cores < 4)]:
         cells = []
         for ways in beside:
@@ -141,9 +151,19 @@ def measure_host(numel: int, link: Link | None) -> list[dict[str, Any]]:
             else:
                 seconds = seconds_of(work, total=0.3)
             rate = numel / seconds / 1e9
-            rows.append({"threads": threads, "beside": list(ways), "gparams_per_second": rate, "gbytes_per_second": rate * BYTES, "copies_gbps": rates})
+            rows.append(
+                {
+                    "threads": threads,
+                    "beside": list(ways),
+                    "gparams_per_second": rate,
+                    "gbytes_per_second": rate * BYTES,
+                    "copies_gbps": rates,
+                }
+            )
             copies = ", ".join(f"{way} {value:.1f}" for way, value in rates.items())
-            cells.append(f"{'+'.join(ways) or 'alone'} {rate:.2f} ({rate * BYTES:.0f})" + (f" [{copies}]" if copies else ""))
+            cells.append(
+                f"{'+'.join(ways) or 'alone'} {rate:.2f} ({rate * BYTES:.0f})" + (f" [{copies}]" if copies else "")
+            )
         print(f"  {threads:2} threads: " + "; ".join(cells))
     return rows
 
@@ -190,12 +210,26 @@ def measure_gpu(numel: int) -> list[dict[str, Any]]:
     print(f"GPU, {numel / 1e6:.0f} M parameters")
     if triton is not None:
         for block, warps in ((1024, 8), (512, 4), (1024, 4), (2048, 8)):
-            seconds = gpu_seconds(partial(triton.update, weight, lo, m, v, grad, NUMBERS, 1.0, block=block, warps=warps))
+            seconds = gpu_seconds(
+                partial(triton.update, weight, lo, m, v, grad, NUMBERS, 1.0, block=block, warps=warps)
+            )
             say(f"Triton, split, bf16, block {block}, {warps} warps", seconds, BYTES)
         whole, wide = torch.zeros(numel, device="cuda"), torch.ones(numel, device="cuda")
-        say("Triton, split, fp32 gradient", gpu_seconds(lambda: triton.update(weight, lo, m, v, wide, NUMBERS, 1.0)), BYTES + 2)
-        say("Triton, fp32 weight, bf16 gradient", gpu_seconds(lambda: triton.update(whole, None, m, v, grad, NUMBERS, 1.0)), BYTES)
-        say("Triton, fp32 weight, fp32 gradient", gpu_seconds(lambda: triton.update(whole, None, m, v, wide, NUMBERS, 1.0)), BYTES + 2)
+        say(
+            "Triton, split, fp32 gradient",
+            gpu_seconds(lambda: triton.update(weight, lo, m, v, wide, NUMBERS, 1.0)),
+            BYTES + 2,
+        )
+        say(
+            "Triton, fp32 weight, bf16 gradient",
+            gpu_seconds(lambda: triton.update(whole, None, m, v, grad, NUMBERS, 1.0)),
+            BYTES,
+        )
+        say(
+            "Triton, fp32 weight, fp32 gradient",
+            gpu_seconds(lambda: triton.update(whole, None, m, v, wide, NUMBERS, 1.0)),
+            BYTES + 2,
+        )
         small = [t[: 2**20] for t in (weight, lo, m, v, grad)]
         launch = seconds_of(lambda: [triton.update(*small, NUMBERS, 1.0) for _ in range(100)], total=0.1) / 100
         torch.cuda.synchronize()
@@ -205,7 +239,11 @@ def measure_gpu(numel: int) -> list[dict[str, Any]]:
     os.environ["OUTSIZE_KERNELS"] = "torch"
     find_gpu_kernel.cache_clear()
     scratch = Scratch(torch.empty(Scratch.num_bytes(PIECE_NUMEL), dtype=torch.uint8, device="cuda"))
-    say("torch", gpu_seconds(lambda: update(weight, lo, m, v, grad, hyper=HYPER, clip=1.0, scratch=scratch), repeats=3), BYTES)
+    say(
+        "torch",
+        gpu_seconds(lambda: update(weight, lo, m, v, grad, hyper=HYPER, clip=1.0, scratch=scratch), repeats=3),
+        BYTES,
+    )
     return rows
 
 
@@ -234,9 +272,13 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # for filling
     facts: dict[str, Any] = {
-        "date": date.today().isoformat(), "cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if cuda else "none", "params": options.params,
-    }  # fmt: skip
+        "date": date.today().isoformat(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if cuda else "none",
+        "params": options.params,
+    }
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     link = Link() if cuda else None
     if link is not None:

@@ -3,8 +3,9 @@
     python3 benchmarks/regret.py --out found.json --limit 580      # where the GPU is
     python3 benchmarks/regret.py --show found.json                 # the verdict, and the tables of results/
 
-A plan by hand is one of the usual recipes (everything streamed; weights resident and the optimizer on the host; all resident with checkpointing; halves of
-these): the pins of `outsize.prepare`, so memory is as exact as ever and only what was pinned is fixed. Those that do not fit are left out.
+A plan by hand is one of the usual recipes (everything streamed; weights resident and the optimizer on the host; all
+resident with checkpointing; halves of these): the pins of `outsize.prepare`, so memory is as exact as ever and only
+what was pinned is fixed. Those that do not fit are left out.
 """
 
 import argparse
@@ -32,13 +33,32 @@ def recipes(layers: int, chunks: int) -> list[tuple[tuple[str, int], ...]]:
     """By the share of weights and of optimizer state on the GPU, and what layers do with their activations."""
     keep = {"n_swap": 0, "n_checkpoint": 0, "n_offload": 0}
     third = chunks // 3
-    homes = [(0, 0), (chunks, 0), (chunks, chunks), (chunks // 2, 0), (chunks, chunks // 2), (chunks // 2, chunks // 4), (0, third), (third, third)]
+    homes = [
+        (0, 0),
+        (chunks, 0),
+        (chunks, chunks),
+        (chunks // 2, 0),
+        (chunks, chunks // 2),
+        (chunks // 2, chunks // 4),
+        (0, third),
+        (third, third),
+    ]
     ways = [{"n_checkpoint": layers}, {"n_offload": layers}]
-    found = [{"n_persist": weights, "n_optimizer_gpu": optimizer, **keep, **way} for weights, optimizer in homes for way in ways]
+    found = [
+        {"n_persist": weights, "n_optimizer_gpu": optimizer, **keep, **way}
+        for weights, optimizer in homes
+        for way in ways
+    ]
     found += [
         {"n_persist": 0, "n_optimizer_gpu": 0, **keep, "n_checkpoint": layers, "n_buffer": 3},
         {"n_persist": chunks, "n_optimizer_gpu": chunks, **keep},
-        {"n_persist": chunks, "n_optimizer_gpu": 0, **keep, "n_swap": layers // 2, "n_checkpoint": layers - layers // 2},
+        {
+            "n_persist": chunks,
+            "n_optimizer_gpu": 0,
+            **keep,
+            "n_swap": layers // 2,
+            "n_checkpoint": layers - layers // 2,
+        },
     ]
     return [tuple(pins.items()) for pins in found]
 
@@ -83,7 +103,9 @@ def _seconds(row: dict[str, Any]) -> str:
     if "result" not in row:
         return f"{row['case']}: {row['problem'][:90]}"
     result = row["result"]
-    return f"{row['case']}: {result['speed']['median_step_seconds']:.3f} s, planned {result['plan']['step_seconds']:.3f}"
+    return (
+        f"{row['case']}: {result['speed']['median_step_seconds']:.3f} s, planned {result['plan']['step_seconds']:.3f}"
+    )
 
 
 def verdict(found: dict[str, Any]) -> str:
@@ -96,7 +118,10 @@ def verdict(found: dict[str, Any]) -> str:
             continue
         best = min(seconds, key=lambda name: seconds[name])
         behind = chosen / seconds[best] - 1
-        lines.append(f"{setting['setting']}: chosen {chosen:.3f} s; best of {len(seconds)} by hand {seconds[best]:.3f} s ({behind:+.1%}) {best}")
+        lines.append(
+            f"{setting['setting']}: chosen {chosen:.3f} s; best of {len(seconds)} by hand {seconds[best]:.3f} s "
+            f"({behind:+.1%}) {best}"
+        )
     return "\n".join(lines)
 
 
@@ -104,14 +129,27 @@ def markdown(found: dict[str, Any]) -> str:
     """A setting after the other, its plans by hand in the order of their seconds."""
     lines: list[str] = []
     for setting in found["settings"]:
-        ran = [(row["result"]["speed"]["median_step_seconds"], row["result"]["plan"]) for row in setting["rows"] if "result" in row]
+        ran = [
+            (row["result"]["speed"]["median_step_seconds"], row["result"]["plan"])
+            for row in setting["rows"]
+            if "result" in row
+        ]
         (chosen, plan), manual_baselines = ran[0], sorted(ran[1:], key=lambda run: run[0])
         lines += [
-            f"## {setting['setting']}", "",
-            f"Chosen: {chosen:.3f} s a step ({_in_words(plan)}), planned {plan['step_seconds']:.3f}. {len(manual_baselines)} plans by hand ran, "
-            f"{len(setting['rows']) - len(ran)} do not fit.", "", "| by hand | s/step | against the chosen one | planned |", "|---|---|---|---|",
-            *(f"| {_in_words(plan)} | {took:.3f} | {took / chosen - 1:+.1%} | {plan['step_seconds']:.3f} |" for took, plan in manual_baselines), "",
-        ]  # fmt: skip
+            f"## {setting['setting']}",
+            "",
+            f"Chosen: {chosen:.3f} s a step ({_in_words(plan)}), planned {plan['step_seconds']:.3f}. "
+            f"{len(manual_baselines)} plans by hand ran, "
+            f"{len(setting['rows']) - len(ran)} do not fit.",
+            "",
+            "| by hand | s/step | against the chosen one | planned |",
+            "|---|---|---|---|",
+            *(
+                f"| {_in_words(plan)} | {took:.3f} | {took / chosen - 1:+.1%} | {plan['step_seconds']:.3f} |"
+                for took, plan in manual_baselines
+            ),
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -1,7 +1,9 @@
-"""Whole runs of `outsize train` on the GPU at hand, from weights on disk, timing from outside: loss by step, GPU and host memory, seconds.
+"""Whole runs of `outsize train` on the GPU at hand, from weights on disk, timing from outside: loss by step, GPU and
+host memory, seconds.
 
-    PYTHONPATH=src python benchmarks/runs.py full --work /some/disk --out results.json      7B shape: 24 GiB, killed after its save, resumed under 40 GiB
-    PYTHONPATH=src python benchmarks/runs.py lora --work /some/disk --out results.json      8B shape, LoRA: under 8 GiB, and resident
+    PYTHONPATH=src python benchmarks/runs.py full --work /some/disk --out results.json      7B shape: 24 GiB, killed
+    after its save, resumed under 40 GiB PYTHONPATH=src python benchmarks/runs.py lora --work /some/disk --out
+    results.json      8B shape, LoRA: under 8 GiB, and resident
 
 Weights are random, the text is the demo's. Memory is what nvidia-smi and /proc see, not what outsize says.
 """
@@ -30,9 +32,30 @@ from outsize.model.tensorfile import TensorFile
 from outsize.run.demo import byte_tokenizer, read_text
 
 SHAPES = {
-    "7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000),
-    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256),
-    "tiny": dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, vocab_size=512),
+    "7b": dict(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+    ),
+    "8b": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+    "tiny": dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+    ),
 }
 STEP = re.compile(r"step (\d+)/\d+: loss ([\d.naninf]+), ([\d,]+) tokens/s")
 
@@ -40,7 +63,14 @@ STEP = re.compile(r"step (\d+)/\d+: loss ([\d.naninf]+), ([\d,]+) tokens/s")
 def write_model(folder: Path, shape: str) -> None:
     """bf16 safetensors as save_pretrained would write them, one tensor at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False, max_position_embeddings=8192, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    config = LlamaConfig(
+        **SHAPES[shape],
+        tie_word_embeddings=False,
+        max_position_embeddings=8192,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     with init_empty_weights(include_buffers=False):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     files = model_files(model)
@@ -50,7 +80,11 @@ def write_model(folder: Path, shape: str) -> None:
         with TensorFile.create(folder / name, specs, {"format": "pt"}) as file:
             for key, spec in specs.items():
                 norm = key.endswith("norm.weight")
-                value = torch.ones(spec.shape) if norm else torch.randn(spec.shape, generator=generator, device=device) * 0.02
+                value = (
+                    torch.ones(spec.shape)
+                    if norm
+                    else torch.randn(spec.shape, generator=generator, device=device) * 0.02
+                )
                 file.write(key, value.to(spec.dtype))
     byte_tokenizer().save_pretrained(folder)
     write_configs(model, folder, files)
@@ -59,13 +93,18 @@ def write_model(folder: Path, shape: str) -> None:
 def have_model(folder: Path, shape: str) -> None:
     """In a process of its own: what it leaves on the GPU would count as others'."""
     if not (folder / "config.json").exists():
-        subprocess.run([sys.executable, __file__, "write", "--work", str(folder), "--shape", shape, "--out", os.devnull], check=True)
+        subprocess.run(
+            [sys.executable, __file__, "write", "--work", str(folder), "--shape", shape, "--out", os.devnull],
+            check=True,
+        )
 
 
 class Watch:
     """Peak memory of a process, seen from outside, and its lines."""
 
-    def __init__(self, command: list[str], *, kill_after: str | None = None, at_first_step: Callable[[], Any] | None = None):
+    def __init__(
+        self, command: list[str], *, kill_after: str | None = None, at_first_step: Callable[[], Any] | None = None
+    ):
         self.started = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
         self.gpu_mib = self.trial_gpu_mib = self.host_kib = 0
@@ -99,23 +138,44 @@ class Watch:
     def facts(self) -> dict[str, Any]:
         steps = [(round(at, 1), int(m[1]), m[2], m[3]) for at, line in self.lines if (m := STEP.search(line))]
         return {
-            "seconds": round(self.seconds, 1), "returncode": self.returncode, "gpu_gib": round(self.gpu_mib / 1024, 2),
+            "seconds": round(self.seconds, 1),
+            "returncode": self.returncode,
+            "gpu_gib": round(self.gpu_mib / 1024, 2),
             "gpu_gib_before_step_2": round(self.trial_gpu_mib / 1024, 2),
-            "host_gib": round(self.host_kib / 2**20, 1), "steps": steps,
-        }  # fmt: skip
+            "host_gib": round(self.host_kib / 2**20, 1),
+            "steps": steps,
+        }
 
 
 def train(
-    run: Path, *overrides: str, kill_after: str | None = None, at_first_step: Callable[[], Any] | None = None, resume: bool = False
+    run: Path,
+    *overrides: str,
+    kill_after: str | None = None,
+    at_first_step: Callable[[], Any] | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
-    command = [sys.executable, "-m", "outsize.cli.main", "train", str(run), *(x for o in overrides for x in ("--set", o)), *(["--resume"] if resume else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "outsize.cli.main",
+        "train",
+        str(run),
+        *(x for o in overrides for x in ("--set", o)),
+        *(["--resume"] if resume else []),
+    ]
     return Watch(command, kill_after=kill_after, at_first_step=at_first_step).facts()
 
 
 def write_run(work: Path, model: Path, **keys: Any) -> Path:
     (work / "text.txt").write_text(read_text())
     path = work / "run.yaml"
-    base = {"base_model": str(model), "datasets": [str(work / "text.txt")], "output_dir": str(work / "out"), "lr_scheduler": "constant", "seed": 0}
+    base = {
+        "base_model": str(model),
+        "datasets": [str(work / "text.txt")],
+        "output_dir": str(work / "out"),
+        "lr_scheduler": "constant",
+        "seed": 0,
+    }
     path.write_text(yaml.safe_dump({**base, **keys}, sort_keys=False))
     return path
 
@@ -129,33 +189,65 @@ def full(work: Path, shape: str, small: str, large: str) -> dict[str, Any]:
     started = time.perf_counter()
     have_model(work / shape, shape)
     written = time.perf_counter() - started
-    run = write_run(work, work / shape, sequence_len=1024, micro_batch_size=2, max_steps=13, learning_rate=1e-5, save_steps=10, full_determinism=True)
-    # Once the weights are in their homes their files are not needed: the checkpoint holds them again. That is room on a small disk.
-    first = train(run, f"gpu_memory={small}", kill_after="step 12/", at_first_step=lambda: _unlink((work / shape).glob("*.safetensors")))
+    run = write_run(
+        work,
+        work / shape,
+        sequence_len=1024,
+        micro_batch_size=2,
+        max_steps=13,
+        learning_rate=1e-5,
+        save_steps=10,
+        full_determinism=True,
+    )
+    # Once the weights are in their homes their files are not needed: the checkpoint holds them again. That is room on a
+    # small disk.
+    first = train(
+        run,
+        f"gpu_memory={small}",
+        kill_after="step 12/",
+        at_first_step=lambda: _unlink((work / shape).glob("*.safetensors")),
+    )
     left = sorted(p.name for p in (work / "out").iterdir())
     second = train(run, f"gpu_memory={large}", "max_steps=12", "save_strategy=no", "save_steps=null", resume=True)
     exported = {p.name: p.stat().st_size for p in sorted((work / "out").iterdir()) if p.is_file()}
     saved = {p.name: p.stat().st_size for p in sorted((work / "out" / "checkpoint-10").iterdir())}
     same = [s[1:3] for s in first["steps"] if s[1] > 10] == [s[1:3] for s in second["steps"]]
     return {
-        "wrote_model_seconds": round(written, 1), "killed": first, "left": left, "resumed": second, "same_losses": same, "checkpoint": saved,
+        "wrote_model_seconds": round(written, 1),
+        "killed": first,
+        "left": left,
+        "resumed": second,
+        "same_losses": same,
+        "checkpoint": saved,
         "export": exported,
-    }  # fmt: skip
+    }
 
 
 def lora(work: Path, shape: str, small: str, large: str) -> dict[str, Any]:
     have_model(work / shape, shape)
     run = write_run(
-        work, work / shape, sequence_len=2048, micro_batch_size=1, gradient_accumulation_steps=4, max_steps=6, learning_rate=1e-4, save_strategy="no",
-        adapter="lora", lora_r=16, lora_alpha=32, lora_target_linear=True,
-    )  # fmt: skip
+        work,
+        work / shape,
+        sequence_len=2048,
+        micro_batch_size=1,
+        gradient_accumulation_steps=4,
+        max_steps=6,
+        learning_rate=1e-4,
+        save_strategy="no",
+        adapter="lora",
+        lora_r=16,
+        lora_alpha=32,
+        lora_target_linear=True,
+    )
     return {budget: train(run, f"gpu_memory={budget}", f"output_dir={work / budget}") for budget in (small, large)}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("full", "lora", "write"))
-    parser.add_argument("--work", type=Path, required=True, help="A folder with room: a full checkpoint is 12 bytes a parameter.")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="A folder with room: a full checkpoint is 12 bytes a parameter."
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--budgets", nargs=2, metavar=("SMALL", "LARGE"))
@@ -165,8 +257,19 @@ if __name__ == "__main__":
         write_model(asked.work, asked.shape)
         sys.exit()
     print(f"{shutil.disk_usage(asked.work).free / 2**30:.1f} GiB free, {os.cpu_count()} cores", flush=True)
-    run_it, shape, budgets = (full, "7b", ("24GiB", "40GiB")) if asked.what == "full" else (lora, "8b", ("8GiB", "100GiB"))
+    run_it, shape, budgets = (
+        (full, "7b", ("24GiB", "40GiB")) if asked.what == "full" else (lora, "8b", ("8GiB", "100GiB"))
+    )
     result = run_it(asked.work, asked.shape or shape, *(asked.budgets or budgets))
-    gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.strip() if shutil.which("nvidia-smi") else "none"
-    asked.out.write_text(json.dumps({"what": asked.what, "gpu": gpu, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), **result}, indent=1))
+    gpu = (
+        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.strip()
+        if shutil.which("nvidia-smi")
+        else "none"
+    )
+    asked.out.write_text(
+        json.dumps(
+            {"what": asked.what, "gpu": gpu, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), **result},
+            indent=1,
+        )
+    )
     print(json.dumps(result)[:2000])

@@ -2,9 +2,9 @@
 
     python3 benchmarks/side_by_side.py --out found.json --cases 3b-24,3b-24-clip,7b-24 --peers --limit 580
 
-Ours is `outsize bench`. The peers are those of carry/bench/peers.py (laid out by ../shared/bench/make_site.sh), started as its own `all` does.
-Compare ratios of one run; absolute figures move from machine to machine. JSON is written after every process, so a run that is cut off loses little.
-Standard library only: the machine with the GPU has no network.
+Ours is `outsize bench`. The peers are those of carry/bench/peers.py (laid out by ../shared/bench/make_site.sh), started
+as its own `all` does. Compare ratios of one run; absolute figures move from machine to machine. JSON is written after
+every process, so a run that is cut off loses little. Standard library only: the machine with the GPU has no network.
 """
 
 import argparse
@@ -48,11 +48,15 @@ class Case:
 
 CASES = {
     "3b-24": Case(model="llama-3b", gpu_gib=24, against=OFFLOADING, least_ratio=2.5, seconds=60),
-    "3b-24-clip": Case(model="llama-3b", gpu_gib=24, clip=1.0, against=OFFLOADING, least_ratio=2.0, seconds=60),  # peers do not clip: the same figure
+    "3b-24-clip": Case(
+        model="llama-3b", gpu_gib=24, clip=1.0, against=OFFLOADING, least_ratio=2.0, seconds=60
+    ),  # peers do not clip: the same figure
     "3b-48": Case(model="llama-3b", gpu_gib=48, against="gc", least_ratio=1.0, seconds=60),
     "7b-24": Case(model="llama-7b", gpu_gib=24, against=OFFLOADING, least_ratio=2.0, seconds=100),
     "7b-24-32k": Case(model="llama-7b", gpu_gib=24, rows=32, against="gc", least_ratio=0.95, seconds=130),
-    "1b-resident": Case(model="llama-1b", gpu_gib=None, update="after-step", against="plain", least_ratio=1.0, seconds=70),
+    "1b-resident": Case(
+        model="llama-1b", gpu_gib=None, update="after-step", against="plain", least_ratio=1.0, seconds=70
+    ),
     "8b-24": Case(model="llama-8b", gpu_gib=24, most_host=12.5, seconds=120),
     "8b-24-clip": Case(model="llama-8b", gpu_gib=24, clip=1.0, most_host=14.5, seconds=120),
 }
@@ -65,7 +69,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--peers", action="store_true", help="run them too")
-    parser.add_argument("--offloaders", default="fsdp2", help="peers that offload, of fsdp2, ds2, ds3: the fastest counts")
+    parser.add_argument(
+        "--offloaders", default="fsdp2", help="peers that offload, of fsdp2, ds2, ds3: the fastest counts"
+    )
     parser.add_argument("--peers-file", type=Path, default=ROOT / "carry" / "bench" / "peers.py")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -91,20 +97,32 @@ class Run:
         self.peers: dict[str, dict[str, Any]] = {}
         """By what they were asked for: cases of one shape share them."""
         self.found: dict[str, Any] = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": sys.argv, "python": platform.python_version(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "python": platform.python_version(),
             "cases": {},
-        }  # fmt: skip
+        }
 
     @property
     def left(self) -> float:
         return self.args.limit - (time.monotonic() - self.started)
 
     def case(self, name: str, case: Case) -> None:
-        row: dict[str, Any] = {"ours": self.ours(name, case), "peers": {}, "target": {"ratio": case.least_ratio, "host_bytes_per_param": case.most_host}}
+        row: dict[str, Any] = {
+            "ours": self.ours(name, case),
+            "peers": {},
+            "target": {"ratio": case.least_ratio, "host_bytes_per_param": case.most_host},
+        }
         self.found["cases"][name] = row
         self.write()
         if self.args.peers:
-            for peer in self.args.offloaders.split(",") if case.against == OFFLOADING else [case.against] if case.against in PEER_SECONDS else []:
+            for peer in (
+                self.args.offloaders.split(",")
+                if case.against == OFFLOADING
+                else [case.against]
+                if case.against in PEER_SECONDS
+                else []
+            ):
                 row["peers"][peer] = self.peer(peer, case)
                 self.write()
         row["verdict"] = verdict(case, row)
@@ -116,12 +134,27 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
             command = [
-                sys.executable, "-m", "outsize.cli.main", "bench", "--model", case.model, "--micro-batch", str(case.rows), "--seq", str(case.seq),
-                "--steps", str(self.args.steps), "--warm-up", str(self.args.warm_up), "--json", str(out),
-                *(["--gpu-memory", f"{case.gpu_gib}GiB"] if case.gpu_gib else []), *(["--clip", str(case.clip)] if case.clip else []),
+                sys.executable,
+                "-m",
+                "outsize.cli.main",
+                "bench",
+                "--model",
+                case.model,
+                "--micro-batch",
+                str(case.rows),
+                "--seq",
+                str(case.seq),
+                "--steps",
+                str(self.args.steps),
+                "--warm-up",
+                str(self.args.warm_up),
+                "--json",
+                str(out),
+                *(["--gpu-memory", f"{case.gpu_gib}GiB"] if case.gpu_gib else []),
+                *(["--clip", str(case.clip)] if case.clip else []),
                 *(["--update", case.update] if case.update else []),
                 *(["--compare", "plain"] if case.against == "plain" else []),
-            ]  # fmt: skip
+            ]
             code, lines, seconds = self.run(f"{name}: ours", command, {"PYTHONPATH": str(ROOT / "src")})
             if self.args.verbose and not code:
                 print("\n".join(lines), flush=True)
@@ -129,14 +162,27 @@ class Run:
             found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         if code:
             print("\n".join(f"    {line}" for line in lines[-25:]), flush=True)
-            found["problem"] = "out of time" if code == 124 else f"exit code {code}: {lines[-1] if lines else 'it said nothing'}"
+            found["problem"] = (
+                "out of time" if code == 124 else f"exit code {code}: {lines[-1] if lines else 'it said nothing'}"
+            )
         return {**found, "process_seconds": seconds}
 
     def peer(self, peer: str, case: Case) -> dict[str, Any]:
         shape = case.model.replace("-", "")
         # A resident run has the whole card, whatever ours is held to.
         budget = (case.gpu_gib or 0) if peer in self.args.offloaders.split(",") else 0
-        asked = ["--model", shape, "--budget", str(budget), "--bs", str(case.rows), "--seq", str(case.seq), "--steps", "6"]
+        asked = [
+            "--model",
+            shape,
+            "--budget",
+            str(budget),
+            "--bs",
+            str(case.rows),
+            "--seq",
+            str(case.seq),
+            "--steps",
+            "6",
+        ]
         key = " ".join([peer, *asked])
         if key not in self.peers:
             always, each = PEER_SECONDS[peer]
@@ -151,8 +197,13 @@ class Run:
                 self.peers[key] = {**json.loads(results[-1].removeprefix("RESULT ")), "process_seconds": seconds}
             else:
                 print("\n".join(f"    {line}" for line in lines[-8:]), flush=True)
-                problem = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "it said nothing")
-                self.peers[key] = {"problem": "out of time" if code == 124 else f"exit code {code}: {problem[-300:]}", "process_seconds": seconds}
+                problem = next(
+                    (line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "it said nothing"
+                )
+                self.peers[key] = {
+                    "problem": "out of time" if code == 124 else f"exit code {code}: {problem[-300:]}",
+                    "process_seconds": seconds,
+                }
         return self.peers[key]
 
     def run(self, what: str, command: list[str], env: dict[str, str]) -> tuple[int, list[str], float]:
@@ -161,7 +212,14 @@ class Run:
         begin = time.monotonic()
         # A session of its own: what it starts in turn ends with it, and leaves the GPU to the next.
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
         try:
             text, _ = process.communicate(timeout=max(1.0, self.left))
@@ -196,7 +254,13 @@ def verdict(case: Case, row: dict[str, Any]) -> dict[str, Any]:
         met = ratio >= case.least_ratio
     elif case.most_host is not None and host is not None:
         met = host <= case.most_host
-    return {"against": name, "their_tokens_per_second": theirs, "ratio": ratio, "host_bytes_per_param": host, "met": met}
+    return {
+        "against": name,
+        "their_tokens_per_second": theirs,
+        "ratio": ratio,
+        "host_bytes_per_param": host,
+        "met": met,
+    }
 
 
 def rival(case: Case, row: dict[str, Any]) -> tuple[str, float | None]:
@@ -209,7 +273,23 @@ def rival(case: Case, row: dict[str, Any]) -> tuple[str, float | None]:
 
 
 def table(found: dict[str, Any]) -> str:
-    cells = [("case", "tokens/s", "s/step", "planned", "× limit", "GPU GiB", "host GiB", "B/param", "against", "tokens/s", "ratio", "target", "")]
+    cells = [
+        (
+            "case",
+            "tokens/s",
+            "s/step",
+            "planned",
+            "× limit",
+            "GPU GiB",
+            "host GiB",
+            "B/param",
+            "against",
+            "tokens/s",
+            "ratio",
+            "target",
+            "",
+        )
+    ]
     for name, row in found["cases"].items():
         ours, end, target = row["ours"], row["verdict"], row["target"]
         if "speed" not in ours:
@@ -217,15 +297,31 @@ def table(found: dict[str, Any]) -> str:
             continue
         memory = ours["memory"]
         wanted = f"≥ {target['ratio']:g}" if target["ratio"] is not None else f"≤ {target['host_bytes_per_param']:g} B"
-        cells.append((
-            name, f"{ours['speed']['tokens_per_second']:,.0f}", f"{ours['speed']['median_step_seconds']:.3f}", f"{ours['plan']['step_seconds']:.3f}",
-            f"{ours['limit_ratio']:.2f}", gib(memory["gpu_peak_bytes"]), gib(memory["host_peak_bytes"]), f"{memory['host_bytes_per_param']:.2f}",
-            end["against"], f"{end['their_tokens_per_second']:,.0f}" if end["their_tokens_per_second"] else "",
-            f"{end['ratio']:.2f}" if end["ratio"] else "", wanted, {True: "met", False: "MISSED", None: ""}[end["met"]],
-        ))  # fmt: skip
+        cells.append(
+            (
+                name,
+                f"{ours['speed']['tokens_per_second']:,.0f}",
+                f"{ours['speed']['median_step_seconds']:.3f}",
+                f"{ours['plan']['step_seconds']:.3f}",
+                f"{ours['limit_ratio']:.2f}",
+                gib(memory["gpu_peak_bytes"]),
+                gib(memory["host_peak_bytes"]),
+                f"{memory['host_bytes_per_param']:.2f}",
+                end["against"],
+                f"{end['their_tokens_per_second']:,.0f}" if end["their_tokens_per_second"] else "",
+                f"{end['ratio']:.2f}" if end["ratio"] else "",
+                wanted,
+                {True: "met", False: "MISSED", None: ""}[end["met"]],
+            )
+        )
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     left = (0, 8, len(widths) - 1)
-    lines = ["  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in cells]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
     return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:]])
 
 

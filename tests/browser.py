@@ -1,4 +1,6 @@
-"""A real browser for tests of pages: headless Chromium over its DevTools protocol, through a pair of pipes. Needs no package beside it."""
+"""A real browser for tests of pages: headless Chromium over its DevTools protocol, through a pair of pipes. Needs no
+package beside it.
+"""
 
 import base64
 import fcntl
@@ -17,9 +19,18 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 PATIENCE_SECONDS = 60.0
 
 
@@ -27,7 +38,10 @@ def find_chromium() -> str:
     for name in NAMES:
         if path := shutil.which(name):
             return path
-    raise AssertionError("The report page is tested in a real browser, and there is no Chromium here. Install it: apt-get install chromium (or `make browser`)")
+    raise AssertionError(
+        "The report page is tested in a real browser, and there is no Chromium here. Install it: apt-get install "
+        "chromium (or `make browser`)"
+    )
 
 
 class Tab:
@@ -61,8 +75,13 @@ class Tab:
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
         self.settle()
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
@@ -76,7 +95,9 @@ class Tab:
         self.settle()
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
+        )
 
 
 class Browser:
@@ -130,15 +151,30 @@ def chromium() -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(prefix="outsize-browser-", ignore_cleanup_errors=True) as home:
         to_read, commands = os.pipe()
         answers, to_write = os.pipe()
-        # Chromium reads from 3 and writes to 4, so the shell moves our ends there; from 10 on, no two of them can be in each other's way.
+        # Chromium reads from 3 and writes to 4, so the shell moves our ends there; from 10 on, no two of them can be in
+        # each other's way.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, to_write)]
         os.close(to_read)
         os.close(to_write)
         move = 'in=$1 out=$2; shift 2; exec "$@" 3<&"$in" 4>&"$out"'
         process = subprocess.Popen(
-            ["bash", "-c", move, "bash", *map(str, ends), program, *FLAGS, f"--user-data-dir={home}/profile", "about:blank"],
-            pass_fds=ends, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "HOME": home},
-        )  # fmt: skip
+            [
+                "bash",
+                "-c",
+                move,
+                "bash",
+                *map(str, ends),
+                program,
+                *FLAGS,
+                f"--user-data-dir={home}/profile",
+                "about:blank",
+            ],
+            pass_fds=ends,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "HOME": home},
+        )
         for end in ends:
             os.close(end)
         try:

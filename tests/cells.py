@@ -1,8 +1,9 @@
 """Runs one way of training a zoo model under a hand-made plan, and the plain loop it must equal to the bit.
 
-A `Cell` is one such way: the kind of model, what lives where, what layers do with their activations, and how the loop trains. `run` trains it
-through the engine, `expected` by a plain loop with the reference optimizer. Plain outcomes are kept per process, and traces in the session's profile
-cache as well (conftest.py): many cells share them, and tracing takes longer than the training. The model itself is built anew for every cell.
+A `Cell` is one such way: the kind of model, what lives where, what layers do with their activations, and how the loop
+trains. `run` trains it through the engine, `expected` by a plain loop with the reference optimizer. Plain outcomes are
+kept per process, and traces in the session's profile cache as well (conftest.py): many cells share them, and tracing
+takes longer than the training. The model itself is built anew for every cell.
 """
 
 import contextlib
@@ -46,41 +47,86 @@ Decide = Callable[[BlockGraph, ChunkLayout, ModelTrace], Decision]
 
 
 def uniform(
-    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, strategy: Strategy = "keep", weights: str = "gpu", optimizer: str = "gpu", depth: int = 1,
+    graph: BlockGraph,
+    layout: ChunkLayout,
+    trace: ModelTrace,
+    *,
+    strategy: Strategy = "keep",
+    weights: str = "gpu",
+    optimizer: str = "gpu",
+    depth: int = 1,
     host_update_interval: int = 2,
-) -> Decision:  # fmt: skip
-    """The same for every chunk and every layer that can have it. With updates in backward, those of every second chunk come after it."""
+) -> Decision:
+    """The same for every chunk and every layer that can have it. With updates in backward, those of every second chunk
+    come after it.
+    """
     homes = tuple(Homes(weights=weights, optimizer=optimizer if c.trainable else weights) for c in layout.chunks)  # type: ignore[arg-type]
     strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.calls)))
     return Decision(homes=homes, strategies=strategies, depth=depth, host_update_interval=host_update_interval)  # type: ignore[arg-type]
 
 
 def make_plan(
-    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, device: Device, decision: Decision, step_config: StepConfig, budget: int | None = 16 * GiB
+    graph: BlockGraph,
+    layout: ChunkLayout,
+    trace: ModelTrace,
+    device: Device,
+    decision: Decision,
+    step_config: StepConfig,
+    budget: int | None = 16 * GiB,
 ) -> Plan:
     """`budget` None: exactly what the plan says it needs."""
     work = trace.works(decision.strategies)
     place = Placement(graph, layout, decision, step_config, work, trace.shared)
     estimate = simulate(place, compile_schedule(place), device.spec, held_bytes=trace.held_bytes)
     return Plan(
-        format=FORMAT, graph=fingerprint(graph), hardware=device.spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, step_config=step_config, decision=decision,
-        work=work, held_bytes=trace.held_bytes, shared=trace.shared, gpu_budget_bytes=estimate.gpu_bytes if budget is None else budget,
-        host_budget_bytes=16 * GiB, estimate=estimate, provenance=trace.provenance, search="by hand",
-    )  # fmt: skip
+        format=FORMAT,
+        graph=fingerprint(graph),
+        hardware=device.spec.name,
+        chunk_bytes=layout.chunk_bytes,
+        inputs=trace.inputs,
+        step_config=step_config,
+        decision=decision,
+        work=work,
+        held_bytes=trace.held_bytes,
+        shared=trace.shared,
+        gpu_budget_bytes=estimate.gpu_bytes if budget is None else budget,
+        host_budget_bytes=16 * GiB,
+        estimate=estimate,
+        provenance=trace.provenance,
+        search="by hand",
+    )
 
 
 def prepare_by_hand(
-    model: nn.Module, batch: Any, *, spec: AdamW, device: str | Device = "cpu", accumulate: int = 1, chunk_bytes: int = CHUNK_BYTES,
-    budget: int | None = 16 * GiB, traced: Traced | None = None, **how: Any,
-) -> Engine:  # fmt: skip
-    """An engine under a plan that no search made: `decision=` (a Decision, or a function that makes one), or what `uniform` takes."""
+    model: nn.Module,
+    batch: Any,
+    *,
+    spec: AdamW,
+    device: str | Device = "cpu",
+    accumulate: int = 1,
+    chunk_bytes: int = CHUNK_BYTES,
+    budget: int | None = 16 * GiB,
+    traced: Traced | None = None,
+    **how: Any,
+) -> Engine:
+    """An engine under a plan that no search made: `decision=` (a Decision, or a function that makes one), or what
+    `uniform` takes.
+    """
     where = choose_device(device)
     layers = find_layers(model)
     graph, trace = traced or cache.traced(model, batch, layers, where)
     layout = pack(graph, chunk_bytes)
     step_config = StepConfig(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)
-    plan = make_plan(graph, layout, trace, where, decision(graph, layout, trace) if callable(decision) else decision, step_config, budget)
+    plan = make_plan(
+        graph,
+        layout,
+        trace,
+        where,
+        decision(graph, layout, trace) if callable(decision) else decision,
+        step_config,
+        budget,
+    )
 
     def planner(model: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
         raise AssertionError("a hand-made plan is not made again")
@@ -90,7 +136,9 @@ def prepare_by_hand(
 
 @contextlib.contextmanager
 def closing(engine: Engine) -> Iterator[Engine]:
-    """Detach at the end, also of an engine that stopped in the middle of a pass: its dispatch modes must not outlive the test."""
+    """Detach at the end, also of an engine that stopped in the middle of a pass: its dispatch modes must not outlive
+    the test.
+    """
     try:
         yield engine
     finally:
@@ -113,12 +161,23 @@ def batches(name: str, count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], *, steps: int, accumulate: int, engine: Engine | None = None, declare: bool = False,
-    autocast: bool = False, autocast_cache: bool = True, schedule: Callable[[int], float] | None = None, after: Callable[[str], None] = lambda what: None,
-) -> Outcome:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: list[Any],
+    *,
+    steps: int,
+    accumulate: int,
+    engine: Engine | None = None,
+    declare: bool = False,
+    autocast: bool = False,
+    autocast_cache: bool = True,
+    schedule: Callable[[int], float] | None = None,
+    after: Callable[[str], None] = lambda what: None,
+) -> Outcome:
     """The loop of every test. `out` lives until the next forward returns, which is what plans count with.
 
-    `schedule`: factor of the learning rate by step. `after` is called with `forward`, `backward` and `step` after each of them.
+    `schedule`: factor of the learning rate by step. `after` is called with `forward`, `backward` and `step` after each
+    of them.
     """
     torch.manual_seed(1234)
     losses, norms = [], []
@@ -126,11 +185,19 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if schedule is not None else None
     for _ in range(steps):
         for micro in range(accumulate):
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=autocast_cache) if autocast else contextlib.nullcontext():
+            with (
+                torch.autocast("cpu", torch.bfloat16, cache_enabled=autocast_cache)
+                if autocast
+                else contextlib.nullcontext()
+            ):
                 out = model(**next(feed))
             after("forward")
             loss = out.loss / accumulate if accumulate > 1 else out.loss
-            with engine.last_backward() if declare and engine is not None and micro == accumulate - 1 else contextlib.nullcontext():
+            with (
+                engine.last_backward()
+                if declare and engine is not None and micro == accumulate - 1
+                else contextlib.nullcontext()
+            ):
                 loss.backward()
             losses.append(float(out.loss.detach()))
             after("backward")
@@ -144,15 +211,25 @@ def train(
     weights = {n: v.detach().clone() for n, v in model.state_dict().items() if n in names}
     saved = optimizer.state_dict()
     order = [n for group in saved["param_groups"] for n in group["param_names"]]
-    state = {order[i]: {k: torch.as_tensor(v).detach().clone() for k, v in s.items()} for i, s in saved["state"].items()}
+    state = {
+        order[i]: {k: torch.as_tensor(v).detach().clone() for k, v in s.items()} for i, s in saved["state"].items()
+    }
     return Outcome(losses, norms, weights, state)
 
 
-def plain(model: nn.Module, data: list[Any], *, spec: AdamW, steps: int = STEPS, accumulate: int = 1, **how: Any) -> Outcome:
+def plain(
+    model: nn.Module, data: list[Any], *, spec: AdamW, steps: int = STEPS, accumulate: int = 1, **how: Any
+) -> Outcome:
     reference = Reference(
-        spec.param_groups(model.named_parameters()), lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay,
-        max_grad_norm=spec.max_grad_norm, nonfinite=spec.nonfinite, fp32_grads=spec.fp32_grads,
-    )  # fmt: skip
+        spec.param_groups(model.named_parameters()),
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
+        max_grad_norm=spec.max_grad_norm,
+        nonfinite=spec.nonfinite,
+        fp32_grads=spec.fp32_grads,
+    )
     return train(model, reference, data, steps=steps, accumulate=accumulate, **how)
 
 
@@ -187,12 +264,22 @@ class Cell:
     clip: bool = False
     accumulate: int = 1
     update: Literal["after_step", "declared", "in_backward"] = "after_step"
-    """`declared`: the loop declares its last backward though the plan does not count on it; `in_backward`: the plan does."""
+    """`declared`: the loop declares its last backward though the plan does not count on it; `in_backward`: the plan
+    does.
+    """
     fp32_grads: bool = False
     autocast: bool = False
 
     def __str__(self) -> str:
-        words = [self.kind, self.dtype, self.strategy, f"{self.weights}/{self.optimizer}", f"depth{self.depth}", f"accumulate{self.accumulate}", self.update]
+        words = [
+            self.kind,
+            self.dtype,
+            self.strategy,
+            f"{self.weights}/{self.optimizer}",
+            f"depth{self.depth}",
+            f"accumulate{self.accumulate}",
+            self.update,
+        ]
         words += ["tied" if self.tied else "untied"] if self.tied is not None else []
         words += [f"frozen_{self.frozen}"] if self.frozen != "none" else []
         return "-".join(words + [name for name in ("clip", "fp32_grads", "autocast") if getattr(self, name)])
@@ -205,9 +292,12 @@ class Cell:
     def spec(self) -> AdamW:
         # A large rate: weights must move by much more than a rounding in three steps.
         return AdamW(
-            lr=1e-2, weight_decay=0.1, max_grad_norm=MAX_GRAD_NORM if self.clip else None, fp32_grads=self.fp32_grads,
+            lr=1e-2,
+            weight_decay=0.1,
+            max_grad_norm=MAX_GRAD_NORM if self.clip else None,
+            fp32_grads=self.fp32_grads,
             update="in_backward" if self.update == "in_backward" else "after_step",
-        )  # fmt: skip
+        )
 
     def model(self) -> nn.Module:
         model = zoo.make(self.kind, self.torch_dtype, self.tied)
@@ -216,7 +306,9 @@ class Cell:
         return model
 
     def traced(self, device: str | Device = "cpu") -> Traced:
-        """Of a model that is the cell's but another one than is trained. On `sim`, which does not time, also for the CPU: bytes are the same there."""
+        """Of a model that is the cell's but another one than is trained. On `sim`, which does not time, also for the
+        CPU: bytes are the same there.
+        """
         where = choose_device(device)
         if where.kind == "cpu":
             where = SimDevice(lookup("1GiB"))
@@ -247,15 +339,25 @@ def prepare(cell: Cell, device: str | Device = "cpu", **how: Any) -> Engine:
     if "decision" not in how:
         how |= {"strategy": cell.strategy, "weights": cell.weights, "optimizer": cell.optimizer, "depth": cell.depth}
     how.setdefault("spec", cell.spec)
-    return prepare_by_hand(cell.model(), zoo.batch(cell.kind), device=device, accumulate=cell.accumulate, traced=cell.traced(device), **how)
+    return prepare_by_hand(
+        cell.model(), zoo.batch(cell.kind), device=device, accumulate=cell.accumulate, traced=cell.traced(device), **how
+    )
 
 
 def train_cell(cell: Cell, engine: Engine, *, steps: int = STEPS, **how: Any) -> Outcome:
     data = batches(cell.kind, 3)
     declare = cell.update != "after_step"
     return train(
-        engine.model, engine.optimizer, data, steps=steps, accumulate=cell.accumulate, engine=engine, declare=declare, autocast=cell.autocast, **how
-    )  # fmt: skip
+        engine.model,
+        engine.optimizer,
+        data,
+        steps=steps,
+        accumulate=cell.accumulate,
+        engine=engine,
+        declare=declare,
+        autocast=cell.autocast,
+        **how,
+    )
 
 
 def run(cell: Cell, device: str | Device = "cpu", *, steps: int = STEPS, **how: Any) -> Outcome:
@@ -274,6 +376,13 @@ def expected(cell: Cell, *, steps: int = STEPS) -> Outcome:
 
 @functools.cache
 def _plain_once(cell: Cell, steps: int) -> Outcome:
-    outcome = plain(cell.model(), batches(cell.kind, 3), spec=cell.spec, steps=steps, accumulate=cell.accumulate, autocast=cell.autocast)
+    outcome = plain(
+        cell.model(),
+        batches(cell.kind, 3),
+        spec=cell.spec,
+        steps=steps,
+        accumulate=cell.accumulate,
+        autocast=cell.autocast,
+    )
     assert not cell.clip or max(outcome.norms) > MAX_GRAD_NORM, "clipping must clip, or it is not tested"
     return outcome

@@ -20,7 +20,8 @@ torch.set_num_threads(1)
 try:
     from hypothesis import settings
 except ImportError:
-    # A GPU box where nothing can be installed. `pytest -m gpu` imports every file it collects, so those that need hypothesis are left out, and it says so.
+    # A GPU box where nothing can be installed. `pytest -m gpu` imports every file it collects, so those that need
+    # hypothesis are left out, and it says so.
     HAS_HYPOTHESIS = False
 else:
     HAS_HYPOTHESIS = True
@@ -35,7 +36,9 @@ _FOLDER = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """All processes of a session share one profile cache, which is empty when it starts: most of the time of many tests would be the same profiles."""
+    """All processes of a session share one profile cache, which is empty when it starts: most of the time of many tests
+    would be the same profiles.
+    """
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         os.environ["OUTSIZE_CACHE"] = worker[_CACHE]
@@ -58,20 +61,29 @@ def _profiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    if not HAS_HYPOTHESIS and collection_path.suffix == ".py" and "from hypothesis" in collection_path.read_text() and collection_path != Path(__file__):
+    if (
+        not HAS_HYPOTHESIS
+        and collection_path.suffix == ".py"
+        and "from hypothesis" in collection_path.read_text()
+        and collection_path != Path(__file__)
+    ):
         return True
     return None  # leaves the decision to pytest
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays. `prepare` collects garbage, and would look at half a million of these objects each time."""
+    """What was imported stays. `prepare` collects garbage, and would look at half a million of these objects
+    each time.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_report_header() -> list[str]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, tests marked gpu are skipped"
-    return [f"torch {torch.__version__}, GPU: {gpu}"] + ([] if HAS_HYPOTHESIS else ["hypothesis is not installed: files with property tests are left out"])
+    return [f"torch {torch.__version__}, GPU: {gpu}"] + (
+        [] if HAS_HYPOTHESIS else ["hypothesis is not installed: files with property tests are left out"]
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

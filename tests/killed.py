@@ -1,8 +1,8 @@
-"""A run that can be killed, in a process of its own: `python tests/killed.py run.yaml record.jsonl --at 7` (or `--in-save 25`, `--set key=value`).
-One that is not to be killed may go in the caller's: `main([...])`.
+"""A run that can be killed, in a process of its own: `python tests/killed.py run.yaml record.jsonl --at 7` (or
+`--in-save 25`, `--set key=value`). One that is not to be killed may go in the caller's: `main([...])`.
 
-Writes a line for every micro-batch (step, token ids) and for every logged loss. Killing is SIGKILL to itself: at the end of a step, or
-at the third `fsync` of a save, when files are written and the folder is not yet there.
+Writes a line for every micro-batch (step, token ids) and for every logged loss. Killing is SIGKILL to itself: at the
+end of a step, or at the third `fsync` of a save, when files are written and the folder is not yet there.
 """
 
 import argparse

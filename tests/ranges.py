@@ -20,10 +20,35 @@ HYPERS = {
     "no memory": Hyper.at(lr=10.0, betas=(0.0, 0.0), eps=1e-38, weight_decay=0.05, step=1),
 }
 EDGES = (
-    0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x807FFFFF, 0x800000, 0x80800000, 0x3F800000, 0xBF800000, 0x3F7FFFFF, 0x3F800001, 0x3F808000, 0x7F7FFFFF,
-    0xFF7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0x7FFF8000,
-    0xFF800001, 0xFFC00000, 0xFFFF8000, 0xFFFFFFFF,
-)  # fmt: skip
+    0,
+    0x80000000,
+    1,
+    0x80000001,
+    0x7FFFFF,
+    0x807FFFFF,
+    0x800000,
+    0x80800000,
+    0x3F800000,
+    0xBF800000,
+    0x3F7FFFFF,
+    0x3F800001,
+    0x3F808000,
+    0x7F7FFFFF,
+    0xFF7FFFFF,
+    0x7F7F8000,
+    0x7F7F7FFF,
+    0x7F800000,
+    0xFF800000,
+    0x7F800001,
+    0x7FC00000,
+    0x7FC00001,
+    0x7FFFFFFF,
+    0x7FFF8000,
+    0xFF800001,
+    0xFFC00000,
+    0xFFFF8000,
+    0xFFFFFFFF,
+)
 """Zeros, denormals, ones, the largest, infinities, NaN of several payloads."""
 
 
@@ -36,14 +61,22 @@ class Range:
     grad: Tensor
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Range":
-        return Range(change(self.weight), None if self.lo is None else change(self.lo), change(self.m), change(self.v), change(self.grad))
+        return Range(
+            change(self.weight),
+            None if self.lo is None else change(self.lo),
+            change(self.m),
+            change(self.v),
+            change(self.grad),
+        )
 
     def state(self) -> dict[str, Tensor]:
         return {"weight": self.weight, **({} if self.lo is None else {"lo": self.lo}), "m": self.m, "v": self.v}
 
 
 def adversarial(numel: int, *, weight: torch.dtype, grad: torch.dtype, seed: int = 0) -> Range:
-    """A quarter of all bit patterns, a quarter as in training, a quarter of every exponent, the rest denormals and edges; each tensor in its own order."""
+    """A quarter of all bit patterns, a quarter as in training, a quarter of every exponent, the rest denormals and
+    edges; each tensor in its own order.
+    """
     rng = torch.Generator().manual_seed(seed)
 
     def any_bits(below: int = 2**32) -> Tensor:
@@ -51,7 +84,11 @@ def adversarial(numel: int, *, weight: torch.dtype, grad: torch.dtype, seed: int
 
     def fp32() -> Tensor:
         edges = as_fp32(torch.tensor(EDGES))[torch.randint(len(EDGES), (numel,), generator=rng)]
-        kinds = [any_bits(), torch.randn(numel, generator=rng) * 0.02, torch.randn(numel, generator=rng) * any_bits(0x7F000000)]
+        kinds = [
+            any_bits(),
+            torch.randn(numel, generator=rng) * 0.02,
+            torch.randn(numel, generator=rng) * any_bits(0x7F000000),
+        ]
         kinds += [torch.where(torch.rand(numel, generator=rng) < 0.5, any_bits(2**23), edges)]
         return torch.stack(kinds).gather(0, torch.randint(4, (1, numel), generator=rng))[0]
 
@@ -62,7 +99,9 @@ def adversarial(numel: int, *, weight: torch.dtype, grad: torch.dtype, seed: int
     def of(dtype: torch.dtype) -> Tensor:
         if dtype == torch.float32:
             return fp32()
-        return torch.where(torch.rand(numel, generator=rng) < 0.5, half(), fp32().bfloat16().view(torch.int16)).view(torch.bfloat16)
+        return torch.where(torch.rand(numel, generator=rng) < 0.5, half(), fp32().bfloat16().view(torch.int16)).view(
+            torch.bfloat16
+        )
 
     gradient = half().view(torch.bfloat16) if grad == torch.bfloat16 else fp32()
     v = fp32()
@@ -99,7 +138,9 @@ def step(state: Range, hyper: Hyper, clip: float | Tensor, *, piece: int = 10_00
 
 
 def num_different(a: Tensor, b: Tensor) -> int:
-    """Elements with other bits. NaNs compare as NaN, since their payload is no one's promise; but a split master has one NaN only."""
+    """Elements with other bits. NaNs compare as NaN, since their payload is no one's promise; but a split master has
+    one NaN only.
+    """
     assert a.dtype == b.dtype and a.shape == b.shape
     ints = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int16: torch.int16}[a.dtype]
     same = a.view(ints) == b.view(ints)

@@ -1,7 +1,7 @@
 """Models that exist as numbers alone: graphs, traces and machines for tests of the planner. No torch.
 
-`make_graph` and `make_trace` give a decoder of plausible proportions; `random_case` an odd small one (uneven blocks, tied and frozen
-parameters, strategies missing here and there), the same for the same seed.
+`make_graph` and `make_trace` give a decoder of plausible proportions; `random_case` an odd small one (uneven blocks,
+tied and frozen parameters, strategies missing here and there), the same for the same seed.
 """
 
 import dataclasses
@@ -21,11 +21,16 @@ from outsize.profile.trace import ModelTrace
 MACHINE = lookup("64MiB")
 
 NOTHING = Work(
-    forward_seconds=0.0, backward_seconds=0.0, forward_peak_bytes=0, forward_delta_bytes=0, backward_peak_bytes=0, backward_delta_bytes=0,
-    sent_bytes=0, released_bytes=0,
-)  # fmt: skip
+    forward_seconds=0.0,
+    backward_seconds=0.0,
+    forward_peak_bytes=0,
+    forward_delta_bytes=0,
+    backward_peak_bytes=0,
+    backward_delta_bytes=0,
+    sent_bytes=0,
+    released_bytes=0,
+)
 """A call that costs nothing: tests replace what they are about."""
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +45,39 @@ class Case:
         work = self.trace.works(decision.strategies)
         return Placement(self.graph, self.layout, decision, self.step_config, work, self.trace.shared)
 
-    def decide(self, homes: str | list[str] = "gpu/gpu", strategies: str | list[str] = "keep", depth: int = 0, host_update_interval: int = 1) -> Decision:
+    def decide(
+        self,
+        homes: str | list[str] = "gpu/gpu",
+        strategies: str | list[str] = "keep",
+        depth: int = 0,
+        host_update_interval: int = 1,
+    ) -> Decision:
         """`homes` per chunk or for all (`host/gpu`: weights/optimizer); `strategies` per call or for all layers."""
         per_chunk = [homes] * len(self.layout.chunks) if isinstance(homes, str) else homes
         if isinstance(strategies, str):
-            strategies = [strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.calls))]
+            strategies = [
+                strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.calls))
+            ]
         split = [text.split("/") for text in per_chunk]
         pairs = [(w, o if chunk.trainable else w) for (w, o), chunk in zip(split, self.layout.chunks, strict=True)]
         both = tuple(Homes(weights=w, optimizer=o) for w, o in pairs)  # type: ignore[arg-type]
-        return Decision(homes=both, strategies=tuple(strategies), depth=depth, host_update_interval=host_update_interval)  # type: ignore[arg-type]
+        return Decision(
+            homes=both, strategies=tuple(strategies), depth=depth, host_update_interval=host_update_interval
+        )  # type: ignore[arg-type]
 
 
-def make_graph(num_layers: int, num_chunks: int = 1, *, numel: int = 4096, tied: bool = False, frozen: int = 0, dtype: str = "bfloat16") -> BlockGraph:
-    """Stem, layers, head. A layer has `num_chunks` parameters of `numel` elements; the first `frozen` blocks do not train."""
+def make_graph(
+    num_layers: int,
+    num_chunks: int = 1,
+    *,
+    numel: int = 4096,
+    tied: bool = False,
+    frozen: int = 0,
+    dtype: str = "bfloat16",
+) -> BlockGraph:
+    """Stem, layers, head. A layer has `num_chunks` parameters of `numel` elements; the first `frozen` blocks do not
+    train.
+    """
     layers = [f"model.layers.{i}" for i in range(num_layers)]
     shape = (numel,)
     params = [Param(name="embed.weight", shape=(2 * numel,), dtype=dtype, trainable=frozen == 0)]
@@ -63,44 +88,87 @@ def make_graph(num_layers: int, num_chunks: int = 1, *, numel: int = 4096, tied:
         blocks.append(Block(name=layer, kind="layer", structure="layer", params=names))
     if not tied:
         params.append(Param(name="lm_head.weight", shape=(2 * numel,), dtype=dtype, trainable=True))
-    blocks.append(Block(name="head", kind="head", structure="head", params=("embed.weight" if tied else "lm_head.weight",)))
+    blocks.append(
+        Block(name="head", kind="head", structure="head", params=("embed.weight" if tied else "lm_head.weight",))
+    )
     has_backward = tuple(i >= frozen for i in range(len(blocks)))
-    return BlockGraph(blocks=tuple(blocks), calls=tuple(range(len(blocks))), has_backward=has_backward, params=tuple(params), buffer_bytes=512)
+    return BlockGraph(
+        blocks=tuple(blocks),
+        calls=tuple(range(len(blocks))),
+        has_backward=has_backward,
+        params=tuple(params),
+        buffer_bytes=512,
+    )
 
 
 def layer_work(*, input_bytes: int, saved_bytes: int, seconds: float) -> dict[str, Work]:
-    """One layer under each strategy: `saved_bytes` are kept for backward beside the output, which is as large as the input."""
+    """One layer under each strategy: `saved_bytes` are kept for backward beside the output, which is as large as the
+    input.
+    """
     inner = max(saved_bytes // 2, input_bytes)  # what is alive at once beside the saved tensors, the output among it
     keep = Work(
-        forward_seconds=seconds, backward_seconds=2 * seconds, forward_peak_bytes=saved_bytes + inner, forward_delta_bytes=saved_bytes + input_bytes,
-        backward_peak_bytes=inner, backward_delta_bytes=-saved_bytes - input_bytes, sent_bytes=0, released_bytes=0,
-    )  # fmt: skip
+        forward_seconds=seconds,
+        backward_seconds=2 * seconds,
+        forward_peak_bytes=saved_bytes + inner,
+        forward_delta_bytes=saved_bytes + input_bytes,
+        backward_peak_bytes=inner,
+        backward_delta_bytes=-saved_bytes - input_bytes,
+        sent_bytes=0,
+        released_bytes=0,
+    )
     again = dataclasses.replace(
-        keep, backward_seconds=3 * seconds, forward_peak_bytes=saved_bytes // 2 + inner, forward_delta_bytes=input_bytes,
-        backward_peak_bytes=saved_bytes + inner, backward_delta_bytes=-input_bytes,
-    )  # fmt: skip
+        keep,
+        backward_seconds=3 * seconds,
+        forward_peak_bytes=saved_bytes // 2 + inner,
+        forward_delta_bytes=input_bytes,
+        backward_peak_bytes=saved_bytes + inner,
+        backward_delta_bytes=-input_bytes,
+    )
     offload = dataclasses.replace(again, sent_bytes=input_bytes, released_bytes=input_bytes, backward_delta_bytes=0)
-    swap = dataclasses.replace(keep, sent_bytes=saved_bytes, released_bytes=saved_bytes, backward_delta_bytes=-input_bytes)
+    swap = dataclasses.replace(
+        keep, sent_bytes=saved_bytes, released_bytes=saved_bytes, backward_delta_bytes=-input_bytes
+    )
     return {"keep": keep, "recompute": again, "offload": offload, "swap": swap}
 
 
-def make_trace(graph: BlockGraph, *, input_bytes: int = 2048, saved_bytes: int = 24576, seconds: float = 2e-6, held_bytes: int = 4096) -> ModelTrace:
+def make_trace(
+    graph: BlockGraph,
+    *,
+    input_bytes: int = 2048,
+    saved_bytes: int = 24576,
+    seconds: float = 2e-6,
+    held_bytes: int = 4096,
+) -> ModelTrace:
     region = layer_work(input_bytes=input_bytes, saved_bytes=input_bytes, seconds=seconds)["keep"]
     calls = []
     for call, backward in enumerate(graph.has_backward):
         if not backward:
-            forward = dataclasses.replace(NOTHING, forward_seconds=seconds, forward_peak_bytes=saved_bytes, forward_delta_bytes=0)
+            forward = dataclasses.replace(
+                NOTHING, forward_seconds=seconds, forward_peak_bytes=saved_bytes, forward_delta_bytes=0
+            )
             calls.append({"keep": forward})
         elif graph.blocks[graph.calls[call]].kind == "layer":
             calls.append(layer_work(input_bytes=input_bytes, saved_bytes=saved_bytes, seconds=seconds))
         else:
             calls.append({"keep": region})
     return ModelTrace(
-        graph=fingerprint(graph), inputs={"input_ids": (1, 128)}, calls=tuple(calls), shared=(), held_bytes=held_bytes, provenance="invented for tests"
+        graph=fingerprint(graph),
+        inputs={"input_ids": (1, 128)},
+        calls=tuple(calls),
+        shared=(),
+        held_bytes=held_bytes,
+        provenance="invented for tests",
     )
 
 
-def make_case(num_layers: int = 4, num_chunks: int = 1, *, step_config: StepConfig | None = None, spec: HardwareSpec = MACHINE, **graph_options: object) -> Case:
+def make_case(
+    num_layers: int = 4,
+    num_chunks: int = 1,
+    *,
+    step_config: StepConfig | None = None,
+    spec: HardwareSpec = MACHINE,
+    **graph_options: object,
+) -> Case:
     graph = make_graph(num_layers, num_chunks, **graph_options)  # type: ignore[arg-type]
     largest = max(param.nbytes for param in graph.params)
     layout = pack(graph, chunk_bytes=min(p.nbytes for p in graph.params) if num_chunks > 1 else largest)
@@ -132,11 +200,17 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
         params["head.0"] = Param(name="head.0", shape=(256,), dtype="float32", trainable=True)
         owned[-1].append("head.0")
     frozen = rng.randint(0, num_layers) if rng.random() < 0.3 else 0
-    blocks = tuple(Block(name=n, kind=k, structure=n, params=tuple(dict.fromkeys(o))) for n, k, o in zip(names, kinds, owned, strict=True))  # type: ignore[arg-type]
+    blocks = tuple(
+        Block(name=n, kind=k, structure=n, params=tuple(dict.fromkeys(o)))
+        for n, k, o in zip(names, kinds, owned, strict=True)
+    )  # type: ignore[arg-type]
     graph = BlockGraph(
-        blocks=blocks, calls=tuple(range(len(blocks))), has_backward=tuple(i >= frozen for i in range(len(blocks))), params=tuple(params.values()),
+        blocks=blocks,
+        calls=tuple(range(len(blocks))),
+        has_backward=tuple(i >= frozen for i in range(len(blocks))),
+        params=tuple(params.values()),
         buffer_bytes=rng.choice([0, 100]),
-    )  # fmt: skip
+    )
     calls = []
     for call in range(len(names)):
         size = rng.choice([256, 512, 2048])
@@ -149,30 +223,53 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
         calls.append(table)
     other = random.Random(-seed)
     shared = []
-    for call in range(2, num_layers + 1):  # an output, which the layer that made it keeps, or the next one, or a caller's frame
+    for call in range(
+        2, num_layers + 1
+    ):  # an output, which the layer that made it keeps, or the next one, or a caller's frame
         if call - 1 >= frozen and other.random() < 0.5:
             strategies = [tuple(s for s in calls[v] if other.random() < 0.5) for v in (call - 1, call)]
             sends = tuple(s for s in calls[call] if s in ("offload", "swap") and s not in strategies[1])
             size = other.choice([256, 2048])
-            calls[call - 1] = {s: dataclasses.replace(w, forward_peak_bytes=w.forward_peak_bytes + size) for s, w in calls[call - 1].items()}
+            calls[call - 1] = {
+                s: dataclasses.replace(w, forward_peak_bytes=w.forward_peak_bytes + size)
+                for s, w in calls[call - 1].items()
+            }
             shared.append(
                 Shared(
-                    call=call - 1, role="output", number=0, num_bytes=size, born=call - 1, dies_at=call + other.randint(1, 2),
-                    held_by=((call - 1, strategies[0]), (call, strategies[1])), sent_by=((call, sends),),
+                    call=call - 1,
+                    role="output",
+                    number=0,
+                    num_bytes=size,
+                    born=call - 1,
+                    dies_at=call + other.randint(1, 2),
+                    held_by=((call - 1, strategies[0]), (call, strategies[1])),
+                    sent_by=((call, sends),),
                 )
-            )  # fmt: skip
+            )
     if other.random() < 0.3:
-        calls[-1]["after recompute"] = dataclasses.replace(calls[-1]["keep"], forward_peak_bytes=calls[-1]["keep"].forward_peak_bytes + 700)
+        calls[-1]["after recompute"] = dataclasses.replace(
+            calls[-1]["keep"], forward_peak_bytes=calls[-1]["keep"].forward_peak_bytes + 700
+        )
     takers = tuple(v for v in range(len(names)) if kinds[v] == "layer")
     kept_by = rng.choice([(), ("keep",), ("keep", "swap"), ("recompute", "offload")])
     held_by = tuple((call, kept_by) for call in takers if call >= frozen)
     mask = Shared(call=1, role="argument", number=1, num_bytes=300, held_by=held_by, dies_at=len(names) - 1)
     trace = ModelTrace(
-        graph=fingerprint(graph), inputs={"x": (2, 8)}, calls=tuple(calls), shared=(*shared, *([mask] if rng.random() < 0.4 else [])),
-        held_bytes=rng.choice([0, 64, 4096]), provenance="random",
-    )  # fmt: skip
-    step_config = StepConfig(update=rng.choice(["after_step", "in_backward"]), accumulate=rng.choice([1, 1, 2]), fp32_grads=rng.random() < 0.3)
-    return Case(graph=graph, layout=pack(graph, chunk_bytes=rng.choice([512, 2048, 8192])), trace=trace, step_config=step_config)
+        graph=fingerprint(graph),
+        inputs={"x": (2, 8)},
+        calls=tuple(calls),
+        shared=(*shared, *([mask] if rng.random() < 0.4 else [])),
+        held_bytes=rng.choice([0, 64, 4096]),
+        provenance="random",
+    )
+    step_config = StepConfig(
+        update=rng.choice(["after_step", "in_backward"]),
+        accumulate=rng.choice([1, 1, 2]),
+        fp32_grads=rng.random() < 0.3,
+    )
+    return Case(
+        graph=graph, layout=pack(graph, chunk_bytes=rng.choice([512, 2048, 8192])), trace=trace, step_config=step_config
+    )
 
 
 def random_decision(case: Case, seed: int) -> Decision:

@@ -1,7 +1,8 @@
 """The table of design section 4, checked: which room may import which, and who may know torch.
 
 All imports count, also those inside functions and under TYPE_CHECKING: an import hidden in a function is a cycle with a
-curtain before it. The checks are functions over a source tree, and each is shown to catch its fault on a tree made for that.
+curtain before it. The checks are functions over a source tree, and each is shown to catch its fault on a tree made for
+that.
 """
 
 import ast
@@ -31,7 +32,8 @@ MAY_IMPORT: dict[str, str] = {
     "profile": "base compat device hardware model activation layout plan optim progress",
     "planner": "base hardware model.graph model.work profile.trace layout plan",
     "report": "base hardware plan planner layout model.graph profile.trace",
-    "runtime": "base compat device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint progress",
+    "runtime": "base compat device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint "
+    "progress",
     "checkpoint": "base compat model",
     "data": "base compat progress",
     "methods": "base model device plan",
@@ -47,14 +49,26 @@ MAY_IMPORT["integrations"] = f"{_ALL_BELOW} train outsize"
 MAY_IMPORT["run"] = f"{_ALL_BELOW} train integrations"
 MAY_IMPORT["cli"] = f"{_ALL_BELOW} train run outsize"
 
-WITHOUT_TORCH = ("base", "hardware", "layout", "plan", "planner", "report", "model.graph", "model.work", "profile.trace")
+WITHOUT_TORCH = (
+    "base",
+    "hardware",
+    "layout",
+    "plan",
+    "planner",
+    "report",
+    "model.graph",
+    "model.work",
+    "profile.trace",
+)
 NAMELESS = {"utils", "util", "helpers", "helper", "misc", "manager", "handler"}
 
 
 @dataclass(frozen=True)
 class Import:
     target: str
-    """Own modules without the `outsize.` (`base.units`; the package itself is `outsize`), others in full (`torch.nn`)."""
+    """Own modules without the `outsize.` (`base.units`; the package itself is `outsize`), others in full
+    (`torch.nn`).
+    """
     own: bool
     line: int
     at_top: bool
@@ -62,7 +76,9 @@ class Import:
 
 
 class Tree:
-    """The modules below a package folder, by dotted name without the package's: `plan.check`, `reference`, `outsize` for the top `__init__`."""
+    """The modules below a package folder, by dotted name without the package's: `plan.check`, `reference`, `outsize`
+    for the top `__init__`.
+    """
 
     def __init__(self, root: Path):
         self.root = root
@@ -81,7 +97,9 @@ class Tree:
         return {name: list(self._imports_of(name)) for name in self.files}
 
     def _imports_of(self, name: str) -> Iterator[Import]:
-        functions = [node for node in ast.walk(self.syntax[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [
+            node for node in ast.walk(self.syntax[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         inside = {id(node) for function in functions for node in ast.walk(function)}
         for node in ast.walk(self.syntax[name]):
             for target in self._targets(name, node):
@@ -98,9 +116,12 @@ class Tree:
                 package = package if self.files[name].name == "__init__.py" else package[:-1]
                 source = ".".join([*package[: len(package) - node.level + 1], *([source] if source else [])])
             for alias in node.names:
-                # `from outsize.base import units` imports a module; `from outsize.base.units import parse_bytes` a name of one.
+                # `from outsize.base import units` imports a module; `from outsize.base.units import parse_bytes` a name
+                # of one.
                 full = f"{source}.{alias.name}"
-                yield full if full.removeprefix("outsize.") in self.files or not source.startswith("outsize") else source
+                yield (
+                    full if full.removeprefix("outsize.") in self.files or not source.startswith("outsize") else source
+                )
 
     def reachable(self, name: str) -> dict[str, str]:
         """Own modules that come along with `name`, each with the module that asked for it."""
@@ -131,16 +152,21 @@ def wrong_rooms(tree: Tree) -> list[str]:
         for found in imports:
             allowed = any(is_within(found.target, place) for place in (room, *MAY_IMPORT[room].split()))
             if found.own and not allowed:
-                complaints.append(f"{name}:{found.line} imports {found.target}; {room} may import: {MAY_IMPORT[room] or 'nothing of ours'}")
+                complaints.append(
+                    f"{name}:{found.line} imports {found.target}; {room} may import: "
+                    f"{MAY_IMPORT[room] or 'nothing of ours'}"
+                )
     return complaints
 
 
 def outside_the_standard_library(tree: Tree, room: str = "base") -> list[str]:
     return [
         f"{name}:{found.line} imports {found.target}; {room} is standard library only"
-        for name, imports in tree.imports.items() if is_within(name, room)
-        for found in imports if not found.own and found.target.split(".")[0] not in sys.stdlib_module_names
-    ]  # fmt: skip
+        for name, imports in tree.imports.items()
+        if is_within(name, room)
+        for found in imports
+        if not found.own and found.target.split(".")[0] not in sys.stdlib_module_names
+    ]
 
 
 def torch_where_it_may_not_be(tree: Tree) -> list[str]:
@@ -150,7 +176,10 @@ def torch_where_it_may_not_be(tree: Tree) -> list[str]:
             for module, asked_by in tree.reachable(name).items():
                 for found in tree.imports.get(module, []):
                     if not found.own and is_within(found.target, "torch"):
-                        complaints.append(f"{name} gets torch from {module}:{found.line}" + (f" (asked for by {asked_by})" if asked_by else ""))
+                        complaints.append(
+                            f"{name} gets torch from {module}:{found.line}"
+                            + (f" (asked for by {asked_by})" if asked_by else "")
+                        )
     return complaints
 
 
@@ -158,9 +187,11 @@ def torch_at_the_top_of_a_command(tree: Tree) -> list[str]:
     """`outsize --help` answers at once."""
     return [
         f"{name}:{found.line} imports {found.target} at the top; commands import it inside"
-        for name, imports in tree.imports.items() if is_within(name, "cli")
-        for found in imports if found.at_top and found.target.split(".")[0] in ("torch", "transformers")
-    ]  # fmt: skip
+        for name, imports in tree.imports.items()
+        if is_within(name, "cli")
+        for found in imports
+        if found.at_top and found.target.split(".")[0] in ("torch", "transformers")
+    ]
 
 
 def torch_cuda_outside_the_device_seam(tree: Tree) -> list[str]:
@@ -170,7 +201,12 @@ def torch_cuda_outside_the_device_seam(tree: Tree) -> list[str]:
             continue
         lines = {found.line for found in tree.imports[name] if is_within(found.target, "torch.cuda")}
         for node in ast.walk(syntax):
-            if isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "cuda"
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "torch"
+            ):
                 lines.add(node.lineno)
         complaints += [f"{name}:{line} names torch.cuda; only device/ and kernels may" for line in sorted(lines)]
     return complaints
@@ -182,21 +218,38 @@ def code_in_an_init(tree: Tree) -> list[str]:
 
 
 def names_that_say_nothing(tree: Tree) -> list[str]:
-    return [f"{name}: say what it is; {word} is no name" for name in tree.files for word in sorted(NAMELESS.intersection(name.replace(".", "_").split("_")))]
+    return [
+        f"{name}: say what it is; {word} is no name"
+        for name in tree.files
+        for word in sorted(NAMELESS.intersection(name.replace(".", "_").split("_")))
+    ]
 
 
 def cycles(tree: Tree) -> list[str]:
     """Groups of modules that import one another, directly or round a corner."""
     reach = {name: set(tree.reachable(name)) for name in tree.files}
-    groups = {tuple(sorted({name} | {other for other in reach[name] if name in reach.get(other, set())})) for name in tree.files}
-    itself = [f"{name} imports itself" for name, imports in tree.imports.items() if any(found.own and found.target == name for found in imports)]
+    groups = {
+        tuple(sorted({name} | {other for other in reach[name] if name in reach.get(other, set())}))
+        for name in tree.files
+    }
+    itself = [
+        f"{name} imports itself"
+        for name, imports in tree.imports.items()
+        if any(found.own and found.target == name for found in imports)
+    ]
     return itself + [" <-> ".join(group) for group in sorted(groups) if len(group) > 1]
 
 
 CHECKS = [
-    wrong_rooms, outside_the_standard_library, torch_where_it_may_not_be, torch_at_the_top_of_a_command, torch_cuda_outside_the_device_seam,
-    code_in_an_init, names_that_say_nothing, cycles,
-]  # fmt: skip
+    wrong_rooms,
+    outside_the_standard_library,
+    torch_where_it_may_not_be,
+    torch_at_the_top_of_a_command,
+    torch_cuda_outside_the_device_seam,
+    code_in_an_init,
+    names_that_say_nothing,
+    cycles,
+]
 
 
 @pytest.fixture(scope="module")
@@ -222,32 +275,92 @@ def test_planner_and_runtime_never_import_each_other(source: Tree) -> None:
 # --- each check catches its fault: a file, its text, and what the complaint must name
 
 FAULTS = {
-    "a room that may not be imported": (wrong_rooms, {"layout/a.py": "from outsize.device import cpu", "device/cpu.py": ""}, "layout.a:1 imports device.cpu"),
-    "a module outside the allowed part of a room": (wrong_rooms, {"plan/a.py": "import outsize.model.build", "model/build.py": ""}, "model.build"),
-    "a relative import": (wrong_rooms, {"layout/a.py": "from ..device.cpu import f", "device/cpu.py": ""}, "layout.a:1 imports device.cpu"),
-    "an import hidden in a function": (wrong_rooms, {"base/a.py": "def f():\n    import outsize.plan.check", "plan/check.py": ""}, "base.a:2 imports"),
-    "a room that imports the whole package": (wrong_rooms, {"runtime/a.py": "from outsize import prepare"}, "imports outsize"),
+    "a room that may not be imported": (
+        wrong_rooms,
+        {"layout/a.py": "from outsize.device import cpu", "device/cpu.py": ""},
+        "layout.a:1 imports device.cpu",
+    ),
+    "a module outside the allowed part of a room": (
+        wrong_rooms,
+        {"plan/a.py": "import outsize.model.build", "model/build.py": ""},
+        "model.build",
+    ),
+    "a relative import": (
+        wrong_rooms,
+        {"layout/a.py": "from ..device.cpu import f", "device/cpu.py": ""},
+        "layout.a:1 imports device.cpu",
+    ),
+    "an import hidden in a function": (
+        wrong_rooms,
+        {"base/a.py": "def f():\n    import outsize.plan.check", "plan/check.py": ""},
+        "base.a:2 imports",
+    ),
+    "a room that imports the whole package": (
+        wrong_rooms,
+        {"runtime/a.py": "from outsize import prepare"},
+        "imports outsize",
+    ),
     "a room that nobody planned": (wrong_rooms, {"extras/a.py": ""}, "room extras"),
-    "planner that imports runtime": (wrong_rooms, {"planner/a.py": "import outsize.runtime.engine", "runtime/engine.py": ""}, "imports runtime.engine"),
-    "runtime that imports planner": (wrong_rooms, {"runtime/a.py": "import outsize.planner.search", "planner/search.py": ""}, "imports planner.search"),
-    "reference that leans on the engine": (wrong_rooms, {"reference.py": "from outsize.optim.adamw import f", "optim/adamw.py": ""}, "optim.adamw"),
-    "somebody who imports an integration": (wrong_rooms, {"cli/a.py": "import outsize.integrations.axolotl", "integrations/axolotl.py": ""}, "integrations"),
+    "planner that imports runtime": (
+        wrong_rooms,
+        {"planner/a.py": "import outsize.runtime.engine", "runtime/engine.py": ""},
+        "imports runtime.engine",
+    ),
+    "runtime that imports planner": (
+        wrong_rooms,
+        {"runtime/a.py": "import outsize.planner.search", "planner/search.py": ""},
+        "imports planner.search",
+    ),
+    "reference that leans on the engine": (
+        wrong_rooms,
+        {"reference.py": "from outsize.optim.adamw import f", "optim/adamw.py": ""},
+        "optim.adamw",
+    ),
+    "somebody who imports an integration": (
+        wrong_rooms,
+        {"cli/a.py": "import outsize.integrations.axolotl", "integrations/axolotl.py": ""},
+        "integrations",
+    ),
     "numpy in base": (outside_the_standard_library, {"base/a.py": "import numpy as np"}, "base.a:1 imports numpy"),
-    "torch in the planner": (torch_where_it_may_not_be, {"planner/a.py": "from torch import nn"}, "planner.a gets torch"),
+    "torch in the planner": (
+        torch_where_it_may_not_be,
+        {"planner/a.py": "from torch import nn"},
+        "planner.a gets torch",
+    ),
     "torch round a corner": (
         torch_where_it_may_not_be,
         {"layout/a.py": "import outsize.model.graph", "model/graph.py": "import torch"},
         "layout.a gets torch from model.graph",
     ),
     "torch at the top of a command": (torch_at_the_top_of_a_command, {"cli/plan.py": "import torch"}, "cli.plan:1"),
-    "torch.cuda in the runtime": (torch_cuda_outside_the_device_seam, {"runtime/a.py": "import torch\ntorch.cuda.synchronize()"}, "runtime.a:2"),
-    "torch.cuda by another name": (torch_cuda_outside_the_device_seam, {"runtime/a.py": "from torch import cuda"}, "runtime.a:1"),
-    "code in an __init__": (code_in_an_init, {"plan/__init__.py": "from outsize.plan.check import check", "plan/check.py": ""}, "__init__.py is not empty"),
+    "torch.cuda in the runtime": (
+        torch_cuda_outside_the_device_seam,
+        {"runtime/a.py": "import torch\ntorch.cuda.synchronize()"},
+        "runtime.a:2",
+    ),
+    "torch.cuda by another name": (
+        torch_cuda_outside_the_device_seam,
+        {"runtime/a.py": "from torch import cuda"},
+        "runtime.a:1",
+    ),
+    "code in an __init__": (
+        code_in_an_init,
+        {"plan/__init__.py": "from outsize.plan.check import check", "plan/check.py": ""},
+        "__init__.py is not empty",
+    ),
     "utils": (names_that_say_nothing, {"plan/chunk_utils.py": ""}, "plan.chunk_utils"),
-    "two modules that import each other": (cycles, {"base/a.py": "import outsize.base.b", "base/b.py": "from outsize.base.a import f"}, "base.a <-> base.b"),
+    "two modules that import each other": (
+        cycles,
+        {"base/a.py": "import outsize.base.b", "base/b.py": "from outsize.base.a import f"},
+        "base.a <-> base.b",
+    ),
     "a cycle of three, one import hidden": (
         cycles,
-        {"base/a.py": "import outsize.base.b", "base/b.py": "import outsize.base.c", "base/c.py": "def f():\n    import outsize.base.a"},
+        {
+            "base/a.py": "import outsize.base.b",
+            "base/b.py": "import outsize.base.c",
+            "base/c.py": "def f():\n    import outsize.base.a",
+        },
         "base.a <-> base.b <-> base.c",
     ),
     "a package that imports what imports it": (
@@ -271,7 +384,8 @@ def test_what_is_legal_is_not_complained_about(tmp_path: Path) -> None:
     files = {
         "__init__.py": "from outsize.runtime.engine import prepare",
         "base/units.py": "import re",
-        "runtime/engine.py": "import torch\nfrom outsize.base import units\nfrom outsize.plan.check import check\nfrom . import slots",
+        "runtime/engine.py": "import torch\nfrom outsize.base import units\nfrom outsize.plan.check import "
+        "check\nfrom . import slots",
         "runtime/slots.py": "",
         "plan/check.py": "from ..hardware.lanes import Lane",
         "hardware/lanes.py": "",

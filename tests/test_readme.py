@@ -32,7 +32,11 @@ class Batches(Dataset):
 def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = [text for text in blocks("python") if "outsize.prepare" in text]
     monkeypatch.chdir(tmp_path)
-    names = {"model": zoo.make("llama"), "batch": zoo.batch("llama"), "data": [zoo.batch("llama", seed=i) for i in range(3)]}
+    names = {
+        "model": zoo.make("llama"),
+        "batch": zoo.batch("llama"),
+        "data": [zoo.batch("llama", seed=i) for i in range(3)],
+    }
     exec(code, names)
     assert (tmp_path / "out" / "model.safetensors").exists() and names["engine"].num_steps == 3
     (with_retries,) = [text for text in blocks("python") if "engine.retrying" in text]
@@ -43,7 +47,14 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_two_lines_of_the_readme_for_trainer_users_run(tmp_path: Path) -> None:
     (code,) = [text for text in blocks("python") if "OutsizeTrainer(" in text]
-    args = TrainingArguments(output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, per_device_train_batch_size=2, disable_tqdm=True)
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        report_to=[],
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
+    )
     names = {"model": zoo.make("llama"), "args": args, "data": Batches()}
     exec(code, names)
     assert names["trainer"].state.global_step == 2
@@ -51,7 +62,9 @@ def test_the_two_lines_of_the_readme_for_trainer_users_run(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("_profiles_anew")
-def test_the_yaml_of_the_readme_trains_with_the_commands_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_yaml_of_the_readme_trains_with_the_commands_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (text,) = blocks("yaml")
     assert len(text.splitlines()) <= 13
     keys = yaml.safe_load(text)
@@ -64,7 +77,9 @@ def test_the_yaml_of_the_readme_trains_with_the_commands_below_it(tmp_path: Path
     commands = re.findall(r"^outsize (train run.yaml.*?) *(?:#.*)?$", README, re.MULTILINE)
     assert len(commands) == 2
     for number, command in enumerate(commands):
-        result = CliRunner().invoke(app, [*command.replace("40GiB", "2GiB").split(), *small, "--set", f"max_steps={number + 1}"])
+        result = CliRunner().invoke(
+            app, [*command.replace("40GiB", "2GiB").split(), *small, "--set", f"max_steps={number + 1}"]
+        )
         assert result.exit_code == 0, result.output + result.stderr
     assert (tmp_path / "out" / "model.safetensors").exists() and (tmp_path / "out" / "checkpoint-2").exists()
 
@@ -79,4 +94,8 @@ def test_the_commands_of_the_readme_exist() -> None:
 def test_the_tree_of_the_readme_is_the_tree() -> None:
     tree = re.search(r"```\nsrc/outsize/\n(.*?)```", README, re.DOTALL)[1]  # type: ignore[index]
     rooms = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
-    assert rooms == {path.name for path in (ROOT / "src/outsize").iterdir() if path.is_dir() and path.name != "__pycache__" and any(path.glob("*.py"))}
+    assert rooms == {
+        path.name
+        for path in (ROOT / "src/outsize").iterdir()
+        if path.is_dir() and path.name != "__pycache__" and any(path.glob("*.py"))
+    }

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROWS = dict(re.findall(r"^\| ([A-I]\d+) \| (.+) \|$", (ROOT / "docs/decisions/0005-traps.md").read_text(), re.MULTILINE))
+ROWS = dict(
+    re.findall(r"^\| ([A-I]\d+) \| (.+) \|$", (ROOT / "docs/decisions/0005-traps.md").read_text(), re.MULTILINE)
+)
 MUST = [f"{letter}{n}" for letter, last in (("A", 25), ("B", 15), ("C", 22), ("D", 23)) for n in range(1, last + 1)]
 
 
@@ -18,7 +20,11 @@ def test_every_test_that_the_sheet_names_exists() -> None:
     for trap, row in ROWS.items():
         for path, _, function in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", row):
             file = ROOT / path
-            names = {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)} if file.exists() else set()
+            names = (
+                {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+                if file.exists()
+                else set()
+            )
             if not file.exists() or (function and function not in names):
                 missing.append(f"{trap}: {path}::{function}")
     assert missing == []

@@ -1,4 +1,6 @@
-"""A CPU device whose copies and updates run on threads of their own, as they may on CUDA: later than they are issued, beside one another, and failing later."""
+"""A CPU device whose copies and updates run on threads of their own, as they may on CUDA: later than they are issued,
+beside one another, and failing later.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,16 +21,25 @@ class ThreadedCpu(CpuDevice):
         self._threads = {lane: ThreadPoolExecutor(1) for lane in LANES if lane != "compute"}
         self._tasks: list[Future[None]] = []
 
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
+    def begin(
+        self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
+    ) -> None:
         for event in waits:
             if isinstance(event, Future):
                 event.result()
         super().begin(lane, waits=(), reads=reads, writes=writes, name=name)
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        waits: Sequence[Event],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        seconds: float,
         name: str = "",
-    ) -> Event:  # fmt: skip
+    ) -> Event:
         if lane == "compute":
             return super().submit(lane, work, waits=waits, reads=reads, writes=writes, seconds=seconds, name=name)
         before = [event for event in waits if isinstance(event, Future)]

@@ -1,7 +1,8 @@
 """timm's models without torchvision.
 
-timm imports torchvision for its data transforms and for one norm. Not every torch that these tests run with has a build of torchvision, and a build for
-another torch breaks `import transformers`. So a stand-in takes its place while timm is imported, and is removed afterwards: transformers never sees it.
+timm imports torchvision for its data transforms and for one norm. Not every torch that these tests run with has a build
+of torchvision, and a build for another torch breaks `import transformers`. So a stand-in takes its place while timm is
+imported, and is removed afterwards: transformers never sees it.
 """
 
 import importlib.util
@@ -15,8 +16,22 @@ import torch
 from torch import Tensor, nn
 
 HAS_TIMM = importlib.util.find_spec("timm") is not None
-_MODULES = ("torchvision", *(f"torchvision.{name}" for name in (
-    "ops", "ops.misc", "transforms", "transforms.functional", "datasets", "models", "models.feature_extraction", "utils")))  # fmt: skip
+_MODULES = (
+    "torchvision",
+    *(
+        f"torchvision.{name}"
+        for name in (
+            "ops",
+            "ops.misc",
+            "transforms",
+            "transforms.functional",
+            "datasets",
+            "models",
+            "models.feature_extraction",
+            "utils",
+        )
+    ),
+)
 
 
 class FrozenBatchNorm2d(nn.Module):

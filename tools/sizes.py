@@ -20,7 +20,10 @@ def main() -> None:
         print(f"{sum(members.values()):6}  {folder if folder.name else 'outsize'}/")
         for path, n in sorted(members.items(), key=lambda item: -item[1]):
             print(f"{n:6}    {path.name}{'   <- a seam?' if n > LOOK_AGAIN_LINES else ''}")
-    print(f"{sum(lines.values()):6}  in {sum(n > 0 for n in lines.values())} files; longest {max(lines.values(), default=0)}")
+    print(
+        f"{sum(lines.values()):6}  in {sum(n > 0 for n in lines.values())} files; longest "
+        f"{max(lines.values(), default=0)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Every private name of torch, transformers and accelerate that outsize uses, and what it is for.
 
-These names may change in any release. Those of torch are looked up when outsize is imported, those of other libraries when they are first needed. One
-that is missing raises ImportError with its name and the versions that outsize was tested with. Nothing else in outsize imports a private name.
-Attributes that all versions so far have in common and that cannot be imported (`Tensor._version`, `Module._parameters`, `_buffers` and `_modules`) are
-used where they are needed; the private methods of `transformers.Trainer` that `OutsizeMixin` overrides are listed in TRAINER_METHODS.
+These names may change in any release. Those of torch are looked up when outsize is imported, those of other libraries
+when they are first needed. One that is missing raises ImportError with its name and the versions that outsize was
+tested with. Nothing else in outsize imports a private name. Attributes that all versions so far have in common and that
+cannot be imported (`Tensor._version`, `Module._parameters`, `_buffers` and `_modules`) are used where they are needed;
+the private methods of `transformers.Trainer` that `OutsizeMixin` overrides are listed in TRAINER_METHODS.
 """
 
 import importlib
@@ -37,7 +38,8 @@ def _missing(path: str) -> ImportError:
     library = path.split(".")[0]
     version = getattr(importlib.import_module(library), "__version__", "unknown")
     return ImportError(
-        f"{path}: {library} {version} does not have it, and outsize needs it. Install a version that outsize was tested with: "
+        f"{path}: {library} {version} does not have it, and outsize needs it. Install a version that outsize was "
+        "tested with: "
         f"{library} {TESTED.get(library, '')}."
     )
 
@@ -45,7 +47,9 @@ def _missing(path: str) -> ImportError:
 # torch: classes that are subclassed, by import statements so that type checkers know them.
 try:
     from torch._subclasses import fake_tensor as fake_tensor  # profiles from a config alone (`outsize plan`)
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator: counts memory on `sim`, guards reads
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode as TorchDispatchMode,
+    )  # sees every operator: counts memory on `sim`, guards reads
 except ImportError as error:
     raise ImportError(f"{error}. outsize needs it: install torch {TESTED['torch']}.") from error
 
@@ -56,6 +60,8 @@ queue_backward_callback = find("torch.autograd.Variable")._execution_engine.queu
 """Calls a function when the running backward ends."""
 current_graph_task = find("torch._C._current_graph_task_id")
 """At least 0 while a backward runs."""
+saved_tensors_hooks_in_force = find("torch._C._autograd._top_saved_tensors_default_hooks")
+"""The hooks that autograd calls now for what it saves, or None."""
 
 # torch: interception of operators.
 without_torch_function = find("torch._C.DisableTorchFunctionSubclass")
@@ -105,7 +111,9 @@ def cuda() -> SimpleNamespace:
 
 @cache
 def transformers() -> SimpleNamespace:
-    """Weights are renamed and converted between a checkpoint's files and the model; models are built without initialising weights."""
+    """Weights are renamed and converted between a checkpoint's files and the model; models are built without
+    initialising weights.
+    """
     return SimpleNamespace(
         get_model_conversion_mapping=find("transformers.conversion_mapping.get_model_conversion_mapping"),
         WeightConverter=find("transformers.core_model_loading.WeightConverter"),
@@ -121,10 +129,24 @@ def transformers() -> SimpleNamespace:
 
 
 TRAINER_METHODS = (
-    "_clip_grad_norm", "_finalize_training", "_get_dataloader", "_get_grad_norm", "_get_num_items_in_batch", "_get_output_dir", "_init_training_state",
-    "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_move_model_to_device", "_prepare_for_training",
-    "_prepare_inputs", "_push_from_checkpoint", "_save", "_save_checkpoint",
-)  # fmt: skip
+    "_clip_grad_norm",
+    "_finalize_training",
+    "_get_dataloader",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_get_output_dir",
+    "_init_training_state",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_move_model_to_device",
+    "_prepare_for_training",
+    "_prepare_inputs",
+    "_push_from_checkpoint",
+    "_save",
+    "_save_checkpoint",
+)
 """Private methods of transformers.Trainer that integrations/ and run/ override or call."""
 
 

@@ -1,7 +1,7 @@
 """A bar for work that takes a while, on stderr: nothing is shown for what is done at once, nor where nobody watches.
 
-It is drawn by whoever advances it: a thread that draws would run beside what is being timed. There is one at a time: beside one that is shown, ours or
-another of rich's, there is no other.
+It is drawn by whoever advances it: a thread that draws would run beside what is being timed. There is one at a time:
+beside one that is shown, ours or another of rich's, there is no other.
 """
 
 import sys
@@ -30,7 +30,12 @@ class Bar:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _Count(""), TimeElapsedColumn())
         # What is printed meanwhile comes above the bar, unless it goes to a file.
         self._progress = Progress(
-            *columns, console=console, transient=True, auto_refresh=False, disable=not is_watched, redirect_stdout=sys.stdout.isatty()
+            *columns,
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            disable=not is_watched,
+            redirect_stdout=sys.stdout.isatty(),
         )
         self._task = self._progress.add_task(what, total=total)
         self._started = self._drawn = time.monotonic()

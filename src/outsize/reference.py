@@ -1,8 +1,10 @@
-"""AdamW with exact fp32 masters, global clipping and fp32 accumulation, in plain torch: what every plan must equal to the bit.
+"""AdamW with exact fp32 masters, global clipping and fp32 accumulation, in plain torch: what every plan must equal to
+the bit.
 
-A torch optimizer like any other, usable without the engine; slow and simple on purpose. It shares no kernel with the engine: the
-sequence of operations (design 3.4) is written out once more here, one torch call per operation, so that equality means something.
-A bf16 parameter is the upper half of its fp32 master, the lower half is `state["lo"]`; an fp32 parameter is its own master.
+A torch optimizer like any other, usable without the engine; slow and simple on purpose. It shares no kernel with the
+engine: the sequence of operations (design 3.4) is written out once more here, one torch call per operation, so that
+equality means something. A bf16 parameter is the upper half of its fp32 master, the lower half is `state["lo"]`; an
+fp32 parameter is its own master.
 """
 
 import math
@@ -32,11 +34,17 @@ class AdamW(torch.optim.Optimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         fp32_grads: bool = False,
     ) -> None:
-        """`params`: tensors, (name, tensor) pairs or group dicts. `fp32_grads`: gradients of bf16 parameters are summed in fp32
-        outside of `.grad`; `step` consumes the sums, and only this optimizer's `zero_grad` discards them."""
+        """`params`: tensors, (name, tensor) pairs or group dicts. `fp32_grads`: gradients of bf16 parameters are summed
+        in fp32 outside of `.grad`; `step` consumes the sums, and only this optimizer's `zero_grad` discards them."""
         if nonfinite not in ("raise", "skip") or (max_grad_norm is not None and not max_grad_norm > 0):
             found = f"nonfinite={nonfinite!r}, max_grad_norm={max_grad_norm!r} was given"
-            raise ConfigError(tell("nonfinite is 'raise' or 'skip' and max_grad_norm is positive or None", found, "For no clipping, leave it out"))
+            raise ConfigError(
+                tell(
+                    "nonfinite is 'raise' or 'skip' and max_grad_norm is positive or None",
+                    found,
+                    "For no clipping, leave it out",
+                )
+            )
         self.max_grad_norm, self.nonfinite, self.fp32_grads = max_grad_norm, nonfinite, fp32_grads
         self.skipped = 0
         self.grad_norm = torch.zeros((), dtype=torch.float64)
@@ -47,13 +55,23 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for p in (p for p in self.param_groups[-1]["params"] if p.requires_grad):
             if p.dtype not in (torch.bfloat16, torch.float32):
-                raise ConfigError(tell("Trainable parameters are bf16 or fp32", f"one is {p.dtype}", "Convert the model with .to(torch.bfloat16)"))
+                raise ConfigError(
+                    tell(
+                        "Trainable parameters are bf16 or fp32",
+                        f"one is {p.dtype}",
+                        "Convert the model with .to(torch.bfloat16)",
+                    )
+                )
             if self.fp32_grads and p.dtype == torch.bfloat16:
-                take = weakref.WeakMethod(self._take)  # or the parameter would keep a discarded optimizer alive, which then takes the gradient first
+                take = weakref.WeakMethod(
+                    self._take
+                )  # or the parameter would keep a discarded optimizer alive, which then takes the gradient first
                 p.register_post_accumulate_grad_hook(lambda p, take=take: live(p) if (live := take()) else None)
 
     def _take(self, p: Tensor) -> None:
-        assert p.grad is not None, "two living optimizers with fp32_grads hold this parameter, and the other one has taken its gradient"
+        assert p.grad is not None, (
+            "two living optimizers with fp32_grads hold this parameter, and the other one has taken its gradient"
+        )
         grad, p.grad = p.grad.float(), None
         self._sums[p] = self._sums[p].add_(grad) if p in self._sums else grad
 
@@ -67,12 +85,16 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads: dict[Tensor, Tensor | None] = {p: self._sums.get(p, p.grad) for g in self.param_groups for p in g["params"] if p.requires_grad}
+        grads: dict[Tensor, Tensor | None] = {
+            p: self._sums.get(p, p.grad) for g in self.param_groups for p in g["params"] if p.requires_grad
+        }
         self._sums.clear()
         zero = torch.zeros((), dtype=torch.float32)
         norms = [zero if g is None else torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads.values()]
         device = next((n.device for n in norms if n is not zero), zero.device)
-        self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms] or [zero]), dtype=torch.float64)
+        self.grad_norm = torch.linalg.vector_norm(
+            torch.stack([n.to(device) for n in norms] or [zero]), dtype=torch.float64
+        )
         total = self.grad_norm.item()
         if not math.isfinite(total):
             if self.nonfinite == "raise":
@@ -92,7 +114,10 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(p, dtype=torch.float32),
+                torch.zeros_like(p, dtype=torch.float32),
+            )
             if p.dtype == torch.bfloat16:
                 state["lo"] = torch.zeros_like(p, dtype=torch.int16)
         t = state["step"] = int(state["step"]) + 1  # a loaded state may hold it as a tensor, whose powers would be fp32
@@ -110,7 +135,8 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype, which would make moments and remainders of bf16 parameters bf16: take them once more, as they were saved.
+        # torch casts state to the parameter's dtype, which would make moments and remainders of bf16 parameters bf16:
+        # take them once more, as they were saved.
         ids = (i for group in state_dict["param_groups"] for i in group["params"])
         for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
             for key, value in state_dict["state"].get(i, {}).items():

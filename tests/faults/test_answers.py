@@ -1,4 +1,6 @@
-"""Questions that cannot be answered as they are asked: each gets a sentence that says what was expected, what was found and what to do."""
+"""Questions that cannot be answered as they are asked: each gets a sentence that says what was expected, what was found
+and what to do.
+"""
 
 from typing import Any
 
@@ -26,13 +28,18 @@ def llama() -> nn.Module:
 
 def test_a_batch_that_is_too_large_for_any_plan_says_how_much_it_takes_and_that_it_is_the_batch() -> None:
     ids = zoo.batch(KIND)["input_ids"].repeat(16, 4)
-    with pytest.raises(PlanInfeasible, match=r"at least .* of GPU memory, but 300KiB is allowed .*a smaller batch or a shorter sequence helps most") as no:
+    with pytest.raises(
+        PlanInfeasible,
+        match=r"at least .* of GPU memory, but 300KiB is allowed .*a smaller batch or a shorter sequence helps most",
+    ) as no:
         outsize.prepare(llama(), {"input_ids": ids, "labels": ids}, device="sim:300KiB")
     assert no.value.resource == "gpu" and no.value.needed_bytes > 300 * 1024
 
 
 def test_a_host_that_is_too_small_says_how_much_it_takes_there_and_what_a_larger_gpu_would_change() -> None:
-    with pytest.raises(PlanInfeasible, match=r"of host memory, but 10KiB is allowed .* or allow .* of GPU memory") as no:
+    with pytest.raises(
+        PlanInfeasible, match=r"of host memory, but 10KiB is allowed .* or allow .* of GPU memory"
+    ) as no:
         outsize.prepare(llama(), zoo.batch(KIND), device="sim:300KiB", host_memory="10KiB")
     assert no.value.resource == "host"
 
@@ -40,10 +47,12 @@ def test_a_host_that_is_too_small_says_how_much_it_takes_there_and_what_a_larger
 @pytest.mark.parametrize(
     ("batch", "found"),
     [
-        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, "input_ids is 2 × 0"), ({"input_ids": torch.zeros(0, 8, dtype=torch.long)}, "input_ids is 0 × 8"),
-        ({}, "it holds no tensors"), ({"input_ids": [[1, 2]]}, "it holds no tensors"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, "input_ids is 2 × 0"),
+        ({"input_ids": torch.zeros(0, 8, dtype=torch.long)}, "input_ids is 0 × 8"),
+        ({}, "it holds no tensors"),
+        ({"input_ids": [[1, 2]]}, "it holds no tensors"),
     ],
-)  # fmt: skip
+)
 def test_a_batch_of_nothing_is_refused_before_the_model_breaks_off(batch: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=f"a batch to plan for has rows and tokens, but {found}"):
         outsize.prepare(llama(), batch, device="sim:64MiB")
@@ -57,7 +66,9 @@ def test_a_batch_of_nothing_in_the_midst_of_training_is_refused_and_training_goe
         engine = outsize.prepare(model, batch, device="sim:64MiB")
         for _ in range(2):
             if with_nothing:
-                with pytest.raises(EngineMisuse, match=r"a batch to train on has rows and tokens, but input_ids is (2 × 0|0 × 16)"):
+                with pytest.raises(
+                    EngineMisuse, match=r"a batch to train on has rows and tokens, but input_ids is (2 × 0|0 × 16)"
+                ):
                     model(**{name: value[cut] for name, value in batch.items()})
             loss = model(**batch).loss
             loss.backward()
@@ -122,7 +133,9 @@ def test_weights_that_do_not_even_fit_a_trial_leave_the_model_as_it_was() -> Non
     ids = torch.ones(2, 16, dtype=torch.long)
     with pytest.raises(DeviceOutOfMemory, match="memory ran out around the weights outside of layers"):
         outsize.prepare(model, {"input_ids": ids, "labels": ids}, device="sim:64MiB", weights=Full())
-    assert config.use_cache and param.grad is not None and is_unmaterialized(param) and torch.is_autocast_cache_enabled()
+    assert (
+        config.use_cache and param.grad is not None and is_unmaterialized(param) and torch.is_autocast_cache_enabled()
+    )
 
 
 def test_t5_trains_with_its_cache_on_by_default() -> None:

@@ -1,4 +1,6 @@
-"""A backward that is declared the last one before a step: it means the same under every plan, and what it spoils can be loaded back."""
+"""A backward that is declared the last one before a step: it means the same under every plan, and what it spoils can be
+loaded back.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,9 @@ def test_it_is_followed_by_step_before_anything_else(plan: str) -> None:
 
 @EVERY
 def test_a_step_with_nan_is_told_before_the_next_and_a_load_makes_up_for_it(plan: str, tmp_path: Path) -> None:
-    """The next backward may have been made by then: what it has updated is of the spoilt state and is forgotten with it."""
+    """The next backward may have been made by then: what it has updated is of the spoilt state and is forgotten with
+    it.
+    """
     with cells.closing(prepare(plan)) as engine:
         step(engine, seed=0)
         engine.save(tmp_path / "good")
@@ -100,7 +104,9 @@ def test_whoever_only_reads_after_it_is_warned(plan: str, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("update", ["after_step", "in_backward"])
-def test_a_failed_update_on_another_thread_can_be_made_up_for_by_one_load(update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_update_on_another_thread_can_be_made_up_for_by_one_load(
+    update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with cells.closing(prepare("streamed", ThreadedCpu(), update=update)) as engine:
         step(engine)
         engine.save(tmp_path / "good")
@@ -125,15 +131,30 @@ def test_a_failed_update_on_another_thread_can_be_made_up_for_by_one_load(update
 @pytest.mark.parametrize(
     ("homes", "strategy", "update", "accumulate", "host_update_interval"),
     [
-        (("host", "host"), "keep", "in_backward", 1, 1), (("host", "host"), "offload", "in_backward", 2, 3), (("host", "host"), "swap", "after_step", 1, 1),
-        (("gpu", "host"), "recompute", "in_backward", 1, 3), (("gpu", "host"), "offload", "after_step", 2, 1), (("host", "gpu"), "swap", "after_step", 1, 1),
+        (("host", "host"), "keep", "in_backward", 1, 1),
+        (("host", "host"), "offload", "in_backward", 2, 3),
+        (("host", "host"), "swap", "after_step", 1, 1),
+        (("gpu", "host"), "recompute", "in_backward", 1, 3),
+        (("gpu", "host"), "offload", "after_step", 2, 1),
+        (("host", "gpu"), "swap", "after_step", 1, 1),
     ],
-)  # fmt: skip
+)
 def test_copies_and_updates_on_threads_of_their_own_give_the_plain_loops_bits(
     homes: tuple[Any, Any], strategy: Any, update: Any, accumulate: int, host_update_interval: int
 ) -> None:
     """As on CUDA, where a copy that waits for an update on the host is issued by another thread, later."""
     weights, optimizer = homes
-    cell = Cell(kind=KIND, dtype="bf16", weights=weights, optimizer=optimizer, strategy=strategy, update=update, accumulate=accumulate)
+    cell = Cell(
+        kind=KIND,
+        dtype="bf16",
+        weights=weights,
+        optimizer=optimizer,
+        strategy=strategy,
+        update=update,
+        accumulate=accumulate,
+    )
     how = dict(weights=weights, optimizer=optimizer, strategy=strategy, host_update_interval=host_update_interval)
-    cells.assert_same(cells.run(cell, ThreadedCpu(), decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096), cells.expected(cell))
+    cells.assert_same(
+        cells.run(cell, ThreadedCpu(), decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096),
+        cells.expected(cell),
+    )

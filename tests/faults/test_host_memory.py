@@ -1,4 +1,6 @@
-"""Host memory: a model handed over on the CPU is never held twice. Measured in a process of its own, by its peak resident size."""
+"""Host memory: a model handed over on the CPU is never held twice. Measured in a process of its own, by its peak
+resident size.
+"""
 
 import gc
 import json
@@ -77,13 +79,16 @@ def test_preparing_a_model_of_a_gibibyte_never_holds_it_twice() -> None:
 def test_the_engine_trains_under_python_O() -> None:
     """Trap A7: no invariant hangs on an assert statement that -O removes."""
     script = (
-        "import sys; sys.path[:0] = ['src', 'tests']\nimport torch; torch.set_num_threads(1)\nimport zoo, cells, outsize\n"
+        "import sys; sys.path[:0] = ['src', 'tests']\nimport torch; torch.set_num_threads(1)\nimport zoo, cells, "
+        "outsize\n"
         "spec = outsize.AdamW(lr=1e-2, max_grad_norm=0.5)\ndata = cells.batches('llama', 3)\n"
         "plain = cells.plain(zoo.make('llama'), data, spec=spec, steps=3)\nmodel = zoo.make('llama')\n"
-        "engine = cells.prepare_by_hand(model, data[0], spec=spec, weights='host', optimizer='host', strategy='swap', device='sim:64MiB')\n"
+        "engine = cells.prepare_by_hand(model, data[0], spec=spec, weights='host', optimizer='host', strategy='swap', "
+        "device='sim:64MiB')\n"
         "found = cells.train(model, engine.optimizer, data, steps=3, accumulate=1, engine=engine)\n"
         "print(found.losses == plain.losses and found.norms == plain.norms)\n"
-        "far = model.model.layers[3].mlp.up_proj.weight\nmodel.model.layers[0].register_forward_hook(lambda *_: far.sum())\n"
+        "far = model.model.layers[3].mlp.up_proj.weight\nmodel.model.layers[0].register_forward_hook(lambda *_: "
+        "far.sum())\n"
         "try:\n    model(**data[0])\nexcept outsize.base.errors.StaleParameter:\n    print('guarded')\n"
     )
     run = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=600, check=False)
@@ -95,7 +100,15 @@ def test_detached_engines_leave_nothing_behind() -> None:
     """Trap H7: neither the tracer, nor hooks, nor finalizers hold the model, the engine or its buffers."""
     for device in ("cpu", "sim:64MiB"):
         model = zoo.make("llama")
-        engine = cells.prepare_by_hand(model, zoo.batch("llama"), spec=outsize.AdamW(), device=device, weights="host", optimizer="host", strategy="swap")
+        engine = cells.prepare_by_hand(
+            model,
+            zoo.batch("llama"),
+            spec=outsize.AdamW(),
+            device=device,
+            weights="host",
+            optimizer="host",
+            strategy="swap",
+        )
         out = model(**zoo.batch("llama"))
         out.loss.backward()
         engine.optimizer.step()

@@ -1,4 +1,6 @@
-"""Loops that are not the textbook one: evaluation in between, two forwards, exceptions, NaN, other batches, other orders."""
+"""Loops that are not the textbook one: evaluation in between, two forwards, exceptions, NaN, other batches, other
+orders.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,31 @@ import zoo
 from torch import nn
 
 import outsize
-from outsize.base.errors import ConfigError, EngineMisuse, NonFiniteGradient, OrderMismatch, PlanInfeasible, UpdateFailed
+from outsize.base.errors import (
+    ConfigError,
+    EngineMisuse,
+    NonFiniteGradient,
+    OrderMismatch,
+    PlanInfeasible,
+    UpdateFailed,
+)
 from outsize.runtime.engine import Engine
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 EVERY = pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "swap"])
 
 
-def both(name: str = "llama", *, spec: outsize.AdamW = SPEC, dtype: torch.dtype = torch.bfloat16, **how: Any) -> tuple[nn.Module, Any, nn.Module, Engine]:
+def both(
+    name: str = "llama", *, spec: outsize.AdamW = SPEC, dtype: torch.dtype = torch.bfloat16, **how: Any
+) -> tuple[nn.Module, Any, nn.Module, Engine]:
     """A plain model with the reference, and the same one prepared."""
     plain, model = zoo.make(name, dtype=dtype), zoo.make(name, dtype=dtype)
     reference = cells.Reference(
-        plain.parameters(), lr=spec.lr, weight_decay=spec.weight_decay, max_grad_norm=spec.max_grad_norm, nonfinite=spec.nonfinite
+        plain.parameters(),
+        lr=spec.lr,
+        weight_decay=spec.weight_decay,
+        max_grad_norm=spec.max_grad_norm,
+        nonfinite=spec.nonfinite,
     )
     engine = cells.prepare_by_hand(model, zoo.batch(name), spec=spec, **{"weights": "host", "optimizer": "host", **how})
     return plain, reference, model, engine
@@ -122,9 +137,15 @@ class Detour(nn.Module):
 
 @pytest.mark.parametrize(
     ("order", "expected", "found"),
-    [([0, 2, 1, 3], "layers.3", "layers.1"), ([0, 1, 1, 2, 3], "layers.2", "layers.1"), ([3, 0], "the end of forward", "layers.0")],
+    [
+        ([0, 2, 1, 3], "layers.3", "layers.1"),
+        ([0, 1, 1, 2, 3], "layers.2", "layers.1"),
+        ([3, 0], "the end of forward", "layers.0"),
+    ],
 )
-def test_another_order_of_blocks_stops_with_both_named_and_the_next_step_is_clean(order: list[int], expected: str, found: str) -> None:
+def test_another_order_of_blocks_stops_with_both_named_and_the_next_step_is_clean(
+    order: list[int], expected: str, found: str
+) -> None:
     x = {"x": torch.ones(2, 8)}
     plain, model = Detour(), Detour()
     engine = cells.prepare_by_hand(model, x, spec=SPEC, weights="host", optimizer="host", chunk_bytes=512)
@@ -145,7 +166,9 @@ def test_a_block_that_runs_several_times_is_planned_for() -> None:
     """Trap A16: the same block, several times in one forward, each recomputed."""
     for strategy in ("keep", "recompute", "offload", "swap"):
         plain, reference, model, engine = both("looped", strategy=strategy)
-        assert [step(plain, reference, "looped", s) for s in range(3)] == [step(model, engine.optimizer, "looped", s) for s in range(3)]
+        assert [step(plain, reference, "looped", s) for s in range(3)] == [
+            step(model, engine.optimizer, "looped", s) for s in range(3)
+        ]
         assert same_weights(plain, model)
         engine.detach()
 
@@ -179,7 +202,9 @@ class Chooser(nn.Module):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_unused_parameters_keep_their_bits_and_their_step_count(strategy: str, accumulate: int) -> None:
     experts = [0, 1, 1, 0, 1, 1, 1, 0]
-    data = [{"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)), "expert": e} for i, e in enumerate(experts)]
+    data = [
+        {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)), "expert": e} for i, e in enumerate(experts)
+    ]
 
     def run(model: nn.Module, optimizer: Any) -> tuple[list[float], dict[int, float]]:
         losses = []
@@ -194,7 +219,16 @@ def test_unused_parameters_keep_their_bits_and_their_step_count(strategy: str, a
 
     plain, model = Skipping(), Skipping()
     expected = run(plain, cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1))
-    engine = cells.prepare_by_hand(model, data[0], spec=SPEC, weights="host", optimizer="host", strategy=strategy, accumulate=accumulate, chunk_bytes=1024)
+    engine = cells.prepare_by_hand(
+        model,
+        data[0],
+        spec=SPEC,
+        weights="host",
+        optimizer="host",
+        strategy=strategy,
+        accumulate=accumulate,
+        chunk_bytes=1024,
+    )
     assert run(model, engine.optimizer) == expected
     assert same_weights(plain, model)
     engine.detach()
@@ -242,7 +276,16 @@ def test_an_exception_in_the_middle_is_followed_by_a_clean_step(strategy: str, w
     batches = [{"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(i))} for i in range(4)]
     plain, model = Breaks(), Breaks()
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    engine = cells.prepare_by_hand(model, batches[0], spec=SPEC, device="sim:1MiB", weights="host", optimizer="host", strategy=strategy, chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model,
+        batches[0],
+        spec=SPEC,
+        device="sim:1MiB",
+        weights="host",
+        optimizer="host",
+        strategy=strategy,
+        chunk_bytes=512,
+    )
     resting = None
     for i, batch in enumerate(batches * 3):
         model.layers[2].where = where
@@ -273,7 +316,9 @@ def test_after_ctrl_c_in_a_forward_one_may_save_and_go_on(strategy: str, grad: b
     batch = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}
     plain, model = Breaks(), Breaks()
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    engine = cells.prepare_by_hand(model, batch, spec=SPEC, device="sim:1MiB", weights="host", optimizer="host", strategy=strategy, chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, batch, spec=SPEC, device="sim:1MiB", weights="host", optimizer="host", strategy=strategy, chunk_bytes=512
+    )
     for i in range(3):
         model.layers[2].where = "interrupted"
         with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(grad):
@@ -426,7 +471,9 @@ def test_a_smaller_batch_runs_and_a_larger_one_is_planned_for_before_its_forward
                 o.step()
                 o.zero_grad()
             del out
-    assert engine.plan.inputs["input_ids"] == (3, 24) and small.inputs["input_ids"] == (2, 16), "3 × 20 and 2 × 24 are planned for together"
+    assert engine.plan.inputs["input_ids"] == (3, 24) and small.inputs["input_ids"] == (2, 16), (
+        "3 × 20 and 2 × 24 are planned for together"
+    )
     assert same_weights(plain, model)
     engine.detach()
 
@@ -476,7 +523,10 @@ def test_optimizer_state_moves_between_plans_and_the_reference() -> None:
     for seed in range(2):
         step(plain, reference, seed=seed), step(model, engine.optimizer, seed=seed)
     saved, weights = engine.optimizer.state_dict(), {n: v.clone() for n, v in model.state_dict().items()}
-    assert saved["param_groups"][0]["params"] == list(range(len(list(model.parameters())))) and saved["param_groups"][0]["param_names"]
+    assert (
+        saved["param_groups"][0]["params"] == list(range(len(list(model.parameters()))))
+        and saved["param_groups"][0]["param_names"]
+    )
     saved["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()}
     engine.detach()
     again = zoo.make("llama", dtype=torch.bfloat16)
@@ -554,7 +604,9 @@ def test_a_config_with_the_cache_on_is_traced_and_trained_without_it(name: str) 
     """Trap A17: `use_cache` is on by default in transformers; eager attention would fill it twice under recompute."""
     model = zoo.make(name)
     model.config.use_cache = True
-    engine = outsize.prepare(model, zoo.batch(name), optimizer=SPEC, device="sim:4MiB", chunk_bytes="8KiB", pins=outsize.Pins(n_checkpoint=4))
+    engine = outsize.prepare(
+        model, zoo.batch(name), optimizer=SPEC, device="sim:4MiB", chunk_bytes="8KiB", pins=outsize.Pins(n_checkpoint=4)
+    )
     for seed in range(2):
         out = model(**zoo.batch(name, seed=seed))
         out.loss.backward()
@@ -570,7 +622,12 @@ def test_a_given_plan_and_other_arguments_must_agree() -> None:
     engine = outsize.prepare(model, zoo.batch("llama"), device="cpu")
     plan = engine.plan
     engine.detach()
-    for other in ({"accumulate": 3}, {"optimizer": outsize.AdamW(fp32_grads=True)}, {"gpu_memory": "1KiB"}, {"pins": outsize.Pins(n_swap=1)}):
+    for other in (
+        {"accumulate": 3},
+        {"optimizer": outsize.AdamW(fp32_grads=True)},
+        {"gpu_memory": "1KiB"},
+        {"pins": outsize.Pins(n_swap=1)},
+    ):
         with pytest.raises(ConfigError, match="agree"):
             outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device="cpu", plan=plan, **other)
     engine = outsize.prepare(model, zoo.batch("llama"), device="cpu", plan=plan)
@@ -611,7 +668,10 @@ def test_weights_loaded_after_their_optimizer_keep_their_masters() -> None:
     model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
     assert step(plain, reference, seed=2) == step(model, engine.optimizer, seed=2)
     assert same_weights(plain, model) and all(
-        torch.equal(a["lo"], b["lo"]) for a, b in zip(reference.state_dict()["state"].values(), engine.optimizer.state_dict()["state"].values(), strict=True)
+        torch.equal(a["lo"], b["lo"])
+        for a, b in zip(
+            reference.state_dict()["state"].values(), engine.optimizer.state_dict()["state"].values(), strict=True
+        )
     )
     engine.detach()
 

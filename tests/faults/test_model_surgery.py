@@ -1,4 +1,6 @@
-"""What users do to a prepared model from outside: save, load, copy, move, read, rebind. Nothing may silently use a slot's bytes."""
+"""What users do to a prepared model from outside: save, load, copy, move, read, rebind. Nothing may silently use a
+slot's bytes.
+"""
 
 import copy
 import pickle
@@ -18,9 +20,13 @@ from outsize.runtime.engine import Engine
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 
 
-def streamed(name: str = "llama", *, dtype: torch.dtype = torch.bfloat16, spec: outsize.AdamW = SPEC, **how: Any) -> tuple[nn.Module, Engine]:
+def streamed(
+    name: str = "llama", *, dtype: torch.dtype = torch.bfloat16, spec: outsize.AdamW = SPEC, **how: Any
+) -> tuple[nn.Module, Engine]:
     model = zoo.make(name, dtype=dtype)
-    return model, cells.prepare_by_hand(model, zoo.batch(name), spec=spec, **{"weights": "host", "optimizer": "host", **how})
+    return model, cells.prepare_by_hand(
+        model, zoo.batch(name), spec=spec, **{"weights": "host", "optimizer": "host", **how}
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "llama", seed: int = 0) -> float:
@@ -89,9 +95,13 @@ def test_save_pretrained_writes_what_from_pretrained_reads(tmp_path: Any) -> Non
 def test_copying_and_moving_are_refused_with_what_to_do_instead() -> None:
     model, engine = streamed()
     for act in (
-        lambda: copy.deepcopy(model), lambda: copy.deepcopy(model.model.layers[0]), lambda: pickle.dumps(model), lambda: model.to(torch.float32),
-        lambda: model.model.half(), lambda: model.to("meta"),
-    ):  # fmt: skip
+        lambda: copy.deepcopy(model),
+        lambda: copy.deepcopy(model.model.layers[0]),
+        lambda: pickle.dumps(model),
+        lambda: model.to(torch.float32),
+        lambda: model.model.half(),
+        lambda: model.to("meta"),
+    ):
         with pytest.raises(EngineMisuse, match="detach"):
             act()
     assert model.to("cpu") is model and model.model.layers[0].to(torch.bfloat16) is model.model.layers[0]
@@ -137,7 +147,9 @@ def test_gathered_reads_and_writes_by_name() -> None:
 
 
 class FusedLoss(nn.Module):
-    """Reads the head's weight without calling the head, as fused losses do; and a parameter of its own parent (trap A12)."""
+    """Reads the head's weight without calling the head, as fused losses do; and a parameter of its own parent (trap
+    A12).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,11 +227,16 @@ def test_weights_on_ctx_and_permuted_weights_train_to_the_bit(block: type[nn.Mod
     plain = _Stack(block)
     expected = losses_over(data, plain, cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1))
     model = _Stack(block)
-    engine = cells.prepare_by_hand(model, data[0], spec=SPEC, weights="host", optimizer="host", strategy=strategy, depth=0, chunk_bytes=128)
+    engine = cells.prepare_by_hand(
+        model, data[0], spec=SPEC, weights="host", optimizer="host", strategy=strategy, depth=0, chunk_bytes=128
+    )
     assert losses_over(data, model, engine.optimizer) == expected
     assert model.layers[0].state_dict().keys() == plain.layers[0].state_dict().keys()
     engine.detach()
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) and a.stride() == b.stride()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_lora_factors_in_fp32_under_autocast_train_to_the_bit() -> None:
@@ -249,13 +266,17 @@ def test_lora_factors_in_fp32_under_autocast_train_to_the_bit() -> None:
         return losses
 
     plain = make()
-    expected = run(plain, cells.Reference([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1))
+    expected = run(
+        plain, cells.Reference([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    )
     model = make()
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     engine = cells.prepare_by_hand(model, data[0], spec=SPEC, weights="host", optimizer="host", strategy="recompute")
     assert run(model, engine.optimizer) == expected
     frozen = {c.index for c in engine.layout.chunks if not c.trainable}
-    everything = [a for actions in engine.runtime.executor.schedule.backward.values() for a in actions] + list(engine.runtime.executor.schedule.update)
+    everything = [a for actions in engine.runtime.executor.schedule.backward.values() for a in actions] + list(
+        engine.runtime.executor.schedule.update
+    )
     assert frozen and not any(a.kind in "GQUW" and a.index in frozen for a in everything)
     state = model.state_dict()
     assert all(torch.equal(state[n], v) for n, v in base.items())
@@ -277,7 +298,9 @@ def test_detach_gives_a_plain_model_that_trains_on_and_can_be_prepared_again() -
     mine.load_state_dict(saved)
     expected.append(step(plain, reference, seed=3))
     losses.append(step(model, mine, seed=3))
-    engine = cells.prepare_by_hand(model, zoo.batch("llama"), spec=SPEC, weights="host", optimizer="gpu", strategy="swap")
+    engine = cells.prepare_by_hand(
+        model, zoo.batch("llama"), spec=SPEC, weights="host", optimizer="gpu", strategy="swap"
+    )
     engine.optimizer.load_state_dict(mine.state_dict())
     expected.append(step(plain, reference, seed=4))
     losses.append(step(model, engine.optimizer, seed=4))
@@ -289,7 +312,9 @@ def test_detach_gives_a_plain_model_that_trains_on_and_can_be_prepared_again() -
 
 def test_two_engines_share_the_device_or_the_second_is_refused() -> None:
     device = "sim:24MiB"
-    first = outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device=device, gpu_memory="16MiB", chunk_bytes="16KiB")
+    first = outsize.prepare(
+        zoo.make("llama"), zoo.batch("llama"), device=device, gpu_memory="16MiB", chunk_bytes="16KiB"
+    )
     with pytest.raises(ConfigError, match="another engine"):
         outsize.prepare(zoo.make("gpt2"), zoo.batch("gpt2"), device=device, gpu_memory="16MiB", chunk_bytes="16KiB")
     second = outsize.prepare(zoo.make("gpt2"), zoo.batch("gpt2"), device=device, chunk_bytes="16KiB")

@@ -1,4 +1,6 @@
-"""Memory that runs out in the middle of training: the step is planned anew and made again to the same bits, or the user is told what is left."""
+"""Memory that runs out in the middle of training: the step is planned anew and made again to the same bits, or the user
+is told what is left.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -24,7 +26,9 @@ KIND = "gpt2"  # it has dropout, so a step that is made again must draw the same
 
 @contextmanager
 def running_out(model: nn.Module, *, at: int, times: int = 1, in_backward: bool = False) -> Iterator[list[int]]:
-    """The third layer finds no memory in its forward or backward number `at` and, if `times` says so, in those that follow."""
+    """The third layer finds no memory in its forward or backward number `at` and, if `times` says so, in those that
+    follow.
+    """
     calls: list[int] = []
 
     def fail() -> None:
@@ -54,7 +58,9 @@ def prepare(**spec: Any) -> Engine:
     return outsize.prepare(model, zoo.batch(KIND), optimizer=optimizer, device="sim:4MiB", chunk_bytes="8KiB")
 
 
-def train(model: nn.Module, optimizer: Any, *, steps: int = 4, accumulate: int = 1, engine: Engine | None = None) -> None:
+def train(
+    model: nn.Module, optimizer: Any, *, steps: int = 4, accumulate: int = 1, engine: Engine | None = None
+) -> None:
     torch.manual_seed(7)
     for step in range(steps):
         for micro in range(accumulate):
@@ -75,16 +81,22 @@ def train(model: nn.Module, optimizer: Any, *, steps: int = 4, accumulate: int =
 def plain(**spec: Any) -> dict[str, torch.Tensor]:
     model = zoo.make(KIND)
     accumulate = spec.pop("accumulate", 1)
-    train(model, cells.Reference(list(model.named_parameters()), lr=1e-2, weight_decay=0.1, **spec), accumulate=accumulate)
+    train(
+        model, cells.Reference(list(model.named_parameters()), lr=1e-2, weight_decay=0.1, **spec), accumulate=accumulate
+    )
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def same(engine: Engine, expected: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, expected[name]) for name, value in engine.model.state_dict().items() if name in expected)
+    return all(
+        torch.equal(value, expected[name]) for name, value in engine.model.state_dict().items() if name in expected
+    )
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_a_step_that_runs_out_of_memory_is_made_again_to_the_same_bits(in_backward: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_runs_out_of_memory_is_made_again_to_the_same_bits(
+    in_backward: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = prepare(max_grad_norm=0.5)
     room = engine.plan.gpu_budget_bytes
     with cells.closing(engine), running_out(engine.model, at=2, in_backward=in_backward):
@@ -114,7 +126,10 @@ def test_in_its_backward_the_sums_are_lost_and_the_user_makes_the_step_again() -
 
 def test_once_updates_in_backward_have_begun_it_says_that_a_checkpoint_is_needed() -> None:
     with cells.closing(prepare(update="in_backward")) as engine:
-        with running_out(engine.model, at=1, in_backward=True), pytest.raises(DeviceOutOfMemory, match="from the last checkpoint"):
+        with (
+            running_out(engine.model, at=1, in_backward=True),
+            pytest.raises(DeviceOutOfMemory, match="from the last checkpoint"),
+        ):
             train(engine.model, engine.optimizer, engine=engine)
         with pytest.raises((outsize.base.errors.EngineMisuse, UpdateFailed), match="last checkpoint"):
             engine.optimizer.step()
@@ -159,10 +174,14 @@ def test_our_trainer_makes_such_a_step_again_by_itself(tmp_path: Path) -> None:
         pytest.param(3, 2, 2, id="and-again-in-the-first"),
     ],
 )
-def test_our_trainer_makes_all_micro_batches_of_a_step_again(accumulate: int, at: int, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_our_trainer_makes_all_micro_batches_of_a_step_again(
+    accumulate: int, at: int, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found = []
     for fails in (0, times):
-        trainer = trainers.ours(tmp_path / str(fails), kind=KIND, plan="mixed", args={"gradient_accumulation_steps": accumulate})
+        trainer = trainers.ours(
+            tmp_path / str(fails), kind=KIND, plan="mixed", args={"gradient_accumulation_steps": accumulate}
+        )
         with trainers.closing(trainer), running_out(trainer.model, at=at, times=fails, in_backward=True):
             torch.manual_seed(3)
             found.append(trainers.train(trainer))
@@ -185,17 +204,26 @@ class CountingTrainer(OutsizeTrainer):
         self.seen: list[float] = []
         super().__init__(**given)
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch) * 0.5
         self.seen.append(loss.item())
         return loss
 
 
 def test_micro_batches_that_are_made_again_may_be_longer_than_the_last_and_are_counted_once(tmp_path: Path) -> None:
-    data = [row for i in range(4) for row in (*trainers.rows(KIND, 1, 16, first=i), *trainers.rows(KIND, 1, 8, first=i))]
+    data = [
+        row for i in range(4) for row in (*trainers.rows(KIND, 1, 16, first=i), *trainers.rows(KIND, 1, 8, first=i))
+    ]
     found, seen = [], []
     for fails in (0, 1):
-        args = trainers.arguments(tmp_path / str(fails), gradient_accumulation_steps=2, per_device_train_batch_size=1, train_sampling_strategy="sequential")
+        args = trainers.arguments(
+            tmp_path / str(fails),
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=1,
+            train_sampling_strategy="sequential",
+        )
         trainer = CountingTrainer(model=zoo.make(KIND), args=args, train_dataset=data, **trainers.planned("mixed"))
         with trainers.closing(trainer), running_out(trainer.model, at=3, times=fails, in_backward=True):
             torch.manual_seed(3)
@@ -209,9 +237,17 @@ def test_micro_batches_that_are_made_again_may_be_longer_than_the_last_and_are_c
 def test_once_updates_have_begun_our_trainer_names_what_is_on_disk(saves: bool, tmp_path: Path) -> None:
     out = tmp_path / "out"
     args: dict[str, Any] = {"max_grad_norm": 0.0, **({"save_strategy": "steps", "save_steps": 1} if saves else {})}
-    told = f"The newest complete one is {out / 'checkpoint-2'}:" if saves else f"from the last checkpoint. There is none in {out}:"
+    told = (
+        f"The newest complete one is {out / 'checkpoint-2'}:"
+        if saves
+        else f"from the last checkpoint. There is none in {out}:"
+    )
     trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args=args)
-    with trainers.closing(trainer), running_out(trainer.model, at=2, in_backward=True), pytest.raises(DeviceOutOfMemory, match=re.escape(told)):
+    with (
+        trainers.closing(trainer),
+        running_out(trainer.model, at=2, in_backward=True),
+        pytest.raises(DeviceOutOfMemory, match=re.escape(told)),
+    ):
         trainers.train(trainer)
     if saves:
         trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args=args)
@@ -225,5 +261,9 @@ def test_it_names_no_checkpoint_of_a_run_that_has_gone_further_nor_one_without_s
     with trainers.closing(trainers.ours(tmp_path, kind=KIND, plan="mixed", args=args)) as earlier:
         trainers.train(earlier)
     trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args={**args, "save_steps": 1, "save_only_model": True})
-    with trainers.closing(trainer), running_out(trainer.model, at=2, in_backward=True), pytest.raises(DeviceOutOfMemory, match="There is none in"):
+    with (
+        trainers.closing(trainer),
+        running_out(trainer.model, at=2, in_backward=True),
+        pytest.raises(DeviceOutOfMemory, match="There is none in"),
+    ):
         trainers.train(trainer)

@@ -26,12 +26,24 @@ def train(yaml: Path, *arguments: str) -> Result:
 
 def refused(result: Result, *parts: str) -> None:
     message = result.stderr.strip()
-    assert result.exit_code == 2 and not isinstance(result.exception, (ValueError, OSError)), (result.exit_code, message, result.exception)
+    assert result.exit_code == 2 and not isinstance(result.exception, (ValueError, OSError)), (
+        result.exit_code,
+        message,
+        result.exception,
+    )
     assert all(part in message for part in parts), message
 
 
 def test_five_mistakes_are_all_told_at_once(tmp_path: Path) -> None:
-    yaml = folders.write_run(tmp_path, learning_rte=1, micro_batch_size="two", sequence_len=-5, deepspeed="zero3.json", warmup_steps=3, warmup_ratio=0.1)
+    yaml = folders.write_run(
+        tmp_path,
+        learning_rte=1,
+        micro_batch_size="two",
+        sequence_len=-5,
+        deepspeed="zero3.json",
+        warmup_steps=3,
+        warmup_ratio=0.1,
+    )
     refused(train(yaml), "learning_rate", "micro_batch_size", "sequence_len", "deepspeed", "warmup_ratio")
     assert not (tmp_path / "out").exists()
 
@@ -97,9 +109,23 @@ def test_another_recipe_is_refused_by_the_names_of_what_changed_and_another_budg
     result = train(yaml, "--resume", *(word for change in asked for word in ("--set", change)))
     refused(result, "seed was 42 and is 7", "adapter was null and is lora", "lora_r was 8 and is 4", "base_model: ")
     edited = tmp_path / "edited.yaml"
-    edited.write_text(yaml.read_text().replace("learning_rate: 0.01", "learning_rate: 0.003").replace("weight_decay: 0.1", "weight_decay: 0"))
-    refused(train(edited, "--resume"), "learning_rate was 0.01 and is 0.003", "--set learning_rate=0.003", "--set weight_decay=0")
-    assert train(yaml, "--resume", "--set", "max_steps=3", "--set", "device=sim:2MiB", "--set", "plan.n_persist=1").exit_code == 0
+    edited.write_text(
+        yaml.read_text()
+        .replace("learning_rate: 0.01", "learning_rate: 0.003")
+        .replace("weight_decay: 0.1", "weight_decay: 0")
+    )
+    refused(
+        train(edited, "--resume"),
+        "learning_rate was 0.01 and is 0.003",
+        "--set learning_rate=0.003",
+        "--set weight_decay=0",
+    )
+    assert (
+        train(
+            yaml, "--resume", "--set", "max_steps=3", "--set", "device=sim:2MiB", "--set", "plan.n_persist=1"
+        ).exit_code
+        == 0
+    )
     assert [step for step, _ in checkpoints(tmp_path / "out")] == [2, 3]
 
 
@@ -129,10 +155,17 @@ def test_a_finished_lora_run_that_is_resumed_exports_its_adapter(tmp_path: Path)
     assert train(yaml, "--resume").exit_code == 0 and exported.read_bytes() == before
 
 
-def test_a_new_run_beside_old_checkpoints_warns_and_with_a_limit_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_run_beside_old_checkpoints_warns_and_with_a_limit_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     yaml = folders.write_run(tmp_path, save_steps=2)
     assert train(yaml).exit_code == 0
-    refused(train(yaml, "--set", "save_total_limit=1", "--set", "max_steps=2"), "save_total_limit", "checkpoint-4", "--resume")
+    refused(
+        train(yaml, "--set", "save_total_limit=1", "--set", "max_steps=2"),
+        "save_total_limit",
+        "checkpoint-4",
+        "--resume",
+    )
     assert [step for step, _ in checkpoints(tmp_path / "out")] == [2, 4]
     assert train(yaml, "--set", "max_steps=2").exit_code == 0
     assert sum("earlier run" in record.getMessage() for record in caplog.records) == 1
@@ -149,7 +182,15 @@ def test_a_new_run_beside_old_checkpoints_warns_and_with_a_limit_is_refused(tmp_
         ({"chat_template_jinja": "no/such.jinja"}, "chat_template_jinja"),
         ({"resume_from_checkpoint": "no/such/folder"}, "resume_from_checkpoint"),
         ({"adapter": "lora", "lora_target_linear": True, "lora_modules_to_save": ["nothing"]}, "lora_modules_to_save"),
-        ({"val_set_size": 4, "load_best_model_at_end": True, "save_strategy": "epoch", "metric_for_best_model": "accuracy"}, "metric_for_best_model"),
+        (
+            {
+                "val_set_size": 4,
+                "load_best_model_at_end": True,
+                "save_strategy": "epoch",
+                "metric_for_best_model": "accuracy",
+            },
+            "metric_for_best_model",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_told_by_its_key(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
@@ -157,21 +198,32 @@ def test_what_cannot_be_used_is_told_by_its_key(tmp_path: Path, keys: dict[str, 
 
 
 def test_packing_for_an_encoder_is_refused(tmp_path: Path) -> None:
-    refused(train(folders.write_run(tmp_path, kind="t5", sample_packing=True)), "sample_packing", "T5ForConditionalGeneration")
+    refused(
+        train(folders.write_run(tmp_path, kind="t5", sample_packing=True)),
+        "sample_packing",
+        "T5ForConditionalGeneration",
+    )
 
 
 @pytest.mark.full
 def test_the_adapter_of_an_encoder_and_decoder_can_be_merged(tmp_path: Path) -> None:
-    assert train(folders.write_run(tmp_path, kind="t5", adapter="lora", lora_target_linear=True, max_steps=1)).exit_code == 0
+    assert (
+        train(folders.write_run(tmp_path, kind="t5", adapter="lora", lora_target_linear=True, max_steps=1)).exit_code
+        == 0
+    )
     export_folder(tmp_path / "out", tmp_path / "merged", merge=True)
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"] == ["T5ForConditionalGeneration"]
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"] == [
+        "T5ForConditionalGeneration"
+    ]
 
 
 def test_a_classifier_is_refused_by_its_name(tmp_path: Path) -> None:
     refused(train(folders.write_run(tmp_path, kind="bert")), "BertForSequenceClassification", "predict tokens")
 
 
-def test_rows_beyond_a_table_of_positions_are_refused_and_beyond_computed_ones_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_beyond_a_table_of_positions_are_refused_and_beyond_computed_ones_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     refused(train(folders.write_run(tmp_path, kind="gpt2", sequence_len=129)), "sequence_len", "128 positions")
     shutil.rmtree(tmp_path / "model")
     known = folders.write_model(tmp_path / "model").config.max_position_embeddings  # type: ignore[union-attr]
@@ -192,14 +244,21 @@ def test_nothing_but_what_we_say_is_printed(tmp_path: Path) -> None:
     yaml = folders.write_run(tmp_path, max_steps=1, adapter="lora", lora_target_linear=True)
     commands = [["train", str(yaml)], ["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge"]]
     script = f"from outsize.cli.main import app\nfor command in {commands!r}:\n    app(command, standalone_mode=False)"
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
 def test_a_dry_run_plans_and_leaves_nothing(tmp_path: Path) -> None:
     result = train(folders.write_run(tmp_path, device="sim:1MiB", gradient_checkpointing=True), "--dry-run")
-    assert result.exit_code == 0 and "the plan" in result.output and "tokens/s" in result.output and "note gradient_checkpointing" in result.output
+    assert (
+        result.exit_code == 0
+        and "the plan" in result.output
+        and "tokens/s" in result.output
+        and "note gradient_checkpointing" in result.output
+    )
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -1,4 +1,6 @@
-"""Saving and loading when things go wrong: what was saved before is as it was, what is not whole is not taken, and nothing is left behind."""
+"""Saving and loading when things go wrong: what was saved before is as it was, what is not whole is not taken, and
+nothing is left behind.
+"""
 
 import contextlib
 import errno
@@ -58,7 +60,9 @@ def bits(engine: Engine) -> dict[str, torch.Tensor]:
     engine.drain()
     found = {name: engine.runtime.store.read(name).clone() for name in engine.runtime.store.params}
     for name in engine.optimizer.names:
-        found |= {f"{part}/{name}": torch.as_tensor(value).clone() for part, value in engine.optimizer_state(name).items()}
+        found |= {
+            f"{part}/{name}": torch.as_tensor(value).clone() for part, value in engine.optimizer_state(name).items()
+        }
     groups = [group[key] for group in engine.optimizer.param_groups for key in ("lr", "eps", "weight_decay")]
     return {**found, "groups": torch.tensor(groups), "steps": torch.tensor(engine.num_steps)}
 
@@ -143,20 +147,28 @@ def test_a_full_disk_is_told_and_the_earlier_checkpoint_stays(tmp_path: Path, we
         step(engine, 1)
         before = bits(engine)
         for verb in (engine.save, engine.export):
-            with nothing_is_left(tmp_path), largest_file(2**16), pytest.raises(SaveFailed, match=r"File too large.*Free some space"):
+            with (
+                nothing_is_left(tmp_path),
+                largest_file(2**16),
+                pytest.raises(SaveFailed, match=r"File too large.*Free some space"),
+            ):
                 verb(tmp_path / "checkpoint-2")
         assert newest(tmp_path) == tmp_path / "checkpoint-1" and same(bits(engine), before)
         engine.save(tmp_path / "checkpoint-2")
         assert same(saved_bits(tmp_path / "checkpoint-2"), before)
 
 
-def test_a_full_disk_in_the_background_surfaces_at_the_next_step_and_costs_nothing_else(tmp_path: Path, gate: Gate) -> None:
+def test_a_full_disk_in_the_background_surfaces_at_the_next_step_and_costs_nothing_else(
+    tmp_path: Path, gate: Gate
+) -> None:
     with trained() as engine, trained() as other:
         engine.save(tmp_path / "checkpoint-1")
         first = bits(engine)
         with nothing_is_left(tmp_path):
             with largest_file(2**16), pytest.MonkeyPatch.context() as patch:
-                patch.setattr(os, "ftruncate", lambda fd, size: None)  # a limit, other than a full disk, would show here already
+                patch.setattr(
+                    os, "ftruncate", lambda fd, size: None
+                )  # a limit, other than a full disk, would show here already
                 engine.save(tmp_path / "checkpoint-2", background=True)
                 gate.open()
                 _wait_for_the_thread()
@@ -181,7 +193,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real one that can be filled."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("needs the right to mount")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -194,12 +208,16 @@ def fill(disk: Path, *, but_for: int) -> None:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("left", [0, 2**12, 2**15, 2**17])
 def test_a_disk_that_fills_up_in_the_middle_is_told(small_disk: Path, left: int, background: bool) -> None:
-    """Somebody else takes the space after it was seen to be enough: before the first file, or when some of it is written."""
+    """Somebody else takes the space after it was seen to be enough: before the first file, or when some of it is
+    written.
+    """
     with trained() as engine:
         engine.save(small_disk / "checkpoint-1")
         (small_disk / "junk").touch()
         with nothing_is_left(small_disk), pytest.raises(SaveFailed, match="No space left on device"):
-            engine.save(small_disk / "checkpoint-2", background=background, extra=lambda folder: fill(small_disk, but_for=left))
+            engine.save(
+                small_disk / "checkpoint-2", background=background, extra=lambda folder: fill(small_disk, but_for=left)
+            )
             engine.finish_saving()
         read_manifest(small_disk / "checkpoint-1")
         with nothing_is_left(small_disk), pytest.raises(SaveFailed, match=r"needs .* on the disk, but .* is free"):
@@ -245,7 +263,8 @@ def test_an_adapter_on_a_full_disk_is_told_too(tmp_path: Path) -> None:
 def test_an_update_waits_until_its_chunk_is_written(tmp_path: Path, gate: Gate, update: Any, device: str) -> None:
     """The hazard: a chunk is updated while it is on its way to the disk, and the checkpoint is of two steps at once.
 
-    Forced: not a byte of the background's part is written before the next step has begun. Without the wait the step would be over by then.
+    Forced: not a byte of the background's part is written before the next step has begun. Without the wait the step
+    would be over by then.
     """
     cell = Cell(kind="llama", dtype="bf16", weights="host", optimizer="host", update=update)
     with cells.closing(cells.prepare(cell, device, chunk_bytes=4096)) as engine:
@@ -260,7 +279,9 @@ def test_an_update_waits_until_its_chunk_is_written(tmp_path: Path, gate: Gate, 
     assert same(saved_bits(tmp_path / "checkpoint-1"), before)
 
 
-def test_an_interrupted_wait_leaves_the_save_on_its_way_and_updates_waiting(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_leaves_the_save_on_its_way_and_updates_waiting(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in finish_saving, and the user goes on training."""
     with trained() as engine:
         before = bits(engine)
@@ -280,7 +301,9 @@ def _interrupt(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["configs", "extra", "tensors", "publish"])
-def test_an_interrupted_save_leaves_nothing_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_an_interrupted_save_leaves_nothing_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     with trained() as engine, trained() as other:
         for background in (False, True) if when in ("configs", "extra") else (False,):
             with nothing_is_left(tmp_path), monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -288,7 +311,9 @@ def test_an_interrupted_save_leaves_nothing_and_training_goes_on(tmp_path: Path,
                     patch.setattr(type(engine.model.config), "save_pretrained", _interrupt)
                 elif when != "extra":
                     patch.setattr(os, {"tensors": "pwrite", "publish": "fsync"}[when], _interrupt)
-                engine.save(tmp_path / "checkpoint-1", background=background, extra=_interrupt if when == "extra" else None)
+                engine.save(
+                    tmp_path / "checkpoint-1", background=background, extra=_interrupt if when == "extra" else None
+                )
         step(engine, 1)
         step(other, 1)
         assert same(bits(engine), bits(other))
@@ -313,7 +338,9 @@ def test_what_is_written_beside_may_fail_and_leaves_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("hears", ["step", "finish", "save", "detach", "load"])
-def test_a_failure_in_the_background_is_heard_even_if_it_was_there_before_save_returned(tmp_path: Path, hears: str) -> None:
+def test_a_failure_in_the_background_is_heard_even_if_it_was_there_before_save_returned(
+    tmp_path: Path, hears: str
+) -> None:
     def fails() -> None:
         raise RuntimeError("after it was published")
 
@@ -322,9 +349,12 @@ def test_a_failure_in_the_background_is_heard_even_if_it_was_there_before_save_r
         engine.save(tmp_path / "checkpoint-1", background=True, then=fails)
         _wait_for_the_thread()
         act: dict[str, Callable[[], Any]] = {
-            "step": lambda: step(engine, 1), "finish": engine.finish_saving, "save": lambda: engine.save(tmp_path / "checkpoint-2"), "detach": engine.detach,
+            "step": lambda: step(engine, 1),
+            "finish": engine.finish_saving,
+            "save": lambda: engine.save(tmp_path / "checkpoint-2"),
+            "detach": engine.detach,
             "load": lambda: engine.load(tmp_path / "earlier"),
-        }  # fmt: skip
+        }
         with pytest.raises(RuntimeError, match="after it was published"):
             act[hears]()
         engine.finish_saving()  # once is enough
@@ -342,16 +372,21 @@ def test_what_comes_after_is_called_once_and_sees_the_checkpoint(tmp_path: Path)
 
 def test_a_save_in_the_background_outlives_the_end_of_the_program(tmp_path: Path) -> None:
     script = (
-        "import sys; sys.path[:0] = ['src', 'tests']\nimport torch; torch.set_num_threads(1)\nimport os, time, cells\nfrom pathlib import Path\n"
+        "import sys; sys.path[:0] = ['src', 'tests']\nimport torch; torch.set_num_threads(1)\nimport os, time, "
+        "cells\nfrom pathlib import Path\n"
         "pwrite = os.pwrite\nos.pwrite = lambda *args: (time.sleep(0.01), pwrite(*args))[1]\n"
         "engine = cells.prepare(cells.Cell(kind='llama', weights='host', optimizer='host'))\n"
         "engine.save(Path(sys.argv[1]) / 'checkpoint-0', background=True)\nraise SystemExit('done')\n"
     )
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
+    )
     assert run.stderr.strip().endswith("done") and newest(tmp_path) == tmp_path / "checkpoint-0"
 
 
-def test_where_no_thread_can_be_started_the_save_is_made_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_the_save_is_made_in_the_foreground(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none_left(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -399,7 +434,11 @@ def test_what_is_there_is_not_written_over_unless_asked(tmp_path: Path) -> None:
         with nothing_is_left(tmp_path), pytest.raises(SaveFailed, match="is a checkpoint that may be replaced"):
             engine.save(tmp_path / "home", replace=True)
         engine.save(tmp_path / "a", replace=True)
-        assert same(saved_bits(tmp_path / "a"), bits(engine)) and names(tmp_path) == ["a", "home"] and names(tmp_path / "home") == ["letters"]
+        assert (
+            same(saved_bits(tmp_path / "a"), bits(engine))
+            and names(tmp_path) == ["a", "home"]
+            and names(tmp_path / "home") == ["letters"]
+        )
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
@@ -432,7 +471,9 @@ def test_an_adapter_inside_a_model_of_transformers_is_saved_as_transformers_save
         model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
         return model.train()
 
-    with cells.closing(cells.prepare_by_hand(adapted(0), zoo.batch("llama"), spec=CELL.spec, weights="host", optimizer="host")) as engine:
+    with cells.closing(
+        cells.prepare_by_hand(adapted(0), zoo.batch("llama"), spec=CELL.spec, weights="host", optimizer="host")
+    ) as engine:
         step(engine)
         engine.save(tmp_path / "checkpoint-1", background=True)
         before = bits(engine)
@@ -482,10 +523,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), MANIFEST),
     "half a manifest": (lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text()[:500]), MANIFEST),
     "a manifest of something else": (lambda f: remanifest(f, lambda facts: facts.pop("values")), "describes weights"),
-    "a manifest with a word for a number": (lambda f: remanifest(f, lambda facts: facts.update(num_steps="many")), "describes weights"),
+    "a manifest with a word for a number": (
+        lambda f: remanifest(f, lambda facts: facts.update(num_steps="many")),
+        "describes weights",
+    ),
     "another format": (lambda f: remanifest(f, lambda facts: facts.update(format=2)), "format"),
-    "a value in a file outside": (lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: ["../out.safetensors", "x"]})), "not listed"),
-    "a value under a key that is not there": (lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: [STATE, "x"]})), "has no x"),
+    "a value in a file outside": (
+        lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: ["../out.safetensors", "x"]})),
+        "not listed",
+    ),
+    "a value under a key that is not there": (
+        lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: [STATE, "x"]})),
+        "has no x",
+    ),
     "weights cut off": (lambda f: os.truncate(f / SINGLE, 5000), rf"{SINGLE} has \d+ bytes, but 5000 are there"),
     "state cut off": (lambda f: os.truncate(f / STATE, 5000), rf"{STATE} has \d+ bytes, but 5000 are there"),
     "no state": (lambda f: (f / STATE).unlink(), f"{STATE} has .* it is not there"),
@@ -494,12 +544,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the middle of a header of weights": (lambda f: flip(f / SINGLE, header_bytes(f / SINGLE) // 2), SINGLE),
     "the middle of a header of state": (lambda f: flip(f / STATE, header_bytes(f / STATE) // 2), STATE),
     "the end of a header of state": (lambda f: flip(f / STATE, header_bytes(f / STATE) + 4), STATE),
-    "state without a moment": (lambda f: rewrite(f, STATE, lambda tensors: tensors.pop(f"exp_avg/{NORM}")), f"has no exp_avg/{NORM}"),
-    "state without a master": (lambda f: rewrite(f, STATE, lambda tensors: tensors.pop(f"lo/{EMBED}")), f"has no lo/{EMBED}"),
-    "a moment of another shape": (lambda f: rewrite(f, STATE, lambda t: t.update({f"exp_avg/{NORM}": torch.ones(3)})), f"exp_avg of {NORM} is"),
-    "a moment of another dtype": (lambda f: rewrite(f, STATE, lambda t: t.update({f"exp_avg/{NORM}": torch.ones(32).half()})), "float16"),
-    "a weight of another dtype": (lambda f: rewrite(f, SINGLE, lambda t: t.update({NORM: torch.ones(32)})), f"{NORM} is torch.float32"),
-    "no step of a parameter": (lambda f: remanifest(f, lambda facts: facts["steps"].pop(NORM)), f"{NORM} was frozen there and is trained here"),
+    "state without a moment": (
+        lambda f: rewrite(f, STATE, lambda tensors: tensors.pop(f"exp_avg/{NORM}")),
+        f"has no exp_avg/{NORM}",
+    ),
+    "state without a master": (
+        lambda f: rewrite(f, STATE, lambda tensors: tensors.pop(f"lo/{EMBED}")),
+        f"has no lo/{EMBED}",
+    ),
+    "a moment of another shape": (
+        lambda f: rewrite(f, STATE, lambda t: t.update({f"exp_avg/{NORM}": torch.ones(3)})),
+        f"exp_avg of {NORM} is",
+    ),
+    "a moment of another dtype": (
+        lambda f: rewrite(f, STATE, lambda t: t.update({f"exp_avg/{NORM}": torch.ones(32).half()})),
+        "float16",
+    ),
+    "a weight of another dtype": (
+        lambda f: rewrite(f, SINGLE, lambda t: t.update({NORM: torch.ones(32)})),
+        f"{NORM} is torch.float32",
+    ),
+    "no step of a parameter": (
+        lambda f: remanifest(f, lambda facts: facts["steps"].pop(NORM)),
+        f"{NORM} was frozen there and is trained here",
+    ),
     "no value of a parameter": (lambda f: remanifest(f, lambda facts: facts["values"].pop(NORM)), f"it has no {NORM}"),
     "groups of others": (lambda f: remanifest(f, lambda facts: facts["groups"][0]["names"].pop()), "groups of"),
     "no optimizer": (lambda f: remanifest(f, lambda facts: facts.update(only_model=True)), "only_model=True"),
@@ -531,15 +599,25 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(damage: str, checkpoi
 
 
 OTHERS: dict[str, tuple[Cell, dict[str, Any], str]] = {
-    "another kind": (Cell(kind="gpt2", dtype="bf16"), {}, r"it has no transformer\.h.* which the model has not|it has no transformer"),
+    "another kind": (
+        Cell(kind="gpt2", dtype="bf16"),
+        {},
+        r"it has no transformer\.h.* which the model has not|it has no transformer",
+    ),
     "more layers": (Cell(kind="one-block", dtype="bf16"), {}, r"it has model\.layers\.1.*, which the model has not"),
     "an untied head": (Cell(kind="llama-untied", dtype="bf16"), {}, r"it has no lm_head\.weight"),
     "another dtype": (Cell(kind="llama", dtype="fp32"), {}, r"is torch\.bfloat16 .* there and torch\.float32 .* here"),
-    "frozen parts": (Cell(kind="llama", dtype="bf16", frozen="prefix"), {}, r"embed_tokens\.weight was trained there and is frozen here"),
-    "other groups": (
-        Cell(kind="llama", dtype="bf16"), {"spec": outsize.AdamW(groups=[{"params": [NORM], "lr": 1.0}])}, r"1 groups of \[38\] parameters, this one \[1, 37\]",
+    "frozen parts": (
+        Cell(kind="llama", dtype="bf16", frozen="prefix"),
+        {},
+        r"embed_tokens\.weight was trained there and is frozen here",
     ),
-}  # fmt: skip
+    "other groups": (
+        Cell(kind="llama", dtype="bf16"),
+        {"spec": outsize.AdamW(groups=[{"params": [NORM], "lr": 1.0}])},
+        r"1 groups of \[38\] parameters, this one \[1, 37\]",
+    ),
+}
 
 
 @pytest.mark.parametrize("which", OTHERS)
@@ -558,12 +636,18 @@ def test_frozen_weights_and_groups_do_not_matter_to_weights_alone(checkpoint: Pa
         cell, how, _ = OTHERS[which]
         with trained(cell=cell, **how) as engine, trained() as saved:
             engine.load(checkpoint, only_model=True)
-            assert all(torch.equal(value, saved.model.state_dict()[name]) for name, value in engine.model.state_dict().items())
+            assert all(
+                torch.equal(value, saved.model.state_dict()[name]) for name, value in engine.model.state_dict().items()
+            )
 
 
 @pytest.mark.parametrize("at", ["weights", "optimizer's state"])
-def test_a_load_that_breaks_off_is_not_trained_on(at: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails in the middle: some weights are new, some old. Nothing can be compared beforehand that would tell."""
+def test_a_load_that_breaks_off_is_not_trained_on(
+    at: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails in the middle: some weights are new, some old. Nothing can be compared beforehand that would
+    tell.
+    """
     with trained(2) as engine, trained() as saved:
         num_weights, preadv = len(engine.runtime.store.params), os.preadv
         left = iter(range(5 if at == "weights" else num_weights + 5, -9, -1))
@@ -658,7 +742,13 @@ print(json.dumps({"-".join(way): list(outcomes(spare.parent / "-".join(way), way
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, str]]]:
     """One process for all of them: to start it takes longer than to be killed."""
-    run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path_factory.mktemp("killed"))], capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path_factory.mktemp("killed"))],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -717,7 +807,9 @@ ALL_HOMES = [*HOMES, ("gpu", "host")]
         for j, homes in enumerate(ALL_HOMES)
     ],
 )
-def test_exports_and_checkpoints_hold_what_the_detached_model_saves_to_the_byte(tmp_path: Path, kind: str, weights: Any, optimizer: Any) -> None:
+def test_exports_and_checkpoints_hold_what_the_detached_model_saves_to_the_byte(
+    tmp_path: Path, kind: str, weights: Any, optimizer: Any
+) -> None:
     cell = Cell(kind=kind, dtype="bf16", weights=weights, optimizer=optimizer)
     with cells.closing(cells.prepare(cell, "sim:64MiB")) as engine:
         cells.train_cell(cell, engine, steps=1)
@@ -726,7 +818,11 @@ def test_exports_and_checkpoints_hold_what_the_detached_model_saves_to_the_byte(
     engine.model.save_pretrained(tmp_path / "theirs")
     assert names(tmp_path / "out") == names(tmp_path / "theirs")
     for path in (tmp_path / "theirs").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes() == (tmp_path / "checkpoint-1" / path.name).read_bytes(), path.name
+        assert (
+            (tmp_path / "out" / path.name).read_bytes()
+            == path.read_bytes()
+            == (tmp_path / "checkpoint-1" / path.name).read_bytes()
+        ), path.name
 
 
 def test_an_export_takes_the_place_of_one_of_another_shape(tmp_path: Path) -> None:
@@ -736,7 +832,13 @@ def test_an_export_takes_the_place_of_one_of_another_shape(tmp_path: Path) -> No
     with trained() as engine:
         engine.export(tmp_path / "out", tokenizer=folders.write_tokenizer(tmp_path / "tokenizer"))
         state = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    assert set(names(tmp_path / "out")) == {"README.md", "config.json", "generation_config.json", SINGLE, *names(tmp_path / "tokenizer")}
+    assert set(names(tmp_path / "out")) == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        SINGLE,
+        *names(tmp_path / "tokenizer"),
+    }
     again = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in state.items())
 
@@ -747,7 +849,11 @@ def test_an_adapter_may_be_exported_beside_its_base(tmp_path: Path) -> None:
     before = (tmp_path / SINGLE).read_bytes()
     with cells.closing(prepare_adapted(case, "send")) as engine:
         engine.export(tmp_path)
-    assert (tmp_path / SINGLE).read_bytes() == before and (tmp_path / "adapter_model.safetensors").exists() and STATE not in names(tmp_path)
+    assert (
+        (tmp_path / SINGLE).read_bytes() == before
+        and (tmp_path / "adapter_model.safetensors").exists()
+        and STATE not in names(tmp_path)
+    )
 
 
 def test_caches_are_in_the_config_as_the_user_had_them(tmp_path: Path) -> None:
@@ -805,10 +911,10 @@ print(json.dumps(cycle(2048, 8, gpu_memory="60MiB")))
 
 
 def test_neither_saving_nor_loading_copies_the_model(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     facts = json.loads(run.stdout.splitlines()[-1])
     assert facts["weights"] == 2**26 and facts["state"] >= 2**28
     assert facts["growth"] < facts["weights"] / 2, facts
-
-

@@ -1,4 +1,6 @@
-"""Traps of the public systems that no other file covers; each test names its id. The sheet is docs/decisions/0005-traps.md."""
+"""Traps of the public systems that no other file covers; each test names its id. The sheet is
+docs/decisions/0005-traps.md.
+"""
 
 import gc
 import weakref
@@ -17,11 +19,15 @@ SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 
 
 def test_activations_that_do_not_fit_their_arena_are_an_error_that_names_the_block() -> None:
-    """Trap A21: never kept on the device with a log line. Forced by a hook that makes the layer save more than in the trial run."""
+    """Trap A21: never kept on the device with a log line. Forced by a hook that makes the layer save more than in the
+    trial run.
+    """
     model = zoo.make("gemma2")
     engine = cells.prepare_by_hand(model, zoo.batch("gemma2", size=2, tokens=16), spec=SPEC, strategy="swap")
     before = model.state_dict()
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * out.sigmoid() * out.tanh() * out.cos())
+    hook = model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, out: out * out.sigmoid() * out.tanh() * out.cos()
+    )
     with pytest.raises(EngineMisuse, match=r"model\.layers\.0 sends up to"):
         model(**zoo.batch("gemma2", size=2, tokens=16))
     hook.remove()
@@ -37,7 +43,9 @@ def test_whatever_reads_state_right_after_step_sees_the_step(homes: tuple[str, s
     plain = zoo.make("llama", dtype=torch.bfloat16)
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     model = zoo.make("llama", dtype=torch.bfloat16)
-    engine = cells.prepare_by_hand(model, zoo.batch("llama"), spec=SPEC, device="sim:64MiB", weights=homes[0], optimizer=homes[1])
+    engine = cells.prepare_by_hand(
+        model, zoo.batch("llama"), spec=SPEC, device="sim:64MiB", weights=homes[0], optimizer=homes[1]
+    )
     readers = [
         lambda m, o: m.state_dict()["model.layers.2.mlp.up_proj.weight"].float().sum(),
         lambda m, o: o.state_dict()["state"][3]["exp_avg"].sum(),
@@ -97,7 +105,10 @@ class _Failing(Updates):
 
 def test_a_model_without_layers_trains_resident() -> None:
     torch.manual_seed(0)
-    plain, model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    plain, model = (
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()),
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()),
+    )
     model.load_state_dict(plain.state_dict())
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     x = torch.randn(4, 8)

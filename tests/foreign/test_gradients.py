@@ -1,4 +1,6 @@
-"""What loops and libraries do with `p.grad` between backward and step: clip, read, edit, assign, scale. And optimizers that are not the engine's."""
+"""What loops and libraries do with `p.grad` between backward and step: clip, read, edit, assign, scale. And optimizers
+that are not the engine's.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +75,9 @@ def test_bf16_gradients_are_readable() -> None:
 
 @EVERY_PLAN
 def test_gradients_stay_until_zero_grad_as_in_torch(plan: str) -> None:
-    """After step() they are still there; a backward without zero_grad() adds to them; a second step() applies them again."""
+    """After step() they are still there; a backward without zero_grad() adds to them; a second step() applies them
+    again.
+    """
     (plain, reference), (model, engine) = foreign_plans.both(plan)
     for run, optimizer in ((plain, reference), (model, engine.optimizer)):
         run(**zoo.batch("llama", seed=0)).loss.backward()
@@ -123,7 +127,9 @@ def test_gradients_of_a_backward_that_updates_are_refused_not_none() -> None:
 @EVERY_PLAN
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_clip_grad_norm_goes_through_the_engine(plan: str, dtype: torch.dtype) -> None:
-    """It returned 0.0 and clipped nothing. The result is that of max_grad_norm, and the norm returned is the true one."""
+    """It returned 0.0 and clipped nothing. The result is that of max_grad_norm, and the norm returned is the
+    true one.
+    """
     spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=cells.MAX_GRAD_NORM)
     plain, model = zoo.make("llama", dtype=dtype), zoo.make("llama", dtype=dtype)
     reference = foreign_plans.reference(plain, spec)
@@ -291,7 +297,9 @@ def test_grad_scaler(plan: str) -> None:
 
 @EVERY_PLAN
 def test_hooks_on_parameters(plan: str) -> None:
-    """A gradient hook changes what arrives; a post-accumulate hook sees `param.grad`, registered before prepare or after."""
+    """A gradient hook changes what arrives; a post-accumulate hook sees `param.grad`, registered before prepare or
+    after.
+    """
 
     def hooked(model: nn.Module, seen: list[float]) -> None:
         model.lm_head.weight.register_hook(lambda grad: grad * 0.5)

@@ -1,4 +1,6 @@
-"""Loops of other libraries around a prepared model: accelerate and Lightning, with accumulation, clipping and bf16; and torch.compile."""
+"""Loops of other libraries around a prepared model: accelerate and Lightning, with accumulation, clipping and bf16; and
+torch.compile.
+"""
 
 import warnings
 from pathlib import Path
@@ -120,9 +122,17 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            accelerator="cpu", max_epochs=1, accumulate_grad_batches=accumulate, gradient_clip_val=cells.MAX_GRAD_NORM if clip else None, precision=precision,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        )  # fmt: skip
+            accelerator="cpu",
+            max_epochs=1,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=cells.MAX_GRAD_NORM if clip else None,
+            precision=precision,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
         trainer.fit(module, data, ckpt_path=resume)
     return trainer
 

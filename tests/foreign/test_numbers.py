@@ -24,7 +24,9 @@ from outsize.train.build import preview
 from outsize.train.forecast import _config
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
-STREAMED: dict[str, Any] = dict(optimizer=SPEC, device="sim:64MiB", chunk_bytes="8KiB", pins=outsize.Pins(n_persist=0, n_optimizer_gpu=0))
+STREAMED: dict[str, Any] = dict(
+    optimizer=SPEC, device="sim:64MiB", chunk_bytes="8KiB", pins=outsize.Pins(n_persist=0, n_optimizer_gpu=0)
+)
 
 
 def half(seed: int = 0) -> nn.Module:
@@ -45,11 +47,17 @@ def test_trainable_fp16_weights_train_as_fp32_and_come_back_as_fp16(caplog: pyte
     with caplog.at_level(logging.INFO, logger="outsize"):
         engine = outsize.prepare(model, data[0], **STREAMED)
         with cells.closing(engine):
-            cells.assert_same(cells.train(model, engine.optimizer, data, steps=3, accumulate=1, engine=engine), expected)
+            cells.assert_same(
+                cells.train(model, engine.optimizer, data, steps=3, accumulate=1, engine=engine), expected
+            )
     assert dtypes(model) == {torch.float16}
     for name, param in model.named_parameters():
         assert torch.equal(param.detach(), expected.weights[name].half()), name
-    assert "are trained in fp32" in caplog.text and "rounded from fp32 to fp16" in caplog.text and "bf16" not in caplog.text
+    assert (
+        "are trained in fp32" in caplog.text
+        and "rounded from fp32 to fp16" in caplog.text
+        and "bf16" not in caplog.text
+    )
 
 
 def test_a_plan_for_a_larger_batch_and_a_new_engine_keep_the_fp32_values(tmp_path: Path) -> None:
@@ -116,7 +124,10 @@ def test_lora_on_an_fp16_base_leaves_the_base_in_fp16(caplog: pytest.LogCaptureF
 def test_fp16_that_does_not_go_together_with_fp32_is_refused_in_a_sentence() -> None:
     model = half()
     model.model.layers[1].requires_grad_(False)
-    with pytest.raises(ModelUnsupported, match=r"trained in fp32 beside others that stay fp16.*model\.to\(torch\.bfloat16\) or model\.float\(\)"):
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"trained in fp32 beside others that stay fp16.*model\.to\(torch\.bfloat16\) or model\.float\(\)",
+    ):
         outsize.prepare(model, zoo.batch("llama"), **STREAMED)
     assert dtypes(model) == {torch.float16}
     with cells.closing(outsize.prepare(model.float(), zoo.batch("llama"), **STREAMED)):
@@ -131,10 +142,14 @@ def test_what_only_plans_and_what_is_refused_leave_fp16_as_it_was() -> None:
             outsize.prepare(model, zoo.batch("llama"), **{**STREAMED, memory: "1KiB"})
     with pytest.raises(ConfigError):
         outsize.prepare(model, zoo.batch("llama"), **STREAMED, blocks=["nothing"])
-    assert dtypes(model) == {torch.float16} and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert dtypes(model) == {torch.float16} and all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
 
 
-def test_values_that_fp16_cannot_hold_are_told_of_when_the_model_is_given_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_fp16_cannot_hold_are_told_of_when_the_model_is_given_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = half()
     engine = outsize.prepare(model, zoo.batch("llama"), **STREAMED)
     with engine.gathered("model.norm.weight") as values:
@@ -153,10 +168,14 @@ def test_a_weight_that_is_not_finite_is_named_and_the_model_is_left_as_it_was(va
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[3, 4:6] = value
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ModelUnsupported, match=r"model\.layers\.2\.mlp\.up_proj\.weight: 2 of its \d+ values are NaN or infinite\. "):
+    with pytest.raises(
+        ModelUnsupported, match=r"model\.layers\.2\.mlp\.up_proj\.weight: 2 of its \d+ values are NaN or infinite\. "
+    ):
         outsize.prepare(model, zoo.batch("llama"), **STREAMED)
     assert dtypes(model) == {dtype} and not any(map(is_unmaterialized, model.parameters()))
-    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in model.state_dict().items()
+    )
 
 
 def test_a_weight_in_a_file_that_is_not_finite_is_named(tmp_path: Path) -> None:
@@ -169,7 +188,9 @@ def test_a_weight_in_a_file_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_a_larger_batch_does_not_look_again() -> None:
-    """A weight that somebody sets to infinity on purpose while training is theirs: a re-plan must not lose the model over it."""
+    """A weight that somebody sets to infinity on purpose while training is theirs: a re-plan must not lose the model
+    over it.
+    """
     model = zoo.make("llama")
     with cells.closing(outsize.prepare(model, zoo.batch("llama", tokens=8), **STREAMED)) as engine:
         with engine.gathered("model.layers.3.mlp.up_proj.weight") as values:
@@ -229,7 +250,9 @@ def reading(folder: Path) -> tuple[Any, Any]:
 def test_a_quantized_config_is_refused_by_its_method(tmp_path: Path, config: dict[str, Any], method: str) -> None:
     folder_of(tmp_path, **config)
     for read in reading(tmp_path):
-        with pytest.raises(ModelUnsupported, match=f"quantized with {method}, which outsize does not read. Use the unquantized model"):
+        with pytest.raises(
+            ModelUnsupported, match=f"quantized with {method}, which outsize does not read. Use the unquantized model"
+        ):
             read()
 
 
@@ -245,17 +268,31 @@ def test_a_nested_config_of_transformers_is_looked_into(tmp_path: Path) -> None:
     ("change", "told"),
     [
         (to_fp8, r"(weight_scale_inv lies beside the weights|weight is stored as float8_e4m3fn)"),
-        (lambda state: state.update({f"{WEIGHT}_scale_inv": torch.ones(1, 1)}), rf"{WEIGHT}_scale_inv lies beside the weights"),
+        (
+            lambda state: state.update({f"{WEIGHT}_scale_inv": torch.ones(1, 1)}),
+            rf"{WEIGHT}_scale_inv lies beside the weights",
+        ),
         (lambda state: state.update({WEIGHT: state[WEIGHT].to(torch.int8)}), rf"{WEIGHT} is stored as int8"),
-        (lambda state: state.update({WEIGHT: state[WEIGHT].to(torch.float8_e5m2)}), rf"{WEIGHT} is stored as float8_e5m2"),
-        (lambda state: state.update({"x.gate_up_proj_blocks": torch.ones(4).byte(), "x.gate_up_proj_scales": torch.ones(1)}),
-         r"x\.gate_up_proj_(blocks|scales) lies beside"),
-        (lambda state: state.update({f"{LAYER}.qweight": state.pop(WEIGHT).int(), f"{LAYER}.scales": torch.ones(1)}),
-         "(qweight|scales) lies beside"),
+        (
+            lambda state: state.update({WEIGHT: state[WEIGHT].to(torch.float8_e5m2)}),
+            rf"{WEIGHT} is stored as float8_e5m2",
+        ),
+        (
+            lambda state: state.update(
+                {"x.gate_up_proj_blocks": torch.ones(4).byte(), "x.gate_up_proj_scales": torch.ones(1)}
+            ),
+            r"x\.gate_up_proj_(blocks|scales) lies beside",
+        ),
+        (
+            lambda state: state.update({f"{LAYER}.qweight": state.pop(WEIGHT).int(), f"{LAYER}.scales": torch.ones(1)}),
+            "(qweight|scales) lies beside",
+        ),
     ],
     ids=["fp8", "scale", "int8", "e5m2", "mxfp4", "gptq"],
-)  # fmt: skip
-def test_quantized_files_without_a_word_in_the_config_are_refused_by_what_they_hold(tmp_path: Path, change: Any, told: str) -> None:
+)
+def test_quantized_files_without_a_word_in_the_config_are_refused_by_what_they_hold(
+    tmp_path: Path, change: Any, told: str
+) -> None:
     folder_of(tmp_path, change)
     for read in reading(tmp_path):
         with pytest.raises(BadFile, match=told):
@@ -264,21 +301,39 @@ def test_quantized_files_without_a_word_in_the_config_are_refused_by_what_they_h
 
 def test_extra_tensors_that_only_look_like_scales_are_passed_over_as_before(tmp_path: Path) -> None:
     """`old.scales` has no weight beside it; uint8 masks of old GPT-2 files are no weights."""
-    folder_of(tmp_path, lambda state: state.update({"old.scales": torch.ones(1), "model.layers.0.attn.mask": torch.ones(4).byte()}), quantization_config=None)
+    folder_of(
+        tmp_path,
+        lambda state: state.update({"old.scales": torch.ones(1), "model.layers.0.attn.mask": torch.ones(4).byte()}),
+        quantization_config=None,
+    )
     built = build_model(str(tmp_path), dtype=torch.float32)
     assert built.weights is not None
     built.weights.close()
 
 
-def test_a_quantized_model_can_be_planned_for_as_the_unquantized_one_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quantized_model_can_be_planned_for_as_the_unquantized_one_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert _config(folder_of(tmp_path, quantization_config=FP8)).hidden_size == zoo.HIDDEN
-    assert [r.getMessage() for r in caplog.records if "quantized with fp8. The plan is for the unquantized model" in r.getMessage()]
+    assert [
+        r.getMessage()
+        for r in caplog.records
+        if "quantized with fp8. The plan is for the unquantized model" in r.getMessage()
+    ]
 
 
-@pytest.mark.parametrize(("files", "dtype", "warns"), [
-    (torch.float16, torch.bfloat16, True), (torch.float32, torch.bfloat16, True), (torch.bfloat16, torch.float32, False), (torch.float16, torch.float32, False),
-])  # fmt: skip
-def test_files_that_are_rounded_when_they_are_read_say_so(tmp_path: Path, files: torch.dtype, dtype: torch.dtype, warns: bool, caplog: Any) -> None:
+@pytest.mark.parametrize(
+    ("files", "dtype", "warns"),
+    [
+        (torch.float16, torch.bfloat16, True),
+        (torch.float32, torch.bfloat16, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float16, torch.float32, False),
+    ],
+)
+def test_files_that_are_rounded_when_they_are_read_say_so(
+    tmp_path: Path, files: torch.dtype, dtype: torch.dtype, warns: bool, caplog: Any
+) -> None:
     zoo.make("llama", files).save_pretrained(tmp_path)
     built = build_model(str(tmp_path), dtype=dtype)
     assert built.weights is not None

@@ -1,5 +1,5 @@
-"""Less common uses of weights and gradients, each compared with a plain loop: repeated clipping, writes through unusual functions, views that are held,
-failures in a backward, assigned gradients that share memory."""
+"""Less common uses of weights and gradients, each compared with a plain loop: repeated clipping, writes through unusual
+functions, views that are held, failures in a backward, assigned gradients that share memory."""
 
 import gc
 from collections.abc import Callable
@@ -31,8 +31,17 @@ def step(model: nn.Module, optimizer: Any, seed: int = 0) -> None:
     optimizer.zero_grad()
 
 
-def assert_same(plan: str, use: Use, *, spec: outsize.AdamW = foreign_plans.SPEC, dtype: torch.dtype = torch.float32, tolerance: float = 0.0) -> None:
-    """What `use` returns, and the weights after it and one more step. `tolerance`: of torch's clipping, which takes its norm in fp32."""
+def assert_same(
+    plan: str,
+    use: Use,
+    *,
+    spec: outsize.AdamW = foreign_plans.SPEC,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 0.0,
+) -> None:
+    """What `use` returns, and the weights after it and one more step. `tolerance`: of torch's clipping, which takes its
+    norm in fp32.
+    """
     (plain, reference), (model, engine) = foreign_plans.both(plan, spec=spec, dtype=dtype)
     for run, optimizer in ((plain, reference), (model, engine.optimizer)):
         step(run, optimizer, 100)
@@ -111,7 +120,14 @@ def clip_after_step(model: nn.Module, optimizer: Any) -> float:
 @EVERY_PLAN
 @pytest.mark.parametrize(
     "use",
-    [log_norm_after_clipping, clip_every_micro_batch, clip_and_skip, clip_twice, clip_and_look_at_held_gradients, clip_after_step],
+    [
+        log_norm_after_clipping,
+        clip_every_micro_batch,
+        clip_and_skip,
+        clip_twice,
+        clip_and_look_at_held_gradients,
+        clip_after_step,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_clipping_holds_for_whatever_comes_before_the_step(plan: str, use: Use) -> None:
@@ -184,12 +200,23 @@ def scale_by_embedding(weight: nn.Parameter, model: nn.Module) -> None:
 @EVERY_PLAN
 @pytest.mark.parametrize(
     "write",
-    [zero_by_init, zero_by_keyword, zero_by_inplace_argument, zero_by_overload, zero_by_view_of_view, zero_by_view_made_with_grad, zero_by_state_dict,
-     scale_by_embedding],
+    [
+        zero_by_init,
+        zero_by_keyword,
+        zero_by_inplace_argument,
+        zero_by_overload,
+        zero_by_view_of_view,
+        zero_by_view_made_with_grad,
+        zero_by_state_dict,
+        scale_by_embedding,
+    ],
     ids=lambda f: f.__name__,
-)  # fmt: skip
-def test_writes_through_unusual_functions_are_kept_and_reach_the_masters(plan: str, write: Callable[[nn.Parameter, nn.Module], None]) -> None:
+)
+def test_writes_through_unusual_functions_are_kept_and_reach_the_masters(
+    plan: str, write: Callable[[nn.Parameter, nn.Module], None]
+) -> None:
     """A bf16 zero with an old remainder of its master would be NaN after the next step."""
+
     def use(model: nn.Module, optimizer: Any) -> Tensor:
         write(up(model), model)
         step(model, optimizer)
@@ -208,9 +235,14 @@ def test_writes_through_unusual_functions_are_kept_and_reach_the_masters(plan: s
 
 @EVERY_PLAN
 @pytest.mark.parametrize(
-    "view", [lambda m: up(m).view(-1), lambda m: up(m).data[:, 0][20:], lambda m: m.state_dict()["model.layers.0.mlp.up_proj.weight"]],
+    "view",
+    [
+        lambda m: up(m).view(-1),
+        lambda m: up(m).data[:, 0][20:],
+        lambda m: m.state_dict()["model.layers.0.mlp.up_proj.weight"],
+    ],
     ids=["view", "view of view", "state dict"],
-)  # fmt: skip
+)
 def test_views_held_over_a_step_write_the_live_weight(plan: str, view: Callable[[nn.Module], Tensor]) -> None:
     def use(model: nn.Module, optimizer: Any) -> None:
         held = view(model)
@@ -234,6 +266,7 @@ def test_numpy_arrays_of_weights_are_read_only() -> None:
 @EVERY_PLAN
 def test_the_usual_swap_of_averaged_weights(plan: str) -> None:
     """`p.data` is kept without a copy, replaced, and put back."""
+
     def use(model: nn.Module, optimizer: Any) -> list[float]:
         kept = [p.data for p in model.parameters()]
         for param in model.parameters():
@@ -274,6 +307,7 @@ def test_gathered_keeps_what_was_written_otherwise() -> None:
 @EVERY_PLAN
 def test_assigned_gradients_share_memory_with_what_was_assigned(plan: str) -> None:
     """One flat buffer for all gradients, filled by backward and edited as a whole."""
+
     def use(model: nn.Module, optimizer: Any) -> Tensor:
         flat = torch.zeros(sum(p.numel() for p in model.parameters()))
         start = 0

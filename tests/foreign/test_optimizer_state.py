@@ -1,4 +1,6 @@
-"""`engine.optimizer` as other code uses a torch optimizer: state dicts in files, state by parameter, hooks, schedulers."""
+"""`engine.optimizer` as other code uses a torch optimizer: state dicts in files, state by parameter, hooks,
+schedulers.
+"""
 
 import io
 from pathlib import Path

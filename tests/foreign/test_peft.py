@@ -114,9 +114,7 @@ MADE_AGAIN_OTHERWISE = {
     PeftType.POLY: "raises ValueError: task_ids should not be None",  # so do task ids
 }
 """Methods whose layers are not recomputed, and what the note says of them."""
-REFUSED = {
-    PeftType.CPT: "prompt_encoder.default.delta_embedding.weight: the model's forward replaces the data of this",
-}
+REFUSED = {PeftType.CPT: "prompt_encoder.default.delta_embedding.weight: the model's forward replaces the data of this"}
 SHARING = (
     PeftType.VERA,
     PeftType.PVERA,
@@ -367,7 +365,9 @@ def test_adalora_allocates_ranks_from_the_gradients(plan: str) -> None:
 
     expected_model, model = build(method, **settings), build(method, **settings)
     expected = run(expected_model, foreign_plans.reference(expected_model, SPEC))
-    with cells.closing(cells.prepare_by_hand(model, data[0], spec=SPEC, chunk_bytes=CHUNK_BYTES, **PLANS[plan])) as engine:
+    with cells.closing(
+        cells.prepare_by_hand(model, data[0], spec=SPEC, chunk_bytes=CHUNK_BYTES, **PLANS[plan])
+    ) as engine:
         assert run(model, engine.optimizer) == expected
     wanted = dict(expected_model.named_parameters())
     assert all(torch.equal(param, wanted[name]) for name, param in model.named_parameters())

@@ -1,4 +1,6 @@
-"""Wrappers that replicate or shard a prepared model, process groups, engines that are dropped, cells that are run twice."""
+"""Wrappers that replicate or shard a prepared model, process groups, engines that are dropped, cells that are run
+twice.
+"""
 
 import gc
 import weakref

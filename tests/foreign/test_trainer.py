@@ -201,7 +201,9 @@ def distilling(base: tuple[type, ...], folder: Path, *, use_cpu: bool = True, **
     return type("Tested", (base[0], Distills, *base[1:]), {})(**given, teacher=teacher, **more)
 
 
-@pytest.mark.parametrize("where", ["streamed", pytest.param("resident", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "where", ["streamed", pytest.param("resident", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_the_teacher_of_a_trainer_of_ones_own_is_part_of_the_plan(where: str, tmp_path: Path) -> None:
     on_gpu = where == "cuda"
     plan = trainers.planned("streamed" if on_gpu else where, gpu=on_gpu)

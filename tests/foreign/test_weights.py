@@ -1,4 +1,6 @@
-"""Reads and writes of prepared weights between steps: averages, norms, histograms, walks over parameters, clamping, re-initialising."""
+"""Reads and writes of prepared weights between steps: averages, norms, histograms, walks over parameters, clamping,
+re-initialising.
+"""
 
 import copy
 import io
@@ -106,7 +108,9 @@ def test_an_ema_by_hand_with_copies_of_the_prepared_parameters(plan: str) -> Non
 
 
 class EMAModel:
-    """What diffusers' class of this name does: shadows, copied into the model for an evaluation, and the model's own weights put back."""
+    """What diffusers' class of this name does: shadows, copied into the model for an evaluation, and the model's own
+    weights put back.
+    """
 
     def __init__(self, params: list[nn.Parameter]):
         self.shadows = [p.clone().detach() for p in params]

@@ -1,4 +1,6 @@
-"""Reads and writes of weights and gradients between steps on CUDA, where no guard runs after the first step: the same bits as a plain loop."""
+"""Reads and writes of weights and gradients between steps on CUDA, where no guard runs after the first step: the same
+bits as a plain loop.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,9 +17,15 @@ from outsize.reference import AdamW as Reference
 
 pytestmark = pytest.mark.gpu
 SHAPE = {
-    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
-    "tie_word_embeddings": True, "use_cache": False,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "tie_word_embeddings": True,
+    "use_cache": False,
+}
 PINS = {
     "resident": Pins(),
     "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=4, n_swap=0, n_offload=0),
@@ -63,10 +71,18 @@ def train(model: nn.Module, optimizer: Any, before_step: Between, after_step: Be
 
 def assert_same_run(pins: str, before_step: Between, after_step: Between, dtype: torch.dtype) -> None:
     plain = make(dtype).cuda()
-    reference = Reference(SPEC.param_groups(plain.named_parameters()), lr=SPEC.lr, betas=SPEC.betas, eps=SPEC.eps, weight_decay=SPEC.weight_decay)
+    reference = Reference(
+        SPEC.param_groups(plain.named_parameters()),
+        lr=SPEC.lr,
+        betas=SPEC.betas,
+        eps=SPEC.eps,
+        weight_decay=SPEC.weight_decay,
+    )
     wanted = train(plain, reference, before_step, after_step)
     model = make(dtype)
-    engine = outsize.prepare(model, batch(0), optimizer=SPEC, pins=PINS[pins], chunk_bytes="256KiB", chunked_loss=False, gpu_memory="4GiB")
+    engine = outsize.prepare(
+        model, batch(0), optimizer=SPEC, pins=PINS[pins], chunk_bytes="256KiB", chunked_loss=False, gpu_memory="4GiB"
+    )
     found = train(model, engine.optimizer, before_step, after_step)
     assert found[0] == wanted[0]
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
@@ -85,7 +101,9 @@ def read(model: nn.Module) -> dict[str, Any]:
         "data": {n: p.data.clone() for n, p in model.named_parameters()},
         "norm": {n: p.detach().float().norm() for n, p in model.named_parameters()},
         "foreach": torch._foreach_norm(list(model.parameters())),
-        "histogram": {n: torch.histc(p.float().cpu(), 8) for n, p in model.named_parameters() if n.endswith("q_proj.weight")},
+        "histogram": {
+            n: torch.histc(p.float().cpu(), 8) for n, p in model.named_parameters() if n.endswith("q_proj.weight")
+        },
         "cpu": {n: p.cpu() for n, p in model.named_parameters()},
         "device": [p.data.device.type == "cuda" for p in model.parameters()],
     }
@@ -145,7 +163,9 @@ def test_gradients_are_read_and_edited(pins: str, dtype: torch.dtype) -> None:
 
 def test_a_walk_leaves_no_device_memory_behind() -> None:
     model = make(torch.bfloat16)
-    engine = outsize.prepare(model, batch(0), optimizer=SPEC, pins=PINS["streamed"], chunk_bytes="256KiB", gpu_memory="4GiB")
+    engine = outsize.prepare(
+        model, batch(0), optimizer=SPEC, pins=PINS["streamed"], chunk_bytes="256KiB", gpu_memory="4GiB"
+    )
     train(model, engine.optimizer, nothing, nothing)
     engine.drain()
     before = torch.cuda.memory_allocated()
@@ -163,7 +183,9 @@ def test_a_walk_leaves_no_device_memory_behind() -> None:
 def test_a_module_called_by_itself_and_generation_use_the_weights() -> None:
     plain = make(torch.float32).cuda()
     model = make(torch.float32)
-    engine = outsize.prepare(model, batch(0), optimizer=SPEC, pins=PINS["streamed"], chunk_bytes="256KiB", gpu_memory="4GiB")
+    engine = outsize.prepare(
+        model, batch(0), optimizer=SPEC, pins=PINS["streamed"], chunk_bytes="256KiB", gpu_memory="4GiB"
+    )
     train(model, engine.optimizer, nothing, nothing)
     with engine.gathered() as values:
         plain.load_state_dict({n: v for n, v in values.items()}, strict=False)
@@ -171,7 +193,9 @@ def test_a_module_called_by_itself_and_generation_use_the_weights() -> None:
     x = torch.randn(2, 4, SHAPE["hidden_size"], device="cuda")
     with torch.no_grad():
         assert torch.equal(model.model.layers[3].mlp(x), plain.model.layers[3].mlp(x))
-        assert torch.equal(model.get_input_embeddings()(batch(0)["input_ids"]), plain.get_input_embeddings()(batch(0)["input_ids"]))
+        assert torch.equal(
+            model.get_input_embeddings()(batch(0)["input_ids"]), plain.get_input_embeddings()(batch(0)["input_ids"])
+        )
         ids = batch(1)["input_ids"][:1, :8]
         assert torch.equal(
             model.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0),

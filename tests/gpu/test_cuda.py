@@ -19,13 +19,34 @@ pytestmark = pytest.mark.gpu
 GiB = 2**30
 
 SHAPES = {
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-           "vocab_size": 128256, "tie_word_embeddings": True},
-    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8,
-           "vocab_size": 128256, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-           "vocab_size": 32000, "tie_word_embeddings": False},
-}  # fmt: skip
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "3b": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 def make(shape: str) -> LlamaForCausalLM:
@@ -40,7 +61,11 @@ def make(shape: str) -> LlamaForCausalLM:
         mine.data = theirs.data.clone()
     generator = torch.Generator("cuda").manual_seed(0)
     for name, p in model.named_parameters():
-        draw = torch.ones(p.shape) if "norm" in name else torch.randn(p.shape, device="cuda", generator=generator, dtype=torch.bfloat16) * 0.02
+        draw = (
+            torch.ones(p.shape)
+            if "norm" in name
+            else torch.randn(p.shape, device="cuda", generator=generator, dtype=torch.bfloat16) * 0.02
+        )
         p.data.copy_(draw)
     return model.train()
 
@@ -86,8 +111,15 @@ def test_the_torch_kernel_gives_the_same_bits_on_gpu_and_cpu() -> None:
     n = 1 << 20
     g = torch.Generator().manual_seed(0)
     bits = torch.randint(-32768, 32767, (n,), generator=g, dtype=torch.int32).to(torch.int16)
-    grad = torch.where(torch.isfinite(bits.view(torch.bfloat16)), bits.view(torch.bfloat16), torch.zeros((), dtype=torch.bfloat16))
-    host = [torch.randn(n, generator=g).bfloat16(), torch.zeros(n, dtype=torch.int16), torch.randn(n, generator=g) * 1e-20, torch.rand(n, generator=g) * 1e-38]
+    grad = torch.where(
+        torch.isfinite(bits.view(torch.bfloat16)), bits.view(torch.bfloat16), torch.zeros((), dtype=torch.bfloat16)
+    )
+    host = [
+        torch.randn(n, generator=g).bfloat16(),
+        torch.zeros(n, dtype=torch.int16),
+        torch.randn(n, generator=g) * 1e-20,
+        torch.rand(n, generator=g) * 1e-38,
+    ]
     card = [t.cuda() for t in host]
     for step in (1, 2, 3):
         hyper = Hyper.at(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=step)
@@ -101,7 +133,9 @@ def test_the_torch_kernel_gives_the_same_bits_on_gpu_and_cpu() -> None:
 
 
 def test_three_very_different_plans_give_the_same_bits() -> None:
-    """All streamed, mixed, all resident; with deterministic algorithms, since flash attention's backward is not by default."""
+    """All streamed, mixed, all resident; with deterministic algorithms, since flash attention's backward is not by
+    default.
+    """
     torch.use_deterministic_algorithms(True)
     try:
         plans = {
@@ -113,7 +147,9 @@ def test_three_very_different_plans_give_the_same_bits() -> None:
         for name, pins in plans.items():
             torch.manual_seed(0)
             spec = outsize.AdamW(lr=1e-4, max_grad_norm=1.0)
-            engine = outsize.prepare(make("1b"), batch("1b"), optimizer=spec, device="cuda", pins=pins, chunk_bytes="64MiB")
+            engine = outsize.prepare(
+                make("1b"), batch("1b"), optimizer=spec, device="cuda", pins=pins, chunk_bytes="64MiB"
+            )
             losses = train(engine, "1b", 5)
             norm = float(engine.grad_norm)
             decision = engine.plan.decision
@@ -128,7 +164,9 @@ def test_three_very_different_plans_give_the_same_bits() -> None:
 
 
 def test_a_3b_shape_trains_under_16_gib() -> None:
-    engine = outsize.prepare(make("3b"), batch("3b", 4, 1024), optimizer=outsize.AdamW(lr=1e-5), device="cuda", gpu_memory="16GiB")
+    engine = outsize.prepare(
+        make("3b"), batch("3b", 4, 1024), optimizer=outsize.AdamW(lr=1e-5), device="cuda", gpu_memory="16GiB"
+    )
     losses = train(engine, "3b", 3, size=4, tokens=1024)
     reserved, outside = torch.cuda.max_memory_reserved(), choose_device("cuda")._outside  # type: ignore[attr-defined]
     print(losses, engine.report(), f"reserved {reserved / GiB:.2f} GiB, context and others {outside / GiB:.2f} GiB")
@@ -145,7 +183,15 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
     torch.cuda.reset_peak_memory_stats()
     weights = sum(p.nbytes for p in model.parameters())
     pins = outsize.Pins(n_persist=0)
-    engine = outsize.prepare(model, batch("7b", 2, 1024), optimizer=outsize.AdamW(lr=1e-5), device="cuda", gpu_memory="24GiB", host_memory="105GiB", pins=pins)
+    engine = outsize.prepare(
+        model,
+        batch("7b", 2, 1024),
+        optimizer=outsize.AdamW(lr=1e-5),
+        device="cuda",
+        gpu_memory="24GiB",
+        host_memory="105GiB",
+        pins=pins,
+    )
     streamed = sum(engine.layout.chunks[c].nbytes for c in engine.runtime.place.slots.slot_of)
     assert streamed == sum(c.nbytes for c in engine.layout.chunks) >= weights
     assert engine.runtime.place.slots.total_bytes < weights / 4
@@ -153,7 +199,12 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
     print(f"trial run at most {trial / GiB:.2f} GiB, weights {weights / GiB:.2f} GiB")
     assert trial < weights / 2, "prepare itself must not hold the model on the GPU"
     losses = train(engine, "7b", 2, size=2, tokens=1024)
-    print(losses, engine.report(), f"reserved {torch.cuda.max_memory_reserved() / GiB:.2f} GiB, host {psutil.Process().memory_info().rss / GiB:.1f} GiB")
+    print(
+        losses,
+        engine.report(),
+        f"reserved {torch.cuda.max_memory_reserved() / GiB:.2f} GiB, host "
+        f"{psutil.Process().memory_info().rss / GiB:.1f} GiB",
+    )
     assert torch.cuda.max_memory_reserved() <= 24 * GiB
     assert losses[-1] == losses[-1]
 
@@ -161,9 +212,13 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
 def test_the_allocator_is_quiet_after_warm_up() -> None:
     """Trap B9: no growth and no retries once the first steps are made."""
     engine = outsize.prepare(
-        make("1b"), batch("1b"), optimizer=outsize.AdamW(lr=1e-5), device="cuda", chunk_bytes="64MiB",
+        make("1b"),
+        batch("1b"),
+        optimizer=outsize.AdamW(lr=1e-5),
+        device="cuda",
+        chunk_bytes="64MiB",
         pins=outsize.Pins(n_persist=4, n_optimizer_gpu=4, n_offload=6, n_swap=3),
-    )  # fmt: skip
+    )
     train(engine, "1b", 2)
     before = torch.cuda.memory_stats()
     train(engine, "1b", 3)

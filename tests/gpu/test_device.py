@@ -34,7 +34,9 @@ def own_threads() -> list[str]:
 @pytest.mark.parametrize("end", ["detach", "close"])
 def test_the_memory_limit_and_the_threads_end_with_the_engine(end: str, limited: float) -> None:
     model, batch = zoo.make("llama", torch.bfloat16), zoo.batch("llama")
-    engine = outsize.prepare(model, batch, device="cuda", gpu_memory="4GiB", pins=outsize.Pins(n_persist=0, n_optimizer_gpu=0))
+    engine = outsize.prepare(
+        model, batch, device="cuda", gpu_memory="4GiB", pins=outsize.Pins(n_persist=0, n_optimizer_gpu=0)
+    )
     model(**batch).loss.backward()
     engine.optimizer.step()
     assert own_threads() and torch.cuda.get_per_process_memory_fraction() < 0.1

@@ -1,4 +1,6 @@
-"""The first thing on the GPU: Triton, torch and C make the same bits of the same values. Run there with `make test-gpu PYTHON=python3`."""
+"""The first thing on the GPU: Triton, torch and C make the same bits of the same values. Run there with `make test-gpu
+PYTHON=python3`.
+"""
 
 from dataclasses import asdict
 
@@ -19,7 +21,9 @@ def on_card(state: Range) -> Range:
 
 
 @pytest.mark.parametrize("weight, grad", KINDS, ids=str)
-def test_four_million_adversarial_values_give_the_same_bits_in_triton_torch_and_c(weight: torch.dtype, grad: torch.dtype) -> None:
+def test_four_million_adversarial_values_give_the_same_bits_in_triton_torch_and_c(
+    weight: torch.dtype, grad: torch.dtype
+) -> None:
     start = adversarial(2**22, weight=weight, grad=grad)
     for name, hyper in HYPERS.items():
         for clip in (1.0, 0.37109375):
@@ -40,7 +44,13 @@ def test_four_million_adversarial_values_give_the_same_bits_in_triton_torch_and_
 def test_many_steps_of_tame_values_give_the_same_bits(weight: torch.dtype, grad: torch.dtype) -> None:
     torch.manual_seed(0)
     n = 1_000_003
-    host = Range(torch.randn(n).to(weight), torch.zeros(n, dtype=torch.int16) if weight == BF16 else None, torch.zeros(n), torch.zeros(n), torch.empty(0))
+    host = Range(
+        torch.randn(n).to(weight),
+        torch.zeros(n, dtype=torch.int16) if weight == BF16 else None,
+        torch.zeros(n),
+        torch.zeros(n),
+        torch.empty(0),
+    )
     card = on_card(host)
     with kernels("best"):
         for t in range(1, 6):
@@ -53,7 +63,9 @@ def test_many_steps_of_tame_values_give_the_same_bits(weight: torch.dtype, grad:
 
 @pytest.mark.parametrize("weight, grad", KINDS, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 7, 1023, 1024, 1025, 100_001])
-def test_odd_lengths_and_unaligned_starts_touch_their_range_only(weight: torch.dtype, grad: torch.dtype, numel: int) -> None:
+def test_odd_lengths_and_unaligned_starts_touch_their_range_only(
+    weight: torch.dtype, grad: torch.dtype, numel: int
+) -> None:
     start = adversarial(numel + 64, weight=weight, grad=grad, seed=numel)
     with kernels("best"):
         for offset in (0, 1, 4, 8, 13):
@@ -92,7 +104,9 @@ def test_one_compilation_serves_every_length_and_every_step() -> None:
             for hyper in HYPERS.values():
                 for clip in (1.0, 0.5, 0.0):
                     state = on_card(adversarial(numel, weight=BF16, grad=BF16))
-                    made.add(id(triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(hyper), clip)))
+                    made.add(
+                        id(triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(hyper), clip))
+                    )
         assert len(made) == 1
 
 
@@ -102,7 +116,9 @@ def test_the_compiled_code_neither_fuses_nor_flushes_nor_approximates(weight: to
     with kernels("best"):
         triton = gpu_kernel()
         assert triton is not None
-        ptx = triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(HYPERS["usual"]), 1.0).asm["ptx"]
+        ptx = triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(HYPERS["usual"]), 1.0).asm[
+            "ptx"
+        ]
     for word in ("fma", ".ftz", ".approx", ".full", "mul.f32", "add.f32", "sub.f32"):
         assert word not in ptx, word
     for word in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "ld.global.v4", "st.global.v4"):
@@ -116,7 +132,9 @@ def test_a_range_of_more_than_two_billion_elements() -> None:
     ends = adversarial(10_000, weight=BF16, grad=BF16)
     card = ends.each(lambda t: torch.zeros(numel, dtype=t.dtype, device="cuda"))
     for place in (slice(0, 10_000), slice(numel - 10_000, numel)):
-        for part, value in zip(card.each(lambda t, place=place: t[place]).state().values(), ends.state().values(), strict=True):
+        for part, value in zip(
+            card.each(lambda t, place=place: t[place]).state().values(), ends.state().values(), strict=True
+        ):
             part.copy_(value)
         card.grad[place].copy_(ends.grad)
     with kernels("best"):

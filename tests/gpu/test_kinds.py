@@ -1,4 +1,5 @@
-"""Model kinds and patterns of tests/kinds on CUDA, where backward runs in a thread of its own and copies run beside the kernels: the same bits as plain torch.
+"""Model kinds and patterns of tests/kinds on CUDA, where backward runs in a thread of its own and copies run beside the
+kernels: the same bits as plain torch.
 
 Run with CUBLAS_WORKSPACE_CONFIG=:4096:8, as torch's deterministic mode asks for.
 """
@@ -22,9 +23,26 @@ from outsize.model.tensors import map_tensors
 pytestmark = pytest.mark.gpu
 STREAMED: dict[str, Any] = dict(weights="host", optimizer="host", depth=1)
 FAMILIES = [
-    "gemma2", "gemma3n", "gpt2", "mixtral", "zamba2", "albert", "modernbert", "t5", "whisper", "moonshine", "audio-spectrogram", "vit", "swin", "convnext",
-    "resnet", "clip", "blip", "qwen2-vl", "idefics",
-]  # fmt: skip
+    "gemma2",
+    "gemma3n",
+    "gpt2",
+    "mixtral",
+    "zamba2",
+    "albert",
+    "modernbert",
+    "t5",
+    "whisper",
+    "moonshine",
+    "audio-spectrogram",
+    "vit",
+    "swin",
+    "convnext",
+    "resnet",
+    "clip",
+    "blip",
+    "qwen2-vl",
+    "idefics",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +64,9 @@ def assert_equal_state(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(value.cpu(), expected[name]), name
 
 
-def assert_trains(make: Callable[[], nn.Module], data: list[Any], strategies: tuple[str, ...], *, is_dict: bool = False) -> None:
+def assert_trains(
+    make: Callable[[], nn.Module], data: list[Any], strategies: tuple[str, ...], *, is_dict: bool = False
+) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         out = model(**batch)
         return out["loss"] if is_dict else out.loss
@@ -70,7 +90,9 @@ def test_a_kind(name: str) -> None:
     assert_trains(family.make, family.data(3), ("recompute", "swap"))
 
 
-@pytest.mark.parametrize("forward", [test_passes.teacher_first, test_passes.pair, test_passes.plain_pass], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "forward", [test_passes.teacher_first, test_passes.pair, test_passes.plain_pass], ids=lambda f: f.__name__
+)
 def test_passes_in_one_forward(forward: Any) -> None:
     reentrant = False if forward is test_passes.plain_pass else None
     make = functools.partial(test_passes.Model, forward, reentrant)
@@ -90,16 +112,24 @@ def direct() -> nn.Module:
 
 @pytest.mark.parametrize("build", [test_stacks.Recorded, test_stacks.Hooked, direct])
 def test_values_around_outputs_and_direct_calls(build: Any) -> None:
-    assert_trains(functools.partial(test_stacks.made, build), test_stacks.DATA, ("keep", "recompute", "offload", "swap"), is_dict=True)
+    assert_trains(
+        functools.partial(test_stacks.made, build),
+        test_stacks.DATA,
+        ("keep", "recompute", "offload", "swap"),
+        is_dict=True,
+    )
 
 
 @pytest.mark.parametrize("block", [test_state.Normed, test_state.Spectral], ids=lambda b: b.__name__)
 def test_state_that_forwards_write(block: type[nn.Module]) -> None:
-    assert_trains(functools.partial(test_state.Stack, block), test_state.DATA, ("keep", "recompute", "swap"), is_dict=True)
+    assert_trains(
+        functools.partial(test_state.Stack, block), test_state.DATA, ("keep", "recompute", "swap"), is_dict=True
+    )
 
 
 def test_unfreezing_and_a_mask_that_appears() -> None:
     """Both are planned for again in the middle of a run."""
+
     def loop(model: nn.Module, optimizer: Any) -> list[float]:
         losses = []
         for step, batch in enumerate(on_gpu(cells.batches("llama-untied", 6))):
@@ -129,9 +159,15 @@ def test_unfreezing_and_a_mask_that_appears() -> None:
     model = make()
     pins = outsize.Pins(n_persist=0, n_optimizer_gpu=0)
     engine = outsize.prepare(
-        model, cells.batches("llama-untied", 1)[0], device="cuda", gpu_memory="4GiB", optimizer=outsize.AdamW(lr=1e-2), pins=pins, chunk_bytes="16KiB",
+        model,
+        cells.batches("llama-untied", 1)[0],
+        device="cuda",
+        gpu_memory="4GiB",
+        optimizer=outsize.AdamW(lr=1e-2),
+        pins=pins,
+        chunk_bytes="16KiB",
         chunked_loss=False,
-    )  # fmt: skip
+    )
     assert loop(model, engine.optimizer) == losses
     engine.detach()
     assert_equal_state(model, plain)

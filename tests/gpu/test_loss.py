@@ -1,4 +1,6 @@
-"""The loss in chunks on a real GPU: as full logits to rounding, in a fraction of their memory, without waiting for the device."""
+"""The loss in chunks on a real GPU: as full logits to rounding, in a fraction of their memory, without waiting for the
+device.
+"""
 
 import gc
 from contextlib import closing
@@ -58,7 +60,9 @@ def test_in_bf16_it_is_about_as_near_to_fp32_as_full_logits() -> None:
 def test_it_takes_one_chunk_and_does_not_wait_for_the_device() -> None:
     hidden, weight, targets = head(torch.bfloat16)
     num_items = torch.tensor(TOKENS, device="cuda")
-    cross_entropy(hidden, weight, None, targets, chunk=1024, num_items=num_items).backward()  # cuBLAS has its workspace now
+    cross_entropy(
+        hidden, weight, None, targets, chunk=1024, num_items=num_items
+    ).backward()  # cuBLAS has its workspace now
     hidden.grad = weight.grad = None
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -82,8 +86,17 @@ def test_equal_runs_have_equal_bits() -> None:
 
 def model(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    shape = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCAB)
-    return LlamaForCausalLM(LlamaConfig(**shape, use_cache=False, max_position_embeddings=8192)).to(torch.bfloat16).train()
+    shape = dict(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCAB,
+    )
+    return (
+        LlamaForCausalLM(LlamaConfig(**shape, use_cache=False, max_position_embeddings=8192)).to(torch.bfloat16).train()
+    )
 
 
 def test_plans_have_equal_bits_and_keep_to_their_estimate() -> None:

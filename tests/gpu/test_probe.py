@@ -35,7 +35,11 @@ def test_the_probe_of_this_machine_is_sane_and_used(tmp_path: Path, monkeypatch:
         assert seconds < 30
         assert 1e9 < spec.h2d_bytes_per_second < 200e9 and 1e9 < spec.d2h_bytes_per_second < 200e9
         assert 0.05e9 < spec.host_adam_params_per_second < 50e9 and 1e9 < spec.gpu_adam_params_per_second < 1000e9
-        assert 1e12 < spec.flops < 5e15 and 50e9 < spec.gpu_bytes_per_second < 20e12 and 1e9 < spec.host_bytes_per_second < 2e12
+        assert (
+            1e12 < spec.flops < 5e15
+            and 50e9 < spec.gpu_bytes_per_second < 20e12
+            and 1e9 < spec.host_bytes_per_second < 2e12
+        )
         assert 1.0 <= spec.launch_slowdown < 5.0 and 5e-6 < spec.op_launch_seconds < 100e-6
         assert 1e-7 < spec.launch_seconds < 1e-3 and 0 < spec.context_bytes <= 2 * GiB
         assert all(1e12 < rate < 5e15 for key in ("gemm_flops", "attention_flops") for rate in found[key].values())
@@ -44,7 +48,10 @@ def test_the_probe_of_this_machine_is_sane_and_used(tmp_path: Path, monkeypatch:
         assert torch.cuda.max_memory_allocated() - allocated < 2 * GiB
         gc.collect()
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_allocated() - allocated < 128 * 2**20 and psutil.Process().memory_info().rss - before < 2 * GiB
+        assert (
+            torch.cuda.memory_allocated() - allocated < 128 * 2**20
+            and psutil.Process().memory_info().rss - before < 2 * GiB
+        )
         path = keep_probe(machine, device.identity)
         assert path is not None and read_machine(path).spec == spec
         again = CudaDevice(torch.cuda.current_device()).spec

@@ -36,7 +36,13 @@ def deterministic() -> Iterator[None]:
 def model(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, vocab_size=2048, use_cache=False
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=2048,
+        use_cache=False,
     )
     return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
 
@@ -48,7 +54,16 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 def prepare(seed: int, plan: str, **settings: Any) -> Engine:
     spec = outsize.AdamW(lr=1e-3, max_grad_norm=1.0)
-    return outsize.prepare(model(seed), batch(0), optimizer=spec, device="cuda", gpu_memory="8GiB", chunk_bytes="1MiB", **PLANS[plan], **settings)
+    return outsize.prepare(
+        model(seed),
+        batch(0),
+        optimizer=spec,
+        device="cuda",
+        gpu_memory="8GiB",
+        chunk_bytes="1MiB",
+        **PLANS[plan],
+        **settings,
+    )
 
 
 def train(engine: Engine, first: int, last: int) -> list[float]:
@@ -90,16 +105,31 @@ def test_weights_are_streamed_from_files_to_every_home_and_exported_from_there(t
         with init_empty_weights(include_buffers=False):
             empty = model(4)
         engine = outsize.prepare(
-            empty, batch(0), weights=tmp_path / "model", device="cuda", gpu_memory="8GiB", chunk_bytes="1MiB", **PLANS[plan]
-        )  # fmt: skip
+            empty,
+            batch(0),
+            weights=tmp_path / "model",
+            device="cuda",
+            gpu_memory="8GiB",
+            chunk_bytes="1MiB",
+            **PLANS[plan],
+        )
         engine.export(tmp_path / plan)
-        assert (tmp_path / plan / "model.safetensors").read_bytes() == (tmp_path / "model" / "model.safetensors").read_bytes()
+        assert (tmp_path / plan / "model.safetensors").read_bytes() == (
+            tmp_path / "model" / "model.safetensors"
+        ).read_bytes()
         engine.close()
 
 
 def test_a_run_from_yaml_goes_on_under_another_budget_and_plan_to_the_same_bits(tmp_path: Path) -> None:
-    yaml = folders.write_run(tmp_path, sample_packing=True, save_steps=2, full_determinism=True, device="cuda", gpu_memory="2GiB")
-    other = [f"resume_from_checkpoint={tmp_path / 'whole' / 'checkpoint-2'}", "gpu_memory=3GiB", "plan.n_persist=0", "plan.n_optimizer_gpu=0"]
+    yaml = folders.write_run(
+        tmp_path, sample_packing=True, save_steps=2, full_determinism=True, device="cuda", gpu_memory="2GiB"
+    )
+    other = [
+        f"resume_from_checkpoint={tmp_path / 'whole' / 'checkpoint-2'}",
+        "gpu_memory=3GiB",
+        "plan.n_persist=0",
+        "plan.n_optimizer_gpu=0",
+    ]
     for keys in ([f"output_dir={tmp_path / 'whole'}"], other):
         result = CliRunner().invoke(app, ["train", str(yaml), *(x for key in keys for x in ("--set", key))])
         assert result.exit_code == 0, result.output

@@ -1,4 +1,6 @@
-"""Many steps, no waiting, and the same bits whichever kernels and plans make them. A shape small enough to be quick, large enough to stream."""
+"""Many steps, no waiting, and the same bits whichever kernels and plans make them. A shape small enough to be quick,
+large enough to stream.
+"""
 
 import os
 from collections.abc import Iterator
@@ -20,9 +22,14 @@ pytestmark = pytest.mark.gpu
 MiB = 2**20
 
 SHAPE = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 PINS = {
     "resident": Pins(),
     "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=6, n_swap=0, n_offload=0),
@@ -88,7 +95,9 @@ def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", PINS)
 def test_backward_and_step_wait_for_nothing_but_updates_on_the_host(name: str) -> None:
-    """A hidden synchronisation empties the queue of the GPU. The forward is left out: transformers itself looks at position ids there."""
+    """A hidden synchronisation empties the queue of the GPU. The forward is left out: transformers itself looks at
+    position ids there.
+    """
     with closing(prepare(pins=PINS[name])) as engine:
         for seed in range(4):
             out = engine.model(**batch(seed))
@@ -116,8 +125,16 @@ def test_two_hundred_steps_at_the_tightest_plan_take_no_more_memory_than_five() 
         engine.drain()
         after, pad_to_shape = torch.cuda.memory_stats(), psutil.Process().memory_info().rss - host
         assert all(torch.isfinite(torch.stack(losses)).tolist())
-        for key in ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries", "segment.all.peak", "num_ooms"):
-            assert after[key] <= before[key] + 512 * len(losses) * (key == "allocated_bytes.all.peak"), key  # the losses are kept
+        for key in (
+            "reserved_bytes.all.peak",
+            "allocated_bytes.all.peak",
+            "num_alloc_retries",
+            "segment.all.peak",
+            "num_ooms",
+        ):
+            assert after[key] <= before[key] + 512 * len(losses) * (key == "allocated_bytes.all.peak"), (
+                key
+            )  # the losses are kept
         assert after["reserved_bytes.all.peak"] <= budget
         assert engine.report().gpu_peak_bytes <= engine.plan.gpu_budget_bytes
         assert pad_to_shape < 32 * MiB

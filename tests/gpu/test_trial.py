@@ -1,4 +1,6 @@
-"""The trial run on a real GPU: what it measures does not depend on how much room it has, and it knows when Python is slower than the card."""
+"""The trial run on a real GPU: what it measures does not depend on how much room it has, and it knows when Python is
+slower than the card.
+"""
 
 import gc
 import multiprocessing
@@ -23,8 +25,14 @@ pytestmark = pytest.mark.gpu
 
 def decoder() -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, use_cache=False
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
     return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
@@ -34,13 +42,27 @@ def batch() -> dict[str, Tensor]:
 
 
 def bytes_of(trace: ModelTrace) -> Any:
-    works = [{s: (w.forward_peak_bytes, w.forward_delta_bytes, w.backward_peak_bytes, w.backward_delta_bytes, w.sent_bytes, w.released_bytes)
-              for s, w in call.items()} for call in trace.calls]  # fmt: skip
+    works = [
+        {
+            s: (
+                w.forward_peak_bytes,
+                w.forward_delta_bytes,
+                w.backward_peak_bytes,
+                w.backward_delta_bytes,
+                w.sent_bytes,
+                w.released_bytes,
+            )
+            for s, w in call.items()
+        }
+        for call in trace.calls
+    ]
     return works, trace.shared, trace.held_bytes
 
 
 def traced_with_much_and_little_room() -> tuple[Any, Any]:
-    """What a trial measures with the whole card, and what under a limit that lets it through and has no room to keep aside what is sent."""
+    """What a trial measures with the whole card, and what under a limit that lets it through and has no room to keep
+    aside what is sent.
+    """
     device = choose_device("cuda")
     model = decoder()
     layers = find_layers(model, None)
@@ -61,7 +83,9 @@ def traced_with_much_and_little_room() -> tuple[Any, Any]:
             if tracer.aside == torch.device("cpu"):
                 return wide, narrow
             enough = limit
-    raise AssertionError(f"with {enough} bytes a trial keeps on the device what is sent, with {too_little} it does not go through")
+    raise AssertionError(
+        f"with {enough} bytes a trial keeps on the device what is sent, with {too_little} it does not go through"
+    )
 
 
 def test_a_trial_with_little_room_sends_activations_to_the_host_and_measures_the_same_bytes() -> None:
@@ -119,4 +143,8 @@ def test_a_trial_tells_issuing_from_computing() -> None:
 def test_a_visit_that_asks_the_device_is_known_and_the_head_start_is_in_none_of_its_seconds() -> None:
     asking, silent = traced(cycles=5_000_000, waits=True), traced(cycles=5_000_000)
     for one, other in zip(asking, silent, strict=True):
-        assert one.forward_syncs_host and one.forward_seconds < 1.5 * other.forward_seconds and one.forward_launch_seconds < 2 * other.forward_seconds
+        assert (
+            one.forward_syncs_host
+            and one.forward_seconds < 1.5 * other.forward_seconds
+            and one.forward_launch_seconds < 2 * other.forward_seconds
+        )

@@ -43,8 +43,14 @@ class Family:
 
 
 def hf(
-    model: str, config: str, batch: Callable[[Rng], dict[str, Any]], loss: Any = None, refused: str = "", needs_timm: bool = False, **settings: Any
-) -> Family:  # fmt: skip
+    model: str,
+    config: str,
+    batch: Callable[[Rng], dict[str, Any]],
+    loss: Any = None,
+    refused: str = "",
+    needs_timm: bool = False,
+    **settings: Any,
+) -> Family:
     """A transformers model by the names of its classes."""
 
     def build() -> nn.Module:
@@ -70,7 +76,11 @@ def masked(rng: Rng) -> dict[str, Any]:
     input_ids = tokens(rng)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[-1, -3:] = 0
-    return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask, "labels": input_ids.where(attention_mask.bool(), -100)}
+    return {
+        "input_ids": input_ids * attention_mask,
+        "attention_mask": attention_mask,
+        "labels": input_ids.where(attention_mask.bool(), -100),
+    }
 
 
 def seq2seq(rng: Rng) -> dict[str, Any]:

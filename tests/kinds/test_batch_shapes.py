@@ -123,7 +123,11 @@ FORMS: dict[str, Form] = {
     "features": (TakesFeatures, lambda r, t: {"ids": ids(r, t), "mask": mask(r, t)}, lambda m, b: m(dict(b))),
     "images": (TakesList, lambda r, t: ([ids(r, t), ids(r, t, 1)],), lambda m, b: m(*b)),
     "dataclass": (TakesPair, lambda r, t: Pair(ids(r, t), mask(r, t)), lambda m, b: m(b)),
-    "nested": (TakesNested, lambda r, t: {"text": {"inner": {"ids": ids(r, t), "mask": mask(r, t)}}, "scale": 2.0}, lambda m, b: m(**b)),
+    "nested": (
+        TakesNested,
+        lambda r, t: {"text": {"inner": {"ids": ids(r, t), "mask": mask(r, t)}}, "scale": 2.0},
+        lambda m, b: m(**b),
+    ),
     "anything": (TakesAnything, lambda r, t: (ids(r, t), mask(r, t)), lambda m, b: m(*b)),
 }
 
@@ -140,7 +144,13 @@ def count_replans(engine: Engine) -> list[Any]:
     return made
 
 
-def train(model: nn.Module, optimizer: Any, batches: list[Any], run: Callable[[nn.Module, Any], Any], engine: Engine | None = None) -> list[float]:
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    batches: list[Any],
+    run: Callable[[nn.Module, Any], Any],
+    engine: Engine | None = None,
+) -> list[float]:
     losses = []
     for batch in batches:
         out = run(model, batch)
@@ -161,11 +171,19 @@ def smallest(make: Callable[[], nn.Module], batch: Any, **how: Any) -> int:
     return raised.value.needed_bytes
 
 
-def compare(make: Callable[[], nn.Module], batches: list[Any], run: Callable[[nn.Module, Any], Any], gpu_memory: int | None = None, **how: Any) -> list[Any]:
+def compare(
+    make: Callable[[], nn.Module],
+    batches: list[Any],
+    run: Callable[[nn.Module, Any], Any],
+    gpu_memory: int | None = None,
+    **how: Any,
+) -> list[Any]:
     """Train with the first batch as the one to plan for. Returns the plans that were made later."""
     plain, model = make(), make()
     expected = train(plain, foreign_plans.reference(plain), batches, run)
-    engine = outsize.prepare(model, batches[0], optimizer=foreign_plans.SPEC, device=ROOM, gpu_memory=gpu_memory, chunk_bytes="1KiB", **how)
+    engine = outsize.prepare(
+        model, batches[0], optimizer=foreign_plans.SPEC, device=ROOM, gpu_memory=gpu_memory, chunk_bytes="1KiB", **how
+    )
     replans = count_replans(engine)
     try:
         assert train(model, engine.optimizer, batches, run, engine) == expected
@@ -180,7 +198,9 @@ def compare(make: Callable[[], nn.Module], batches: list[Any], run: Callable[[nn
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.full) if form in ("list", "mixed") else form for form in FORMS])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.full) if form in ("list", "mixed") else form for form in FORMS]
+)
 def test_every_form_of_a_batch_trains_and_is_planned_for_again_when_it_grows(form: str, budget: str) -> None:
     make, batch, run = FORMS[form]
     sizes = [(2, 6), (2, 4), (3, 9), (2, 9)]
@@ -189,16 +209,21 @@ def test_every_form_of_a_batch_trains_and_is_planned_for_again_when_it_grows(for
 
 
 def test_a_batch_that_the_forward_cannot_be_called_with_is_refused() -> None:
-    wrong = r"Stack.forward cannot be called with this dict: missing a required argument: 'ids', and model\(batch\) fails .* ProfilingPass a dict for model"
+    wrong = r"Stack.forward cannot be called with this dict: missing a required argument: 'ids', and model\(batch\) fails .* Pass a dict for model"
     with pytest.raises(ConfigError, match=wrong):
         outsize.prepare(Stack(), {"idz": ids(1, 2)}, device="cpu")
-    with pytest.raises(ConfigError, match=r"TakesNested.forward cannot be called with this tuple: too many positional arguments. ProfilingPass a dict"):
+    with pytest.raises(
+        ConfigError,
+        match=r"TakesNested.forward cannot be called with this tuple: too many positional arguments. Pass a dict",
+    ):
         outsize.prepare(TakesNested(), (ids(1, 2), mask(1, 2)), device="cpu")
     with pytest.raises(ConfigError, match="it holds no tensors"):
         outsize.prepare(Stack(), {"ids": [[1, 2]]}, device="cpu")
 
 
-@pytest.mark.parametrize("form", ["tuple", "nested", *(pytest.param(form, marks=pytest.mark.full) for form in ("features", "dataclass"))])
+@pytest.mark.parametrize(
+    "form", ["tuple", "nested", *(pytest.param(form, marks=pytest.mark.full) for form in ("features", "dataclass"))]
+)
 def test_max_shape_holds_for_every_form(form: str) -> None:
     make, batch, run = FORMS[form]
     assert not compare(make, [batch(2, 6), batch(3, 9), batch(1, 9)], run, max_shape=(3, 9))
@@ -210,12 +235,20 @@ def test_a_sentence_transformer_trains_with_its_own_calling_convention(budget: s
     from sentence_transformers import SentenceTransformer
 
     config = transformers.BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     transformers.BertModel(config).save_pretrained(tmp_path)
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(97 + i) for i in range(26))]))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(97 + i) for i in range(26))])
+    )
     transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
 
     def make() -> nn.Module:
@@ -242,7 +275,9 @@ GROWTH = {
     "mask appears": grows({"ids": ids(4, 16)}, {"ids": ids(4, 16), "mask": mask(4, 16)}, {"ids": ids(4, 16)}),
     "one dimension": grows({"ids": ids(1, 16)[0]}, {"ids": ids(1, 40)[0]}),
     "input appears": grows({"ids": ids(4, 16)}, {"ids": ids(4, 16), "extra": ids(4, 12)}, {"ids": ids(4, 16)}),
-    "gradient into an input": grows({"ids": torch.ones(4, 16, WIDTH)}, {"ids": torch.ones(4, 16, WIDTH, requires_grad=True)}),
+    "gradient into an input": grows(
+        {"ids": torch.ones(4, 16, WIDTH)}, {"ids": torch.ones(4, 16, WIDTH, requires_grad=True)}
+    ),
 }
 
 
@@ -257,13 +292,25 @@ def test_a_batch_that_costs_more_than_planned_is_planned_for_before_its_forward(
 
 def test_cheap_growth_is_not_planned_for() -> None:
     class Counted(Stack):
-        def forward(self, ids: Tensor, places: Tensor, count: Any = None, mask: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        def forward(
+            self, ids: Tensor, places: Tensor, count: Any = None, mask: Tensor | None = None
+        ) -> dict[str, Tensor]:  # type: ignore[override]
             return self.loss(ids, mask)
 
     def batch(tokens: int, documents: int, count: Any) -> dict[str, Any]:
-        return {"ids": ids(2, tokens), "places": torch.zeros(documents, dtype=torch.int32), "count": count, "mask": mask(2, tokens)}
+        return {
+            "ids": ids(2, tokens),
+            "places": torch.zeros(documents, dtype=torch.int32),
+            "count": count,
+            "mask": mask(2, tokens),
+        }
 
-    sizes = [batch(8, 2, torch.tensor(5)), batch(8, 6, torch.tensor(900)), batch(6, 8, 3), {**batch(8, 3, None), "mask": mask(2, 8, False)}]
+    sizes = [
+        batch(8, 2, torch.tensor(5)),
+        batch(8, 6, torch.tensor(900)),
+        batch(6, 8, 3),
+        {**batch(8, 3, None), "mask": mask(2, 8, False)},
+    ]
     assert not compare(Counted, sizes, lambda m, b: m(**b))
 
 
@@ -350,9 +397,10 @@ def test_a_plan_leaves_generators_alone_also_if_it_raises(fails: bool) -> None:
 @pytest.mark.parametrize("form", ["keyword", "nested", "list"])
 def test_gradients_reach_inputs_and_what_made_them(form: str, budget: str) -> None:
     run: dict[str, tuple[type[Stack], Callable[[Tensor], Any]]] = {
-        "keyword": (Stack, lambda x: {"ids": x}), "nested": (TakesNested, lambda x: {"text": {"inner": {"ids": x, "mask": mask(*x.shape[:2])}}}),
+        "keyword": (Stack, lambda x: {"ids": x}),
+        "nested": (TakesNested, lambda x: {"text": {"inner": {"ids": x, "mask": mask(*x.shape[:2])}}}),
         "list": (TakesList, lambda x: {"images": [x, x * 2]}),
-    }  # fmt: skip
+    }
     make, batch = run[form]
 
     def gradients(model: nn.Module, tokens: int) -> Tensor:
@@ -366,8 +414,13 @@ def test_gradients_reach_inputs_and_what_made_them(form: str, budget: str) -> No
     expected = {tokens: gradients(plain, tokens) for tokens in (6, 10)}
     gpu_memory = smallest(make, batch(torch.ones(1, 10, WIDTH, requires_grad=True))) if budget == "tight" else None
     model = make()
-    engine = outsize.prepare(model, batch(soft), optimizer=foreign_plans.SPEC, device=ROOM, gpu_memory=gpu_memory, chunk_bytes="1KiB")
-    for tokens in (6, 10):  # the larger one is planned for in a trial run, which must not use up the graph behind the prompt
+    engine = outsize.prepare(
+        model, batch(soft), optimizer=foreign_plans.SPEC, device=ROOM, gpu_memory=gpu_memory, chunk_bytes="1KiB"
+    )
+    for tokens in (
+        6,
+        10,
+    ):  # the larger one is planned for in a trial run, which must not use up the graph behind the prompt
         assert torch.equal(gradients(model, tokens), expected[tokens])
     engine.zero_grad()
     engine.detach()
@@ -380,13 +433,28 @@ def test_text_and_images_by_turns_are_planned_for_once_each() -> None:
     def images(rows: int, tokens: int) -> dict[str, Tensor]:
         return zoo.batch("llava", size=rows, tokens=tokens)
 
-    batches = [text(2, 16), images(2, 16), text(2, 24), images(2, 16), text(2, 24), images(2, 20), text(3, 10), text(2, 24), images(2, 20), text(3, 10)]
+    batches = [
+        text(2, 16),
+        images(2, 16),
+        text(2, 24),
+        images(2, 16),
+        text(2, 24),
+        images(2, 20),
+        text(3, 10),
+        text(2, 24),
+        images(2, 20),
+        text(3, 10),
+    ]
     assert len(compare(lambda: zoo.make("llava"), batches, lambda m, b: m(**b))) == 3
 
 
 def test_a_padding_mask_that_appears_in_a_language_model_is_planned_for() -> None:
-    batches = [zoo.batch("llama", size=4), {**zoo.batch("llama", size=4), "attention_mask": mask(4, 16, False)},
-               {**zoo.batch("llama", size=4), "attention_mask": mask(4, 16)}, zoo.batch("llama", size=4)]  # fmt: skip
+    batches = [
+        zoo.batch("llama", size=4),
+        {**zoo.batch("llama", size=4), "attention_mask": mask(4, 16, False)},
+        {**zoo.batch("llama", size=4), "attention_mask": mask(4, 16)},
+        zoo.batch("llama", size=4),
+    ]
 
     def make() -> nn.Module:
         return zoo.make("llama")
@@ -418,6 +486,9 @@ class Towers(nn.Module):
 
 
 def test_an_input_that_comes_and_goes_is_planned_for_once() -> None:
-    with_audio = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), "audio": torch.randn(4, 4, generator=torch.Generator().manual_seed(1))}
+    with_audio = {
+        "x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),
+        "audio": torch.randn(4, 4, generator=torch.Generator().manual_seed(1)),
+    }
     batches = [with_audio if i % 2 else {"x": with_audio["x"]} for i in range(8)]
     assert len(compare(Towers, batches, lambda model, batch: model(**batch))) <= 2

@@ -1,5 +1,5 @@
-"""Batches and models as other libraries hand them over: mappings that are no dicts, containers that a forward writes into, outputs in objects, checkpointing
-that a model does itself."""
+"""Batches and models as other libraries hand them over: mappings that are no dicts, containers that a forward writes
+into, outputs in objects, checkpointing that a model does itself."""
 
 import dataclasses
 import logging
@@ -70,8 +70,14 @@ class Timm(nn.Module):
         return {"loss": x.square().mean()}
 
 
-@pytest.mark.parametrize(("make", "batch", "where"), [(Wrapped, zoo.batch("llama"), " in inner"), (Timm, {"x": torch.ones(2, 8)}, "")], ids=["wrapped", "timm"])
-def test_checkpointing_of_the_models_own_is_turned_off_with_a_note(make: Any, batch: Any, where: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("make", "batch", "where"),
+    [(Wrapped, zoo.batch("llama"), " in inner"), (Timm, {"x": torch.ones(2, 8)}, "")],
+    ids=["wrapped", "timm"],
+)
+def test_checkpointing_of_the_models_own_is_turned_off_with_a_note(
+    make: Any, batch: Any, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, model = make(), make()
     with caplog.at_level(logging.WARNING, logger="outsize"):
         engine = outsize.prepare(model, batch, optimizer=foreign_plans.SPEC, device="cpu")
@@ -232,9 +238,15 @@ def from_an_object(model: nn.Module, x: Tensor) -> Tensor:
 
 
 WRITES = [
-    (into_a_list, plain_list), (into_an_empty_dict, plain_dict), (into_its_inputs, features), (into_a_dataclass, dataclass), (into_a_namespace, namespace),
-    (returned_in_a_namespace, from_a_namespace), (returned_in_an_object, from_an_object), (returned_in_slots, from_an_object),
-]  # fmt: skip
+    (into_a_list, plain_list),
+    (into_an_empty_dict, plain_dict),
+    (into_its_inputs, features),
+    (into_a_dataclass, dataclass),
+    (into_a_namespace, namespace),
+    (returned_in_a_namespace, from_a_namespace),
+    (returned_in_an_object, from_an_object),
+    (returned_in_slots, from_an_object),
+]
 INPUTS = [torch.randn(6, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
@@ -267,7 +279,9 @@ def test_what_a_forward_writes_into_its_arguments_or_returns_in_an_object(how: A
 
 def test_prepare_does_not_write_into_the_batch() -> None:
     aux: dict[str, Any] = {}
-    with cells.closing(outsize.prepare(Writes(into_an_empty_dict), {"x": INPUTS[0], "aux": aux}, device="sim:16MiB")) as engine:
+    with cells.closing(
+        outsize.prepare(Writes(into_an_empty_dict), {"x": INPUTS[0], "aux": aux}, device="sim:16MiB")
+    ) as engine:
         assert not aux
         engine.model(INPUTS[0], aux).sum().backward()
         assert aux["calls"] == [5]
@@ -333,5 +347,8 @@ def test_a_backward_from_what_was_not_returned_says_what_to_do() -> None:
     model = Writes(hides)
     with cells.closing(outsize.prepare(model, INPUTS[0], loss=lambda model, x: model(x)().sum(), device="sim:16MiB")):
         loss = model(INPUTS[0])().sum()
-        with pytest.raises(EngineMisuse, match=r"forward returned no tensor with grad that outsize found.*Return the tensors that a loss is made of"):
+        with pytest.raises(
+            EngineMisuse,
+            match=r"forward returned no tensor with grad that outsize found.*Return the tensors that a loss is made of",
+        ):
             loss.backward()

@@ -1,4 +1,5 @@
-"""Model kinds of transformers, diffusers and timm: each trains as a plain loop does, to the bit, buffers included, with room and at its smallest budget.
+"""Model kinds of transformers, diffusers and timm: each trains as a plain loop does, to the bit, buffers included, with
+room and at its smallest budget.
 
 One kind for each mechanism runs by default, and all kinds with `make test-all`.
 """
@@ -23,7 +24,14 @@ from outsize.hardware.catalog import lookup
 from outsize.profile import cache
 from outsize.train import build
 
-FAMILIES: dict[str, Family] = {**text.TEXT, **signals.SIGNALS, **vision.VISION, **vision.MULTIMODAL, **pictures.DIFFUSERS, **pictures.TIMM}
+FAMILIES: dict[str, Family] = {
+    **text.TEXT,
+    **signals.SIGNALS,
+    **vision.VISION,
+    **vision.MULTIMODAL,
+    **pictures.DIFFUSERS,
+    **pictures.TIMM,
+}
 DEFAULT = {
     "mamba2": "a state space in chunks",
     "funnel": "layers of two resolutions",
@@ -60,9 +68,14 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def prepare(family: Family, model: nn.Module, gpu_memory: int | None = None) -> Any:
     """On a device of its own, where nothing of other tests is alive."""
     return outsize.prepare(
-        model, family.data(1)[0], optimizer=foreign_plans.SPEC, device=SimDevice(lookup("1GiB")), gpu_memory=gpu_memory, chunk_bytes="4KiB",
+        model,
+        family.data(1)[0],
+        optimizer=foreign_plans.SPEC,
+        device=SimDevice(lookup("1GiB")),
+        gpu_memory=gpu_memory,
+        chunk_bytes="4KiB",
         loss=family.loss,
-    )  # fmt: skip
+    )
 
 
 def assert_trains_as_plain_torch(family: Family) -> None:
@@ -94,7 +107,9 @@ def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "traced", traced)
 
 
-@pytest.mark.parametrize("name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+)
 def test_a_kind_trains_as_in_plain_torch(name: str, one_trace: None) -> None:
     family = FAMILIES[name]
     if family.needs_timm and not timm_models.HAS_TIMM:
@@ -122,8 +137,9 @@ class Attending(nn.Module):
 
 
 class Positions(nn.Module):
-    """Layers are given one half of a table, a view, which they read while the table's slot may hold other weights. The stem's output and those of layers are
-    written in place: gradients reach them by another node than the one that made them."""
+    """Layers are given one half of a table, a view, which they read while the table's slot may hold other weights. The
+    stem's output and those of layers are written in place: gradients reach them by another node than the one that made
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,4 +158,10 @@ class Positions(nn.Module):
 
 
 def test_views_of_weights_and_writes_in_place(one_trace: None) -> None:
-    assert_trains_as_plain_torch(Family(build=Positions, batch=lambda rng: {"x": torch.randn(4, 6, 8, generator=rng)}, loss=lambda m, b: m(**b)["loss"]))
+    assert_trains_as_plain_torch(
+        Family(
+            build=Positions,
+            batch=lambda rng: {"x": torch.randn(4, 6, 8, generator=rng)},
+            loss=lambda m, b: m(**b)["loss"],
+        )
+    )

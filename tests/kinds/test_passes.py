@@ -1,5 +1,6 @@
-"""TrainingHooks that are no plain forward and backward: several forwards for one loss, passes without grad over layers that also train, checkpointing that the
-model's own code does. Each trains as a plain loop does under every strategy, tight and roomy, or is refused by name."""
+"""Passes that are no plain forward and backward: several forwards for one loss, passes without grad over layers
+that also train, checkpointing that the model's own code does. Each trains as a plain loop does under every strategy,
+tight and roomy, or is refused by name."""
 
 import contextlib
 import dataclasses
@@ -24,7 +25,10 @@ from outsize.train.build import preview
 
 WIDTH = 16
 DEVICE = "sim:16MiB"
-DATA = [{name: torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * i + j)) for j, name in enumerate("xy")} for i in range(3)]
+DATA = [
+    {name: torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * i + j)) for j, name in enumerate("xy")}
+    for i in range(3)
+]
 STREAMED: dict[str, Any] = dict(weights="host", optimizer="host", depth=0, chunk_bytes=1024)
 
 
@@ -78,7 +82,7 @@ def plain_pass(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
     return (encoder(x) - y).square().mean()
 
 
-# TrainingHooks without grad.
+# Passes without grad.
 
 
 def teacher_first(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
@@ -125,10 +129,10 @@ def stop_gradient(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
     return (encoder(x.detach(), first=2) - y).square().mean() + x.square().mean()
 
 
-
-
 def last_layer_left_out(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
-    """The forward ends in the call of a layer. What that layer sends to the host was subtracted twice from the plan's memory."""
+    """The forward ends in the call of a layer. What that layer sends to the host was subtracted twice from the plan's
+    memory.
+    """
     return (encoder.norm(encoder(x, last=3)) - y).square().mean()
 
 
@@ -218,15 +222,24 @@ def assert_trains_alike(model: nn.Module, engine: Any, plain: nn.Module) -> None
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def assert_every_strategy_trains(make: Callable[[], nn.Module], *, budget: int | None = None, switch: bool = False) -> None:
+def assert_every_strategy_trains(
+    make: Callable[[], nn.Module], *, budget: int | None = None, switch: bool = False
+) -> None:
     """`budget` None: exactly what the plan promises."""
     model = make()
     traced = cells.Tracer(model, DATA[0], cells.find_layers(model), cells.choose_device(DEVICE)).trace()
     for strategy in ("keep", "recompute", "offload", "swap"):
         model, plain = make(), make()
         engine = cells.prepare_by_hand(
-            model, DATA[0], spec=foreign_plans.SPEC, device=DEVICE, traced=traced, budget=budget, strategy=strategy, **STREAMED
-        )  # fmt: skip
+            model,
+            DATA[0],
+            spec=foreign_plans.SPEC,
+            device=DEVICE,
+            traced=traced,
+            budget=budget,
+            strategy=strategy,
+            **STREAMED,
+        )
         assert strategy in engine.plan.decision.strategies
         if switch:
             model.is_switched = plain.is_switched = True
@@ -243,9 +256,15 @@ def assert_tight_and_roomy_train(make: Callable[[], nn.Module]) -> None:
 
 
 WITHOUT_GRAD = [
-    teacher_first, teacher_in_inference_mode, teacher_of_some_layers, last_layer_left_out,
-    *(pytest.param(forward, marks=pytest.mark.full) for forward in (teacher_last, prefix_without_grad, layer_without_grad, stop_gradient)),
-]  # fmt: skip
+    teacher_first,
+    teacher_in_inference_mode,
+    teacher_of_some_layers,
+    last_layer_left_out,
+    *(
+        pytest.param(forward, marks=pytest.mark.full)
+        for forward in (teacher_last, prefix_without_grad, layer_without_grad, stop_gradient)
+    ),
+]
 
 
 @pytest.mark.parametrize("forward", WITHOUT_GRAD, ids=lambda f: f.__name__)
@@ -276,7 +295,9 @@ def test_checkpointing_inside_layers_and_outside_of_them(reentrant: bool) -> Non
 
 
 def test_reentrant_checkpointing_in_a_layer_that_runs_twice_is_refused() -> None:
-    with pytest.raises(ModelUnsupported, match=r"encoder\.layers\.\d\.up\.weight gets its gradient in 2 parts.*Use use_reentrant=False"):
+    with pytest.raises(
+        ModelUnsupported, match=r"encoder\.layers\.\d\.up\.weight gets its gradient in 2 parts.*Use use_reentrant=False"
+    ):
         outsize.prepare(Model(pair, reentrant=True), DATA[0], device=DEVICE)
 
 
@@ -285,9 +306,14 @@ def test_reentrant_checkpointing_in_a_layer_that_runs_twice_is_refused() -> None
 def test_checkpointing_around_layers_is_refused_by_name(forward: Callable[..., Tensor], reentrant: bool) -> None:
     make = functools.partial(Model, functools.partial(forward, reentrant=reentrant))
     model, plain = make(), make()
-    with pytest.raises(ModelUnsupported, match=r"encoder.layers.\d is called again in backward: it was called inside torch.utils.checkpoint.*directly"):
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"encoder.layers.\d is called again in backward: it was called inside torch.utils.checkpoint.*directly",
+    ):
         outsize.prepare(model, DATA[0], device=DEVICE)
-    assert train(model, foreign_plans.reference(model)) == train(plain, foreign_plans.reference(plain))  # prepare left it as it was
+    assert train(model, foreign_plans.reference(model)) == train(
+        plain, foreign_plans.reference(plain)
+    )  # prepare left it as it was
 
 
 def test_checkpointing_that_is_turned_on_after_prepare_is_refused() -> None:
@@ -295,15 +321,23 @@ def test_checkpointing_that_is_turned_on_after_prepare_is_refused() -> None:
     with cells.closing(foreign_plans.prepared(model, zoo.batch("llama"), "mixed")):
         model.gradient_checkpointing_enable()
         loss = model(**zoo.batch("llama")).loss
-        with pytest.raises(EngineMisuse, match=r"model.layers.3 is called again in backward: .* Turn this checkpointing off"):
+        with pytest.raises(
+            EngineMisuse, match=r"model.layers.3 is called again in backward: .* Turn this checkpointing off"
+        ):
             loss.backward()
 
 
 def test_checkpointing_around_a_prepared_model_is_refused_if_it_is_not_reentrant() -> None:
     model = Encoder()
-    with cells.closing(cells.prepare_by_hand(model, (DATA[0]["x"],), spec=foreign_plans.SPEC, device=DEVICE, strategy="keep", **STREAMED)):
+    with cells.closing(
+        cells.prepare_by_hand(
+            model, (DATA[0]["x"],), spec=foreign_plans.SPEC, device=DEVICE, strategy="keep", **STREAMED
+        )
+    ):
         out = checkpoint(model, DATA[0]["x"].clone().requires_grad_(), use_reentrant=False)
-        with pytest.raises(EngineMisuse, match=r"The model is called again in backward: it was called inside torch.utils.checkpoint"):
+        with pytest.raises(
+            EngineMisuse, match=r"The model is called again in backward: it was called inside torch.utils.checkpoint"
+        ):
             out.sum().backward()
 
 
@@ -314,7 +348,10 @@ def test_a_second_training_forward_names_the_ways_out() -> None:
     model = Encoder()
     with cells.closing(outsize.prepare(model, (DATA[0]["x"],), device=DEVICE)) as engine:
         held = model(DATA[0]["x"])
-        with pytest.raises(EngineMisuse, match=r"Training forward 2 begins before the backward of forward 1.*GradCache.*class Pair.*docs/loops.md"):
+        with pytest.raises(
+            EngineMisuse,
+            match=r"Training forward 2 begins before the backward of forward 1.*GradCache.*class Pair.*docs/loops.md",
+        ):
             model(DATA[0]["y"])
         held.sum().backward()  # the first one is still good
         engine.optimizer.step()
@@ -324,7 +361,10 @@ def test_a_loss_of_two_forwards_names_the_ways_out() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch["x"]) - model(batch["y"])).square().mean()
 
-    with pytest.raises(ModelUnsupported, match=r"loss= calls the model a second time with grad.*concatenate.*GradCache.*class Pair.*docs/loops.md"):
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"loss= calls the model a second time with grad.*concatenate.*GradCache.*class Pair.*docs/loops.md",
+    ):
         outsize.prepare(Encoder(), DATA[0], loss=loss, device=DEVICE)
 
 
@@ -370,9 +410,14 @@ CODE = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / 
 def run_code(code: str, prepare: Callable[..., Any]) -> dict[str, Tensor]:
     model = Encoder()
     names = {
-        "torch": torch, "outsize": SimpleNamespace(prepare=prepare), "model": model, "data": DATA, "settings": foreign_plans.SPEC, "device": DEVICE,
+        "torch": torch,
+        "outsize": SimpleNamespace(prepare=prepare),
+        "model": model,
+        "data": DATA,
+        "settings": foreign_plans.SPEC,
+        "device": DEVICE,
         "contrastive": lambda a, b: (a - b).square().mean(),
-    }  # fmt: skip
+    }
     exec(code, names)
     names["engine"].detach()
     return dict(model.state_dict())
@@ -384,7 +429,10 @@ def plain_engine(model: nn.Module, *_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["concatenated", "gradcache", "module"])
 def test_the_code_of_the_page_on_loops(number: int) -> None:
-    expected, found = run_code(CODE[number], plain_engine), run_code(CODE[number], functools.partial(outsize.prepare, chunk_bytes="1KiB"))
+    expected, found = (
+        run_code(CODE[number], plain_engine),
+        run_code(CODE[number], functools.partial(outsize.prepare, chunk_bytes="1KiB")),
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     if number == 0:  # equal to separate forwards up to rounding
         return
@@ -417,7 +465,11 @@ class Looped(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.profiled_with = profiled_with
-        self.stem, self.layers, self.head = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Experts() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+        self.stem, self.layers, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleList(Experts() for _ in range(3)),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor, route: Tensor) -> Tensor:
         x = self.stem(x)
@@ -441,8 +493,12 @@ def train_by_routes(model: nn.Module, optimizer: Any, routes: list[list[int]], e
 
 
 @pytest.mark.parametrize("update", ["after_step", "in_backward"])
-@pytest.mark.parametrize("profiled_with", [(0, 0, 1), (0, 1, 0), pytest.param((0, 0, 0), marks=pytest.mark.full)], ids=str)
-def test_experts_of_a_loop_are_used_in_other_loops_than_in_the_profiling_run(profiled_with: tuple[int, ...], update: str) -> None:
+@pytest.mark.parametrize(
+    "profiled_with", [(0, 0, 1), (0, 1, 0), pytest.param((0, 0, 0), marks=pytest.mark.full)], ids=str
+)
+def test_experts_of_a_loop_are_used_in_other_loops_than_in_the_profiling_run(
+    profiled_with: tuple[int, ...], update: str
+) -> None:
     routes = [[0, 1, 0], [0, 0, 1], [1, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
     spec = dataclasses.replace(foreign_plans.SPEC, update=update)
     plain = Looped(profiled_with)
@@ -454,7 +510,10 @@ def test_experts_of_a_loop_are_used_in_other_loops_than_in_the_profiling_run(pro
     for gpu_memory in (least.value.needed_bytes, None):
         model = Looped(profiled_with)
         with cells.closing(outsize.prepare(model, batch, gpu_memory=gpu_memory, **how)) as engine:
-            assert train_by_routes(model, engine.optimizer, routes, engine if update == "in_backward" else None) == expected
+            assert (
+                train_by_routes(model, engine.optimizer, routes, engine if update == "in_backward" else None)
+                == expected
+            )
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
@@ -479,7 +538,10 @@ def test_a_part_that_another_layer_uses_than_in_the_profiling_run_names_the_way_
     model = SharesParts()
     with cells.closing(outsize.prepare(model, (DATA[0]["x"], torch.tensor([0, 0, 1])), device=DEVICE)):
         loss = model(DATA[0]["x"], torch.tensor([0, 1, 0]))
-        with pytest.raises(OrderMismatch, match=r"layers.0.experts.1.\w+ complete in the backward of layers.2, but it came in that of layers.1: .*blocks=\[\]"):
+        with pytest.raises(
+            OrderMismatch,
+            match=r"layers.0.experts.1.\w+ complete in the backward of layers.2, but it came in that of layers.1: .*blocks=\[\]",
+        ):
             loss.backward()
 
 
@@ -501,7 +563,9 @@ def loss_of_x(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("more", [{"widen": True}, {"bias": DATA[1]["x"]}], ids=["flag", "input"])
-def test_a_loop_that_calls_the_model_otherwise_than_its_loss_is_planned_for(more: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_calls_the_model_otherwise_than_its_loss_is_planned_for(
+    more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     def step(model: nn.Module, optimizer: Any) -> None:
         for batch in DATA:
             (model(batch["x"], **more) - batch["y"]).square().mean().backward()

@@ -1,4 +1,6 @@
-"""Plans in which layers have different strategies, of models whose layers free what other layers made: the promise of device memory holds, and is close."""
+"""Plans in which layers have different strategies, of models whose layers free what other layers made: the promise of
+device memory holds, and is close.
+"""
 
 import functools
 import random
@@ -257,9 +259,14 @@ def test_mixed_strategies_stay_below_the_promise(kind: str, seeds: range) -> Non
     traced = Tracer(model, data[0], find_layers(model), SimDevice(lookup("1GiB"))).trace()
     for seed in seeds:
         prepared = cells.prepare_by_hand(
-            MODELS[kind](), data[0], spec=outsize.AdamW(), device=SimDevice(lookup("1GiB")), chunk_bytes=1024, traced=traced,
+            MODELS[kind](),
+            data[0],
+            spec=outsize.AdamW(),
+            device=SimDevice(lookup("1GiB")),
+            chunk_bytes=1024,
+            traced=traced,
             decision=functools.partial(random_decision, rng=random.Random(seed)),
-        )  # fmt: skip
+        )
         with cells.closing(prepared) as engine:
             cells.train(engine.model, engine.optimizer, data, steps=1, accumulate=1, engine=engine)
             promised, peak = engine.plan.estimate.gpu_bytes, engine.report().gpu_peak_bytes

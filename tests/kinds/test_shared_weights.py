@@ -1,6 +1,8 @@
-"""Weights and tensors that several block calls use: looped stacks, one encoder called twice, layers tied to layers, keys and values that later layers read.
+"""Weights and tensors that several block calls use: looped stacks, one encoder called twice, layers tied to layers,
+keys and values that later layers read.
 
-Each trains as a plain loop does, and takes no more memory than its plan says: the gradient of what is shared lives from the last user to the first.
+Each trains as a plain loop does, and takes no more memory than its plan says: the gradient of what is shared lives from
+the last user to the first.
 """
 
 import functools
@@ -29,7 +31,9 @@ from outsize.profile.tracer import Tracer
 WIDTH, VOCAB = 16, 31
 CHUNK_BYTES = 1024
 MOST_ABOVE = 0.03
-"""Of the measured peak, what an estimate may be above it. Tensors in dicts die with the strategies of several layers together."""
+"""Of the measured peak, what an estimate may be above it. Tensors in dicts die with the strategies of several layers
+together.
+"""
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> SimpleNamespace:
@@ -102,7 +106,9 @@ class Sharing(nn.Module):
 
     def forward(self, x: Tensor, store: Any) -> Tensor:
         held = store if isinstance(store, (list, dict, UserDict)) else store.held
-        keys = torch.tanh(self.keys(x)) if self.keys is not None else held[-1] if isinstance(held, list) else held["keys"]
+        keys = (
+            torch.tanh(self.keys(x)) if self.keys is not None else held[-1] if isinstance(held, list) else held["keys"]
+        )
         if self.leaves and isinstance(held, list):
             held.append(keys)
         elif self.leaves:
@@ -162,10 +168,13 @@ WEIGHTS: dict[str, Make] = {
     "tied-out-of-order": functools.partial(Looped, num_layers=9, loops=1, ties=((5, 0), (6, 1), (7, 2), (4, 3))),
 }
 TENSORS: dict[str, Make] = {
-    "dict": functools.partial(KeySharing, dict), "UserDict": functools.partial(KeySharing, UserDict), "list": functools.partial(KeySharing, list),
-    "namespace": functools.partial(KeySharing, lambda: SimpleNamespace(held={})), "object": functools.partial(KeySharing, lambda: Store(held={})),
+    "dict": functools.partial(KeySharing, dict),
+    "UserDict": functools.partial(KeySharing, UserDict),
+    "list": functools.partial(KeySharing, list),
+    "namespace": functools.partial(KeySharing, lambda: SimpleNamespace(held={})),
+    "object": functools.partial(KeySharing, lambda: Store(held={})),
     "collected": Collecting,
-}  # fmt: skip
+}
 MAKE = WEIGHTS | TENSORS
 DATA = [{"ids": torch.randint(0, VOCAB, (2, 3), generator=torch.Generator().manual_seed(i))} for i in range(3)]
 """Few tokens: weights and their gradients are most of the memory."""
@@ -188,46 +197,95 @@ def traced(case: str, dtype: torch.dtype) -> cells.Traced:
 
 @functools.cache
 def expected(case: str, dtype: torch.dtype, accumulate: int, fp32_grads: bool) -> cells.Outcome:
-    return cells.plain(made(MAKE[case], dtype), DATA, spec=outsize.AdamW(lr=1e-2, fp32_grads=fp32_grads), steps=2, accumulate=accumulate)
+    return cells.plain(
+        made(MAKE[case], dtype),
+        DATA,
+        spec=outsize.AdamW(lr=1e-2, fp32_grads=fp32_grads),
+        steps=2,
+        accumulate=accumulate,
+    )
 
 
-def train_within_plan(engine: Any, data: list[Any], outcome: cells.Outcome, *, accumulate: int = 1, declare: bool = False, most_above: float = 0.0) -> None:
+def train_within_plan(
+    engine: Any,
+    data: list[Any],
+    outcome: cells.Outcome,
+    *,
+    accumulate: int = 1,
+    declare: bool = False,
+    most_above: float = 0.0,
+) -> None:
     """To the bit, at most at the estimate, and hardly below it."""
-    found = cells.train(engine.model, engine.optimizer, data, steps=2, accumulate=accumulate, engine=engine, declare=declare)
+    found = cells.train(
+        engine.model, engine.optimizer, data, steps=2, accumulate=accumulate, engine=engine, declare=declare
+    )
     cells.assert_same(found, outcome)
     peak, estimate = engine.report().gpu_peak_bytes, engine.plan.estimate.gpu_bytes
     assert peak <= estimate <= peak * (1 + most_above)
 
 
-def under_plan(case: str, dtype: torch.dtype, decide: cells.Decide, *, accumulate: int, update: Any, fp32_grads: bool) -> None:
+def under_plan(
+    case: str, dtype: torch.dtype, decide: cells.Decide, *, accumulate: int, update: Any, fp32_grads: bool
+) -> None:
     spec = outsize.AdamW(lr=1e-2, update=update, fp32_grads=fp32_grads)
     how: dict[str, Any] = dict(spec=spec, device=machine(), accumulate=accumulate, chunk_bytes=CHUNK_BYTES, budget=None)
-    with cells.closing(cells.prepare_by_hand(made(MAKE[case], dtype), DATA[0], traced=traced(case, dtype), decision=decide, **how)) as engine:
+    with cells.closing(
+        cells.prepare_by_hand(made(MAKE[case], dtype), DATA[0], traced=traced(case, dtype), decision=decide, **how)
+    ) as engine:
         outcome = expected(case, dtype, accumulate, fp32_grads)
         above = MOST_ABOVE if case in TENSORS else 0.0
-        train_within_plan(engine, DATA, outcome, accumulate=accumulate, declare=update == "in_backward", most_above=above)
+        train_within_plan(
+            engine, DATA, outcome, accumulate=accumulate, declare=update == "in_backward", most_above=above
+        )
 
 
 TERMS: list[dict[str, Any]] = [
     {"accumulate": accumulate, "update": update, "fp32_grads": fp32}
-    for accumulate in (1, 2) for update in ("after_step", "in_backward") for fp32 in (False, True)
-]  # fmt: skip
+    for accumulate in (1, 2)
+    for update in ("after_step", "in_backward")
+    for fp32 in (False, True)
+]
 
 
 def cases_of(names: dict[str, Make]) -> Iterator[Any]:
-    """Every case under every strategy, with step_config, dtype and homes that are drawn: one each, and four more in the full run."""
+    """Every case under every strategy, with step_config, dtype and homes that are drawn: one each, and four more in the
+    full run.
+    """
     rng = random.Random(17)
-    ways = [(dtype, home, step_config) for dtype in (torch.float32, torch.bfloat16) for home in ("host", "gpu") for step_config in TERMS]
+    ways = [
+        (dtype, home, step_config)
+        for dtype in (torch.float32, torch.bfloat16)
+        for home in ("host", "gpu")
+        for step_config in TERMS
+    ]
     ways = [way for way in ways if way[0] == torch.bfloat16 or not way[2]["fp32_grads"]]
     for case in names:
         for strategy in ("keep", "recompute", "offload", "swap"):
             for number, (dtype, home, step_config) in enumerate(rng.sample(ways, 5)):
-                words = [case, strategy, str(dtype)[6:], home, step_config["update"], str(step_config["accumulate"]), *(["fp32_grads"] * step_config["fp32_grads"])]
-                yield pytest.param(case, strategy, dtype, home, step_config, marks=pytest.mark.full if number else (), id="-".join(words))
+                words = [
+                    case,
+                    strategy,
+                    str(dtype)[6:],
+                    home,
+                    step_config["update"],
+                    str(step_config["accumulate"]),
+                    *(["fp32_grads"] * step_config["fp32_grads"]),
+                ]
+                yield pytest.param(
+                    case,
+                    strategy,
+                    dtype,
+                    home,
+                    step_config,
+                    marks=pytest.mark.full if number else (),
+                    id="-".join(words),
+                )
 
 
 @pytest.mark.parametrize(("case", "strategy", "dtype", "home", "step_config"), list(cases_of(MAKE)))
-def test_what_is_shared_is_counted_under_every_strategy(case: str, strategy: Any, dtype: torch.dtype, home: str, step_config: dict[str, Any]) -> None:
+def test_what_is_shared_is_counted_under_every_strategy(
+    case: str, strategy: Any, dtype: torch.dtype, home: str, step_config: dict[str, Any]
+) -> None:
     decide = functools.partial(cells.uniform, strategy=strategy, weights=home, optimizer=home, depth=0)
     under_plan(case, dtype, decide, **step_config)
 
@@ -236,7 +294,11 @@ def test_what_is_shared_is_counted_under_every_strategy(case: str, strategy: Any
 @pytest.mark.parametrize("case", MAKE)
 def test_what_is_shared_is_counted_under_mixed_plans(case: str, seed: int) -> None:
     rng = random.Random(f"{case} {seed}")
-    step_config = {"accumulate": rng.choice((1, 2)), "update": rng.choice(("after_step", "in_backward")), "fp32_grads": False}
+    step_config = {
+        "accumulate": rng.choice((1, 2)),
+        "update": rng.choice(("after_step", "in_backward")),
+        "fp32_grads": False,
+    }
     under_plan(case, torch.float32, functools.partial(random_decision, rng=rng), **step_config)
 
 
@@ -251,15 +313,22 @@ def test_the_smallest_budget_suffices(case: str) -> None:
     spec = outsize.AdamW(lr=1e-2)
     budget = smallest(MAKE[case], DATA[0], spec)
     device = SimDevice(lookup(f"{budget}B"))
-    with cells.closing(outsize.prepare(made(MAKE[case]), DATA[0], device=device, optimizer=spec, chunk_bytes=CHUNK_BYTES)) as engine:
+    with cells.closing(
+        outsize.prepare(made(MAKE[case]), DATA[0], device=device, optimizer=spec, chunk_bytes=CHUNK_BYTES)
+    ) as engine:
         assert engine.plan.estimate.gpu_bytes == budget
-        train_within_plan(engine, DATA, expected(case, torch.float32, 1, False), most_above=MOST_ABOVE if case in TENSORS else 0.0)
+        train_within_plan(
+            engine, DATA, expected(case, torch.float32, 1, False), most_above=MOST_ABOVE if case in TENSORS else 0.0
+        )
 
 
 def test_tensors_in_an_unknown_object_keep_all_activations_and_say_so() -> None:
     _, trace = traced("object", torch.float32)
     assert all(trace.strategies(call) == ("keep",) for call in range(len(trace.calls)))
-    assert trace.notes[0].startswith("layers.3 reads a tensor that layers.2 made and that is none of its arguments") and len(trace.notes) == 1
+    assert (
+        trace.notes[0].startswith("layers.3 reads a tensor that layers.2 made and that is none of its arguments")
+        and len(trace.notes) == 1
+    )
     _, trace = traced("dict", torch.float32)
     assert "offload" in trace.strategies(5) and not trace.notes
 
@@ -274,14 +343,30 @@ def gemma(kind: str, num_layers: int = 6, num_shared: int = 2, **more: Any) -> n
             importlib.import_module("transformers.models.gemma3n.configuration_gemma3n")
         finally:
             transformers.utils.is_timm_available = has_timm
-        more |= {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.95 if i < 2 else 0.0 for i in range(num_layers)]}
+        more |= {
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.95 if i < 2 else 0.0 for i in range(num_layers)],
+        }
     else:
         more |= {"global_head_dim": 16}
     config = getattr(transformers, f"{kind}TextConfig")(
-        vocab_size=97, vocab_size_per_layer_input=97, hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=48, num_hidden_layers=num_layers,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_kv_shared_layers=num_shared, sliding_window=8, pad_token_id=0,
-        layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)], max_position_embeddings=64, **more,
-    )  # fmt: skip
+        vocab_size=97,
+        vocab_size_per_layer_input=97,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_kv_shared_layers=num_shared,
+        sliding_window=8,
+        pad_token_id=0,
+        layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        max_position_embeddings=64,
+        **more,
+    )
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -294,12 +379,18 @@ def gemma_data() -> list[dict[str, Tensor]]:
 def test_gemma_trains_streamed_and_resident(kind: str) -> None:
     make, data, spec = functools.partial(gemma, kind), gemma_data(), outsize.AdamW(lr=1e-3)
     model = made(make)
-    outcome, trace = cells.plain(made(make), data, spec=spec, steps=2), Tracer(model, data[0], find_layers(model), machine()).trace()
+    outcome, trace = (
+        cells.plain(made(make), data, spec=spec, steps=2),
+        Tracer(model, data[0], find_layers(model), machine()).trace(),
+    )
     plans: list[dict[str, Any]] = [
-        {"strategy": "offload", "weights": "host", "optimizer": "host", "depth": 0}, {"strategy": "keep", "weights": "gpu", "optimizer": "gpu"}
-    ]  # fmt: skip
+        {"strategy": "offload", "weights": "host", "optimizer": "host", "depth": 0},
+        {"strategy": "keep", "weights": "gpu", "optimizer": "gpu"},
+    ]
     for plan in plans:
-        with cells.closing(cells.prepare_by_hand(made(make), data[0], spec=spec, device=machine(), traced=trace, budget=None, **plan)) as engine:
+        with cells.closing(
+            cells.prepare_by_hand(made(make), data[0], spec=spec, device=machine(), traced=trace, budget=None, **plan)
+        ) as engine:
             train_within_plan(engine, data, outcome, most_above=MOST_ABOVE)
 
 
@@ -311,7 +402,9 @@ def test_gemma_trains_at_its_smallest_budget_and_with_room(kind: str, num_shared
     outcome = cells.plain(made(make), data, spec=spec, steps=2)
     for budget in (smallest(make, data[0], spec), 2**30):
         device = SimDevice(lookup(f"{budget}B"))
-        with cells.closing(outsize.prepare(made(make), data[0], device=device, optimizer=spec, chunk_bytes=CHUNK_BYTES)) as engine:
+        with cells.closing(
+            outsize.prepare(made(make), data[0], device=device, optimizer=spec, chunk_bytes=CHUNK_BYTES)
+        ) as engine:
             train_within_plan(engine, data, outcome, most_above=MOST_ABOVE)
 
 
@@ -325,7 +418,11 @@ def test_gemma_trains_under_mixed_plans(kind: str, seed: int) -> None:
     decide: Any = functools.partial(random_decision, rng=rng)
     if seed < 4:
         decide = functools.partial(cells.uniform, strategy=strategies[seed], weights="host", optimizer="host", depth=0)
-    with cells.closing(cells.prepare_by_hand(made(make), data[0], spec=spec, device=machine(), decision=decide, budget=None, chunk_bytes=4096)) as engine:
+    with cells.closing(
+        cells.prepare_by_hand(
+            made(make), data[0], spec=spec, device=machine(), decision=decide, budget=None, chunk_bytes=4096
+        )
+    ) as engine:
         train_within_plan(engine, data, cells.plain(made(make), data, spec=spec, steps=2), most_above=MOST_ABOVE)
 
 
@@ -345,7 +442,10 @@ def refused(model: nn.Module, match: str) -> None:
 def test_two_parameters_over_one_memory_are_refused() -> None:
     model = two_layers()
     model[1].weight = nn.Parameter(model[0].weight.data)
-    refused(model, r"0\.weight and 1\.weight are two parameters over the same memory.*\(model\[1\]\.weight = model\[0\]\.weight\).*clone")
+    refused(
+        model,
+        r"0\.weight and 1\.weight are two parameters over the same memory.*\(model\[1\]\.weight = model\[0\]\.weight\).*clone",
+    )
     model[1].weight.requires_grad_(False)  # training the first would move the second
     refused(model, "two parameters over the same memory")
     model[1].weight = nn.Parameter(model[0].weight.data.t())
@@ -418,6 +518,10 @@ def test_parameters_beside_each_other_in_one_memory_train(make: Make) -> None:
     outcome = cells.plain(made(make), data, spec=spec, steps=2)
     for budget in (smallest(make, data[0], spec), 2**20):
         device = SimDevice(lookup(f"{budget}B"))
-        with cells.closing(outsize.prepare(made(make), data[0], device=device, optimizer=spec, chunk_bytes=CHUNK_BYTES)) as engine:
-            cells.assert_same(cells.train(engine.model, engine.optimizer, data, steps=2, accumulate=1, engine=engine), outcome)
+        with cells.closing(
+            outsize.prepare(made(make), data[0], device=device, optimizer=spec, chunk_bytes=CHUNK_BYTES)
+        ) as engine:
+            cells.assert_same(
+                cells.train(engine.model, engine.optimizer, data, steps=2, accumulate=1, engine=engine), outcome
+            )
             assert engine.report().gpu_peak_bytes <= engine.plan.estimate.gpu_bytes

@@ -1,4 +1,5 @@
-"""Layers wherever a model holds and however it calls them: in nn.Sequential, in stages, in lists of lists, by `.forward`; values that they leave on `self`.
+"""Layers wherever a model holds and however it calls them: in nn.Sequential, in stages, in lists of lists, by
+`.forward`; values that they leave on `self`.
 
 Each trains as a plain loop does, at the least memory of the device `sim` and with plenty, or is refused by name.
 """
@@ -118,13 +119,27 @@ def chain() -> nn.Sequential:
 STACKS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "sequential": (lambda: Model(nn.Sequential(*blocks(4))), [f"body.{i}" for i in range(4)]),
     "small-head": (
-        lambda: Model(nn.Sequential(*blocks(4)), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))),
+        lambda: Model(
+            nn.Sequential(*blocks(4)), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        ),
         [f"body.{i}" for i in range(4)],
     ),
-    "root": (lambda: Root(nn.Linear(WIDTH, WIDTH), *blocks(3), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)), ["1", "2", "3"]),
-    "named": (lambda: Model(nn.Sequential(OrderedDict((f"layer_{i}", Block()) for i in range(3)))), [f"body.layer_{i}" for i in range(3)]),
-    "nested": (lambda: Model(nn.Sequential(*(nn.Sequential(*blocks(n)) for n in (1, 3)))), ["body.0.0", "body.1.0", "body.1.1", "body.1.2"]),
-    "stages": (lambda: Model(nn.Sequential(Stage(1), Stage(3))), ["body.0.blocks.0", "body.1.blocks.0", "body.1.blocks.1", "body.1.blocks.2"]),
+    "root": (
+        lambda: Root(nn.Linear(WIDTH, WIDTH), *blocks(3), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)),
+        ["1", "2", "3"],
+    ),
+    "named": (
+        lambda: Model(nn.Sequential(OrderedDict((f"layer_{i}", Block()) for i in range(3)))),
+        [f"body.layer_{i}" for i in range(3)],
+    ),
+    "nested": (
+        lambda: Model(nn.Sequential(*(nn.Sequential(*blocks(n)) for n in (1, 3)))),
+        ["body.0.0", "body.1.0", "body.1.1", "body.1.2"],
+    ),
+    "stages": (
+        lambda: Model(nn.Sequential(Stage(1), Stage(3))),
+        ["body.0.blocks.0", "body.1.blocks.0", "body.1.blocks.1", "body.1.blocks.2"],
+    ),
     "list-of-stages": (
         lambda: Model(nn.ModuleList([Stage(1, nn.ModuleList), Stage(3, nn.ModuleList)])),
         ["body.0.blocks.0", "body.1.blocks.0", "body.1.blocks.1", "body.1.blocks.2"],
@@ -133,13 +148,15 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "experts-in-sequential": (lambda: Model(nn.Sequential(Experts(), Experts())), ["body.0", "body.1"]),
     "chain": (lambda: Model(chain()), ["body.0", "body.3", "body.6", "body.9"]),
     "list-of-lists": (
-        lambda: Pairs(nn.ModuleList(nn.ModuleList(blocks(2)) for _ in range(2))), ["body.0.0", "body.0.1", "body.1.0", "body.1.1"],
+        lambda: Pairs(nn.ModuleList(nn.ModuleList(blocks(2)) for _ in range(2))),
+        ["body.0.0", "body.0.1", "body.1.0", "body.1.1"],
     ),
     "list-of-dicts": (
-        lambda: Pairs(nn.ModuleList(nn.ModuleDict({"a": Block(), "b": Block()}) for _ in range(2))), ["body.0.a", "body.0.b", "body.1.a", "body.1.b"],
+        lambda: Pairs(nn.ModuleList(nn.ModuleDict({"a": Block(), "b": Block()}) for _ in range(2))),
+        ["body.0.a", "body.0.b", "body.1.a", "body.1.b"],
     ),
     "beside-a-list": (Beside, ["layers.0", "layers.1", "layers.2"]),
-}  # fmt: skip
+}
 EVERY_RUN = ["sequential", "nested", "list-of-stages", "experts", "chain", "list-of-dicts"]
 
 
@@ -165,14 +182,18 @@ def train(model: nn.Module, optimizer: Any, data: list[Any]) -> list[float]:
 
 def prepared(model: nn.Module, batch: Any, gpu_memory: str | int) -> Any:
     device = SimDevice(choose_device("sim:64MiB").spec)
-    return outsize.prepare(model, batch, optimizer=foreign_plans.SPEC, device=device, gpu_memory=gpu_memory, chunk_bytes="1KiB")
+    return outsize.prepare(
+        model, batch, optimizer=foreign_plans.SPEC, device=device, gpu_memory=gpu_memory, chunk_bytes="1KiB"
+    )
 
 
 def layers_of(engine: Any) -> list[str]:
     return [block.name for block in engine._holder.runtime.planned.graph.blocks if block.kind == "layer"]
 
 
-def trains_as_plain(build: Callable[[], nn.Module], data: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def trains_as_plain(
+    build: Callable[[], nn.Module], data: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """At the least memory and with plenty. Returns the layers."""
     monkeypatch.setenv("OUTSIZE_CACHE", str(folder))  # one trace for all three
     plain = made(build)
@@ -190,7 +211,9 @@ def trains_as_plain(build: Callable[[], nn.Module], data: list[Any], folder: Pat
     return layers
 
 
-@pytest.mark.parametrize("kind", [kind if kind in EVERY_RUN else pytest.param(kind, marks=pytest.mark.full) for kind in STACKS])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in EVERY_RUN else pytest.param(kind, marks=pytest.mark.full) for kind in STACKS]
+)
 def test_stacks_are_found_and_streamed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build, layers = STACKS[kind]
     assert trains_as_plain(build, DATA, tmp_path, monkeypatch) == layers
@@ -205,7 +228,10 @@ def names(model: nn.Module) -> list[str]:
 
 def test_small_sequentials_are_no_stacks() -> None:
     body = nn.ModuleList(blocks(4))
-    for small in (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)), nn.Sequential(Block(), nn.Linear(WIDTH, 1))):
+    for small in (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)),
+        nn.Sequential(Block(), nn.Linear(WIDTH, 1)),
+    ):
         assert names(Model(body, small)) == [f"body.{i}" for i in range(4)]
     assert names(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))) == []
 
@@ -240,7 +266,10 @@ def test_an_infeasible_plan_names_a_block_with_most_of_the_weights() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.two(self.one(x))
 
-    with pytest.raises(PlanInfeasible, match=r"stem is one block with .* of the model's .* name that list \(blocks=\['path.to.list'\]\)"):
+    with pytest.raises(
+        PlanInfeasible,
+        match=r"stem is one block with .* of the model's .* name that list \(blocks=\['path.to.list'\]\)",
+    ):
         prepared(Model(Tower()), DATA[0], 1)
     with pytest.raises(PlanInfeasible) as no:
         prepared(Model(nn.Sequential(*blocks(4))), DATA[0], 1)
@@ -286,7 +315,13 @@ class Summing(Model):
         loss = super().forward(x)["loss"]
         for layer in self.body:  # type: ignore[attr-defined]
             kind = type(layer)
-            loss = loss + (layer.aux if kind is Auxiliary else sum(layer.losses) if kind is Appending else layer.pair[0] / layer.rows)
+            loss = loss + (
+                layer.aux
+                if kind is Auxiliary
+                else sum(layer.losses)
+                if kind is Appending
+                else layer.pair[0] / layer.rows
+            )
         return {"loss": loss}
 
 
@@ -304,8 +339,13 @@ class AddingUp(Model):
         return {"loss": self.head(x).square().mean() + total}
 
 
-@pytest.mark.parametrize("kind", ["on-self", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("in-a-list", "in-a-tuple", "added-up"))])
-def test_values_left_on_self_train_as_in_plain_torch(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["on-self", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("in-a-list", "in-a-tuple", "added-up"))],
+)
+def test_values_left_on_self_train_as_in_plain_torch(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = {"on-self": Auxiliary, "in-a-list": Appending, "in-a-tuple": Pairing}.get(kind)
     build = AddingUp if block is None else lambda: Summing(block)
     assert len(trains_as_plain(build, DATA, tmp_path, monkeypatch)) == 5
@@ -339,7 +379,9 @@ class Hooked(Model):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         taken: list[Tensor] = []
-        hooks = [layer.up.register_forward_hook(lambda module, args, output: taken.append(output)) for layer in self.body]  # type: ignore[attr-defined]
+        hooks = [
+            layer.up.register_forward_hook(lambda module, args, output: taken.append(output)) for layer in self.body
+        ]  # type: ignore[attr-defined]
         x = self.features(x)
         for hook in hooks:
             hook.remove()
@@ -352,7 +394,9 @@ def test_values_around_outputs_have_their_gradient_under_every_strategy(build: t
     plain, model = made(build), made(build)
     expected = train(plain, foreign_plans.reference(plain), DATA)
     how: dict[str, Any] = dict(weights="host", optimizer="host", depth=0, strategy=strategy, chunk_bytes=256)
-    with cells.closing(cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device="sim:16MiB", **how)) as engine:
+    with cells.closing(
+        cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device="sim:16MiB", **how)
+    ) as engine:
         if build is AddingUp:
             assert set(engine.plan.decision.strategies) <= {"keep", "swap"}, "a second run would add its value again"
         else:
@@ -388,14 +432,18 @@ class Recursive(Model):
 
 
 def test_layers_called_by_forward_train_as_in_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trains_as_plain(lambda: Direct(nn.ModuleList(blocks(4))), DATA, tmp_path, monkeypatch) == [f"body.{i}" for i in range(4)]
+    assert trains_as_plain(lambda: Direct(nn.ModuleList(blocks(4))), DATA, tmp_path, monkeypatch) == [
+        f"body.{i}" for i in range(4)
+    ]
 
 
 @pytest.mark.parametrize("plan", ["streamed", "resident"])
 def test_a_root_that_calls_itself_trains_as_in_plain_torch(plan: str) -> None:
     plain, model = (made(lambda: Recursive(nn.ModuleList(blocks(3)))) for _ in range(2))
     expected = train(plain, foreign_plans.reference(plain), DATA)
-    with cells.closing(cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device="sim:16MiB", **foreign_plans.PLANS[plan])) as engine:
+    with cells.closing(
+        cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device="sim:16MiB", **foreign_plans.PLANS[plan])
+    ) as engine:
         assert train(model, engine.optimizer, DATA) == expected
         with torch.no_grad():
             assert model(**DATA[0])["loss"] == plain(**DATA[0])["loss"]
@@ -422,8 +470,14 @@ class Scaled(Model):
     ("model", "words"),
     [
         (lambda: Mapped(nn.ModuleList(blocks(3))), r"body\.0 is called inside a transform of torch\.func"),
-        (lambda: Scaled(nn.ModuleList(blocks(3))), r"body\.\d\.norm\.weight: its gradient is complete in the backward of body\.\d"),
-        (lambda: Model(nn.ModuleList(torch.jit.script(block) for block in blocks(3))), r"body\.0 is a scripted or traced module"),
+        (
+            lambda: Scaled(nn.ModuleList(blocks(3))),
+            r"body\.\d\.norm\.weight: its gradient is complete in the backward of body\.\d",
+        ),
+        (
+            lambda: Model(nn.ModuleList(torch.jit.script(block) for block in blocks(3))),
+            r"body\.0 is a scripted or traced module",
+        ),
     ],
     ids=["vmap", "functional_call", "script"],
 )
@@ -436,39 +490,68 @@ def test_what_cannot_be_followed_is_refused_by_name(model: Callable[[], nn.Modul
 
 
 SPEECH: dict[str, Any] = dict(
-    hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24, conv_dim=(8, 8), conv_stride=(5, 4), conv_kernel=(10, 4),
-    num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, vocab_size=12, classifier_proj_size=8, mask_time_length=2,
-)  # fmt: skip
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=24,
+    conv_dim=(8, 8),
+    conv_stride=(5, 4),
+    conv_kernel=(10, 4),
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    vocab_size=12,
+    classifier_proj_size=8,
+    mask_time_length=2,
+)
 
 
-@pytest.mark.parametrize("kind", ["WavLM", pytest.param("Wav2Vec2", marks=pytest.mark.full), pytest.param("Hubert", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["WavLM", pytest.param("Wav2Vec2", marks=pytest.mark.full), pytest.param("Hubert", marks=pytest.mark.full)]
+)
 def test_speech_models_train_as_in_plain_torch(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight of a convolution is parametrized, WavLM's layers are called with `index=`, and masks and dropped layers are drawn with numpy."""
+    """The weight of a convolution is parametrized, WavLM's layers are called with `index=`, and masks and dropped
+    layers are drawn with numpy.
+    """
     config, model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForSequenceClassification")
     inputs = [torch.randn(2, 400, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     data = [{"input_values": x, "labels": torch.tensor([0, 1])} for x in inputs]
     name = kind.lower()
-    layers = [f"{name}.feature_extractor.conv_layers.{i}" for i in range(2)] + [f"{name}.encoder.layers.{i}" for i in range(3)]
+    layers = [f"{name}.feature_extractor.conv_layers.{i}" for i in range(2)] + [
+        f"{name}.encoder.layers.{i}" for i in range(3)
+    ]
     assert trains_as_plain(lambda: model(config(**SPEECH)), data, tmp_path, monkeypatch) == layers
 
 
 def swin() -> nn.Module:
-    config = transformers.SwinConfig(image_size=16, patch_size=1, embed_dim=8, depths=[2, 3], num_heads=[2, 2], window_size=4, num_labels=2)
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=1, embed_dim=8, depths=[2, 3], num_heads=[2, 2], window_size=4, num_labels=2
+    )
     return transformers.SwinForImageClassification(config)
 
 
 def convnext() -> nn.Module:
-    return transformers.ConvNextForImageClassification(transformers.ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 3], num_labels=2))
+    return transformers.ConvNextForImageClassification(
+        transformers.ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 3], num_labels=2)
+    )
 
 
 @pytest.mark.parametrize(
-    ("build", "path"), [pytest.param(swin, "swin.encoder.layers.{}.blocks.{}", marks=pytest.mark.full), (convnext, "convnext.encoder.stages.{}.layers.{}")]
+    ("build", "path"),
+    [
+        pytest.param(swin, "swin.encoder.layers.{}.blocks.{}", marks=pytest.mark.full),
+        (convnext, "convnext.encoder.stages.{}.layers.{}"),
+    ],
 )
-def test_the_blocks_of_stages_are_layers(build: Callable[[], nn.Module], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_stages_are_layers(
+    build: Callable[[], nn.Module], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     depths = (2, 3) if build is swin else (1, 3)
     images = [torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     data = [{"pixel_values": image, "labels": torch.tensor([0, 1])} for image in images]
-    assert trains_as_plain(build, data, tmp_path, monkeypatch) == [path.format(s, i) for s, depth in enumerate(depths) for i in range(depth)]
+    assert trains_as_plain(build, data, tmp_path, monkeypatch) == [
+        path.format(s, i) for s, depth in enumerate(depths) for i in range(depth)
+    ]
 
 
 # --- Sequentials that are no stacks
@@ -512,7 +595,9 @@ def repeated(model: Net, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("use", [with_derivative, weights_first, mapped, checkpointed, repeated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "use", [with_derivative, weights_first, mapped, checkpointed, repeated], ids=lambda f: f.__name__
+)
 def test_a_sequential_that_cannot_be_run_in_parts_stays_one_block(use: Any) -> None:
     data = [{"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(i))} for i in range(3)]
     plain, model = Net(use), Net(use)
@@ -535,5 +620,7 @@ def test_gradients_inside_the_forward_of_a_model_with_a_list_are_refused() -> No
             x = x.detach().requires_grad_()
             return {"loss": torch.autograd.grad(self.features(x).sum(), x, create_graph=True)[0].square().mean()}
 
-    with pytest.raises(ModelUnsupported, match=r"The model's forward computes gradients itself .* outsize\.prepare\(blocks=\[\]\)"):
+    with pytest.raises(
+        ModelUnsupported, match=r"The model's forward computes gradients itself .* outsize\.prepare\(blocks=\[\]\)"
+    ):
         outsize.prepare(Penalized(nn.ModuleList(blocks(3))), DATA[0], device="sim:16MiB")

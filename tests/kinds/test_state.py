@@ -1,5 +1,5 @@
-"""Models whose forward changes something beside its outputs: statistics, counters, random numbers of other generators. Each trains as a plain loop does,
-buffers included, under every strategy: what must not run twice is not recomputed."""
+"""Models whose forward changes something beside its outputs: statistics, counters, random numbers of other generators.
+Each trains as a plain loop does, buffers included, under every strategy: what must not run twice is not recomputed."""
 
 import logging
 import random
@@ -42,7 +42,9 @@ class Spectral(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts tokens in a buffer, calls in an attribute, and keeps a moving average of its output that the next forward uses."""
+    """Counts tokens in a buffer, calls in an attribute, and keeps a moving average of its output that the next forward
+    uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +105,16 @@ DATA = [{"x": torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i))}
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    attributes = {f"{n}.{k}": v for n, m in model.named_modules() for k, v in vars(m).items() if isinstance(v, Tensor) or k == "calls"}
-    return {**{n: v.clone() for n, v in model.state_dict().items()}, **{k: v.clone() if isinstance(v, Tensor) else v for k, v in attributes.items()}}
+    attributes = {
+        f"{n}.{k}": v
+        for n, m in model.named_modules()
+        for k, v in vars(m).items()
+        if isinstance(v, Tensor) or k == "calls"
+    }
+    return {
+        **{n: v.clone() for n, v in model.state_dict().items()},
+        **{k: v.clone() if isinstance(v, Tensor) else v for k, v in attributes.items()},
+    }
 
 
 def train(model: nn.Module, optimizer: Any) -> list[float]:
@@ -136,7 +146,9 @@ def test_state_equals_that_of_plain_training_under_every_strategy(block: type[nn
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.__name__)
-def test_prepare_leaves_model_and_generators_as_they_were(block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+def test_prepare_leaves_model_and_generators_as_they_were(
+    block: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
     model, twin = Stack(block), Stack(block)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     with caplog.at_level(logging.WARNING, logger="outsize"):
@@ -159,6 +171,7 @@ def test_ordinary_layers_are_recomputed(kind: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "sim:64MiB"])
 def test_gradients_reach_the_models_inputs(device: str) -> None:
     """Soft prompts, GANs, embeddings made by hand: `sim` cut them off, CUDA did not."""
+
     def run(model: nn.Module, optimizer: Any) -> Tensor:
         prompt = torch.randn(2, 4, zoo.HIDDEN, generator=torch.Generator().manual_seed(3)).requires_grad_()
         labels = torch.ones(2, 4, dtype=torch.long)
@@ -200,16 +213,24 @@ class Renormed(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:16MiB"])
-@pytest.mark.parametrize(("block", "name"), [(Codebook, "layers.0.codes"), (Renormed, "layers.0.table.weight")], ids=["codebook", "max_norm"])
-def test_a_parameter_that_the_forward_writes_is_refused_and_left_as_it_was(block: type[nn.Module], name: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("block", "name"), [(Codebook, "layers.0.codes"), (Renormed, "layers.0.table.weight")], ids=["codebook", "max_norm"]
+)
+def test_a_parameter_that_the_forward_writes_is_refused_and_left_as_it_was(
+    block: type[nn.Module], name: str, device: str
+) -> None:
     model, twin = Stack(block), Stack(block)
-    with pytest.raises(ModelUnsupported, match=rf"{name}: the model's forward writes this parameter.*Keep it as a buffer"):
+    with pytest.raises(
+        ModelUnsupported, match=rf"{name}: the model's forward writes this parameter.*Keep it as a buffer"
+    ):
         outsize.prepare(model, DATA[0], device=device)
     torch.testing.assert_close(state(model), state(twin), rtol=0, atol=0)
 
 
 class Watched(nn.Module):
-    """Registers hooks in its first forward, as transformers does to collect hidden states, and notes in an attribute that it has."""
+    """Registers hooks in its first forward, as transformers does to collect hidden states, and notes in an attribute
+    that it has.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,7 +57,9 @@ def _nested_buffer(linear: nn.Linear) -> None:
 
 
 def _jagged_buffer(linear: nn.Linear) -> None:
-    linear.register_buffer("table", torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged))
+    linear.register_buffer(
+        "table", torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
+    )
 
 
 def _nested_parameter(linear: nn.Linear) -> None:
@@ -83,13 +85,19 @@ def _model(change: Callable[[nn.Linear], None]) -> nn.Module:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (_wrapped_parameter, f"2.0.weight {WRAPPED}"), (_trained_wrapped_parameter, f"2.0.weight {WRAPPED}"), (_wrapped_buffer, f"2.0.table {WRAPPED}"),
-        (_nested_buffer, f"2.0.table {NESTED}"), (_jagged_buffer, f"2.0.table {NESTED}"), (_nested_parameter, f"2.0.table {NESTED}"),
+        (_wrapped_parameter, f"2.0.weight {WRAPPED}"),
+        (_trained_wrapped_parameter, f"2.0.weight {WRAPPED}"),
+        (_wrapped_buffer, f"2.0.table {WRAPPED}"),
+        (_nested_buffer, f"2.0.table {NESTED}"),
+        (_jagged_buffer, f"2.0.table {NESTED}"),
+        (_nested_parameter, f"2.0.table {NESTED}"),
         (_lazy_parameter, "2.0.other.weight has no shape yet (a lazy module). Run the model's forward once"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
-)  # fmt: skip
-def test_a_tensor_without_memory_of_its_own_is_refused_by_name(change: Callable[[nn.Linear], None], text: str, device: str) -> None:
+)
+def test_a_tensor_without_memory_of_its_own_is_refused_by_name(
+    change: Callable[[nn.Linear], None], text: str, device: str
+) -> None:
     with pytest.raises(ModelUnsupported, match=re.escape(text)):
         outsize.prepare(_model(change), (torch.ones(4, 8),), device=device)
 

@@ -1,4 +1,6 @@
-"""What is trained may change after prepare: parameters are frozen and unfrozen, and groups are added, as in a plain loop."""
+"""What is trained may change after prepare: parameters are frozen and unfrozen, and groups are added, as in a plain
+loop.
+"""
 
 from typing import Any
 
@@ -23,7 +25,14 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def prepare(model: nn.Module, gpu_memory: str | int, **how: Any) -> Any:
-    return outsize.prepare(model, BATCH, device="sim:64MiB", gpu_memory=gpu_memory, chunk_bytes="16KiB", **{"optimizer": outsize.AdamW(lr=1e-2), **how})
+    return outsize.prepare(
+        model,
+        BATCH,
+        device="sim:64MiB",
+        gpu_memory=gpu_memory,
+        chunk_bytes="16KiB",
+        **{"optimizer": outsize.AdamW(lr=1e-2), **how},
+    )
 
 
 def least(model: nn.Module) -> int:
@@ -49,14 +58,19 @@ def assert_equal(model: nn.Module, engine: Any, plain: nn.Module, optimizer: Any
     for name, param in model.named_parameters():
         if optimizer.state.get(theirs[name]):
             for key, value in optimizer.state[theirs[name]].items():
-                assert torch.equal(engine.optimizer.state[param][key], torch.as_tensor(value, dtype=engine.optimizer.state[param][key].dtype)), (name, key)
+                assert torch.equal(
+                    engine.optimizer.state[param][key],
+                    torch.as_tensor(value, dtype=engine.optimizer.state[param][key].dtype),
+                ), (name, key)
     engine.detach()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("room", ["tight", "roomy"])
 def test_progressive_unfreezing_plans_again_and_keeps_the_state(room: str) -> None:
-    """One optimizer over all parameters, of which those below the head are unfrozen by and by; some are frozen again."""
+    """One optimizer over all parameters, of which those below the head are unfrozen by and by; some are frozen
+    again.
+    """
 
     def loop(model: nn.Module, optimizer: Any) -> list[float]:
         losses = steps(model, optimizer)
@@ -112,7 +126,9 @@ def test_groups_say_how_an_unfrozen_parameter_is_trained() -> None:
         steps(model, optimizer)
 
     plain = freeze(zoo.make(KIND))
-    optimizer = Reference([{"params": [plain.model.norm.weight], "weight_decay": 0.0}, {"params": [plain.lm_head.weight]}], lr=1e-2)
+    optimizer = Reference(
+        [{"params": [plain.model.norm.weight], "weight_decay": 0.0}, {"params": [plain.lm_head.weight]}], lr=1e-2
+    )
     loop(plain, optimizer)
     model = freeze(zoo.make(KIND))
     spec = outsize.AdamW(lr=1e-2, groups=[{"params": ["model.norm.weight"], "weight_decay": 0.0}])
@@ -127,7 +143,9 @@ def test_an_unfrozen_parameter_that_no_group_has_is_refused_and_nothing_is_lost(
     engine = prepare(model, "32MiB", optimizer=outsize.AdamW(groups=[{"params": ["lm_head.weight"]}]))
     steps(model, engine.optimizer)
     model.model.norm.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight: it was frozen when .* give it to engine\.optimizer\.add_param_group"):
+    with pytest.raises(
+        ConfigError, match=r"model\.norm\.weight: it was frozen when .* give it to engine\.optimizer\.add_param_group"
+    ):
         model(**BATCH)
     model.model.norm.requires_grad_(False)
     steps(model, engine.optimizer)
@@ -153,7 +171,6 @@ def test_without_room_for_what_is_unfrozen_the_old_plan_stays() -> None:
     assert_equal(model, engine, plain, optimizer)
 
 
-
 def test_a_parameter_that_would_change_its_dtype_is_not_unfrozen() -> None:
     model = freeze(zoo.make(KIND))
     model.model.layers[0].mlp.half().register_forward_pre_hook(lambda module, args: tuple(x.half() for x in args))
@@ -161,6 +178,9 @@ def test_a_parameter_that_would_change_its_dtype_is_not_unfrozen() -> None:
     engine = prepare(model, "32MiB")
     steps(model, engine.optimizer)
     model.requires_grad_(True)
-    with pytest.raises(EngineMisuse, match=r"proj\.weight was unfrozen, but it is float16, .* Call engine\.detach\(\) and prepare the model again"):
+    with pytest.raises(
+        EngineMisuse,
+        match=r"proj\.weight was unfrozen, but it is float16, .* Call engine\.detach\(\) and prepare the model again",
+    ):
         model(**BATCH)
     engine.detach()

@@ -1,7 +1,9 @@
-"""Counts parity cells and fails a run of the whole suite that ran fewer than it should: a suite that quietly shrinks is green.
+"""Counts parity cells and fails a run of the whole suite that ran fewer than it should: a suite that quietly shrinks is
+green.
 
-A test that compares a cell with the plain loop takes the fixture `parity_cell` and calls it once per comparison. Counts travel with the test reports,
-so those of xdist's workers add up in the one process that prints them. That process must know this file: the Makefile names tests/parity beside tests.
+A test that compares a cell with the plain loop takes the fixture `parity_cell` and calls it once per comparison. Counts
+travel with the test reports, so those of xdist's workers add up in the one process that prints them. That process must
+know this file: the Makefile names tests/parity beside tests.
 """
 
 from collections.abc import Callable
@@ -34,8 +36,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def _minimum(config: pytest.Config) -> int | None:
     """How many cells this run must have; None where the user chose tests, or this is a worker."""
     option = config.option
-    chosen = option.keyword or option.collectonly or getattr(option, "lf", False) or getattr(option, "deselect", None) or hasattr(config, "workerinput")
-    paths = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args if "::" not in arg]
+    chosen = (
+        option.keyword
+        or option.collectonly
+        or getattr(option, "lf", False)
+        or getattr(option, "deselect", None)
+        or hasattr(config, "workerinput")
+    )
+    paths = [
+        (config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args if "::" not in arg
+    ]
     if chosen or not any(path == _HERE or path in _HERE.parents for path in paths):
         return None
     return {"not full": MIN_CELLS, "": MIN_CELLS_FULL}.get(option.markexpr)

@@ -1,7 +1,8 @@
-"""PEFT adapters (LoRA, rsLoRA, DoRA): a frozen base that streams, a small part that trains and stays; the same bits as plain PEFT under every plan.
+"""PEFT adapters (LoRA, rsLoRA, DoRA): a frozen base that streams, a small part that trains and stays; the same bits as
+plain PEFT under every plan.
 
-Each case is a way of adapting a zoo model. It is trained under plans that have nothing in common but the model, on `sim`, which refuses one byte
-more than the plan promised and any access that races with another.
+Each case is a way of adapting a zoo model. It is trained under plans that have nothing in common but the model, on
+`sim`, which refuses one byte more than the plan promised and any access that races with another.
 """
 
 import dataclasses
@@ -53,17 +54,23 @@ class Adapted:
 
     @property
     def spec(self) -> outsize.AdamW:
-        return outsize.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=cells.MAX_GRAD_NORM if self.clip else None, update=self.update)
+        return outsize.AdamW(
+            lr=1e-2, weight_decay=0.1, max_grad_norm=cells.MAX_GRAD_NORM if self.clip else None, update=self.update
+        )
 
     def base(self) -> nn.Module:
         return zoo.make(self.kind, self.dtype)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        model = get_peft_model(self.base(), LoraConfig(**{"r": 4, **dict(self.config)}), autocast_adapter_dtype=self.fp32_adapters)
+        model = get_peft_model(
+            self.base(), LoraConfig(**{"r": 4, **dict(self.config)}), autocast_adapter_dtype=self.fp32_adapters
+        )
         with torch.no_grad():
             for name, param in model.named_parameters():
-                if "lora_B" in name or "lora_embedding_B" in name:  # fresh ones are zero, which gives the other factor no gradient
+                if (
+                    "lora_B" in name or "lora_embedding_B" in name
+                ):  # fresh ones are zero, which gives the other factor no gradient
                     param.normal_(std=0.1)
         return model.train()
 
@@ -88,8 +95,12 @@ CASES = {
     "lora-classifier": lora("bert", ("query", "value"), task_type="SEQ_CLS", lora_dropout=0.1),
     "lora-bias": lora("bert", ("query", "value"), bias="lora_only"),
     "lora-late-layers": lora("llama", ATTENTION, layers_to_transform=(2, 3)),
-    "lora-saved-head": lora("llama-untied", ATTENTION, modules_to_save=("lm_head",), lora_dropout=0.2, how={"accumulate": 2}),
-    "lora-saved-embedding": lora("llama-untied", ATTENTION, modules_to_save=("embed_tokens", "lm_head"), how={"fp32_adapters": False}),
+    "lora-saved-head": lora(
+        "llama-untied", ATTENTION, modules_to_save=("lm_head",), lora_dropout=0.2, how={"accumulate": 2}
+    ),
+    "lora-saved-embedding": lora(
+        "llama-untied", ATTENTION, modules_to_save=("embed_tokens", "lm_head"), how={"fp32_adapters": False}
+    ),
     "lora-experts": lora("mixtral", ATTENTION, target_parameters=("mlp.experts.gate_up_proj",)),
     "rslora": lora("gemma2", "all-linear", use_rslora=True, lora_dropout=0.2, how={"clip": True}),
     "dora": lora("llama", (*ATTENTION, "up_proj"), use_dora=True, how={"accumulate": 2, "clip": True}),
@@ -107,11 +118,20 @@ FEW = {
 # --- plans
 
 
-def base_streams(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, strategies: tuple[Strategy, ...], depth: int) -> Decision:
+def base_streams(
+    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, strategies: tuple[Strategy, ...], depth: int
+) -> Decision:
     """What trains stays; layers take the strategies in turn, as far as they know them."""
-    homes = tuple(Homes(weights="gpu", optimizer="gpu") if chunk.trainable else Homes(weights="host", optimizer="host") for chunk in layout.chunks)
+    homes = tuple(
+        Homes(weights="gpu", optimizer="gpu") if chunk.trainable else Homes(weights="host", optimizer="host")
+        for chunk in layout.chunks
+    )
     wanted = [strategies[call % len(strategies)] for call in range(len(graph.calls))]
-    return Decision(homes=homes, strategies=tuple(s if s in trace.strategies(v) else "keep" for v, s in enumerate(wanted)), depth=depth)
+    return Decision(
+        homes=homes,
+        strategies=tuple(s if s in trace.strategies(v) else "keep" for v, s in enumerate(wanted)),
+        depth=depth,
+    )
 
 
 PLANS: dict[str, cells.Decide] = {
@@ -139,23 +159,38 @@ def traced(case: Adapted) -> Traced:
 def prepare(case: Adapted, plan: str, traced_as: Traced | None = None) -> Engine:
     """With exactly the bytes that the plan says it needs."""
     return cells.prepare_by_hand(
-        case.model(), zoo.batch(case.kind), spec=case.spec, device=machine(), accumulate=case.accumulate, chunk_bytes=CHUNK_BYTES, budget=None,
-        traced=traced_as or traced(case), decision=PLANS[plan],
-    )  # fmt: skip
+        case.model(),
+        zoo.batch(case.kind),
+        spec=case.spec,
+        device=machine(),
+        accumulate=case.accumulate,
+        chunk_bytes=CHUNK_BYTES,
+        budget=None,
+        traced=traced_as or traced(case),
+        decision=PLANS[plan],
+    )
 
 
 def train(case: Adapted, engine: Engine) -> Outcome:
     return cells.train(
-        engine.model, engine.optimizer, case.batches(), steps=STEPS, accumulate=case.accumulate, engine=engine, autocast=case.autocast,
+        engine.model,
+        engine.optimizer,
+        case.batches(),
+        steps=STEPS,
+        accumulate=case.accumulate,
+        engine=engine,
+        autocast=case.autocast,
         declare=case.update == "in_backward",
-    )  # fmt: skip
+    )
 
 
 @functools.cache
 def plain(case: Adapted) -> tuple[nn.Module, Outcome]:
     """PEFT by itself: the trained model, and how it went."""
     model = case.model()
-    outcome = cells.plain(model, case.batches(), spec=case.spec, steps=STEPS, accumulate=case.accumulate, autocast=case.autocast)
+    outcome = cells.plain(
+        model, case.batches(), spec=case.spec, steps=STEPS, accumulate=case.accumulate, autocast=case.autocast
+    )
     assert not case.clip or max(outcome.norms) > cells.MAX_GRAD_NORM, "clipping must clip, or it is not tested"
     return model, outcome
 
@@ -178,23 +213,40 @@ def test_training_equals_plain_peft(name: str, plan: str, parity_cell: Callable[
     case = CASES[name]
     before = case.model()
     with cells.closing(prepare(case, plan)) as engine:
-        assert list(engine.model.state_dict()) == list(before.state_dict()) and list(dict(engine.model.named_modules())) == list(dict(before.named_modules()))
+        assert list(engine.model.state_dict()) == list(before.state_dict()) and list(
+            dict(engine.model.named_modules())
+        ) == list(dict(before.named_modules()))
         found = train(case, engine)
         assert list(engine.model.state_dict()) == list(plain(case)[0].state_dict())
         unused = engine.plan.estimate.gpu_bytes - engine.report().gpu_peak_bytes
-        assert unused == 0 or (unused > 0 and case.kind == "t5"), "the promise is kept to the byte; T5's is an upper bound"
+        assert unused == 0 or (unused > 0 and case.kind == "t5"), (
+            "the promise is kept to the byte; T5's is an upper bound"
+        )
     cells.assert_same(found, plain(case)[1])
-    trained, base = ({n: p.detach() for n, p in before.named_parameters() if p.requires_grad == trains} for trains in (True, False))
-    assert base and all(torch.equal(found.weights[n], value) for n, value in base.items()), "weight decay is for what trains"
-    assert found.state.keys() == trained.keys() and not any(torch.equal(found.weights[n], value) for n, value in trained.items())
+    trained, base = (
+        {n: p.detach() for n, p in before.named_parameters() if p.requires_grad == trains} for trains in (True, False)
+    )
+    assert base and all(torch.equal(found.weights[n], value) for n, value in base.items()), (
+        "weight decay is for what trains"
+    )
+    assert found.state.keys() == trained.keys() and not any(
+        torch.equal(found.weights[n], value) for n, value in trained.items()
+    )
     parity_cell((name, plan))
 
 
 def test_factors_are_fp32_over_a_bf16_base_unless_asked_otherwise() -> None:
     """That the cases above are what they say."""
-    for name, dtype in (("lora", torch.float32), ("lora-bf16", torch.bfloat16), ("dora", torch.float32), ("dora-bf16", torch.bfloat16)):
+    for name, dtype in (
+        ("lora", torch.float32),
+        ("lora-bf16", torch.bfloat16),
+        ("dora", torch.float32),
+        ("dora-bf16", torch.bfloat16),
+    ):
         params = list(CASES[name].model().parameters())
-        assert {p.dtype for p in params if p.requires_grad} == {dtype} and {p.dtype for p in params if not p.requires_grad} == {torch.bfloat16}
+        assert {p.dtype for p in params if p.requires_grad} == {dtype} and {
+            p.dtype for p in params if not p.requires_grad
+        } == {torch.bfloat16}
 
 
 # --- where things live
@@ -203,30 +255,56 @@ def test_factors_are_fp32_over_a_bf16_base_unless_asked_otherwise() -> None:
 @functools.cache
 def least_bytes(case: Adapted) -> int:
     with pytest.raises(PlanInfeasible) as refused:
-        outsize.prepare(case.model(), zoo.batch(case.kind), device=machine(1), chunk_bytes=CHUNK_BYTES, optimizer=case.spec, accumulate=case.accumulate)
+        outsize.prepare(
+            case.model(),
+            zoo.batch(case.kind),
+            device=machine(1),
+            chunk_bytes=CHUNK_BYTES,
+            optimizer=case.spec,
+            accumulate=case.accumulate,
+        )
     assert refused.value.resource == "gpu"
     return refused.value.needed_bytes
 
 
 @pytest.mark.parametrize("room", [0, 4 * 1024, 32 * 1024])
 @pytest.mark.parametrize("name", FEW)
-def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(name: str, room: int, parity_cell: Callable[[object], None]) -> None:
+def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(
+    name: str, room: int, parity_cell: Callable[[object], None]
+) -> None:
     """`room`: bytes above the smallest budget. As a user would, with a search."""
     case = FEW[name]
     device = machine(least_bytes(case) + room)
-    engine = outsize.prepare(case.model(), zoo.batch(case.kind), device=device, chunk_bytes=CHUNK_BYTES, optimizer=case.spec, accumulate=case.accumulate)
+    engine = outsize.prepare(
+        case.model(),
+        zoo.batch(case.kind),
+        device=device,
+        chunk_bytes=CHUNK_BYTES,
+        optimizer=case.spec,
+        accumulate=case.accumulate,
+    )
     with cells.closing(engine):
         chunks, homes = engine.layout.chunks, [str(home) for home in engine.plan.decision.homes]
         assert {homes[c.index] for c in chunks if c.trainable} == {"gpu/gpu"}
         assert "host/host" in {homes[c.index] for c in chunks if not c.trainable}
         schedule = engine.runtime.executor.schedule
-        everything = [*schedule.forward, *(a for actions in schedule.backward.values() for a in actions), *schedule.update]
-        assert {a.kind for a in everything if a.kind in "LQGUW" and not chunks[a.index].trainable} == {"L"}, "the base is loaded, and no more"
-        assert {a.kind for a in everything if a.kind in "LQGUW" and chunks[a.index].trainable} == {"U"}, "adapters do not move"
+        everything = [
+            *schedule.forward,
+            *(a for actions in schedule.backward.values() for a in actions),
+            *schedule.update,
+        ]
+        assert {a.kind for a in everything if a.kind in "LQGUW" and not chunks[a.index].trainable} == {"L"}, (
+            "the base is loaded, and no more"
+        )
+        assert {a.kind for a in everything if a.kind in "LQGUW" and chunks[a.index].trainable} == {"U"}, (
+            "adapters do not move"
+        )
         before_adapters = [v for v, backward in enumerate(engine.graph.has_backward) if not backward]
         assert before_adapters == [0], "nothing before the first adapter needs a gradient"
         only_there = {c.index for c in chunks if c.calls == (0,)}
-        assert not any(a.kind == "L" and a.index in only_there for actions in schedule.backward.values() for a in actions)
+        assert not any(
+            a.kind == "L" and a.index in only_there for actions in schedule.backward.values() for a in actions
+        )
         assert engine.plan.estimate.host_parts.keys() <= {"home", "arena"}
         cells.assert_same(train(case, engine), plain(case)[1])
         assert engine.report().gpu_peak_bytes == engine.plan.estimate.gpu_bytes
@@ -236,7 +314,10 @@ def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(nam
 # --- saving, reading the base, merging
 
 
-@pytest.mark.parametrize("name", ["lora", "lora-bf16", "lora-embedding", "lora-classifier", "lora-saved-head", "rslora", "dora", "dora-saved-head"])
+@pytest.mark.parametrize(
+    "name",
+    ["lora", "lora-bf16", "lora-embedding", "lora-classifier", "lora-saved-head", "rslora", "dora", "dora-saved-head"],
+)
 def test_save_pretrained_writes_what_plain_peft_writes(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     with cells.closing(prepare(case, "send")) as engine:
@@ -246,13 +327,18 @@ def test_save_pretrained_writes_what_plain_peft_writes(name: str, tmp_path: Path
     reference = plain(case)[0]
     reference.save_pretrained(tmp_path / "plain")
     found, expected = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "plain"))
-    assert list(found) == list(expected) and all(found[n].dtype == v.dtype and torch.equal(found[n], v) for n, v in expected.items())
+    assert list(found) == list(expected) and all(
+        found[n].dtype == v.dtype and torch.equal(found[n], v) for n, v in expected.items()
+    )
     assert (tmp_path / "ours/adapter_config.json").read_text() == (tmp_path / "plain/adapter_config.json").read_text()
     loaded = PeftModel.from_pretrained(case.base(), tmp_path / "ours", autocast_adapter_dtype=case.fp32_adapters)
     assert torch.equal(logits(loaded, case), logits(reference, case)) and torch.equal(ours, logits(reference, case))
 
 
-@pytest.mark.parametrize(("name", "plan"), [("lora", "send"), ("dora", "recompute"), ("lora-saved-head", "recompute"), ("lora-experts", "send")])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("lora", "send"), ("dora", "recompute"), ("lora-saved-head", "recompute"), ("lora-experts", "send")],
+)
 def test_the_base_alone_is_a_reference_pass_that_training_does_not_notice(name: str, plan: str) -> None:
     """As preference training does it: the same model with its adapters off, without grad."""
     case = CASES[name]

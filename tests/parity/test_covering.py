@@ -1,8 +1,9 @@
 """Every kind of model under a pairwise covering array of everything that a plan or a loop may choose.
 
-Traps among them: tied weights streamed (C13, C12), a block that runs several times and is checkpointed each time (A16, kind `looped`), swap beside streamed
-weights (B6), accumulation with clipping and with declared backwards (D9), bf16 weights with exact masters (D19), frozen neighbours of trained
-parameters (C2), depth 0, which is the least number of slots (C7).
+Traps among them: tied weights streamed (C13, C12), a block that runs several times and is checkpointed each time (A16,
+kind `looped`), swap beside streamed weights (B6), accumulation with clipping and with declared backwards (D9), bf16
+weights with exact masters (D19), frozen neighbours of trained parameters (C2), depth 0, which is the least number of
+slots (C7).
 """
 
 import itertools
@@ -37,7 +38,8 @@ FIXED = {
     "bert": {"tied": (False,)},
     "llama-classes": {"tied": (False,)},
     "modernbert": {"tied": (False,)},
-    # Swap has room for what the layer saved in prepare's batch, to the byte; what this one saves depends on where its tokens go, and more is an error.
+    # Swap has room for what the layer saved in prepare's batch, to the byte; what this one saves depends on where its
+    # tokens go, and more is an error.
     "routed": {"strategy": ("keep", "recompute", "offload")},
     "mixed": {"dtype": ("bf16",)},  # whatever is asked: both dtypes in one model are the point of this kind
 }
@@ -68,9 +70,16 @@ def test_training_equals_the_plain_loop(cell: Cell, parity_cell: Callable[[objec
 
 @pytest.mark.parametrize("kind", zoo.NAMES)
 def test_array_covers_every_legal_pair(kind: str) -> None:
-    """A plan that keeps no gradient cannot clip (AdamW refuses it). A loop may declare anything: where it clips, that changes nothing."""
+    """A plan that keeps no gradient cannot clip (AdamW refuses it). A loop may declare anything: where it clips, that
+    changes nothing.
+    """
     for (one, values), (other, others) in itertools.combinations(factors_of(kind).items(), 2):
         for a, b in itertools.product(values, others):
             if {one: a, other: b} != {"clip": True, "update": "in_backward"}:
-                assert any(getattr(cell, one) == a and getattr(cell, other) == b for cell in ARRAYS[kind]), (one, a, other, b)
+                assert any(getattr(cell, one) == a and getattr(cell, other) == b for cell in ARRAYS[kind]), (
+                    one,
+                    a,
+                    other,
+                    b,
+                )
     assert len(set(ARRAYS[kind])) == len(ARRAYS[kind]) == NUM_CELLS

@@ -1,4 +1,6 @@
-"""Experts that a batch sends no token to: they have no gradient, so they are not updated, do not decay and take no step. Whatever the plan."""
+"""Experts that a batch sends no token to: they have no gradient, so they are not updated, do not decay and take no
+step. Whatever the plan.
+"""
 
 from collections.abc import Callable
 
@@ -11,10 +13,12 @@ from cells import Cell
 CELLS = [
     Cell(kind="routed", weights=weights, optimizer=optimizer, strategy=strategy, update=update, dtype=dtype)
     for weights, optimizer, strategy, update, dtype in (
-        ("gpu", "gpu", "keep", "after_step", "fp32"), ("host", "host", "recompute", "in_backward", "bf16"), ("host", "gpu", "swap", "declared", "fp32"),
+        ("gpu", "gpu", "keep", "after_step", "fp32"),
+        ("host", "host", "recompute", "in_backward", "bf16"),
+        ("host", "gpu", "swap", "declared", "fp32"),
         ("gpu", "host", "offload", "after_step", "bf16"),
     )
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -22,7 +26,15 @@ def test_an_expert_without_tokens_stays_as_it_was(cell: Cell, parity_cell: Calla
     before = {name: value.detach().clone() for name, value in cell.model().named_parameters()}
     batch = zoo.batch("routed", seed=2)  # leaves out the third
     with cells.closing(cells.prepare(cell)) as engine:
-        found = cells.train(engine.model, engine.optimizer, [batch], steps=2, accumulate=1, engine=engine, declare=cell.update != "after_step")
+        found = cells.train(
+            engine.model,
+            engine.optimizer,
+            [batch],
+            steps=2,
+            accumulate=1,
+            engine=engine,
+            declare=cell.update != "after_step",
+        )
     for name, value in found.weights.items():
         assert torch.equal(value, before[name]) == (".experts.2." in name), name
     idle = {name: float(state["step"]) for name, state in found.state.items() if ".experts.2." in name}

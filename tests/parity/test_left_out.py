@@ -1,4 +1,6 @@
-"""Blocks that a forward leaves out: images that a batch has not, layers that are dropped. Bits are those of a plain loop under any plan."""
+"""Blocks that a forward leaves out: images that a batch has not, layers that are dropped. Bits are those of a plain
+loop under any plan.
+"""
 
 import itertools
 from typing import Any
@@ -57,7 +59,15 @@ def test_batches_with_and_without_images_train_in_one_run(kind: str, update: Any
     plain, model = zoo.make(kind), zoo.make(kind)
     spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, update=update)
     engine = cells.prepare_by_hand(
-        model, zoo.batch(kind), spec=spec, device="sim:64GiB", weights="host", optimizer="host", strategy="offload", depth=1, chunk_bytes=4096
+        model,
+        zoo.batch(kind),
+        spec=spec,
+        device="sim:64GiB",
+        weights="host",
+        optimizer="host",
+        strategy="offload",
+        depth=1,
+        chunk_bytes=4096,
     )
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     with cells.closing(engine):
@@ -73,7 +83,13 @@ def test_batches_with_and_without_images_train_in_one_run(kind: str, update: Any
 @pytest.mark.parametrize("kind", SEES)
 def test_the_first_batch_with_images_after_a_plan_without_them_is_planned_for(kind: str) -> None:
     plain, model = zoo.make(kind), zoo.make(kind)
-    engine = outsize.prepare(model, text_only(kind, 0), optimizer=outsize.AdamW(lr=1e-2, weight_decay=0.1), device="sim:64GiB", chunked_loss=False)
+    engine = outsize.prepare(
+        model,
+        text_only(kind, 0),
+        optimizer=outsize.AdamW(lr=1e-2, weight_decay=0.1),
+        device="sim:64GiB",
+        chunked_loss=False,
+    )
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     with cells.closing(engine):
         blocks = len(engine.graph.blocks)
@@ -89,21 +105,31 @@ def test_text_and_images_that_are_each_larger_than_planned_for_are_planned_for_t
     kind = "qwen2.5-vl"
     model = zoo.make(kind)
     long = {name: torch.cat([value] * 3, 1) for name, value in text_only(kind, 0).items()}
-    engine = outsize.prepare(model, text_only(kind, 0), optimizer=outsize.AdamW(), device="sim:64GiB", chunked_loss=False)
+    engine = outsize.prepare(
+        model, text_only(kind, 0), optimizer=outsize.AdamW(), device="sim:64GiB", chunked_loss=False
+    )
     plans = []
     with cells.closing(engine):
         for batch in (zoo.batch(kind), long, zoo.batch(kind), long):
             step(engine, [batch], "after_step")
             plans.append(engine.plan)
     assert plans[1] is plans[2] is plans[3] is not plans[0]
-    assert plans[1].inputs["input_ids"] == (2, 48) and plans[1].inputs["pixel_values"] == tuple(zoo.batch(kind)["pixel_values"].shape)
+    assert plans[1].inputs["input_ids"] == (2, 48) and plans[1].inputs["pixel_values"] == tuple(
+        zoo.batch(kind)["pixel_values"].shape
+    )
 
 
 def test_images_that_are_smaller_than_the_text_are_planned_for_when_they_first_come() -> None:
     kind = "qwen2.5-vl"
     plain, model = zoo.make(kind), zoo.make(kind)
     ids = torch.randint(3, 80, (40, 100), generator=torch.Generator().manual_seed(0))
-    engine = outsize.prepare(model, {"input_ids": ids, "labels": ids}, optimizer=outsize.AdamW(lr=1e-2), device="sim:64GiB", chunked_loss=False)
+    engine = outsize.prepare(
+        model,
+        {"input_ids": ids, "labels": ids},
+        optimizer=outsize.AdamW(lr=1e-2),
+        device="sim:64GiB",
+        chunked_loss=False,
+    )
     reference = cells.Reference(plain.parameters(), lr=1e-2)
     with cells.closing(engine):
         assert step(engine, [zoo.batch(kind)], "after_step") == plain_step(plain, reference, [zoo.batch(kind)])
@@ -128,9 +154,20 @@ def test_images_are_kept_in_mind_whatever_comes_first_in_a_batch(first: str) -> 
 
 def test_text_that_does_not_fit_in_one_batch_with_images_shares_their_plan() -> None:
     kind = "qwen2.5-vl"
-    few, ids = zoo.batch(kind, size=2, tokens=64), torch.randint(3, 80, (17, 8), generator=torch.Generator().manual_seed(0))
+    few, ids = (
+        zoo.batch(kind, size=2, tokens=64),
+        torch.randint(3, 80, (17, 8), generator=torch.Generator().manual_seed(0)),
+    )
     many = {"input_ids": ids, "labels": ids}
-    engine = outsize.prepare(zoo.make(kind), few, optimizer=outsize.AdamW(), device="sim:64GiB", chunked_loss=False, gpu_memory=700_000, chunk_bytes=8192)
+    engine = outsize.prepare(
+        zoo.make(kind),
+        few,
+        optimizer=outsize.AdamW(),
+        device="sim:64GiB",
+        chunked_loss=False,
+        gpu_memory=700_000,
+        chunk_bytes=8192,
+    )
     with cells.closing(engine):
         plans = []
         for batch in (many, few, many):
@@ -145,8 +182,16 @@ class VisionFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.patches, self.tower, self.into = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
-        self.embed, self.layers, self.head = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
+        self.patches, self.tower, self.into = (
+            nn.Linear(8, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+            nn.Linear(8, 8),
+        )
+        self.embed, self.layers, self.head = (
+            nn.Linear(8, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+            nn.Linear(8, 8),
+        )
 
     def forward(self, x: Tensor, image: Tensor | None = None) -> dict[str, Tensor]:
         seen = None
@@ -166,7 +211,16 @@ def test_blocks_that_no_gradient_reaches_are_passed_over(update: Any) -> None:
     plain, model = VisionFirst(), VisionFirst()
     spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, update=update)
     both = {"x": torch.ones(2, 8), "image": torch.full((2, 8), 0.5)}
-    engine = cells.prepare_by_hand(model, both, spec=spec, device="sim:64GiB", weights="host", optimizer="host", strategy="offload", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model,
+        both,
+        spec=spec,
+        device="sim:64GiB",
+        weights="host",
+        optimizer="host",
+        strategy="offload",
+        chunk_bytes=512,
+    )
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     with cells.closing(engine):
         for batch in (both, {"x": both["x"]}, both, {"x": both["x"]}):
@@ -177,23 +231,48 @@ def test_blocks_that_no_gradient_reaches_are_passed_over(update: Any) -> None:
 def bart() -> BartForConditionalGeneration:
     torch.manual_seed(0)
     config = BartConfig(
-        vocab_size=64, d_model=16, encoder_layers=4, decoder_layers=4, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-        decoder_ffn_dim=32, max_position_embeddings=32, encoder_layerdrop=0.35, decoder_layerdrop=0.35,
-    )  # fmt: skip
+        vocab_size=64,
+        d_model=16,
+        encoder_layers=4,
+        decoder_layers=4,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=32,
+        encoder_layerdrop=0.35,
+        decoder_layerdrop=0.35,
+    )
     return BartForConditionalGeneration(config).train()
 
 
-@pytest.mark.parametrize(("weights", "optimizer", "strategy", "update"), [("host", "host", "offload", "in_backward"), ("host", "gpu", "swap", "after_step")])
-def test_a_model_of_transformers_with_layerdrop_trains_to_the_same_bits(weights: Any, optimizer: Any, strategy: Any, update: Any) -> None:
+@pytest.mark.parametrize(
+    ("weights", "optimizer", "strategy", "update"),
+    [("host", "host", "offload", "in_backward"), ("host", "gpu", "swap", "after_step")],
+)
+def test_a_model_of_transformers_with_layerdrop_trains_to_the_same_bits(
+    weights: Any, optimizer: Any, strategy: Any, update: Any
+) -> None:
     """Trial passes drop nothing; training drops as it would, from the same random numbers."""
     ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     plain, model = bart(), bart()
     spec = outsize.AdamW(lr=1e-3, weight_decay=0.1, update=update)
-    engine = cells.prepare_by_hand(model, batch, spec=spec, device="sim:64GiB", weights=weights, optimizer=optimizer, strategy=strategy, chunk_bytes=4096)
+    engine = cells.prepare_by_hand(
+        model,
+        batch,
+        spec=spec,
+        device="sim:64GiB",
+        weights=weights,
+        optimizer=optimizer,
+        strategy=strategy,
+        chunk_bytes=4096,
+    )
     reference = cells.Reference(plain.named_parameters(), lr=1e-3, weight_decay=0.1)
     with cells.closing(engine):
-        assert model.model.encoder.layerdrop == 0.35 and sum(block.kind == "layer" for block in engine.graph.blocks) == 8
+        assert (
+            model.model.encoder.layerdrop == 0.35 and sum(block.kind == "layer" for block in engine.graph.blocks) == 8
+        )
         for seed in range(12):
             torch.manual_seed(seed)
             expected = plain_step(plain, reference, [batch])
@@ -246,14 +325,31 @@ def inputs(seed: int, order: str = "012/012") -> dict[str, Any]:
 @pytest.mark.parametrize("update", ["after_step", "in_backward"])
 @pytest.mark.parametrize(
     ("weights", "optimizer", "strategy"),
-    [("host", "host", "offload"), ("host", "gpu", "swap"), ("gpu", "host", "recompute"), ("gpu", "gpu", "swap"), ("host", "host", "keep")],
+    [
+        ("host", "host", "offload"),
+        ("host", "gpu", "swap"),
+        ("gpu", "host", "recompute"),
+        ("gpu", "gpu", "swap"),
+        ("host", "host", "keep"),
+    ],
 )
 def test_layers_that_are_dropped_are_passed_over(weights: Any, optimizer: Any, strategy: Any, update: Any) -> None:
-    """Every pair of orders in one step of two micro-batches: what one leaves out has the gradient of the other alone."""
+    """Every pair of orders in one step of two micro-batches: what one leaves out has the gradient of the other
+    alone.
+    """
     plain, model = Dropping(), Dropping()
     spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, update=update)
     engine = cells.prepare_by_hand(
-        model, inputs(0), spec=spec, device="sim:64GiB", accumulate=2, weights=weights, optimizer=optimizer, strategy=strategy, depth=1, chunk_bytes=512
+        model,
+        inputs(0),
+        spec=spec,
+        device="sim:64GiB",
+        accumulate=2,
+        weights=weights,
+        optimizer=optimizer,
+        strategy=strategy,
+        depth=1,
+        chunk_bytes=512,
     )
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     with cells.closing(engine):
@@ -264,7 +360,9 @@ def test_layers_that_are_dropped_are_passed_over(weights: Any, optimizer: Any, s
 
 
 class Frozen(Dropping):
-    """What trains first is the first layer of the first list: without it, the second one's input needs no grad and it saves nothing."""
+    """What trains first is the first layer of the first list: without it, the second one's input needs no grad and it
+    saves nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +376,15 @@ def test_a_frozen_layer_behind_one_that_is_dropped_has_nothing_to_send(strategy:
     plain, model = Frozen(), Frozen()
     spec = outsize.AdamW(lr=1e-2)
     engine = cells.prepare_by_hand(
-        model, inputs(0), spec=spec, device="sim:64GiB", weights="host", optimizer="host", strategy=strategy, depth=1, chunk_bytes=256
+        model,
+        inputs(0),
+        spec=spec,
+        device="sim:64GiB",
+        weights="host",
+        optimizer="host",
+        strategy=strategy,
+        depth=1,
+        chunk_bytes=256,
     )
     assert engine.plan.decision.strategies[2] == strategy
     reference = cells.Reference([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
@@ -292,9 +398,17 @@ def test_a_frozen_layer_behind_one_that_is_dropped_has_nothing_to_send(strategy:
 def test_a_way_that_nobody_has_seen_is_guarded_once() -> None:
     """As on a GPU, where the guard goes after the first step."""
     model = Dropping()
-    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512
+    )
     with cells.closing(engine):
-        for order, is_guarded in (("012/012", False), ("01/012", True), ("01/012", False), ("/012", True), ("012/012", False)):
+        for order, is_guarded in (
+            ("012/012", False),
+            ("01/012", True),
+            ("01/012", False),
+            ("/012", True),
+            ("012/012", False),
+        ):
             engine.runtime.drop_guard()
             engine.model(**inputs(1, order))["loss"].backward()
             assert engine.runtime._is_guarded == is_guarded, order
@@ -311,7 +425,9 @@ def test_weights_of_a_block_that_is_left_out_are_not_there_to_be_read() -> None:
             return {"loss": loss if order == "012/012" else loss + self.first[0].weight.sum()}
 
     model = Reaching()
-    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512
+    )
     with cells.closing(engine):
         engine.runtime.drop_guard()
         with pytest.raises(StaleParameter, match=r"first\.0"):
@@ -320,11 +436,17 @@ def test_weights_of_a_block_that_is_left_out_are_not_there_to_be_read() -> None:
 
 @pytest.mark.parametrize("evaluated", ["0/0", "012/012", "/"])
 @pytest.mark.parametrize("trained", ["012/012", "012/01", "1/1"])
-def test_what_an_evaluation_leaves_in_the_slots_is_not_updated_in_place_of_a_block_left_out(trained: str, evaluated: str) -> None:
-    """Weights that stream and are updated on the device, in backward: the update of a block that was passed over writes its slot back all the same."""
+def test_what_an_evaluation_leaves_in_the_slots_is_not_updated_in_place_of_a_block_left_out(
+    trained: str, evaluated: str
+) -> None:
+    """Weights that stream and are updated on the device, in backward: the update of a block that was passed over writes
+    its slot back all the same.
+    """
     plain, model = Dropping(), Dropping()
     spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, update="in_backward")
-    engine = cells.prepare_by_hand(model, inputs(0), spec=spec, device="sim:64GiB", accumulate=2, weights="host", optimizer="gpu", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=spec, device="sim:64GiB", accumulate=2, weights="host", optimizer="gpu", chunk_bytes=512
+    )
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     with cells.closing(engine):
         plain_step(plain, reference, [inputs(1), inputs(2, trained)])
@@ -359,7 +481,9 @@ def test_a_region_whose_beginning_nobody_sees_cannot_be_entered_late(order: str,
     """Without the guard, as on a GPU after the first step: it would read whatever is in the slot."""
     model = Query()
     model.between.requires_grad_(trains)
-    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512
+    )
     with cells.closing(engine):
         engine.runtime.drop_guard()
         with pytest.raises(OrderMismatch, match="the plan's next action in forward"):
@@ -371,7 +495,9 @@ def test_a_region_whose_beginning_nobody_sees_cannot_be_entered_late(order: str,
 @pytest.mark.parametrize("order", ["01/012", "/012", "012/01", "012/"])
 def test_nor_in_a_forward_without_grad(order: str) -> None:
     plain, model = Query(), Query()
-    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512
+    )
     with cells.closing(engine), torch.no_grad():
         for way in ("012/012", "2/2", "02/12"):
             engine.runtime.drop_guard()
@@ -386,7 +512,11 @@ class Looped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.layers, self.head = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
+        self.stem, self.layers, self.head = (
+            nn.Linear(8, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+            nn.Linear(8, 8),
+        )
 
     def forward(self, x: Tensor, loops: int = 2) -> dict[str, Tensor]:
         x = self.stem(x)
@@ -398,7 +528,9 @@ class Looped(nn.Module):
 
 def test_an_evaluation_of_a_looped_model_has_the_weights_of_the_region_it_is_in() -> None:
     plain, model, x = Looped(), Looped(), torch.ones(2, 8)
-    engine = cells.prepare_by_hand(model, {"x": x}, spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, {"x": x}, spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512
+    )
     with cells.closing(engine):
         engine.runtime.drop_guard()
         with torch.no_grad():
@@ -416,7 +548,11 @@ class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.layers, self.head = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8)
+        self.stem, self.layers, self.head = (
+            nn.Linear(8, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+            nn.Linear(8, 8),
+        )
         self.scales = nn.ParameterList(torch.rand(8) + i for i in range(4))
 
     def forward(self, x: Tensor, order: str = "0123") -> dict[str, Tensor]:
@@ -431,7 +567,9 @@ def test_what_is_read_behind_a_layer_belongs_to_it_in_backward_too_and_it_cannot
     plain, model, x = Gated(), Gated(), torch.linspace(-1, 1, 16).view(2, 8)
     for one in (plain, model):
         one.scales.requires_grad_(trains)
-    engine = cells.prepare_by_hand(model, {"x": x}, spec=outsize.AdamW(lr=1e-2), weights="host", optimizer="host", depth=1, chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, {"x": x}, spec=outsize.AdamW(lr=1e-2), weights="host", optimizer="host", depth=1, chunk_bytes=512
+    )
     reference = cells.Reference([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
     with cells.closing(engine):
         assert step(engine, [{"x": x}], "after_step") == plain_step(plain, reference, [{"x": x}])
@@ -453,17 +591,23 @@ class Shared(Dropping):
 
 def test_a_module_is_in_the_region_that_reads_all_of_it() -> None:
     plain, model = Shared(), Shared()
-    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="host", optimizer="host", chunk_bytes=512
+    )
     reference = cells.Reference(plain.parameters(), lr=1e-2)
     with cells.closing(engine):
         for seed, order in enumerate(["012/012", "012/01", "012/1"]):
             engine.runtime.drop_guard()
-            assert step(engine, [inputs(seed, order)], "after_step") == plain_step(plain, reference, [inputs(seed, order)])
+            assert step(engine, [inputs(seed, order)], "after_step") == plain_step(
+                plain, reference, [inputs(seed, order)]
+            )
     assert same(plain, model)
 
 
 @pytest.mark.parametrize("update", ["after_step", "in_backward"])
-def test_a_shared_weight_whose_gradient_is_planned_with_a_block_left_out_is_refused_before_the_backward(update: Any) -> None:
+def test_a_shared_weight_whose_gradient_is_planned_with_a_block_left_out_is_refused_before_the_backward(
+    update: Any,
+) -> None:
     plain, model = Shared(), Shared()
     spec = outsize.AdamW(lr=1e-2, update=update)
     engine = cells.prepare_by_hand(model, inputs(0), spec=spec, weights="host", optimizer="host", chunk_bytes=512)
@@ -487,7 +631,9 @@ class Extra(Dropping):
 
 
 def test_a_module_that_runs_where_the_trial_never_saw_it_is_guarded_every_time() -> None:
-    engine = cells.prepare_by_hand(Extra(), inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        Extra(), inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512
+    )
     with cells.closing(engine):
         for _ in range(2):
             engine.runtime.drop_guard()
@@ -497,7 +643,9 @@ def test_a_module_that_runs_where_the_trial_never_saw_it_is_guarded_every_time()
 
 
 def test_a_refusal_at_the_end_of_a_forward_leaves_the_engine_free() -> None:
-    engine = cells.prepare_by_hand(Shared(), inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        Shared(), inputs(0), spec=outsize.AdamW(), weights="host", optimizer="host", chunk_bytes=512
+    )
     with pytest.raises(OrderMismatch):
         engine.model(**inputs(1, "012/02"))
     engine.detach()
@@ -505,12 +653,16 @@ def test_a_refusal_at_the_end_of_a_forward_leaves_the_engine_free() -> None:
 
 def test_under_a_plain_plan_nobody_looks_at_the_way() -> None:
     plain, model = Query(), Query()
-    engine = cells.prepare_by_hand(model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="gpu", optimizer="gpu", chunk_bytes=512)
+    engine = cells.prepare_by_hand(
+        model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="gpu", optimizer="gpu", chunk_bytes=512
+    )
     reference = cells.Reference(plain.parameters(), lr=1e-2)
     with cells.closing(engine):
         assert not engine.runtime.executor.sees_calls
         for seed, order in enumerate(["012/012", "01/", "/"]):
             with torch.no_grad():
                 assert torch.equal(engine.model(**inputs(seed, order))["loss"], plain(**inputs(seed, order))["loss"])
-            assert step(engine, [inputs(seed, order)], "after_step") == plain_step(plain, reference, [inputs(seed, order)])
+            assert step(engine, [inputs(seed, order)], "after_step") == plain_step(
+                plain, reference, [inputs(seed, order)]
+            )
     assert same(plain, model)

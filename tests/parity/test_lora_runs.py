@@ -1,4 +1,6 @@
-"""LoRA from YAML, with the base streamed from its files: the bits of plain PEFT, PEFT's own files, and a merged model that speaks the same."""
+"""LoRA from YAML, with the base streamed from its files: the bits of plain PEFT, PEFT's own files, and a merged model
+that speaks the same.
+"""
 
 import json
 from collections.abc import Callable
@@ -29,7 +31,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dora": dict(lora_target_modules=["v_proj"], peft_use_dora=True),
     "head": dict(lora_target_modules=["v_proj"], lora_modules_to_save=["lm_head"], kind="llama-untied"),
 }
-PLANS = (["device=cpu"], ["device=sim:1MiB", "plan.n_persist=0"], ["device=sim:1MiB", "plan.n_checkpoint=2", "plan.n_offload=1", "chunk_bytes=4KiB"])
+PLANS = (
+    ["device=cpu"],
+    ["device=sim:1MiB", "plan.n_persist=0"],
+    ["device=sim:1MiB", "plan.n_checkpoint=2", "plan.n_offload=1", "chunk_bytes=4KiB"],
+)
 
 
 def run(*arguments: str) -> str:
@@ -39,18 +45,36 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_equals_plain_peft_under_three_plans_and_its_files_are_pefts(tmp_path: Path, case: str, parity_cell: Callable[[object], None]) -> None:
+def test_a_run_equals_plain_peft_under_three_plans_and_its_files_are_pefts(
+    tmp_path: Path, case: str, parity_cell: Callable[[object], None]
+) -> None:
     yaml = folders.write_run(tmp_path, **CASES[case], adapter="lora", lora_r=2, lora_alpha=4, max_steps=3, chat=True)
     config = read_config(yaml, [f"output_dir={tmp_path / 'plain'}", "save_strategy=no"])
     tokenizer = AutoTokenizer.from_pretrained(config.base_model)
-    train, _ = load_rows(tokenizer, [Source(path=config.datasets[0].path)], sequence_len=config.sequence_len, pad_id=tokenizer.pad_token_id)
+    train, _ = load_rows(
+        tokenizer,
+        [Source(path=config.datasets[0].path)],
+        sequence_len=config.sequence_len,
+        pad_id=tokenizer.pad_token_id,
+    )
     set_seed(config.seed)
     settings = LoraConfig(
-        r=2, lora_alpha=4, lora_dropout=config.lora_dropout, target_modules="all-linear" if config.lora_target_linear else list(config.lora_target_modules),
-        modules_to_save=list(config.lora_modules_to_save) or None, use_rslora=config.peft_use_rslora, use_dora=config.peft_use_dora, task_type="CAUSAL_LM",
-    )  # fmt: skip
+        r=2,
+        lora_alpha=4,
+        lora_dropout=config.lora_dropout,
+        target_modules="all-linear" if config.lora_target_linear else list(config.lora_target_modules),
+        modules_to_save=list(config.lora_modules_to_save) or None,
+        use_rslora=config.peft_use_rslora,
+        use_dora=config.peft_use_dora,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16), settings)
-    plain = PlainTrainer(model=model, args=training_arguments(config, on_gpu=False), train_dataset=train, data_collator=Collator(tokenizer.pad_token_id))
+    plain = PlainTrainer(
+        model=model,
+        args=training_arguments(config, on_gpu=False),
+        train_dataset=train,
+        data_collator=Collator(tokenizer.pad_token_id),
+    )
     plain.train()
     plain.save_model()
     expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")
@@ -62,8 +86,13 @@ def test_a_run_equals_plain_peft_under_three_plans_and_its_files_are_pefts(tmp_p
         assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved), plan
         history = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
         assert [entry["loss"] for entry in history if "loss" in entry] == losses
-        theirs, ours = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "plain", out))
-        assert {**ours, "target_modules": sorted(ours["target_modules"])} == {**theirs, "target_modules": sorted(theirs["target_modules"])}
+        theirs, ours = (
+            json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "plain", out)
+        )
+        assert {**ours, "target_modules": sorted(ours["target_modules"])} == {
+            **theirs,
+            "target_modules": sorted(theirs["target_modules"]),
+        }
         parity_cell((case, plan))
     # Stock PEFT reads it, and the merged model says the same as base and adapter.
     base = AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
@@ -73,15 +102,28 @@ def test_a_run_equals_plain_peft_under_three_plans_and_its_files_are_pefts(tmp_p
         assert torch.equal(adapted, model.eval()(input_ids=batch["input_ids"]).logits)
         run("export", str(tmp_path / "out-0"), str(tmp_path / "merged"), "--merge")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids=batch["input_ids"]).logits
-    torch.testing.assert_close(merged.float(), adapted.float(), rtol=0.05, atol=0.05)  # the sum is rounded to bf16 once, not at every product
+    torch.testing.assert_close(
+        merged.float(), adapted.float(), rtol=0.05, atol=0.05
+    )  # the sum is rounded to bf16 once, not at every product
 
 
-def test_an_adapter_run_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_an_adapter_run_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     yaml = folders.write_run(tmp_path, **CASES["lora"], adapter="lora", lora_r=2, max_steps=4, save_steps=2)
     run("train", str(yaml), "--set", f"output_dir={tmp_path / 'whole'}")
     run("train", str(yaml), "--set", "lr_scheduler=cosine", "--set", "device=sim:1MiB")
     half = tmp_path / "out" / "checkpoint-2"
-    run("train", str(yaml), "--set", f"resume_from_checkpoint={half}", "--set", f"output_dir={tmp_path / 'resumed'}", "--set", "plan.n_checkpoint=3")
+    run(
+        "train",
+        str(yaml),
+        "--set",
+        f"resume_from_checkpoint={half}",
+        "--set",
+        f"output_dir={tmp_path / 'resumed'}",
+        "--set",
+        "plan.n_checkpoint=3",
+    )
     whole, resumed = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert [step for step, _ in checkpoints(tmp_path / "resumed")] == [4]
@@ -93,8 +135,17 @@ def test_a_checkpoint_is_exported_as_a_plain_folder(tmp_path: Path) -> None:
     run("train", str(yaml))
     run("export", str(tmp_path / "out" / "checkpoint-2"), str(tmp_path / "plain"))
     names = {path.name for path in (tmp_path / "plain").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
     result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), str(tmp_path / "plain")])
     assert result.exit_code == 2 and "holds files" in result.stderr
     result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), str(tmp_path / "other"), "--merge"])

@@ -43,26 +43,49 @@ def machine(num_bytes: int = 2**30) -> SimDevice:
 
 def plain(model: nn.Module, cell: Cell) -> cells.Outcome:
     ChunkedLossPatch(model).attach()
-    return cells.plain(model, cells.batches(cell.kind, 3), spec=cell.spec, steps=STEPS, accumulate=cell.accumulate, autocast=cell.autocast)
+    return cells.plain(
+        model,
+        cells.batches(cell.kind, 3),
+        spec=cell.spec,
+        steps=STEPS,
+        accumulate=cell.accumulate,
+        autocast=cell.autocast,
+    )
 
 
 def prepare(model: nn.Module, cell: Cell, device: Any, **how: Any) -> Engine:
     """As a user would."""
     with torch.autocast("cpu", torch.bfloat16, enabled=cell.autocast):
-        return outsize.prepare(model, zoo.batch(cell.kind), device=device, chunk_bytes=4096, optimizer=cell.spec, accumulate=cell.accumulate, **how)
+        return outsize.prepare(
+            model,
+            zoo.batch(cell.kind),
+            device=device,
+            chunk_bytes=4096,
+            optimizer=cell.spec,
+            accumulate=cell.accumulate,
+            **how,
+        )
 
 
 CELLS = [
-    Cell(kind="llama", clip=True), Cell(kind="llama-untied", dtype="bf16", update="in_backward"), Cell(kind="gemma2", dtype="bf16", accumulate=2),
-    Cell(kind="gpt2", frozen="scattered", autocast=True), Cell(kind="mixtral", dtype="bf16"), Cell(kind="qwen3", frozen="prefix", update="declared"),
-]  # fmt: skip
+    Cell(kind="llama", clip=True),
+    Cell(kind="llama-untied", dtype="bf16", update="in_backward"),
+    Cell(kind="gemma2", dtype="bf16", accumulate=2),
+    Cell(kind="gpt2", frozen="scattered", autocast=True),
+    Cell(kind="mixtral", dtype="bf16"),
+    Cell(kind="qwen3", frozen="prefix", update="declared"),
+]
 PINS = {
-    "resident": None, "streamed": Pins(n_persist=0, n_buffer=2, n_optimizer_gpu=0, n_checkpoint=3), "mixed": Pins(n_persist=2, n_swap=1, n_offload=1),
-}  # fmt: skip
+    "resident": None,
+    "streamed": Pins(n_persist=0, n_buffer=2, n_optimizer_gpu=0, n_checkpoint=3),
+    "mixed": Pins(n_persist=2, n_swap=1, n_offload=1),
+}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(cell: Cell, parity_cell: Callable[[object], None]) -> None:
+def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(
+    cell: Cell, parity_cell: Callable[[object], None]
+) -> None:
     expected = plain(cell.model(), cell)
     for device, pins in [(device, pins) for device in ("cpu", "sim") for pins in PINS]:
         where = machine() if device == "sim" else "cpu"
@@ -76,7 +99,9 @@ def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(cell: Cell, p
 
 @pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "swap"])
 @pytest.mark.parametrize("cell", [Cell(kind="llama"), Cell(kind="llama-untied", dtype="bf16")], ids=str)
-def test_every_strategy_does_under_exactly_its_budget(cell: Cell, strategy: Any, parity_cell: Callable[[object], None]) -> None:
+def test_every_strategy_does_under_exactly_its_budget(
+    cell: Cell, strategy: Any, parity_cell: Callable[[object], None]
+) -> None:
     model = cell.model()
     ChunkedLossPatch(model).attach()
     how: Any = dict(spec=cell.spec, device=machine(), budget=None, strategy=strategy, weights="host", optimizer="host")
@@ -87,8 +112,15 @@ def test_every_strategy_does_under_exactly_its_budget(cell: Cell, strategy: Any,
 
 
 def test_it_takes_less_memory_than_full_logits() -> None:
-    """Which are there in bf16, and twice in fp32. The gradient of the head's weight is there a little longer instead."""
-    plans = [preview(zoo.make("llama", torch.bfloat16), zoo.batch("llama", tokens=64), device=machine(), chunked_loss=how).plan for how in (None, False)]
+    """Which are there in bf16, and twice in fp32. The gradient of the head's weight is there a little longer
+    instead.
+    """
+    plans = [
+        preview(
+            zoo.make("llama", torch.bfloat16), zoo.batch("llama", tokens=64), device=machine(), chunked_loss=how
+        ).plan
+        for how in (None, False)
+    ]
     ours, full = (plan.work[-1].forward_peak_bytes for plan in plans)
     assert full > 10 * 128 * zoo.VOCAB and ours < full / 2
 
@@ -131,7 +163,9 @@ def test_a_larger_batch_turns_it_on_in_its_own_forward_and_a_smaller_one_does_no
 
 
 def test_evaluation_between_steps_has_logits() -> None:
-    with cells.closing(outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device=machine(), pins=Pins(n_persist=0))) as engine:
+    with cells.closing(
+        outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device=machine(), pins=Pins(n_persist=0))
+    ) as engine:
         plain_model = zoo.make("llama").eval()
         engine.model.eval()
         with torch.no_grad():
@@ -146,11 +180,17 @@ def ours(folder: Path, plan: str = "resident", **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["", "autocast"])
-def test_trainers_have_the_bits_of_the_plain_trainer_with_this_loss(tmp_path: Path, bf16: bool, parity_cell: Callable[[object], None]) -> None:
+def test_trainers_have_the_bits_of_the_plain_trainer_with_this_loss(
+    tmp_path: Path, bf16: bool, parity_cell: Callable[[object], None]
+) -> None:
     args = {"bf16": bf16, "gradient_accumulation_steps": 2}
     model = zoo.make("llama")
     ChunkedLossPatch(model).attach()
-    expected = trainers.train(trainers.PlainTrainer(model=model, args=trainers.arguments(tmp_path / "plain", **args), train_dataset=trainers.rows()))
+    expected = trainers.train(
+        trainers.PlainTrainer(
+            model=model, args=trainers.arguments(tmp_path / "plain", **args), train_dataset=trainers.rows()
+        )
+    )
     for plan in trainers.PINS:
         with trainers.closing(ours(tmp_path / plan, plan, args=args, eval_dataset=trainers.rows(count=2))) as trainer:
             found = trainers.train(trainer)
@@ -187,9 +227,23 @@ def test_trl_keeps_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     class Sft(OutsizeMixin, trl.SFTTrainer):
         pass
 
-    given: Any = dict(output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, max_length=32, dataloader_pin_memory=False)
+    given: Any = dict(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_length=32,
+        dataloader_pin_memory=False,
+    )
     data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in trainers.rows()])
-    trainer: Any = Sft(model=zoo.make("llama"), args=trl.SFTConfig(**given), train_dataset=data, processing_class=tokenizer(), **trainers.planned("resident"))
+    trainer: Any = Sft(
+        model=zoo.make("llama"),
+        args=trl.SFTConfig(**given),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        **trainers.planned("resident"),
+    )
     with trainers.closing(trainer):
         trainer.train()
         assert trainer.engine.plan.loss == "full logits: the loop makes its own loss"
@@ -207,11 +261,16 @@ def test_yaml_says_whether(tmp_path: Path) -> None:
         with trainers.closing(assembled.trainer):
             start(assembled, config)
             assert assembled.trainer.engine.plan.loss == words
-        assert json.loads(json.dumps(assembled.trainer.recipe))["chunked_loss"] == {"null": None, "false": False, "true": True}[value]
+        assert (
+            json.loads(json.dumps(assembled.trainer.recipe))["chunked_loss"]
+            == {"null": None, "false": False, "true": True}[value]
+        )
 
 
 def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(_profiles_anew: None) -> None:
-    """accelerate wraps a model's forward in autocast. A re-plan takes our part out and in again, and must not take that along."""
+    """accelerate wraps a model's forward in autocast. A re-plan takes our part out and in again, and must not take that
+    along.
+    """
     model: Any = zoo.make("llama")
     engine = outsize.prepare(model, zoo.batch("llama"), device="cpu")
     with cells.closing(engine):
@@ -229,10 +288,14 @@ def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(_profile
 
 
 def test_a_resumed_run_goes_on_with_its_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that have pad_to_shape beyond a chunk turned it on; those after the resume would not."""
+    """Batches that have grown beyond a chunk turned it on; those after the resume would not."""
     monkeypatch.setattr(chosen, "chunk_tokens", lambda vocab_size: 40)
-    rows = [row for tokens in (16, 24, 16) for row in trainers.rows("llama", 4, tokens=tokens)]  # 32, 48 and 32 tokens a batch
-    monkeypatch.setattr(trainers.OutsizeTrainer, "_get_train_sampler", lambda self, *_: torch.utils.data.SequentialSampler(rows))
+    rows = [
+        row for tokens in (16, 24, 16) for row in trainers.rows("llama", 4, tokens=tokens)
+    ]  # 32, 48 and 32 tokens a batch
+    monkeypatch.setattr(
+        trainers.OutsizeTrainer, "_get_train_sampler", lambda self, *_: torch.utils.data.SequentialSampler(rows)
+    )
     found = []
     for parts in ([6], [4, 6]):
         for steps in parts:

@@ -1,7 +1,8 @@
-"""Plans in which every layer and every chunk has its own way: random decisions, all equal to one plain loop and so to each other.
+"""Plans in which every layer and every chunk has its own way: random decisions, all equal to one plain loop and so to
+each other.
 
-That different plans give the same bits says little if they compile to the same schedule, so it is asserted that they differ: in the
-strategy of a layer, in the home of a chunk, in the number of slots.
+That different plans give the same bits says little if they compile to the same schedule, so it is asserted that they
+differ: in the strategy of a layer, in the home of a chunk, in the number of slots.
 """
 
 import functools
@@ -24,9 +25,15 @@ from outsize.profile.trace import ModelTrace
 NUM_PLANS = 3
 CHUNK_BYTES = 4 * 1024
 CELLS = [
-    Cell(kind=kind, dtype=("bf16", "fp32")[i % 2], clip=bool(i % 3), accumulate=(3, 1, 2)[i % 3], update=("declared", "after_step")[i % 2])
+    Cell(
+        kind=kind,
+        dtype=("bf16", "fp32")[i % 2],
+        clip=bool(i % 3),
+        accumulate=(3, 1, 2)[i % 3],
+        update=("declared", "after_step")[i % 2],
+    )
     for i, kind in enumerate(zoo.NAMES)
-]  # fmt: skip
+]
 
 
 def random_decision(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, rng: random.Random) -> Decision:
@@ -85,5 +92,9 @@ def test_compared_plans_differ_in_strategy_home_and_slot_count(cell: Cell) -> No
         assert len(one.slots.slot_bytes) != len(other.slots.slot_bytes)
         assert str(compile_schedule(one)) != str(compile_schedule(other))
     layers = [v for v, block in enumerate(cell.traced()[0].calls) if cell.traced()[0].blocks[block].kind == "layer"]
-    assert len(layers) == 1 or any(len({place.decision.strategies[v] for v in layers}) > 1 for place in plans(cell)), "some plan mixes strategies"
-    assert all(len({str(homes) for homes in place.decision.homes}) > 1 for place in plans(cell)), "every plan mixes homes"
+    assert len(layers) == 1 or any(len({place.decision.strategies[v] for v in layers}) > 1 for place in plans(cell)), (
+        "some plan mixes strategies"
+    )
+    assert all(len({str(homes) for homes in place.decision.homes}) > 1 for place in plans(cell)), (
+        "every plan mixes homes"
+    )

@@ -1,4 +1,6 @@
-"""The full product of strategies, homes, clipping, accumulation and dtypes on tied Llama and T5. Run by `make test-all`."""
+"""The full product of strategies, homes, clipping, accumulation and dtypes on tied Llama and T5. Run by `make
+test-all`.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -8,9 +10,24 @@ import pytest
 from cells import Cell
 
 FULL = [
-    Cell(kind=kind, strategy=strategy, weights=weights, optimizer=optimizer, clip=clip, accumulate=accumulate, dtype=dtype, tied=True)
+    Cell(
+        kind=kind,
+        strategy=strategy,
+        weights=weights,
+        optimizer=optimizer,
+        clip=clip,
+        accumulate=accumulate,
+        dtype=dtype,
+        tied=True,
+    )
     for kind, strategy, weights, optimizer, clip, accumulate, dtype in itertools.product(
-        ("llama", "t5"), ("keep", "recompute", "offload", "swap"), ("gpu", "host"), ("gpu", "host"), (True, False), (1, 3), ("bf16", "fp32")
+        ("llama", "t5"),
+        ("keep", "recompute", "offload", "swap"),
+        ("gpu", "host"),
+        ("gpu", "host"),
+        (True, False),
+        (1, 3),
+        ("bf16", "fp32"),
     )
 ]
 

@@ -1,7 +1,9 @@
-"""Saving and going on: a run that is broken off, saved under one plan and loaded under another equals one that was never broken off, to the bit.
+"""Saving and going on: a run that is broken off, saved under one plan and loaded under another equals one that was
+never broken off, to the bit.
 
-Two steps, a checkpoint, two more steps by an engine with other weights, another plan and another device. With dropout: torch is seeded by step. The
-learning rate shrinks after every step by its own old value, so that going on needs the saved one. The uninterrupted run is a plain loop.
+Two steps, a checkpoint, two more steps by an engine with other weights, another plan and another device. With dropout:
+torch is seeded by step. The learning rate shrinks after every step by its own old value, so that going on needs the
+saved one. The uninterrupted run is a plain loop.
 """
 
 import contextlib
@@ -43,7 +45,10 @@ class Run:
     @functools.cached_property
     def spec(self) -> outsize.AdamW:
         small = [name for name, p in self.cell.model().named_parameters() if p.ndim == 1 and p.requires_grad]
-        return dataclasses.replace(self.cell.spec, groups=[{"params": small, "weight_decay": 0.0, "lr": 3e-2, "betas": (0.8, 0.9)}] if self.groups else ())
+        return dataclasses.replace(
+            self.cell.spec,
+            groups=[{"params": small, "weight_decay": 0.0, "lr": 3e-2, "betas": (0.8, 0.9)}] if self.groups else (),
+        )
 
     def model(self, seed: int = 0) -> nn.Module:
         model = zoo.make(self.cell.kind, self.cell.torch_dtype, self.cell.tied, seed=seed)
@@ -53,17 +58,32 @@ class Run:
 
     def prepare(self, model: nn.Module, device: str, **how: Any) -> Engine:
         batch, traced = zoo.batch(self.cell.kind), self.cell.traced(device)
-        return cells.prepare_by_hand(model, batch, spec=self.spec, device=device, accumulate=self.cell.accumulate, traced=traced, **how)
+        return cells.prepare_by_hand(
+            model, batch, spec=self.spec, device=device, accumulate=self.cell.accumulate, traced=traced, **how
+        )
 
 
-def train(model: nn.Module, optimizer: Any, kind: str, steps: range, *, accumulate: int = 1, engine: Engine | None = None, declare: bool = False) -> Outcome:
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    kind: str,
+    steps: range,
+    *,
+    accumulate: int = 1,
+    engine: Engine | None = None,
+    declare: bool = False,
+) -> Outcome:
     losses, norms = [], []
     for step in steps:
         torch.manual_seed(1000 + step)
         for micro in range(accumulate):
             out = model(**zoo.batch(kind, seed=step * accumulate + micro))
             loss = out.loss / accumulate
-            with engine.last_backward() if engine is not None and declare and micro == accumulate - 1 else contextlib.nullcontext():
+            with (
+                engine.last_backward()
+                if engine is not None and declare and micro == accumulate - 1
+                else contextlib.nullcontext()
+            ):
                 loss.backward()
             losses.append(float(out.loss.detach()))
         optimizer.step()
@@ -73,23 +93,42 @@ def train(model: nn.Module, optimizer: Any, kind: str, steps: range, *, accumula
             group["lr"] *= 0.7
     saved = optimizer.state_dict()
     order = [name for group in saved["param_groups"] for name in group["param_names"]]
-    state = {order[i]: {key: torch.as_tensor(value).detach().clone() for key, value in s.items()} for i, s in saved["state"].items()}
+    state = {
+        order[i]: {key: torch.as_tensor(value).detach().clone() for key, value in s.items()}
+        for i, s in saved["state"].items()
+    }
     return Outcome(losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}, state)
 
 
 def train_run(run: Run, model: nn.Module, optimizer: Any, steps: range, engine: Engine | None = None) -> Outcome:
-    return train(model, optimizer, run.cell.kind, steps, accumulate=run.cell.accumulate, engine=engine, declare=run.cell.update != "after_step")
+    return train(
+        model,
+        optimizer,
+        run.cell.kind,
+        steps,
+        accumulate=run.cell.accumulate,
+        engine=engine,
+        declare=run.cell.update != "after_step",
+    )
 
 
 def reference(model: nn.Module, spec: outsize.AdamW) -> cells.Reference:
     return cells.Reference(
-        spec.param_groups(model.named_parameters()), lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay,
-        max_grad_norm=spec.max_grad_norm, fp32_grads=spec.fp32_grads,
-    )  # fmt: skip
+        spec.param_groups(model.named_parameters()),
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
+        max_grad_norm=spec.max_grad_norm,
+        fp32_grads=spec.fp32_grads,
+    )
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "param_names")} for group in optimizer.param_groups]
+    return [
+        {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "param_names")}
+        for group in optimizer.param_groups
+    ]
 
 
 @dataclasses.dataclass
@@ -159,7 +198,14 @@ ROUTES: dict[str, tuple[Plan, Plan]] = {
     ),
     "gpu-to-host": (
         {"device": "cpu", "weights": "gpu", "optimizer": "gpu"},
-        {"device": "sim:64MiB", "weights": "host", "optimizer": "host", "strategy": "swap", "depth": 2, "chunk_bytes": 4096},
+        {
+            "device": "sim:64MiB",
+            "weights": "host",
+            "optimizer": "host",
+            "strategy": "swap",
+            "depth": 2,
+            "chunk_bytes": 4096,
+        },
     ),
     "crossed": (
         {"device": "sim:64MiB", "weights": "host", "optimizer": "gpu", "strategy": "offload", "chunk_bytes": 4096},
@@ -168,8 +214,8 @@ ROUTES: dict[str, tuple[Plan, Plan]] = {
 }
 
 
-# Every run goes the crossed route and one of the others; test_a_save_in_the_background below takes each of them from the first plan of the one to the second
-# plan of the other.
+# Every run goes the crossed route and one of the others; test_a_save_in_the_background below takes each of them from
+# the first plan of the one to the second plan of the other.
 GOING = [(name, route) for i, name in enumerate(RUNS) for route in (("host-to-gpu", "gpu-to-host")[i % 2], "crossed")]
 
 
@@ -183,11 +229,18 @@ def test_a_run_that_goes_on_under_another_plan_is_the_uninterrupted_one(
         cells.assert_same(train_run(run, engine.model, engine.optimizer, range(BROKEN), engine), wanted.before)
         engine.save(tmp_path / "checkpoint-2")
         if route == "crossed":  # saving changes nothing
-            cells.assert_same(train_run(run, engine.model, engine.optimizer, range(BROKEN, STEPS), engine), wanted.after)
+            cells.assert_same(
+                train_run(run, engine.model, engine.optimizer, range(BROKEN, STEPS), engine), wanted.after
+            )
     with cells.closing(run.prepare(run.model(seed=OTHER_SEED), **second)) as other:
         if route != "host-to-gpu":  # what it has trained so far leaves no trace
             train_run(run, other.model, other.optimizer, range(9, 10), other)
-        assert_goes_on(other, tmp_path / "checkpoint-2", wanted, lambda steps: train_run(run, other.model, other.optimizer, steps, other))
+        assert_goes_on(
+            other,
+            tmp_path / "checkpoint-2",
+            wanted,
+            lambda steps: train_run(run, other.model, other.optimizer, steps, other),
+        )
     parity_cell((name, route))
 
 
@@ -206,10 +259,15 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_save_in_the_background_holds_the_step_it_was_asked_at(name: str, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_a_save_in_the_background_holds_the_step_it_was_asked_at(
+    name: str, tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     """Two more steps are trained meanwhile, and their bits are the plain loop's, too."""
     run = RUNS[name]
-    wanted, first = expected(run), {**ROUTES["host-to-gpu"][0], "chunk_bytes": 4096, "device": ("cpu", "sim:64MiB")[run.groups]}
+    wanted, first = (
+        expected(run),
+        {**ROUTES["host-to-gpu"][0], "chunk_bytes": 4096, "device": ("cpu", "sim:64MiB")[run.groups]},
+    )
     with cells.closing(run.prepare(run.model(), **first)) as engine:
         train_run(run, engine.model, engine.optimizer, range(BROKEN), engine)
         engine.save(tmp_path / "checkpoint-2", background=True)
@@ -217,13 +275,20 @@ def test_a_save_in_the_background_holds_the_step_it_was_asked_at(name: str, tmp_
         engine.finish_saving()
         assert newest(tmp_path) == tmp_path / "checkpoint-2"
     with cells.closing(run.prepare(run.model(seed=OTHER_SEED), **ROUTES["gpu-to-host"][1])) as other:
-        assert_goes_on(other, tmp_path / "checkpoint-2", wanted, lambda steps: train_run(run, other.model, other.optimizer, steps, other))
+        assert_goes_on(
+            other,
+            tmp_path / "checkpoint-2",
+            wanted,
+            lambda steps: train_run(run, other.model, other.optimizer, steps, other),
+        )
     parity_cell((name, "background"))
 
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixed", "mixtral-frozen"])
-def test_evaluation_and_reading_during_a_save_disturb_neither(name: str, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_evaluation_and_reading_during_a_save_disturb_neither(
+    name: str, tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     run = RUNS[name]
     wanted = expected(run)
     with cells.closing(run.prepare(run.model(), **{**ROUTES["host-to-gpu"][0], "chunk_bytes": 4096})) as engine:
@@ -235,7 +300,12 @@ def test_evaluation_and_reading_during_a_save_disturb_neither(name: str, tmp_pat
         assert all(torch.equal(value, wanted.before.weights[name]) for name, value in engine.model.state_dict().items())
         cells.assert_same(train_run(run, engine.model, engine.optimizer, range(BROKEN, STEPS), engine), wanted.after)
     with cells.closing(run.prepare(run.model(seed=OTHER_SEED), **ROUTES["crossed"][1])) as other:
-        assert_goes_on(other, tmp_path / "checkpoint-2", wanted, lambda steps: train_run(run, other.model, other.optimizer, steps, other))
+        assert_goes_on(
+            other,
+            tmp_path / "checkpoint-2",
+            wanted,
+            lambda steps: train_run(run, other.model, other.optimizer, steps, other),
+        )
     parity_cell((name, "read meanwhile"))
 
 
@@ -248,7 +318,9 @@ def test_whatever_writes_weights_waits_for_a_save_on_its_way(what: str, tmp_path
         engine.save(tmp_path / "earlier")
         engine.save(tmp_path / "checkpoint-2", background=True)
         if what == "write":
-            engine.model.load_state_dict({name: torch.zeros_like(value) for name, value in engine.model.state_dict().items()})
+            engine.model.load_state_dict(
+                {name: torch.zeros_like(value) for name, value in engine.model.state_dict().items()}
+            )
             engine.optimizer.load_state_dict({**engine.optimizer.state_dict(), "state": {}})
             with engine.gathered() as values:
                 values["model.norm.weight"].fill_(5)
@@ -273,8 +345,17 @@ def test_going_on_under_plans_with_pins(name: str, tmp_path: Path, parity_cell: 
     with cells.closing(outsize.prepare(run.model(), batch, device="sim:32MiB", pins=pins, **how)) as engine:
         train_run(run, engine.model, engine.optimizer, range(BROKEN), engine)
         engine.save(tmp_path / "checkpoint-2", background=True)
-    with cells.closing(outsize.prepare(run.model(OTHER_SEED), batch, device="sim:64MiB", pins=outsize.Pins(n_persist=0, n_checkpoint=2), **how)) as other:
-        assert_goes_on(other, tmp_path / "checkpoint-2", wanted, lambda steps: train_run(run, other.model, other.optimizer, steps, other))
+    with cells.closing(
+        outsize.prepare(
+            run.model(OTHER_SEED), batch, device="sim:64MiB", pins=outsize.Pins(n_persist=0, n_checkpoint=2), **how
+        )
+    ) as other:
+        assert_goes_on(
+            other,
+            tmp_path / "checkpoint-2",
+            wanted,
+            lambda steps: train_run(run, other.model, other.optimizer, steps, other),
+        )
     parity_cell((name, "pins"))
 
 
@@ -293,7 +374,9 @@ def odd(seed: int) -> Norms:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_buffers_and_odd_parameters_go_on_too(background: bool, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_buffers_and_odd_parameters_go_on_too(
+    background: bool, tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     spec, batch = outsize.AdamW(lr=1e-2, weight_decay=0.1), zoo.batch("plain")
     plain = odd(0)
     wanted = uninterrupted(plain, spec, lambda optimizer, steps: train(plain, optimizer, "plain", steps))
@@ -301,12 +384,23 @@ def test_buffers_and_odd_parameters_go_on_too(background: bool, tmp_path: Path, 
     with cells.closing(first) as engine:
         train(engine.model, engine.optimizer, "plain", range(BROKEN), engine=engine)
         engine.save(tmp_path / "checkpoint-2", background=background)
-        cells.assert_same(train(engine.model, engine.optimizer, "plain", range(BROKEN, STEPS), engine=engine), wanted.after)
-    with cells.closing(cells.prepare_by_hand(odd(3), batch, spec=spec, device="sim:64MiB", weights="gpu", optimizer="host")) as other:
+        cells.assert_same(
+            train(engine.model, engine.optimizer, "plain", range(BROKEN, STEPS), engine=engine), wanted.after
+        )
+    with cells.closing(
+        cells.prepare_by_hand(odd(3), batch, spec=spec, device="sim:64MiB", weights="gpu", optimizer="host")
+    ) as other:
         table = other.model.table
-        assert_goes_on(other, tmp_path / "checkpoint-2", wanted, lambda steps: train(other.model, other.optimizer, "plain", steps, engine=other))
+        assert_goes_on(
+            other,
+            tmp_path / "checkpoint-2",
+            wanted,
+            lambda steps: train(other.model, other.optimizer, "plain", steps, engine=other),
+        )
         assert other.model.table is table and int(other.model.stats.num_batches_tracked) == STEPS
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in other.model.state_dict().items()), "after detach"
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in other.model.state_dict().items()), (
+        "after detach"
+    )
     parity_cell(("odd", background))
 
 
@@ -318,7 +412,10 @@ def test_weights_alone_may_be_saved_and_loaded(name: str, tmp_path: Path) -> Non
         train_run(run, engine.model, engine.optimizer, range(BROKEN), engine)
         engine.save(tmp_path / "whole")
         engine.save(tmp_path / "model", only_model=True)
-    assert sum(read_manifest(tmp_path / "model")["files"].values()) < sum(read_manifest(tmp_path / "whole")["files"].values()) / 2
+    assert (
+        sum(read_manifest(tmp_path / "model")["files"].values())
+        < sum(read_manifest(tmp_path / "whole")["files"].values()) / 2
+    )
     for folder in ("whole", "model"):
         with cells.closing(run.prepare(run.model(OTHER_SEED), **second)) as other:
             trained = train_run(run, other.model, other.optimizer, range(3), other)
@@ -334,7 +431,9 @@ def test_weights_alone_may_be_saved_and_loaded(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("weights", "optimizer"), [("host", "host"), ("host", "gpu"), ("gpu", "host"), ("gpu", "gpu")])
 def test_an_evaluation_right_after_loading_reads_what_was_loaded(weights: str, optimizer: str, tmp_path: Path) -> None:
-    """The hazard: a slot still holds the chunk's old weights, and a forward without grad does not load what its slot holds."""
+    """The hazard: a slot still holds the chunk's old weights, and a forward without grad does not load what its slot
+    holds.
+    """
     run = RUNS["llama"]
 
     @torch.no_grad()
@@ -376,13 +475,22 @@ def prepare_adapted(case: Adapted, plan: str, seed: int = 0) -> Engine:
             if param.requires_grad:
                 param.normal_()
     return cells.prepare_by_hand(
-        model, zoo.batch(case.kind), spec=case.spec, device=machine(), accumulate=case.accumulate, chunk_bytes=CHUNK_BYTES, traced=traced(case),
+        model,
+        zoo.batch(case.kind),
+        spec=case.spec,
+        device=machine(),
+        accumulate=case.accumulate,
+        chunk_bytes=CHUNK_BYTES,
+        traced=traced(case),
         decision=PLANS[plan],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("route", [("send", "resident"), ("resident", "recompute")])
-@pytest.mark.parametrize("name", ["lora", "lora-bf16", "lora-embedding", "lora-saved-head", "lora-classifier", "lora-experts", "rslora", "dora"])
+@pytest.mark.parametrize(
+    "name",
+    ["lora", "lora-bf16", "lora-embedding", "lora-saved-head", "lora-classifier", "lora-experts", "rslora", "dora"],
+)
 def test_an_adapter_goes_on_and_its_files_are_pefts_own(
     name: str, route: tuple[str, str], tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
@@ -400,7 +508,9 @@ def test_an_adapter_goes_on_and_its_files_are_pefts_own(
     stock = PeftModel.from_pretrained(case.base(), folder, autocast_adapter_dtype=case.fp32_adapters)
     assert torch.equal(logits(stock, case), logits(plain, case))
     trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
-    assert sum(read_manifest(folder)["files"].values()) < trained * 20 + 2**17, "twelve bytes a parameter, the adapter in its own form, and some JSON"
+    assert sum(read_manifest(folder)["files"].values()) < trained * 20 + 2**17, (
+        "twelve bytes a parameter, the adapter in its own form, and some JSON"
+    )
     with cells.closing(prepare_adapted(case, route[1], seed=OTHER_SEED)) as other:
         train(other.model, other.optimizer, case.kind, range(8, 9), accumulate=case.accumulate, engine=other)
         go = functools.partial(train, other.model, other.optimizer, case.kind, accumulate=case.accumulate, engine=other)

@@ -1,4 +1,6 @@
-"""Whole runs from YAML: through the command, through OutsizeTrainer, through a plain Trainer; whole, and killed and resumed. One set of bits."""
+"""Whole runs from YAML: through the command, through OutsizeTrainer, through a plain Trainer; whole, and killed and
+resumed. One set of bits.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ def logged(history: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     return [(entry["step"], entry["loss"], entry["learning_rate"]) for entry in history if "loss" in entry]
 
 
-@pytest.mark.parametrize("keys", [PACKED, {}, {"chat": True, "lr_scheduler": "linear"}], ids=["packed", "padded", "chat"])
+@pytest.mark.parametrize(
+    "keys", [PACKED, {}, {"chat": True, "lr_scheduler": "linear"}], ids=["packed", "padded", "chat"]
+)
 def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_and_through_a_plain_one(
     tmp_path: Path, keys: dict[str, Any], parity_cell: Callable[[object], None]
 ) -> None:
@@ -45,20 +49,35 @@ def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_a
     config = read_config(yaml, [f"output_dir={tmp_path / 'by-hand'}", "save_strategy=no", "save_steps=null"])
     tokenizer = AutoTokenizer.from_pretrained(config.base_model)
     train, _ = load_rows(
-        tokenizer, [Source(path=config.datasets[0].path)], sequence_len=config.sequence_len, pad_id=tokenizer.pad_token_id, sample_packing=config.sample_packing
+        tokenizer,
+        [Source(path=config.datasets[0].path)],
+        sequence_len=config.sequence_len,
+        pad_id=tokenizer.pad_token_id,
+        sample_packing=config.sample_packing,
     )
-    parts: dict[str, Any] = dict(train_dataset=train, data_collator=Collator(tokenizer.pad_token_id), processing_class=tokenizer)
+    parts: dict[str, Any] = dict(
+        train_dataset=train, data_collator=Collator(tokenizer.pad_token_id), processing_class=tokenizer
+    )
 
     def model() -> Any:
         return AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
 
     plain = PlainTrainer(model=model(), args=training_arguments(config, on_gpu=False), **parts)
     plain.train()
-    ours = OutsizeTrainer(model=model(), args=training_arguments(config, on_gpu=False), chunk_bytes="4KiB", sequence_len=config.sequence_len, **parts)
+    ours = OutsizeTrainer(
+        model=model(),
+        args=training_arguments(config, on_gpu=False),
+        chunk_bytes="4KiB",
+        sequence_len=config.sequence_len,
+        **parts,
+    )
     ours.train()
     expected = plain.model.state_dict()
     by_command = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())["log_history"]
-    assert logged(by_command) == logged(ours.state.log_history) == logged(plain.state.log_history) and len(logged(by_command)) == 5
+    assert (
+        logged(by_command) == logged(ours.state.log_history) == logged(plain.state.log_history)
+        and len(logged(by_command)) == 5
+    )
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported and all(torch.equal(value, expected[name]) for name, value in exported.items())
     assert all(torch.equal(value, expected[name]) for name, value in ours.model.state_dict().items())
@@ -67,24 +86,36 @@ def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_a
 
 
 PLANS = (
-    ["device=sim:1MiB", "plan.n_persist=0", "plan.n_optimizer_gpu=0"], ["device=sim:3MiB", "plan.n_checkpoint=1", "plan.n_swap=1", "plan.n_offload=1"],
+    ["device=sim:1MiB", "plan.n_persist=0", "plan.n_optimizer_gpu=0"],
+    ["device=sim:3MiB", "plan.n_checkpoint=1", "plan.n_swap=1", "plan.n_offload=1"],
     ["device=cpu", "chunk_bytes=4KiB"],
-)  # fmt: skip
+)
 KILLS = (["--at", "7"], ["--in-save", "12"], [])
 
 
 def test_sixteen_steps_killed_twice_and_resumed_under_another_plan_each_time_equal_an_uninterrupted_run(
     tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
-    """Of sixteen steps: killed once between two checkpoints, and once in the middle of one. Only what is to be killed has a process of its own."""
-    yaml = folders.write_run(tmp_path, **{**PACKED, "sequence_len": 96}, max_steps=16, save_steps=4, save_total_limit=2, auto_resume_from_checkpoints=True)
+    """Of sixteen steps: killed once between two checkpoints, and once in the middle of one. Only what is to be killed
+    has a process of its own.
+    """
+    yaml = folders.write_run(
+        tmp_path,
+        **{**PACKED, "sequence_len": 96},
+        max_steps=16,
+        save_steps=4,
+        save_total_limit=2,
+        auto_resume_from_checkpoints=True,
+    )
 
     def run(name: str, *arguments: str, kill: Sequence[str] = ()) -> None:
         given = [str(yaml), str(tmp_path / f"{name}.jsonl"), *kill, *arguments, f"--set=output_dir={tmp_path / name}"]
         if not kill:
             return killed.main(given)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
-        done = subprocess.run([sys.executable, str(TESTS / "killed.py"), *given], env=env, capture_output=True, check=False)
+        done = subprocess.run(
+            [sys.executable, str(TESTS / "killed.py"), *given], env=env, capture_output=True, check=False
+        )
         assert done.returncode == -signal.SIGKILL, (given, done.stderr[-2000:])
 
     run("whole")
@@ -103,7 +134,9 @@ def test_sixteen_steps_killed_twice_and_resumed_under_another_plan_each_time_equ
             if "process" in entry:
                 batches.append({})
             elif "loss" in entry:
-                assert losses.setdefault(entry["step"], entry["loss"]) == entry["loss"], "a step that was made again is the same"
+                assert losses.setdefault(entry["step"], entry["loss"]) == entry["loss"], (
+                    "a step that was made again is the same"
+                )
             else:
                 batches[-1].setdefault(entry["step"], []).append(entry["ids"])
         return losses, batches
@@ -113,9 +146,13 @@ def test_sixteen_steps_killed_twice_and_resumed_under_another_plan_each_time_equ
     assert len(losses) == 16 and again == losses
     for process in seen:
         for step, ids in process.items():
-            assert ids == batches[step][: len(ids)], f"the samples of step {step}"  # of its last step a killed process may have seen a part
+            assert ids == batches[step][: len(ids)], (
+                f"the samples of step {step}"
+            )  # of its last step a killed process may have seen a part
     whole, broken = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert whole.keys() == broken.keys() and all(torch.equal(whole[name], broken[name]) for name in whole)
-    assert [step for step, _ in checkpoints(tmp_path / "killed")] == [12, 16] and not list((tmp_path / "killed").glob(".partial-*"))
+    assert [step for step, _ in checkpoints(tmp_path / "killed")] == [12, 16] and not list(
+        (tmp_path / "killed").glob(".partial-*")
+    )
     for _ in KILLS:
         parity_cell("killed")

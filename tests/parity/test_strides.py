@@ -1,4 +1,6 @@
-"""When an update comes does not change it: all strides of one plan, on a simulated device that finds races, give the plain loop's bits."""
+"""When an update comes does not change it: all strides of one plan, on a simulated device that finds races, give the
+plain loop's bits.
+"""
 
 from collections.abc import Callable
 
@@ -15,7 +17,18 @@ CELLS = [
 
 @pytest.mark.parametrize("host_update_interval", [1, 2, 3, 100])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_every_stride_equals_the_plain_loop(cell: Cell, host_update_interval: int, parity_cell: Callable[[object], None]) -> None:
-    how = dict(strategy=cell.strategy, weights=cell.weights, optimizer=cell.optimizer, depth=cell.depth, host_update_interval=host_update_interval)
-    cells.assert_same(cells.run(cell, "sim:16GiB", decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096), cells.expected(cell))
+def test_every_stride_equals_the_plain_loop(
+    cell: Cell, host_update_interval: int, parity_cell: Callable[[object], None]
+) -> None:
+    how = dict(
+        strategy=cell.strategy,
+        weights=cell.weights,
+        optimizer=cell.optimizer,
+        depth=cell.depth,
+        host_update_interval=host_update_interval,
+    )
+    cells.assert_same(
+        cells.run(cell, "sim:16GiB", decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096),
+        cells.expected(cell),
+    )
     parity_cell((cell, host_update_interval))

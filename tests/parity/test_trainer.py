@@ -1,4 +1,5 @@
-"""OutsizeTrainer equals transformers' Trainer with the reference optimizer: every logged loss, every norm, all weights and moments, to the bit.
+"""OutsizeTrainer equals transformers' Trainer with the reference optimizer: every logged loss, every norm, all weights
+and moments, to the bit.
 
 A case is a way of training; it is run under plans that have nothing in common but the model.
 """
@@ -39,7 +40,12 @@ class Case:
 
     def settings(self, folder: Path, **more: Any) -> dict[str, Any]:
         args = trainers.arguments(folder, **{**dict(self.args), **more})
-        return {"model": self.model(), "args": args, "train_dataset": trainers.rows(self.kind, self.num_rows), **dict(self.given)}
+        return {
+            "model": self.model(),
+            "args": args,
+            "train_dataset": trainers.rows(self.kind, self.num_rows),
+            **dict(self.given),
+        }
 
 
 def case(*, args: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **fields: Any) -> Case:
@@ -48,20 +54,28 @@ def case(*, args: dict[str, Any] | None = None, given: dict[str, Any] | None = N
 
 def squared_logits(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
     """A loss that no model has."""
-    return outputs.logits.float().square().sum() / num_items_in_batch + outputs.logits.float().flatten(0, 1)[:, 0].mean()
+    return (
+        outputs.logits.float().square().sum() / num_items_in_batch + outputs.logits.float().flatten(0, 1)[:, 0].mean()
+    )
 
 
 CASES = {
     "fp32": case(args={"lr_scheduler_type": "cosine", "warmup_steps": 2}),
     "bf16-tied": case(kind="llama", dtype=torch.bfloat16),
     "dropout": case(kind="gpt2"),
-    "incomplete-window": case(kind="gpt2", num_rows=6, args={"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 2}),
+    "incomplete-window": case(
+        kind="gpt2", num_rows=6, args={"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 2}
+    ),
     "in-backward": case(kind="gpt2", dtype=torch.bfloat16, args={"max_grad_norm": 0.0}),
-    "unclipped-window": case(dtype=torch.bfloat16, frozen=True, args={"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "max_steps": 2}),
+    "unclipped-window": case(
+        dtype=torch.bfloat16, frozen=True, args={"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "max_steps": 2}
+    ),
     "autocast": case(kind="gpt2", args={"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 2}),
     "neftune": case(args={"neftune_noise_alpha": 5.0}),
     "label-smoothing": case(kind="gpt2", args={"label_smoothing_factor": 0.1}),
-    "own-loss": case(args={"gradient_accumulation_steps": 2, "max_steps": 2}, given={"compute_loss_func": squared_logits}),
+    "own-loss": case(
+        args={"gradient_accumulation_steps": 2, "max_steps": 2}, given={"compute_loss_func": squared_logits}
+    ),
 }
 
 
@@ -76,21 +90,29 @@ def plain(name: str) -> Outcome:
     return outcome
 
 
-def ours(name: str, plan: str, folder: Path, *, eval_dataset: Any = None, **args: Any) -> AbstractContextManager[trainers.OutsizeTrainer]:
+def ours(
+    name: str, plan: str, folder: Path, *, eval_dataset: Any = None, **args: Any
+) -> AbstractContextManager[trainers.OutsizeTrainer]:
     settings = CASES[name].settings(folder, **args)
     return trainers.closing(trainers.OutsizeTrainer(**settings, eval_dataset=eval_dataset, **trainers.planned(plan)))
 
 
 @pytest.mark.parametrize("plan", trainers.PINS)
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_the_plain_trainer(name: str, plan: str, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_training_equals_the_plain_trainer(
+    name: str, plan: str, tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     with ours(name, plan, tmp_path) as trainer:
         cells.assert_same(trainers.train(trainer), plain(name))
         made = trainer.engine.plan
         assert made.step_config.update == ("in_backward" if name == "in-backward" else "after_step")
         if plan != "resident":
-            assert {str(home).partition("/")[0] for home in made.decision.homes} == ({"host"} if plan == "streamed" else {"gpu", "host"})
-            assert {*made.decision.strategies} == ({"keep"} if plan == "streamed" else {"keep", "recompute", "swap", "offload"})
+            assert {str(home).partition("/")[0] for home in made.decision.homes} == (
+                {"host"} if plan == "streamed" else {"gpu", "host"}
+            )
+            assert {*made.decision.strategies} == (
+                {"keep"} if plan == "streamed" else {"keep", "recompute", "swap", "offload"}
+            )
             assert trainer.engine.report().gpu_peak_bytes <= made.estimate.gpu_bytes
     parity_cell((name, plan))
 
@@ -99,11 +121,15 @@ def test_training_equals_the_plain_trainer(name: str, plan: str, tmp_path: Path,
 def test_evaluation_changes_nothing(plan: str, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
     """Every second step in ours, never in the plain one. Dropout would notice a random number drawn between."""
     held_out = trainers.rows("gpt2", 3, tokens=24, first=50)
-    with ours("dropout", plan, tmp_path, eval_dataset=held_out, eval_strategy="steps", eval_steps=2, eval_on_start=True) as trainer:
+    with ours(
+        "dropout", plan, tmp_path, eval_dataset=held_out, eval_strategy="steps", eval_steps=2, eval_on_start=True
+    ) as trainer:
         trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
         found = trainers.train(trainer)
         evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        assert [entry["step"] for entry in evaluations] == [0, 2, 4] and {entry["eval_rows"] for entry in evaluations} == {3}
+        assert [entry["step"] for entry in evaluations] == [0, 2, 4] and {
+            entry["eval_rows"] for entry in evaluations
+        } == {3}
     cells.assert_same(found, plain("dropout"))
     parity_cell(plan)
 
@@ -136,15 +162,24 @@ def test_a_run_resumed_under_another_plan_equals_one_that_was_not_interrupted(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16-tied", "dropout", "in-backward", "autocast", "label-smoothing", "own-loss"])
-def test_training_on_a_gpu_equals_the_plain_trainer_there(name: str, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_training_on_a_gpu_equals_the_plain_trainer_there(
+    name: str, tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     """Also through a checkpoint: the GPU has a generator of its own."""
     case = CASES[name]
     expected = trainers.train(trainers.PlainTrainer(**case.settings(tmp_path / "plain", use_cpu=False)))
     middle = len(expected.norms) // 2
     for plan, start in (("streamed", None), ("mixed", str(tmp_path / "out" / f"checkpoint-{middle}"))):
-        settings = case.settings(tmp_path, use_cpu=False, save_strategy="steps", save_steps=middle, eval_strategy="steps", eval_steps=1)
-        trainer = trainers.OutsizeTrainer(**settings, eval_dataset=trainers.rows(case.kind, 3), **trainers.planned(plan, gpu=True))
+        settings = case.settings(
+            tmp_path, use_cpu=False, save_strategy="steps", save_steps=middle, eval_strategy="steps", eval_steps=1
+        )
+        trainer = trainers.OutsizeTrainer(
+            **settings, eval_dataset=trainers.rows(case.kind, 3), **trainers.planned(plan, gpu=True)
+        )
         with trainers.closing(trainer):
             found = trainers.train(trainer, resume_from_checkpoint=start)
-        cells.assert_same(dataclasses.replace(found, norms=expected.norms[: len(expected.norms) - len(found.norms)] + found.norms), expected)
+        cells.assert_same(
+            dataclasses.replace(found, norms=expected.norms[: len(expected.norms) - len(found.norms)] + found.norms),
+            expected,
+        )
         parity_cell((name, plan, "gpu"))

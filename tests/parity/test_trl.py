@@ -1,6 +1,8 @@
-"""TRL's SFTTrainer with our mixin equals the plain SFTTrainer with the reference optimizer: losses, weights, moments and TRL's own metrics, to the bit.
+"""TRL's SFTTrainer with our mixin equals the plain SFTTrainer with the reference optimizer: losses, weights, moments
+and TRL's own metrics, to the bit.
 
-The loss is made outside of the model (TRL's fused head gives log-probabilities), so the trial run goes through TRL's own code.
+The loss is made outside of the model (TRL's fused head gives log-probabilities), so the trial run goes through TRL's
+own code.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from trl_models import llama, tokenizer
 from outsize.integrations.hf import OutsizeMixin
 
 trl, datasets, peft = (pytest.importorskip(name) for name in ("trl", "datasets", "peft"))
+
 
 @pytest.fixture(autouse=True)
 def _no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,14 +42,31 @@ def chats(*lengths: int) -> Any:
 
 def arguments(folder: Path, **given: Any) -> Any:
     usual = trainers.arguments(folder)
-    same = ("per_device_train_batch_size", "max_steps", "learning_rate", "weight_decay", "max_grad_norm", "logging_steps", "dataloader_pin_memory")
+    same = (
+        "per_device_train_batch_size",
+        "max_steps",
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "logging_steps",
+        "dataloader_pin_memory",
+    )
     kept = {name: getattr(usual, name) for name in same}
-    more: dict[str, Any] = dict(output_dir=str(folder / "out"), save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True)
+    more: dict[str, Any] = dict(
+        output_dir=str(folder / "out"), save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
     return trl.SFTConfig(**{**kept, **more, "bf16": False, "gradient_checkpointing": False, "max_length": 48, **given})
 
 
-def ours(folder: Path, *, model: Any = None, plan: str = "streamed", args: dict[str, Any] | None = None, **given: Any) -> Sft:
-    settings = {"train_dataset": chats(3, 9, 1, 7, 5, 8, 2, 4), "processing_class": tokenizer(), **trainers.planned(plan), **given}
+def ours(
+    folder: Path, *, model: Any = None, plan: str = "streamed", args: dict[str, Any] | None = None, **given: Any
+) -> Sft:
+    settings = {
+        "train_dataset": chats(3, 9, 1, 7, 5, 8, 2, 4),
+        "processing_class": tokenizer(),
+        **trainers.planned(plan),
+        **given,
+    }
     return Sft(model=model or llama(), args=arguments(folder, **args or {}), **settings)
 
 
@@ -63,14 +83,24 @@ CASES: dict[str, dict[str, Any]] = {
     "chat": {"plans": ("resident", "streamed")},
     "bf16": {"plans": ("mixed",), "dtype": torch.bfloat16, "args": {"max_grad_norm": 0.0}},
     "packed": {"plans": ("mixed",), "args": {"packing": True, "gradient_accumulation_steps": 2, "max_steps": 2}},
-    "assistant": {"plans": ("streamed",), "args": {"assistant_only_loss": True, "gradient_accumulation_steps": 2, "max_steps": 2}},
-    "lora": {"plans": ("mixed",), "lora": True, "dtype": torch.bfloat16, "args": {"gradient_accumulation_steps": 2, "max_steps": 2}},
+    "assistant": {
+        "plans": ("streamed",),
+        "args": {"assistant_only_loss": True, "gradient_accumulation_steps": 2, "max_steps": 2},
+    },
+    "lora": {
+        "plans": ("mixed",),
+        "lora": True,
+        "dtype": torch.bfloat16,
+        "args": {"gradient_accumulation_steps": 2, "max_steps": 2},
+    },
     "lora-packed": {"plans": ("resident",), "lora": True, "args": {"packing": True}},
 }
 
 
 @pytest.mark.parametrize(("name", "plan"), [(name, plan) for name, case in CASES.items() for plan in case["plans"]])
-def test_training_equals_the_plain_sft_trainer(name: str, plan: str, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_training_equals_the_plain_sft_trainer(
+    name: str, plan: str, tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     case = CASES[name]
     given = {"args": case.get("args"), **({"peft_config": lora()} if "lora" in case else {})}
     reference = plain(tmp_path, model=llama(case.get("dtype", torch.float32)), **given)
@@ -84,7 +114,9 @@ def test_training_equals_the_plain_sft_trainer(name: str, plan: str, tmp_path: P
     parity_cell((name, plan))
 
 
-def test_checkpointing_and_autocast_that_trl_turns_on_by_habit_are_ours_to_decide(tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_checkpointing_and_autocast_that_trl_turns_on_by_habit_are_ours_to_decide(
+    tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     """SFTConfig has both on by default."""
     args = {"bf16": None, "gradient_checkpointing": True}
     expected = trainers.train(plain(tmp_path, args={**args, "gradient_checkpointing": False}))
@@ -95,10 +127,17 @@ def test_checkpointing_and_autocast_that_trl_turns_on_by_habit_are_ours_to_decid
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_batch_with_more_tokens_or_more_documents_than_planned_is_planned_for(packing: bool, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
+def test_a_batch_with_more_tokens_or_more_documents_than_planned_is_planned_for(
+    packing: bool, tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
     """Documents that end in more places are told to the model in longer tensors. (Packing puts the longest first.)"""
     lengths = (20, 20, 1, 1, 1, 1, 1, 1) if packing else (1, 1, 2, 2, 20, 20, 1, 1)
-    args = {"packing": packing, "max_length": 48 if packing else None, "train_sampling_strategy": "sequential", "max_steps": 3}
+    args = {
+        "packing": packing,
+        "max_length": 48 if packing else None,
+        "train_sampling_strategy": "sequential",
+        "max_steps": 3,
+    }
     expected = trainers.train(plain(tmp_path, args=args, train_dataset=chats(*lengths)))
     with trainers.closing(ours(tmp_path, args=args, train_dataset=chats(*lengths), plan="resident")) as trainer:
         first = trainer.preview().plan.inputs["input_ids"]
@@ -107,8 +146,16 @@ def test_a_batch_with_more_tokens_or_more_documents_than_planned_is_planned_for(
     parity_cell(("re-planned", packing))
 
 
-def test_an_adapter_goes_on_under_another_plan_and_loads_with_stock_peft(tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
-    args = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+def test_an_adapter_goes_on_under_another_plan_and_loads_with_stock_peft(
+    tmp_path: Path, parity_cell: Callable[[object], None]
+) -> None:
+    args = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
     reference = plain(tmp_path, peft_config=lora())
     expected = trainers.train(reference)
     for plan, start in (("mixed", None), ("resident", str(tmp_path / "out" / "checkpoint-2"))):
@@ -116,7 +163,12 @@ def test_an_adapter_goes_on_under_another_plan_and_loads_with_stock_peft(tmp_pat
         with trainers.closing(ours(tmp_path, args=args, **given)) as trainer:
             found = trainers.train(trainer, resume_from_checkpoint=start)
             trainer.save_model(str(tmp_path / plan))
-        cells.assert_same(cells.Outcome(found.losses, expected.norms[: 4 - len(found.norms)] + found.norms, found.weights, found.state), expected)
+        cells.assert_same(
+            cells.Outcome(
+                found.losses, expected.norms[: 4 - len(found.norms)] + found.norms, found.weights, found.state
+            ),
+            expected,
+        )
         parity_cell(("resumed" if start else "saved", plan))
         ids = torch.tensor([[5, 6, 7]])
         for folder in (tmp_path / plan, tmp_path / "out" / "checkpoint-4"):

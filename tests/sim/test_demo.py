@@ -15,16 +15,27 @@ def test_the_demo_keeps_its_budget(tmp_path: Path) -> None:
     screen = io.StringIO()
     outcome = demo.main(3, folder=tmp_path / "a", sample_bytes=4, console=Console(file=screen, width=104))
     # The plan is for rows that need padding, which the text's do not.
-    assert 0.99 * outcome.planned_bytes < outcome.peak_bytes <= outcome.planned_bytes <= outcome.budget_bytes <= 0.4 * outcome.plain_bytes
+    assert (
+        0.99 * outcome.planned_bytes
+        < outcome.peak_bytes
+        <= outcome.planned_bytes
+        <= outcome.budget_bytes
+        <= 0.4 * outcome.plain_bytes
+    )
     assert outcome.kept
     assert math.isclose(outcome.losses[0], math.log(256), rel_tol=0.05) and outcome.losses[2] < outcome.losses[0]
     shown = screen.getvalue()
-    assert all(word in shown for word in ("the plan", "model.layers", "tokens/s", "what it writes", demo.PROMPT, "budget", "plain run"))
+    assert all(
+        word in shown
+        for word in ("the plan", "model.layers", "tokens/s", "what it writes", demo.PROMPT, "budget", "plain run")
+    )
 
 
 @pytest.mark.full
 def test_the_demo_says_the_same_twice(tmp_path: Path) -> None:
-    outcome, again = (demo.main(3, folder=tmp_path / name, sample_bytes=4, console=Console(file=io.StringIO())) for name in ("a", "b"))
+    outcome, again = (
+        demo.main(3, folder=tmp_path / name, sample_bytes=4, console=Console(file=io.StringIO())) for name in ("a", "b")
+    )
     assert (again.losses, again.sample) == (outcome.losses, outcome.sample)
 
 

@@ -1,4 +1,6 @@
-"""Whole runs under a byte budget for what is no plain decoder: images, two stacks, classes and tags, experts, layers of several kinds."""
+"""Whole runs under a byte budget for what is no plain decoder: images, two stacks, classes and tags, experts, layers of
+several kinds.
+"""
 
 import functools
 import random
@@ -9,19 +11,33 @@ import torch
 import zoo
 from cells import Cell
 from parity.test_mixed_plans import random_decision
-from sim.test_sweep import CHUNK_BYTES, T5_GAP_BYTES, GiB, any_cell, ends, everything_resident, machine, prepare, train_and_compare
+from sim.test_sweep import (
+    CHUNK_BYTES,
+    T5_GAP_BYTES,
+    GiB,
+    any_cell,
+    ends,
+    everything_resident,
+    machine,
+    prepare,
+    train_and_compare,
+)
 
 import outsize
 from outsize.base.errors import PlanInfeasible
 
 SWEPT = [
-    Cell(kind="qwen2.5-vl", clip=True), Cell(kind="llava", frozen="prefix", accumulate=2), Cell(kind="t5", clip=True),
-    Cell(kind="modernbert", update="in_backward"), Cell(kind="mixtral", dtype="bf16", update="declared"), Cell(kind="qwen3-next"),
-]  # fmt: skip
+    Cell(kind="qwen2.5-vl", clip=True),
+    Cell(kind="llava", frozen="prefix", accumulate=2),
+    Cell(kind="t5", clip=True),
+    Cell(kind="modernbert", update="in_backward"),
+    Cell(kind="mixtral", dtype="bf16", update="declared"),
+    Cell(kind="qwen3-next"),
+]
 NUM_BUDGETS = 2
 GAP_BYTES = {"t5": T5_GAP_BYTES + 512, "qwen3-vl": 16, "routed": 256}
-"""By how much an estimate may be too high. A tensor that layers share and that dies behind the peak of a region counts twice there if a layer keeps it:
-where images begin (Qwen3-VL), which expert a token goes to (routed)."""
+"""By how much an estimate may be too high. A tensor that layers share and that dies behind the peak of a region counts
+twice there if a layer keeps it: where images begin (Qwen3-VL), which expert a token goes to (routed)."""
 
 
 def budget(cell: Cell, number: int) -> int:
@@ -55,16 +71,22 @@ def test_below_the_smallest_budget_the_error_names_it(cell: Cell) -> None:
 def test_random_mixed_plan_of_a_model_whose_vision_features_enter_deep_layers(seed: int) -> None:
     cell, rng = any_cell("qwen3-vl", seed)
     decide = functools.partial(random_decision, rng=rng)
-    with cells.closing(cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)) as engine:
+    with cells.closing(
+        cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)
+    ) as engine:
         assert 0 <= train_and_compare(cell, engine) <= GAP_BYTES["qwen3-vl"]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_experts_that_tokens_are_sent_to_one_by_one_keep_the_promise_for_the_batch_that_was_planned_for(seed: int) -> None:
+def test_experts_that_tokens_are_sent_to_one_by_one_keep_the_promise_for_the_batch_that_was_planned_for(
+    seed: int,
+) -> None:
     """What another routing takes is another number: how many tokens come to an expert is in no shape."""
     cell = Cell(kind="routed", dtype=("fp32", "bf16")[seed % 2])
     decide = functools.partial(random_decision, rng=random.Random(seed))
-    with cells.closing(cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)) as engine:
+    with cells.closing(
+        cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)
+    ) as engine:
         same = [zoo.batch("routed")]
         found = cells.train(engine.model, engine.optimizer, same, steps=3, accumulate=1, engine=engine)
         assert 0 <= engine.plan.estimate.gpu_bytes - engine.report().gpu_peak_bytes <= GAP_BYTES["routed"]
@@ -75,12 +97,19 @@ def test_experts_that_tokens_are_sent_to_one_by_one_keep_the_promise_for_the_bat
 def test_a_plan_for_the_largest_batch_has_room_for_shorter_ones(kind: str) -> None:
     """Rows are repeated with their images, tokens are text."""
     model, small = zoo.make(kind), zoo.batch(kind, size=1)
-    with cells.closing(outsize.prepare(model, small, device=machine(GiB), max_shape=(2, 24), chunk_bytes=CHUNK_BYTES)) as engine:
+    with cells.closing(
+        outsize.prepare(model, small, device=machine(GiB), max_shape=(2, 24), chunk_bytes=CHUNK_BYTES)
+    ) as engine:
         assert engine.plan.inputs["input_ids"] == (2, 24)
         before = engine.plan
         for batch in (small, zoo.batch(kind, size=2, tokens=16), zoo.batch(kind, size=2, tokens=24)):
-            if kind == "qwen2.5-vl" and batch["input_ids"].shape[0] == 2:  # the zoo gives two rows three images, and one row two
-                batch = {name: torch.cat([value] * 2) for name, value in zoo.batch(kind, size=1, tokens=batch["input_ids"].shape[1]).items()}
+            if (
+                kind == "qwen2.5-vl" and batch["input_ids"].shape[0] == 2
+            ):  # the zoo gives two rows three images, and one row two
+                batch = {
+                    name: torch.cat([value] * 2)
+                    for name, value in zoo.batch(kind, size=1, tokens=batch["input_ids"].shape[1]).items()
+                }
             model(**batch).loss.backward()
             engine.optimizer.step()
             engine.optimizer.zero_grad()

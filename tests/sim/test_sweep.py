@@ -1,7 +1,9 @@
-"""Whole runs under a byte budget, from the least that does to everything resident: no overrun, no race, and every number as promised.
+"""Whole runs under a byte budget, from the least that does to everything resident: no overrun, no race, and every
+number as promised.
 
-The observer that counts live storages knows nothing of plans, and traces come from a model and a run of their own; that it sees the estimate to the
-byte is a statement about tracer, planner and runtime together. The device's clock moves only with what the executor issues.
+The observer that counts live storages knows nothing of plans, and traces come from a model and a run of their own; that
+it sees the estimate to the byte is a statement about tracer, planner and runtime together. The device's clock moves
+only with what the executor issues.
 """
 
 import functools
@@ -27,9 +29,13 @@ GiB = 2**30
 CHUNK_BYTES = 4 * 1024
 NUM_BUDGETS = 5
 SWEPT = [
-    Cell(kind="llama", dtype="fp32", clip=True), Cell(kind="llama", dtype="bf16", accumulate=2), Cell(kind="gpt2", dtype="fp32", update="in_backward"),
-    Cell(kind="gpt2", dtype="bf16", update="declared"), Cell(kind="bert", dtype="fp32", accumulate=3, clip=True), Cell(kind="bert", dtype="bf16"),
-]  # fmt: skip
+    Cell(kind="llama", dtype="fp32", clip=True),
+    Cell(kind="llama", dtype="bf16", accumulate=2),
+    Cell(kind="gpt2", dtype="fp32", update="in_backward"),
+    Cell(kind="gpt2", dtype="bf16", update="declared"),
+    Cell(kind="bert", dtype="fp32", accumulate=3, clip=True),
+    Cell(kind="bert", dtype="bf16"),
+]
 
 
 def machine(num_bytes: int) -> SimDevice:
@@ -40,8 +46,14 @@ def machine(num_bytes: int) -> SimDevice:
 def prepare(cell: Cell, device: Any, pins: outsize.Pins | None = None) -> Engine:
     """As a user would, with a trace of its own and a search."""
     return outsize.prepare(
-        cell.model(), zoo.batch(cell.kind), device=device, chunk_bytes=CHUNK_BYTES, optimizer=cell.spec, accumulate=cell.accumulate, pins=pins
-    )  # fmt: skip
+        cell.model(),
+        zoo.batch(cell.kind),
+        device=device,
+        chunk_bytes=CHUNK_BYTES,
+        optimizer=cell.spec,
+        accumulate=cell.accumulate,
+        pins=pins,
+    )
 
 
 @functools.cache
@@ -67,7 +79,9 @@ def budgets(cell: Cell) -> list[int]:
 
 
 def train_and_compare(cell: Cell, engine: Engine) -> int:
-    """Train three steps: bits equal the plain loop's and every lane's time the simulation's. Returns by how many bytes the estimate was too high."""
+    """Train three steps: bits equal the plain loop's and every lane's time the simulation's. Returns by how many bytes
+    the estimate was too high.
+    """
     device, plan = engine.device, engine.plan
     assert isinstance(device, SimDevice) and device.clock.now == 0.0
     marks: dict[str, list[dict[str, float]]] = {"forward": [], "backward": [], "step": []}
@@ -106,7 +120,9 @@ def test_every_budget_keeps_its_promise_to_the_byte_and_to_the_second(cell: Cell
 @pytest.mark.parametrize("cell", SWEPT, ids=str)
 def test_everything_resident_keeps_its_promise_too(cell: Cell) -> None:
     with cells.closing(prepare(cell, machine(ends(cell)[1]), everything_resident(cell))) as engine:
-        assert {str(homes) for homes in engine.plan.decision.homes} == {"gpu/gpu"} and set(engine.plan.decision.strategies) == {"keep"}
+        assert {str(homes) for homes in engine.plan.decision.homes} == {"gpu/gpu"} and set(
+            engine.plan.decision.strategies
+        ) == {"keep"}
         assert train_and_compare(cell, engine) == 0
 
 
@@ -127,23 +143,29 @@ def test_plans_of_the_sweep_differ(cell: Cell) -> None:
     with cells.closing(prepare(cell, machine(budgets(cell)[NUM_BUDGETS // 2]))) as engine:
         middle = engine.plan.decision
     assert len({small, middle}) == 2
-    assert {homes.weights for homes in small.homes} == {"host"} or {homes.optimizer for homes in small.homes} == {"host"}
+    assert {homes.weights for homes in small.homes} == {"host"} or {homes.optimizer for homes in small.homes} == {
+        "host"
+    }
 
 
 # --- plans that no search would make
 
 EXACT = [kind for kind in zoo.NAMES if kind not in ("t5", "qwen3-vl", "routed")]  # the latter two: see test_inputs.py
 T5_GAP_BYTES = 12 * 1024
-"""T5's decoder hands tensors from layer to layer, whose lives depend on the strategies of several layers at once: its estimate is an upper bound.
-The most that was seen over some hundred random plans is 11264 bytes."""
+"""T5's decoder hands tensors from layer to layer, whose lives depend on the strategies of several layers at once: its
+estimate is an upper bound. The most that was seen over some hundred random plans is 11264 bytes."""
 
 
 def any_cell(kind: str, seed: int) -> tuple[Cell, random.Random]:
     rng = random.Random(f"{kind} {seed}")
     cell = Cell(
-        kind=kind, dtype=("fp32", "bf16")[seed % 2], frozen=("none", "scattered", "prefix")[seed % 3], accumulate=rng.choice((1, 2)),
-        update=rng.choice(("after_step", "declared", "in_backward")), fp32_grads=rng.random() < 0.3,
-    )  # fmt: skip
+        kind=kind,
+        dtype=("fp32", "bf16")[seed % 2],
+        frozen=("none", "scattered", "prefix")[seed % 3],
+        accumulate=rng.choice((1, 2)),
+        update=rng.choice(("after_step", "declared", "in_backward")),
+        fp32_grads=rng.random() < 0.3,
+    )
     return cell, rng
 
 
@@ -153,15 +175,21 @@ def test_random_mixed_plan_keeps_its_promise_to_the_byte(kind: str, seed: int) -
     """Each layer its own strategy, each chunk its own homes; the device has exactly what the plan says it needs."""
     cell, rng = any_cell(kind, seed)
     decide = functools.partial(random_decision, rng=rng)
-    with cells.closing(cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)) as engine:
+    with cells.closing(
+        cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)
+    ) as engine:
         assert train_and_compare(cell, engine) == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_mixed_plan_of_t5_stays_below_its_estimate(seed: int, record_property: Callable[[str, object], None]) -> None:
+def test_random_mixed_plan_of_t5_stays_below_its_estimate(
+    seed: int, record_property: Callable[[str, object], None]
+) -> None:
     cell, rng = any_cell("t5", seed)
     decide = functools.partial(random_decision, rng=rng)
-    with cells.closing(cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)) as engine:
+    with cells.closing(
+        cells.prepare(cell, machine(GiB), decision=decide, chunk_bytes=CHUNK_BYTES, budget=None)
+    ) as engine:
         gap = train_and_compare(cell, engine)
     record_property("t5_gap_bytes", gap)
     assert 0 <= gap <= T5_GAP_BYTES
@@ -170,7 +198,9 @@ def test_random_mixed_plan_of_t5_stays_below_its_estimate(seed: int, record_prop
 @pytest.mark.parametrize("kind", ["one-block", "bert"])
 @pytest.mark.parametrize("last", ["keep", "recompute", "offload", "swap"])
 def test_input_of_the_last_layer_counts_until_it_is_dead(kind: str, last: str) -> None:
-    """It dies in the head's forward, where memory is fullest, and whether the layer's activations leave does not change that."""
+    """It dies in the head's forward, where memory is fullest, and whether the layer's activations leave does not change
+    that.
+    """
     cell = Cell(kind=kind, dtype="bf16", strategy=last, weights="host", optimizer="host")
     with cells.closing(cells.prepare(cell, machine(GiB), budget=None)) as engine:
         assert train_and_compare(cell, engine) == 0
@@ -182,7 +212,10 @@ def test_one_byte_less_than_the_estimate_is_an_overrun(strategy: str) -> None:
     cell = Cell(kind="gpt2", strategy=strategy, weights="host", optimizer="host")
     with cells.closing(cells.prepare(cell, machine(GiB), budget=None)) as engine:
         needed = engine.plan.estimate.gpu_bytes
-    with pytest.raises(DeviceOutOfMemory), cells.closing(cells.prepare(cell, machine(GiB), budget=needed - 1)) as engine:
+    with (
+        pytest.raises(DeviceOutOfMemory),
+        cells.closing(cells.prepare(cell, machine(GiB), budget=needed - 1)) as engine,
+    ):
         cells.train_cell(cell, engine, steps=2)  # in the first there are no outputs of a step before
 
 

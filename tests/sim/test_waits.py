@@ -1,8 +1,9 @@
 """Mutation of waits: whatever wait is left out, the device's happens-before check finds it in some plan.
 
-All waits come from `Hazards.before`. Here it is replaced by one that forgets some: in the real executor, all waits of one class (`U<G`: an
-update that waits for a gradient to arrive on the host), and in a walk of the schedule without a model, every single wait on its own.
-A wait that no plan catches would be redundant. Traps: B1 `U<G`, B4 `F<L` and `B<L`, B5 `L<F` and `L<B`, B6 `P<B` and `P<S`, A20 `R<S`, D9 `U<B`.
+All waits come from `Hazards.before`. Here it is replaced by one that forgets some: in the real executor, all waits of
+one class (`U<G`: an update that waits for a gradient to arrive on the host), and in a walk of the schedule without a
+model, every single wait on its own. A wait that no plan catches would be redundant. Traps: B1 `U<G`, B4 `F<L` and
+`B<L`, B5 `L<F` and `L<B`, B6 `P<B` and `P<S`, A20 `R<S`, D9 `U<B`.
 """
 
 import functools
@@ -32,7 +33,9 @@ PLANS = [
     Cell(kind="plain", strategy="swap", weights="host", optimizer="gpu", depth=0),
     Cell(kind="plain", strategy="swap", weights="host", optimizer="gpu", depth=1, accumulate=3, tied=True),
     Cell(kind="plain", strategy="keep", weights="gpu", optimizer="host", accumulate=3, clip=True),
-    Cell(kind="plain", strategy="recompute", weights="host", optimizer="host", accumulate=3, update="declared", tied=True),
+    Cell(
+        kind="plain", strategy="recompute", weights="host", optimizer="host", accumulate=3, update="declared", tied=True
+    ),
     Cell(kind="plain", strategy="swap", weights="host", optimizer="host", update="in_backward", dtype="bf16"),
     Cell(kind="plain", strategy="keep", weights="host", optimizer="gpu", update="in_backward"),
     Cell(kind="plain", strategy="offload", weights="gpu", optimizer="host", update="in_backward", frozen="scattered"),
@@ -40,7 +43,15 @@ PLANS = [
     Cell(kind="looped", strategy="swap", weights="host", optimizer="host", depth=0, accumulate=3),
     Cell(kind="llama", strategy="swap", weights="host", optimizer="host", depth=0),
 ]
-MIXED = [Cell(kind="plain", accumulate=1 + seed % 3, update=("after_step", "declared", "in_backward")[seed % 3], tied=bool(seed % 2)) for seed in range(4)]
+MIXED = [
+    Cell(
+        kind="plain",
+        accumulate=1 + seed % 3,
+        update=("after_step", "declared", "in_backward")[seed % 3],
+        tied=bool(seed % 2),
+    )
+    for seed in range(4)
+]
 EVERY = [(cell, None) for cell in PLANS] + [(cell, seed) for seed, cell in enumerate(MIXED)]
 """With the seed of a random decision."""
 
@@ -90,11 +101,31 @@ def waits_of(cell: Cell, seed: int | None) -> frozenset[str]:
         return frozenset(timing.found)
 
 
-# F forward, B backward, L load weights, S send and P bring back activations, R let go of them, G gradient to the host, Q partial sum
-# to the device, U update, W write updated weights.
+# F forward, B backward, L load weights, S send and P bring back activations, R let go of them, G gradient to the host,
+# Q partial sum to the device, U update, W write updated weights.
 CLASSES = (
-    "B<G", "B<L", "B<P", "B<Q", "F<L", "F<W", "G<B", "G<U", "L<B", "L<F", "L<U", "L<W", "P<B", "P<S", "Q<G", "R<S", "S<F", "U<B", "U<G", "U<L", "W<U",
-)  # fmt: skip
+    "B<G",
+    "B<L",
+    "B<P",
+    "B<Q",
+    "F<L",
+    "F<W",
+    "G<B",
+    "G<U",
+    "L<B",
+    "L<F",
+    "L<U",
+    "L<W",
+    "P<B",
+    "P<S",
+    "Q<G",
+    "R<S",
+    "S<F",
+    "U<B",
+    "U<G",
+    "U<L",
+    "W<U",
+)
 
 
 def test_these_are_all_classes_of_waits_in_the_plans() -> None:
@@ -124,11 +155,17 @@ def races(cell: Cell, seed: int | None, forgets: str) -> bool:
 def test_no_class_of_waits_can_be_left_out(name: str) -> None:
     """In the real executor, with a real model."""
     plans = [plan for plan in EVERY if name in waits_of(*plan)]
-    assert any(races(*plan, forgets=name) for plan in plans), f"no plan needs the wait {name}: {[str(cell) for cell, _ in plans]}"
+    assert any(races(*plan, forgets=name) for plan in plans), (
+        f"no plan needs the wait {name}: {[str(cell) for cell, _ in plans]}"
+    )
 
 
-def _walk(place: Placement, segments: list[tuple[str, tuple[Action, ...]]], in_backward: bool, forgets: int | None) -> int:
-    """Issue the actions on a device, each buffer one small tensor, without the wait of this number. Returns how many waits there were."""
+def _walk(
+    place: Placement, segments: list[tuple[str, tuple[Action, ...]]], in_backward: bool, forgets: int | None
+) -> int:
+    """Issue the actions on a device, each buffer one small tensor, without the wait of this number. Returns how many
+    waits there were.
+    """
     device, hazards, events, count = machine(GiB), Hazards(), {}, 0
     memory: dict[Buffer, torch.Tensor] = {}
     for name, actions in segments:

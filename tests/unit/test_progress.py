@@ -67,7 +67,9 @@ def test_a_bar_that_an_error_ends_makes_way_for_the_next(capsys: pytest.CaptureF
     assert "next" in capsys.readouterr().err
 
 
-def test_where_nobody_watches_nothing_is_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_watches_nothing_is_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
     assert list(counted(range(3), "counting")) == [0, 1, 2]
     assert capsys.readouterr() == ("", "")
@@ -92,7 +94,9 @@ def test_beside_another_bar_of_richs_there_is_none(capsys: pytest.CaptureFixture
 
 @pytest.mark.usefixtures("timing")
 @pytest.mark.parametrize("device", ["sim:1GiB", "cpu"])
-def test_looking_at_a_model_is_shown_block_by_block_to_the_last(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_looking_at_a_model_is_shown_block_by_block_to_the_last(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of this one the first pass leaves out layers that the others run."""
     preview(zoo.make("qwen3-vl"), zoo.batch("qwen3-vl"), device=device)
     counts = re.findall(r"(\d+)/(\d+)", capsys.readouterr().err)

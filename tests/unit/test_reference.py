@@ -1,4 +1,6 @@
-"""The reference optimizer: held to torch.optim.AdamW in fp32, and exact about masters, clipping, non-finite steps and accumulation."""
+"""The reference optimizer: held to torch.optim.AdamW in fp32, and exact about masters, clipping, non-finite steps and
+accumulation.
+"""
 
 import copy
 import math
@@ -15,7 +17,9 @@ from outsize.reference import AdamW
 
 
 def ulps(a: Tensor, b: Tensor, *operands: Tensor) -> float:
-    """The largest distance of two fp32 tensors, in ulps of the largest operand: after a cancellation the result's own ulp is no measure."""
+    """The largest distance of two fp32 tensors, in ulps of the largest operand: after a cancellation the result's own
+    ulp is no measure.
+    """
     size = torch.stack([a.abs(), b.abs(), *(o.abs() for o in operands)]).amax(0).double()
     ulp = torch.exp2(torch.floor(torch.log2(size.clamp_min(2.0**-126))) - 23)
     return float(((a.double() - b.double()).abs() / ulp).max())
@@ -37,7 +41,8 @@ def test_one_step_is_within_two_ulp_of_torch_from_equal_state(weight_decay: floa
         ours.grad, theirs.grad = grad.clone(), grad.clone()
         mine.step()
         plain.step()
-        # In the weight's own ulps wherever it is not as small as the update itself; there (|w| near lr) the update's rounding shows: ulps of lr.
+        # In the weight's own ulps wherever it is not as small as the update itself; there (|w| near lr) the update's
+        # rounding shows: ulps of lr.
         large = weight.abs() > 10 * options["lr"]
         assert large.sum() > 19_000 and ulps(ours.data[large], theirs.data[large]) <= 2
         assert ulps(ours.data, theirs.data, torch.full((20_000,), options["lr"])) <= 2
@@ -47,7 +52,9 @@ def test_one_step_is_within_two_ulp_of_torch_from_equal_state(weight_decay: floa
 
 
 def test_bf16_parameter_is_the_upper_half_of_an_fp32_run() -> None:
-    """Same gradients, same start: joined masters equal the fp32 parameter to the bit, so the dtype of the weight does not enter the arithmetic."""
+    """Same gradients, same start: joined masters equal the fp32 parameter to the bit, so the dtype of the weight does
+    not enter the arithmetic.
+    """
     torch.manual_seed(1)
     start = torch.randn(3, 50).bfloat16()
     low, full = nn.Parameter(start.clone()), nn.Parameter(start.float())
@@ -58,7 +65,11 @@ def test_bf16_parameter_is_the_upper_half_of_an_fp32_run() -> None:
         a.step()
         b.step()
         assert torch.equal(join(low.detach(), a.state[low]["lo"]), full.detach())
-    assert sorted(a.state[low]) == ["exp_avg", "exp_avg_sq", "lo", "step"] and sorted(b.state[full]) == ["exp_avg", "exp_avg_sq", "step"]
+    assert sorted(a.state[low]) == ["exp_avg", "exp_avg_sq", "lo", "step"] and sorted(b.state[full]) == [
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    ]
 
 
 def test_movement_does_not_stall_at_a_tiny_learning_rate() -> None:
@@ -176,7 +187,10 @@ def test_single_backward_gives_the_same_bits_with_fp32_accumulation() -> None:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16()
     twin = copy.deepcopy(model)
-    optimizers = [AdamW(model.parameters(), fp32_grads=True, max_grad_norm=0.1), AdamW(twin.parameters(), max_grad_norm=0.1)]
+    optimizers = [
+        AdamW(model.parameters(), fp32_grads=True, max_grad_norm=0.1),
+        AdamW(twin.parameters(), max_grad_norm=0.1),
+    ]
     for _ in range(3):
         x = torch.randn(5, 8).bfloat16()
         for net, optimizer in zip((model, twin), optimizers, strict=True):

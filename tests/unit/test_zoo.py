@@ -27,7 +27,11 @@ def test_weights_have_the_dtype_that_was_asked_for_but_for_the_mixed_kind(name: 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_equal_arguments_give_equal_bits_and_another_seed_does_not(name: str) -> None:
-    first, again, other = zoo.make(name, seed=3).state_dict(), zoo.make(name, seed=3).state_dict(), zoo.make(name, seed=4).state_dict()
+    first, again, other = (
+        zoo.make(name, seed=3).state_dict(),
+        zoo.make(name, seed=3).state_dict(),
+        zoo.make(name, seed=4).state_dict(),
+    )
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
     assert all(torch.equal(value, zoo.batch(name)[key]) for key, value in zoo.batch(name).items())
@@ -61,7 +65,12 @@ def test_kinds_with_dropout_depend_on_the_seed_of_the_pass(name: str) -> None:
 def test_soft_capping_and_the_sliding_window_of_gemma_change_its_loss() -> None:
     batch = zoo.batch("gemma2")
     losses = []
-    for change in ({}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"layer_types": ["full_attention"] * 4}):
+    for change in (
+        {},
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": None},
+        {"layer_types": ["full_attention"] * 4},
+    ):
         model = zoo.make("gemma2")
         for parameter in model.parameters():
             parameter.data.mul_(4)  # fresh weights are so small that attention is nearly flat and no cap bends anything
@@ -122,7 +131,9 @@ def test_with_a_third_frozen_the_rest_still_gets_gradients(name: str, seed: int)
     assert 0.2 < len(frozen) / len(names) < 0.4
     model(**zoo.batch(name)).loss.backward()
     for parameter_name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (parameter_name in frozen or parameter_name.startswith(zoo.KINDS[name].idle or ("none",))), parameter_name
+        assert (parameter.grad is None) == (
+            parameter_name in frozen or parameter_name.startswith(zoo.KINDS[name].idle or ("none",))
+        ), parameter_name
 
 
 def test_freezing_is_the_same_for_the_same_seed_and_odd_seeds_freeze_the_embedding() -> None:

@@ -1,7 +1,8 @@
 """OffloadedTensors: the saved activations of one call on their way to the host and back.
 
-Whole storages travel, once each, however many views of them autograd saved; a saved tensor comes back as the same view (dtype, shape,
-strides, offset) of the storage's bytes. So strides cannot be lost, and overlapping or expanded tensors need no special case.
+Whole storages travel, once each, however many views of them autograd saved; a saved tensor comes back as the same view
+(dtype, shape, strides, offset) of the storage's bytes. So strides cannot be lost, and overlapping or expanded tensors
+need no special case.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,15 @@ class OffloadedTensors:
             self.items.append(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
             self.offsets.append(self.num_bytes)
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
-        return Handle(item, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg())
+        return Handle(
+            item,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         return storage_id(storage) in self._index

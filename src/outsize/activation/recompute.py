@@ -1,7 +1,8 @@
-"""A forward that is made again in backward: autograd keeps nothing of what it saved, and the first tensor that backward asks for has all of them made.
+"""A forward that is made again in backward: autograd keeps nothing of what it saved, and the first tensor that backward
+asks for has all of them made.
 
-What torch.utils.checkpoint does, with less Python for every saved tensor: there it costs more than the forward itself (docs/decisions/0014), and a GPU that
-is fast waits for Python.
+What torch.utils.checkpoint does, with less Python for every saved tensor: there it costs more than the forward itself
+(docs/decisions/0014), and a GPU that is fast waits for Python.
 """
 
 import random
@@ -26,11 +27,15 @@ _OUR_REFERENCES = 2
 
 
 class _StopRecomputation(Exception):
-    """All that backward will ask for is there, or something else than it will ask for: the rest of the forward need not run."""
+    """All that backward will ask for is there, or something else than it will ask for: the rest of the forward need not
+    run.
+    """
 
 
 def run_checkpointed(forward: Callable[[], Any], device: torch.device) -> Any:
-    """Run `forward`, and have backward run it again: with the same random numbers and autocast, as far as its last saved tensor. `device`: whose numbers."""
+    """Run `forward`, and have backward run it again: with the same random numbers and autocast, as far as its last
+    saved tensor. `device`: whose numbers.
+    """
     if not torch.is_grad_enabled():
         return forward()
     saved = _Saved(forward, _RngAndAutocastState(device))
@@ -44,8 +49,9 @@ class _Saved:
     def __init__(self, forward: Callable[[], Any], surroundings: "_RngAndAutocastState"):
         self._forward, self._surroundings = forward, surroundings
         self._tickets: list[float] = []
-        """What autograd keeps of each tensor, its number. Floats: every one is an object of its own, so it can be told whether autograd still has it, and the
-        garbage collector does not count them. A layer with windows of attention saves thousands of tensors, and objects for each had it come in every step."""
+        """What autograd keeps of each tensor, its number. Floats: every one is an object of its own, so it can be told
+        whether autograd still has it, and the garbage collector does not count them. A layer with windows of attention
+        saves thousands of tensors, and objects for each had it come in every step."""
         self._kinds: list[_Kind] = []
         self._known: dict[_Kind, _Kind] = {}
         self._tensors: list[Tensor | None] = []
@@ -98,11 +104,14 @@ class _Saved:
         self._tensors = tensors
 
 
-def compared(forward: Callable[[], Any], device: torch.device, report: Callable[[str], None], module: nn.Module | None = None) -> Any:
+def compared(
+    forward: Callable[[], Any], device: torch.device, report: Callable[[str], None], module: nn.Module | None = None
+) -> Any:
     """Run `forward`, keep what autograd saves, and compare that run with a second one in backward.
 
-    The second run is as `run_checkpointed` would run it. `report` gets how it differs, "" if it does not. Gradients come from the first run.
-    A second run that raises is reported too, unless memory ran out; so is one that writes to the state of `module`.
+    The second run is as `run_checkpointed` would run it. `report` gets how it differs, "" if it does not. Gradients
+    come from the first run. A second run that raises is reported too, unless memory ran out; so is one that writes to
+    the state of `module`.
     """
     if not torch.is_grad_enabled():
         return forward()
@@ -114,7 +123,9 @@ def compared(forward: Callable[[], Any], device: torch.device, report: Callable[
 
 
 def run_once(forward: Callable[[], Any], report: Callable[[str], None], module: nn.Module) -> Any:
-    """Where there is no memory to compare a second run: `report` gets what the first one shows of how it would differ, "" if nothing."""
+    """Where there is no memory to compare a second run: `report` gets what the first one shows of how it would differ,
+    "" if nothing.
+    """
     before, numbers = ModuleState(module), _other_numbers(module)
     outputs = forward()
     written = before.changed()
@@ -134,20 +145,31 @@ def _other_numbers(module: nn.Module) -> tuple[Any, ...]:
 
 def _equal_numbers(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
     of_numpy = all(np.array_equal(a, b) for a, b in zip(one[1], two[1], strict=True))
-    return one[0] == two[0] and of_numpy and all(torch.equal(a, b) for a, b in zip(one[2], two[2], strict=False)) and len(one[2]) == len(two[2])
+    return (
+        one[0] == two[0]
+        and of_numpy
+        and all(torch.equal(a, b) for a, b in zip(one[2], two[2], strict=False))
+        and len(one[2]) == len(two[2])
+    )
 
 
 class _Compared:
-    """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with a second run."""
+    """Of one call: kinds of what autograd saved, and the outputs, until backward has compared them with a
+    second run.
+    """
 
     def __init__(
-        self, forward: Callable[[], Any], surroundings: "_RngAndAutocastState", report: Callable[[str], None], module: nn.Module | None
-    ):  # fmt: skip
+        self,
+        forward: Callable[[], Any],
+        surroundings: "_RngAndAutocastState",
+        report: Callable[[str], None],
+        module: nn.Module | None,
+    ):
         self._forward, self._surroundings, self._report, self._module = forward, surroundings, report, module
         self._kinds: list[_Kind] = []
         self._outputs: list[tuple[Tensor, int]] | None = None
-        """With their versions: what the model writes into them afterwards is no difference. None before the first run has returned, and
-        after the comparison."""
+        """With their versions: what the model writes into them afterwards is no difference. None before the first run
+        has returned, and after the comparison."""
 
     def note(self, tensor: Tensor) -> Tensor:
         self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
@@ -164,7 +186,9 @@ class _Compared:
             if before is not None:
                 written = before.changed()
                 before.restore()
-                difference = difference or (f"the forward writes {written}, and a second one would write it twice" if written else "")
+                difference = difference or (
+                    f"the forward writes {written}, and a second one would write it twice" if written else ""
+                )
             self._report(difference)
         return saved
 
@@ -199,7 +223,9 @@ class _Compared:
 
 
 def _is_same(one: Tensor, two: Tensor) -> bool:
-    """Whether outputs are equal to the bit. On a GPU some kernels add up in any order: there, to about the rounding of bfloat16."""
+    """Whether outputs are equal to the bit. On a GPU some kernels add up in any order: there, to about the rounding of
+    bfloat16.
+    """
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if one.layout != torch.strided or one.is_meta or detect_fake_mode() is not None or torch.equal(one, two):
@@ -218,7 +244,9 @@ def _show(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
 
 
 class _RngAndAutocastState:
-    """What a forward depends on beside its inputs: random state, the default device, and autocast, which no thread of autograd has by itself."""
+    """What a forward depends on beside its inputs: random state, the default device, and autocast, which no thread of
+    autograd has by itself.
+    """
 
     def __init__(self, device: torch.device):
         self._device, self._default = device, torch.get_default_device()
@@ -229,7 +257,9 @@ class _RngAndAutocastState:
 
     def _states(self) -> tuple[Tensor, Tensor | None]:
         has_own = self._device.type not in ("cpu", "meta") and torch.accelerator.is_available()
-        return torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(self._device) if has_own else None
+        return torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(
+            self._device
+        ) if has_own else None
 
     def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
         torch.set_rng_state(states[0])
@@ -246,7 +276,9 @@ class _RngAndAutocastState:
                     contexts.enter_context(self._default)
                 for kind, (enabled, dtype) in self._autocast.items():
                     if enabled or torch.is_autocast_enabled(kind):
-                        contexts.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._caches))
+                        contexts.enter_context(
+                            torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._caches)
+                        )
                 yield
         finally:
             self._set(now)

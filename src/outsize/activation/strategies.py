@@ -1,7 +1,7 @@
 """What a block does with its activations: keep, recompute, offload, swap. One function each, all of the same form.
 
-`run(forward, args, kwargs, offloaded, is_static)` runs the block and puts what shall leave the device into `offloaded`. `is_static` tells
-storages that are weights or buffers, which never enter the activation path.
+`run(forward, args, kwargs, offloaded, is_static)` runs the block and puts what shall leave the device into `offloaded`.
+`is_static` tells storages that are weights or buffers, which never enter the activation path.
 """
 
 from collections.abc import Callable
@@ -20,20 +20,36 @@ from outsize.model.work import Strategy
 IsStatic = Callable[[Tensor], bool]
 
 
-def keep(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
+def keep(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offloaded: OffloadedTensors,
+    is_static: IsStatic,
+) -> Any:
     """Autograd keeps what it saves."""
     return forward(*args, **kwargs)
 
 
-def recompute(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
+def recompute(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offloaded: OffloadedTensors,
+    is_static: IsStatic,
+) -> Any:
     """Only the input stays; backward runs the forward again, with the same random numbers and autocast."""
     first = next(tensors_in((args, kwargs)), None)
-    return forward(*args, **kwargs) if first is None else run_checkpointed(_repeatable(forward, args, kwargs), first.device)
+    return (
+        forward(*args, **kwargs)
+        if first is None
+        else run_checkpointed(_repeatable(forward, args, kwargs), first.device)
+    )
 
 
 def _repeatable(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """A call that can be made again. A layer may write to a dict among its arguments, for later layers to read (Gemma 3n's keys and values): the first call
-    gets the dict itself, later ones a copy as it was before the first."""
+    """A call that can be made again. A layer may write to a dict among its arguments, for later layers to read (Gemma
+    3n's keys and values): the first call gets the dict itself, later ones a copy as it was before the first."""
     before = map_tensors(lambda t: t, (args, kwargs))  # copies the containers, not the tensors
     first = [(args, kwargs)]
 
@@ -45,17 +61,31 @@ def _repeatable(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def keep_and_compare(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], report: Callable[[str], None], module: nn.Module | None = None
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    report: Callable[[str], None],
+    module: nn.Module | None = None,
 ) -> Any:
-    """For trial runs: `keep`, and in backward the forward that `recompute` would run. `report` gets how they differ, or ""."""
+    """For trial runs: `keep`, and in backward the forward that `recompute` would run. `report` gets how they differ, or
+    "".
+    """
     first = next(tensors_in((args, kwargs)), None)
     if first is None:
         return forward(*args, **kwargs)
     return compared(_repeatable(forward, args, kwargs), first.device, report, module)
 
 
-def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
-    """`recompute`, with the input on the host. The input is the first tensor argument; others (masks, encoder output) are shared by many blocks."""
+def offload(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offloaded: OffloadedTensors,
+    is_static: IsStatic,
+) -> Any:
+    """`recompute`, with the input on the host. The input is the first tensor argument; others (masks, encoder output)
+    are shared by many blocks.
+    """
     hidden = next(tensors_in((args, kwargs)), None)
     if hidden is None:
         return forward(*args, **kwargs)
@@ -76,11 +106,21 @@ def offload(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return run_checkpointed(run, device)
 
 
-def swap(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
-    """Everything that autograd saves on the device goes to the host, but for what blocks share. (Attention keeps its random state in host tensors.)"""
+def swap(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offloaded: OffloadedTensors,
+    is_static: IsStatic,
+) -> Any:
+    """Everything that autograd saves on the device goes to the host, but for what blocks share. (Attention keeps its
+    random state in host tensors.)
+    """
     inputs = list(tensors_in((args, kwargs)))
     here = inputs[0].device if inputs else None
-    shared = {storage_id(t.untyped_storage()) for t in inputs[1:]} - {storage_id(t.untyped_storage()) for t in inputs[:1]}
+    shared = {storage_id(t.untyped_storage()) for t in inputs[1:]} - {
+        storage_id(t.untyped_storage()) for t in inputs[:1]
+    }
 
     def pack(tensor: Tensor) -> Tensor | Handle:
         if tensor.layout != torch.strided or tensor.device != here:

@@ -1,6 +1,5 @@
 """Layers that the model's own code checkpoints: they run again in backward, where no plan has them."""
 
-
 from outsize.compat import current_graph_task
 
 
@@ -12,6 +11,8 @@ def is_in_backward() -> bool:
 def rerun_in_backward(name: str) -> str:
     """`name`: of a layer, or "The model"."""
     return (
-        f"{name} is called again in backward: it was called inside torch.utils.checkpoint, but outsize decides itself which layers are recomputed. "
-        "Turn this checkpointing off, or call it directly. Checkpointing parts of a layer inside its forward is supported."
+        f"{name} is called again in backward: it was called inside torch.utils.checkpoint, but outsize decides itself "
+        "which layers are recomputed. "
+        "Turn this checkpointing off, or call it directly. Checkpointing parts of a layer inside its forward is "
+        "supported."
     )

@@ -1,4 +1,6 @@
-"""The folder that outsize keeps profiles, machine rates and compiled kernels in between runs, and how files get there."""
+"""The folder that outsize keeps profiles, machine rates and compiled kernels in between runs, and how files get
+there.
+"""
 
 import os
 from pathlib import Path

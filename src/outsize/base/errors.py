@@ -6,13 +6,17 @@ that no error is raised without all three. Nothing in outsize recognises an erro
 
 
 def tell(expected: str, found: str, do: str) -> str:
-    """One message out of the three parts; each is a sentence without its full stop (`found` may quote a library's, with one)."""
+    """One message out of the three parts; each is a sentence without its full stop (`found` may quote a library's, with
+    one).
+    """
     return f"{expected}, but {found.rstrip().removesuffix('.')}. {do}."
 
 
 SEVERAL_FORWARDS = (
-    "For a loss of several forwards, concatenate the batches into one forward; or cache the gradients of the outputs (GradCache); or, if the weights fit "
-    "the GPU, make all forwards in the forward of one module and prepare that module (class Pair). docs/loops.md has an example of each."
+    "For a loss of several forwards, concatenate the batches into one forward; or cache the gradients of the outputs "
+    "(GradCache); or, if the weights fit "
+    "the GPU, make all forwards in the forward of one module and prepare that module (class Pair). docs/loops.md has "
+    "an example of each."
 )
 """What to do instead of several training forwards before one backward."""
 

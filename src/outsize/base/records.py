@@ -34,18 +34,30 @@ def to_json(record: Any) -> Any:
 
 
 def from_json(cls: type[R], data: Any, *, where: str = "") -> R:
-    """The record that `to_json` wrote, perhaps before some of its fields were there: those with defaults have them. `where` names the place in messages."""
+    """The record that `to_json` wrote, perhaps before some of its fields were there: those with defaults have them.
+    `where` names the place in messages.
+    """
     where = where or cls.__name__
     if not isinstance(data, dict):
-        raise ConfigError(tell(f"{where} is a mapping", f"found {type(data).__name__}", "Write it again with this version of outsize"))
+        raise ConfigError(
+            tell(f"{where} is a mapping", f"found {type(data).__name__}", "Write it again with this version of outsize")
+        )
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
-    required = {field.name for field in fields if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
+    required = {
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
     missing, unknown = sorted(required - set(data)), sorted(set(data) - set(names))
     if missing or unknown:
-        found = "; ".join(p for p in (missing and f"missing {', '.join(missing)}", unknown and f"unknown {', '.join(unknown)}") if p)
-        raise ConfigError(tell(f"{where} has the fields {', '.join(names)}", found, "Write it again with this version of outsize"))
+        found = "; ".join(
+            p for p in (missing and f"missing {', '.join(missing)}", unknown and f"unknown {', '.join(unknown)}") if p
+        )
+        raise ConfigError(
+            tell(f"{where} has the fields {', '.join(names)}", found, "Write it again with this version of outsize")
+        )
     return cls(**{name: _value(hints[name], data[name], f"{where}.{name}") for name in names if name in data})
 
 
@@ -64,7 +76,9 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         if ok and len(args) == 2 and args[1] is Ellipsis:
             return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
         if ok and len(args) == len(data):
-            return tuple(_value(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True)))
+            return tuple(
+                _value(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True))
+            )
         ok = False
     elif origin is dict:
         if isinstance(data, dict):
@@ -92,7 +106,9 @@ def loads(cls: type[R], text: str, *, where: str = "") -> R:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         found = f"it is not at line {error.lineno} ({error.msg})"
-        raise ConfigError(tell(f"{where or cls.__name__} is JSON", found, "Write it again; it may be truncated")) from None
+        raise ConfigError(
+            tell(f"{where or cls.__name__} is JSON", found, "Write it again; it may be truncated")
+        ) from None
     return from_json(cls, data, where=where)
 
 

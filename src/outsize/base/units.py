@@ -14,14 +14,24 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 def parse_bytes(size: "str | int", *, name: str = "size") -> int:
     """Bytes of a written size. An int is already bytes. `name` is how errors call the value."""
     if isinstance(size, bool) or not isinstance(size, (str, int)):
-        raise ConfigError(tell(f"{name} is a size such as '24GiB'", f"{size!r} was given", "Write a number with B, KiB, MiB, GiB or TiB"))
+        raise ConfigError(
+            tell(
+                f"{name} is a size such as '24GiB'",
+                f"{size!r} was given",
+                "Write a number with B, KiB, MiB, GiB or TiB",
+            )
+        )
     if isinstance(size, int):
         value = size
     else:
         match = _SIZE.fullmatch(size)
         factor = {unit.lower(): f for unit, f in _FACTORS.items()}.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            hint = "GB means 10^9 to some and 2^30 to others; use GiB" if match else "Write a number with B, KiB, MiB, GiB or TiB"
+            hint = (
+                "GB means 10^9 to some and 2^30 to others; use GiB"
+                if match
+                else "Write a number with B, KiB, MiB, GiB or TiB"
+            )
             raise ConfigError(tell(f"{name} is a size such as '24GiB' or '123456B'", f"{size!r} was given", hint))
         value = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if value <= 0:
@@ -44,7 +54,11 @@ def exact_bytes(num_bytes: int) -> str:
 
 def show_bytes(num_bytes: float) -> str:
     """For reading: three significant digits."""
-    fitting = [(unit, num_bytes / factor) for unit, factor in _FACTORS.items() if abs(num_bytes / factor) < (1024 if unit == "B" else 999.5)]
+    fitting = [
+        (unit, num_bytes / factor)
+        for unit, factor in _FACTORS.items()
+        if abs(num_bytes / factor) < (1024 if unit == "B" else 999.5)
+    ]
     unit, value = fitting[0] if fitting else ("TiB", num_bytes / _FACTORS["TiB"])
     return f"{int(value)} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
@@ -63,7 +77,11 @@ def show_enough(num_bytes: int) -> str:
 def show_seconds(seconds: float) -> str:
     if abs(seconds) >= 600:
         return f"{seconds / 60:.0f} min"
-    fitting = [(unit, seconds / factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)) if abs(seconds / factor) >= 0.9995]
+    fitting = [
+        (unit, seconds / factor)
+        for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+        if abs(seconds / factor) >= 0.9995
+    ]
     unit, value = fitting[0] if fitting else ("s", 0.0)
     return f"{value:.3g} {unit}" if value else "0 s"
 

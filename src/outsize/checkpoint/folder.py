@@ -1,8 +1,8 @@
 """Folders that are whole or not there.
 
-A *draft* is written beside its place under a name that nobody takes for a checkpoint, synced to the disk, and renamed last. The manifest inside
-lists every file and its size and is written after all of them: a folder with a manifest that holds is complete, any other is not. A complete
-folder is never changed again.
+A *draft* is written beside its place under a name that nobody takes for a checkpoint, synced to the disk, and renamed
+last. The manifest inside lists every file and its size and is written after all of them: a folder with a manifest that
+holds is complete, any other is not. A complete folder is never changed again.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _DRAFT = ".partial-"
 _OLD = "-old"
 # Who writes it: the machine and the process. Process ids come again, so the time of birth belongs to it.
-_NAME = re.compile(re.escape(_DRAFT) + r"(?P<place>.+)@(?P<host>[^@]*)-(?P<pid>\d+)-(?P<born>\d+)-\d+(?P<old>-old)?", re.DOTALL)
+_NAME = re.compile(
+    re.escape(_DRAFT) + r"(?P<place>.+)@(?P<host>[^@]*)-(?P<pid>\d+)-(?P<born>\d+)-\d+(?P<old>-old)?", re.DOTALL
+)
 _NUMBERS = itertools.count()
 _FOREIGN_SECONDS = 24 * 3600
 """A draft of another machine is taken for dead when nobody has written into it for so long."""
@@ -40,7 +42,8 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 class StagedDir:
     def __init__(self, place: Path, *, replace: bool = False, inside: bool = False):
-        # Links are followed once: whatever happens to them and to the working folder meanwhile, draft and place stay together on one disk.
+        # Links are followed once: whatever happens to them and to the working folder meanwhile, draft and place stay
+        # together on one disk.
         self.place, self._replace = Path(os.path.realpath(place)), replace
         self.path = _draft_path(self.place / "files" if inside else self.place)
         with os_errors_as_save_failed(place):
@@ -49,7 +52,9 @@ class StagedDir:
 
     @classmethod
     def of(cls, place: Path, *, replace: bool = False) -> "StagedDir":
-        """Of a folder that is to be there whole. `replace`: a checkpoint that is there now goes when this one is published."""
+        """Of a folder that is to be there whole. `replace`: a checkpoint that is there now goes when this one is
+        published.
+        """
         recover_partial_saves(Path(os.path.realpath(place)).parent)
         _require_free(place, replace=replace)
         return cls(place, replace=replace)
@@ -66,7 +71,9 @@ class StagedDir:
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
             do = "Free some, or lower save_total_limit; nothing was changed"
-            raise SaveFailed(tell(f"{self.place} needs {show_bytes(num_bytes)} on the disk", f"{show_bytes(free)} is free", do))
+            raise SaveFailed(
+                tell(f"{self.place} needs {show_bytes(num_bytes)} on the disk", f"{show_bytes(free)} is free", do)
+            )
 
     def publish(self, facts: dict[str, Any]) -> None:
         """Make it the checkpoint: from now on it is there, whole, also after a power cut."""
@@ -96,8 +103,8 @@ class StagedDir:
     def commit_files(self, is_stale: Callable[[str], bool] = lambda name: False) -> None:
         """For a folder that may hold other things: the files go into it one by one, each whole.
 
-        Names in the folder that are stale (left by something of another shape) go first, and files that name others (.json) come last: a folder in
-        between has too little, not what does not belong together.
+        Names in the folder that are stale (left by something of another shape) go first, and files that name others
+        (.json) come last: a folder in between has too little, not what does not belong together.
         """
         with os_errors_as_save_failed(self.place):
             self.place.mkdir(exist_ok=True)
@@ -132,7 +139,13 @@ def os_errors_as_save_failed(place: Path) -> Iterator[None]:
         found = f"{error.strerror or error} ({error.filename or place})"
         raise SaveFailed(tell(f"{place} can be written", found, f"{do}; what was saved before is as it was")) from error
     except SafetensorError as error:  # the library's own words for a file that it could not write
-        raise SaveFailed(tell(f"{place} can be written", str(error), "Free some space, or save elsewhere; what was saved before is as it was")) from error
+        raise SaveFailed(
+            tell(
+                f"{place} can be written",
+                str(error),
+                "Free some space, or save elsewhere; what was saved before is as it was",
+            )
+        ) from error
 
 
 def _require_free(place: Path, *, replace: bool) -> None:
@@ -140,10 +153,24 @@ def _require_free(place: Path, *, replace: bool) -> None:
     if not os.path.lexists(place):
         return
     if not replace:
-        raise SaveFailed(tell(f"{place} is not there yet", "it is, and a checkpoint is never changed", "Name another folder, or remove it first"))
-    is_ours = place.is_dir() and (_CHECKPOINT.fullmatch(place.name) or (place / MANIFEST).exists() or not any(place.iterdir()))
+        raise SaveFailed(
+            tell(
+                f"{place} is not there yet",
+                "it is, and a checkpoint is never changed",
+                "Name another folder, or remove it first",
+            )
+        )
+    is_ours = place.is_dir() and (
+        _CHECKPOINT.fullmatch(place.name) or (place / MANIFEST).exists() or not any(place.iterdir())
+    )
     if not is_ours:
-        raise SaveFailed(tell(f"{place} is a checkpoint that may be replaced", f"it has no {MANIFEST}", "Name another folder, or remove it first"))
+        raise SaveFailed(
+            tell(
+                f"{place} is a checkpoint that may be replaced",
+                f"it has no {MANIFEST}",
+                "Name another folder, or remove it first",
+            )
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -153,9 +180,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         facts = json.loads((folder / MANIFEST).read_text())
         files, version = dict(facts["files"]), facts["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadFile(tell(f"{folder} is a checkpoint with {MANIFEST}", f"that cannot be read ({error})", again)) from None
+        raise BadFile(
+            tell(f"{folder} is a checkpoint with {MANIFEST}", f"that cannot be read ({error})", again)
+        ) from None
     if version != FORMAT:
-        raise BadFile(tell(f"{folder} has the format {FORMAT}", f"it has {version}", "Read it with the version of outsize that wrote it"))
+        raise BadFile(
+            tell(
+                f"{folder} has the format {FORMAT}",
+                f"it has {version}",
+                "Read it with the version of outsize that wrote it",
+            )
+        )
     for name, size in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
@@ -193,7 +228,9 @@ def newest(parent: Path) -> Path | None:
 
 
 def recover_partial_saves(parent: Path) -> None:
-    """Clear up after runs that were killed: what was complete but for its rename is renamed, the new before the old; other drafts go."""
+    """Clear up after runs that were killed: what was complete but for its rename is renamed, the new before the old;
+    other drafts go.
+    """
     for path in sorted(parent.glob(f"{_DRAFT}*"), key=lambda path: (path.name.endswith(_OLD), path)):
         match = _NAME.fullmatch(path.name)
         if match is None or _is_at_work(path, match):

@@ -1,8 +1,9 @@
-"""Which tensor of a model goes into which file under which key: the Hugging Face layout, decided without touching a weight.
+"""Which tensor of a model goes into which file under which key: the Hugging Face layout, decided without touching a
+weight.
 
-transformers' own rules (tied weights, keys that are not saved, names that differ on disk, shards) are run on tensors without memory; what
-comes out untouched is one parameter under one key and can be streamed. What is stored in another form than it is run in (experts
-one by one) is converted when it is written.
+transformers' own rules (tied weights, keys that are not saved, names that differ on disk, shards) are run on tensors
+without memory; what comes out untouched is one parameter under one key and can be streamed. What is stored in another
+form than it is run in (experts one by one) is converted when it is written.
 """
 
 import inspect
@@ -55,7 +56,10 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
     """`max_shard_size`: of a file, as in `save_pretrained`, whose own default holds where it is None."""
     from transformers import PreTrainedModel
 
-    owner = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    owner = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     stand_ins: Tensors = {}
     for name in model.state_dict():
         if name in owner:
@@ -68,6 +72,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
         return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), None)
 
     from huggingface_hub import split_state_dict_into_shards_factory
+
     private = compat.transformers()
 
     for ignored in model._keys_to_ignore_on_save or ():
@@ -77,10 +82,13 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
     stored = private.revert_weight_conversion(model, dict(kept))
     largest = max_shard_size or inspect.signature(model.save_pretrained).parameters["max_shard_size"].default
     split = split_state_dict_into_shards_factory(
-        stored, filename_pattern="model{suffix}.safetensors", max_shard_size=largest,
+        stored,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=largest,
         # As for tensors with memory: views of one tensor (its experts) lie in one file.
-        get_storage_id=lambda tensor: storage_id(tensor.untyped_storage()), get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
-    )  # fmt: skip
+        get_storage_id=lambda tensor: storage_id(tensor.untyped_storage()),
+        get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+    )
     files = {file: {key: Spec.of(stored[key]) for key in keys} for file, keys in split.filename_to_tensors.items()}
     source = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
     as_it_is = set(source.values())
@@ -89,12 +97,21 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
         {key: Spec.of(tensor) for key, tensor in stored.items() if key not in source},
         lambda tensors: private.revert_weight_conversion(model, tensors),
     )
-    index = {"metadata": {"total_parameters": model.num_parameters(), **split.metadata}, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+    index = (
+        {
+            "metadata": {"total_parameters": model.num_parameters(), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        if split.is_sharded
+        else None
+    )
     return ModelFiles(files, source, recipes, index)
 
 
 def _recipes(inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]) -> tuple[Recipe, ...]:
-    """One for each input where it gives its keys by itself (experts of one layer), so that no more than that is ever held twice; else one for all."""
+    """One for each input where it gives its keys by itself (experts of one layer), so that no more than that is ever
+    held twice; else one for all.
+    """
     alone: dict[str, Tensors] = {}
     try:
         alone = {name: convert({name: stand_in}) for name, stand_in in inputs.items()}

@@ -18,7 +18,8 @@ from outsize.hardware.host import container_limit
 
 _DOC = """Is this machine ready to train, and if not, why?
 
-Shows versions, GPU and memory, and trains a toy model for two steps on an simulated small GPU, which must give the same bits as plain PyTorch.
+Shows versions, GPU and memory, and trains a toy model for two steps on a simulated small GPU,
+which must give the same bits as plain PyTorch.
 
 [bold]Examples[/bold]
 
@@ -60,7 +61,10 @@ doctor.__doc__ = _DOC
 
 
 def _python() -> Iterator[Finding]:
-    yield Finding("ok" if sys.version_info >= (3, 11) else "broken", f"{platform.python_version()} ({sys.executable}); 3.11 or newer is needed")
+    yield Finding(
+        "ok" if sys.version_info >= (3, 11) else "broken",
+        f"{platform.python_version()} ({sys.executable}); 3.11 or newer is needed",
+    )
 
 
 def _libraries() -> Iterator[Finding]:
@@ -83,15 +87,31 @@ def _gpu() -> Iterator[Finding]:
 
     device = choose_device()
     if device.kind == "cuda":
-        yield Finding("ok", f"{device.spec.name}, {show_bytes(device.spec.gpu_bytes)}, of which {show_bytes(device.free_bytes)} can be used")
+        yield Finding(
+            "ok",
+            f"{device.spec.name}, {show_bytes(device.spec.gpu_bytes)}, of which {show_bytes(device.free_bytes)} can "
+            "be used",
+        )
         yield Finding("ok", f"CUDA {torch.version.cuda}; rates {device.spec.provenance}")
     elif torch.version.cuda is None:
-        yield Finding("note", f"none: this torch ({torch.__version__}) is built without CUDA. Training runs on cpu and sim alone; `outsize plan` needs no GPU")
+        yield Finding(
+            "note",
+            f"none: this torch ({torch.__version__}) is built without CUDA. Training runs on cpu and sim alone; "
+            "`outsize plan` needs no GPU",
+        )
     elif not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
-        yield Finding("note", f"none: torch knows CUDA {torch.version.cuda}, but this system has no NVIDIA driver (in a container: start it with --gpus all)")
+        yield Finding(
+            "note",
+            f"none: torch knows CUDA {torch.version.cuda}, but this system has no NVIDIA driver (in a container: "
+            "start it with --gpus all)",
+        )
     else:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = f"CUDA_VISIBLE_DEVICES is {hidden!r}" if hidden is not None else f"the driver may be too old for CUDA {torch.version.cuda}; see nvidia-smi"
+        why = (
+            f"CUDA_VISIBLE_DEVICES is {hidden!r}"
+            if hidden is not None
+            else f"the driver may be too old for CUDA {torch.version.cuda}; see nvidia-smi"
+        )
         yield Finding("broken", f"there is an NVIDIA driver, but torch sees no GPU: {why}")
 
 
@@ -142,28 +162,52 @@ def _self_test() -> Iterator[Finding]:
 
     with torch.random.fork_rng(devices=[]), _without_cache():
         torch.manual_seed(0)
-        shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+        shape = dict(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=64,
+        )
         model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False)).to(torch.bfloat16).train()
         plain = copy.deepcopy(model)
         batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (2, 2, 16))]
         reference = Reference(plain.parameters(), lr=1e-2, max_grad_norm=1.0)
         expected = [_step(plain, reference, batch) for batch in batches]
         engine = prepare(
-            model, batches[0], optimizer=AdamW(lr=1e-2, max_grad_norm=1.0), device="sim:64MiB", host_memory="64MiB", chunk_bytes="8KiB",
+            model,
+            batches[0],
+            optimizer=AdamW(lr=1e-2, max_grad_norm=1.0),
+            device="sim:64MiB",
+            host_memory="64MiB",
+            chunk_bytes="8KiB",
             pins=Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=1),
-        )  # fmt: skip
+        )
         try:
             found = [_step(model, engine.optimizer, batch) for batch in batches]
             report = engine.report()
         finally:
             engine.detach()
-    wrong = [name for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True) if not torch.equal(a, b)]
+    wrong = [
+        name for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True) if not torch.equal(a, b)
+    ]
     if found != expected or wrong:
-        yield Finding("broken", f"the engine and plain PyTorch differ: losses {found} and {expected}, weights {', '.join(wrong) or 'equal'}")
+        yield Finding(
+            "broken",
+            f"the engine and plain PyTorch differ: losses {found} and {expected}, "
+            f"weights {', '.join(wrong) or 'equal'}",
+        )
     elif report.gpu_peak_bytes != report.planned_gpu_bytes:
-        yield Finding("broken", f"the plan promised {report.planned_gpu_bytes} bytes, the run took {report.gpu_peak_bytes}")
+        yield Finding(
+            "broken", f"the plan promised {report.planned_gpu_bytes} bytes, the run took {report.gpu_peak_bytes}"
+        )
     else:
-        yield Finding("ok", f"2 steps of a toy model: same bits as plain PyTorch, and {show_bytes(report.gpu_peak_bytes)} of device memory as planned")
+        yield Finding(
+            "ok",
+            f"2 steps of a toy model: same bits as plain PyTorch, and {show_bytes(report.gpu_peak_bytes)} of device "
+            "memory as planned",
+        )
 
 
 def _step(model, optimizer, batch) -> float:  # type: ignore[no-untyped-def]  # torch types, which this file imports late
@@ -189,5 +233,11 @@ def _without_cache() -> Iterator[None]:
 
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
-    "python": _python, "libraries": _libraries, "GPU": _gpu, "probed": _probe, "host memory": _memory, "cache": _cache, "self-test": _self_test,
-}  # fmt: skip
+    "python": _python,
+    "libraries": _libraries,
+    "GPU": _gpu,
+    "probed": _probe,
+    "host memory": _memory,
+    "cache": _cache,
+    "self-test": _self_test,
+}

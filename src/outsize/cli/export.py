@@ -19,7 +19,9 @@ def export(
     source: Annotated[Path, typer.Argument(help="A checkpoint, or the output_dir of a run.", metavar="FROM")],
     target: Annotated[Path, typer.Argument(help="The folder to write; empty or not there yet.", metavar="TO")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base.")] = False,
-    base: Annotated[str | None, typer.Option(help="The adapter's base, if it has moved.", show_default="where the adapter says")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The adapter's base, if it has moved.", show_default="where the adapter says")
+    ] = None,
 ) -> None:
     from outsize.run.export import export_folder
     from outsize.run.quiet import quiet

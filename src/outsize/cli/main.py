@@ -1,4 +1,5 @@
-"""The `outsize` command: gathers the commands, one file each, and shows our errors as the sentences they are, without a traceback.
+"""The `outsize` command: gathers the commands, one file each, and shows our errors as the sentences they are, without a
+traceback.
 
 Importing this loads neither torch nor transformers, so `outsize --help` answers at once.
 """
@@ -29,7 +30,9 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+)
 app.command()(train)
 app.command()(plan)
 app.command()(explain)
@@ -46,8 +49,14 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(help="Trains Hugging Face models that are too large for the GPU at hand, to the same bits.")
-def _root(version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")] = False) -> None:
-    """Warnings go to stderr by themselves: a handler for all of Python would say those of libraries that have one twice."""
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Warnings go to stderr by themselves: a handler for all of Python would say those of libraries that have one
+    twice.
+    """
 
 
 if __name__ == "__main__":

@@ -9,17 +9,34 @@ from outsize.base.errors import ConfigError, tell
 from outsize.run.shapes import require_one_of
 
 ConfigPath = Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")]
-Hardware = Annotated[str, typer.Option(help="A machine of the catalog, a machine's YAML file, or a size such as 64MiB.")]
+Hardware = Annotated[
+    str, typer.Option(help="A machine of the catalog, a machine's YAML file, or a size such as 64MiB.")
+]
 # Two are said daily: by the names that they have in a run's YAML, and shorter.
 SEQUENCE_LEN, MICRO_BATCH = ("--sequence-len", "--seq"), ("--micro-batch-size", "--micro-batch")
 SequenceLen = Annotated[int, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.")]
-MicroBatch = Annotated[int | None, typer.Option(*MICRO_BATCH, help="Rows of a batch.", show_default="1; with --batch-size, the fastest")]
-BatchSize = Annotated[int | None, typer.Option(help="Rows of an optimizer step: micro-batches and accumulation follow from it.", show_default=False)]
-GpuMemory = Annotated[str | None, typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="the machine's")]
-HostMemory = Annotated[str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")]
-Accumulate = Annotated[int | None, typer.Option(help="Backward passes per optimizer step.", show_default="1, or what --batch-size makes of it")]
+MicroBatch = Annotated[
+    int | None, typer.Option(*MICRO_BATCH, help="Rows of a batch.", show_default="1; with --batch-size, the fastest")
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(help="Rows of an optimizer step: micro-batches and accumulation follow from it.", show_default=False),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="the machine's"),
+]
+HostMemory = Annotated[
+    str | None, typer.Option(help="Most host memory to use.", show_default="the machine's, less a tenth")
+]
+Accumulate = Annotated[
+    int | None,
+    typer.Option(help="Backward passes per optimizer step.", show_default="1, or what --batch-size makes of it"),
+]
 Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
-NumImages = Annotated[int | None, typer.Option("--images", help="Images in a row; only for models that see.", show_default="1 for those")]
+NumImages = Annotated[
+    int | None, typer.Option("--images", help="Images in a row; only for models that see.", show_default="1 for those")
+]
 ImageSize = Annotated[int, typer.Option(help="Pixels of an image's side.")]
 Update = Annotated[str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")]
 
@@ -28,7 +45,9 @@ def require_file(option: str, path: Path | None) -> None:
     """Before the work that is to be written there."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         found = f"{path} is a folder" if path.is_dir() else f"{path.parent} does not exist"
-        raise ConfigError(tell(f"{option} names a file in a folder that exists", found, "Name a file, and make its folder first"))
+        raise ConfigError(
+            tell(f"{option} names a file in a folder that exists", found, "Name a file, and make its folder first")
+        )
 
 
 def update_mode(update: str) -> Literal["after_step", "in_backward"]:

@@ -46,7 +46,12 @@ outsize plan ~/models/llama-8b --accumulate 8 --save plan.json     [dim]for outs
 
 def plan(
     model: ConfigPath,
-    hardware: Annotated[str, typer.Option(help="A machine of the catalog, or several with commas between; a machine's YAML file; or a size.")] = "rtx4090",
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="A machine of the catalog, or several with commas between; a machine's YAML file; or a size."
+        ),
+    ] = "rtx4090",
     sequence_len: SequenceLen = 2048,
     micro_batch_size: MicroBatch = None,
     batch_size: BatchSize = None,
@@ -58,14 +63,27 @@ def plan(
     images: NumImages = None,
     image_size: ImageSize = 1024,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page to this file: memory and lanes over one step, what every block does.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write what each lane would do in one step to this file, for Perfetto.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page to this file: memory and lanes over one step, what every block does."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what each lane would do in one step to this file, for Perfetto.")
+    ] = None,
 ) -> None:
     names = [name.strip() for name in hardware.split(",") if name.strip()]
-    written = {option: path for option, path in (("--save", save), ("--html", html), ("--trace", trace)) if path is not None}
+    written = {
+        option: path for option, path in (("--save", save), ("--html", html), ("--trace", trace)) if path is not None
+    }
     if not names or (written and len(names) > 1):
         found = f"--hardware names {len(names)} machines" + (f" with {', '.join(written)}" if names else "")
-        raise ConfigError(tell("one machine for a plan that is written to a file, and one or more to compare", found, "Name one of them with --hardware"))
+        raise ConfigError(
+            tell(
+                "one machine for a plan that is written to a file, and one or more to compare",
+                found,
+                "Name one of them with --hardware",
+            )
+        )
     for option, path in written.items():
         require_file(option, path)
     for name in names:
@@ -79,9 +97,19 @@ def plan(
 
     def plan_for(name: str) -> "Forecast":
         return forecast(
-            model, sequence_len=sequence_len, micro_batch_size=micro_batch_size, batch_size=batch_size, hardware=name, gpu_memory=gpu_memory,
-            host_memory=host_memory, accumulate=accumulate, dtype=dtype, optimizer=AdamW(update=mode), images=images, image_size=image_size,
-        )  # fmt: skip
+            model,
+            sequence_len=sequence_len,
+            micro_batch_size=micro_batch_size,
+            batch_size=batch_size,
+            hardware=name,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            accumulate=accumulate,
+            dtype=dtype,
+            optimizer=AdamW(update=mode),
+            images=images,
+            image_size=image_size,
+        )
 
     if len(names) == 1:
         made = plan_for(names[0])
@@ -115,18 +143,31 @@ def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
     rates: dict[str, list[str]] = {}
     for name, found in found_for.items():
         if isinstance(found, PlanInfeasible):
-            missing = f"{show_enough(found.needed_bytes)} of {'GPU' if found.resource == 'gpu' else 'host'} memory needed"
+            missing = (
+                f"{show_enough(found.needed_bytes)} of {'GPU' if found.resource == 'gpu' else 'host'} memory needed"
+            )
             rows.append((name, "does not fit", "", "", "", f"{missing}, {show_bytes(found.allowed_bytes)} there"))
             notes.append(f"{name}: {found}")
             continue
         rates.setdefault(found.problem.spec.provenance, []).append(name)
         estimate = found.plan.estimate
-        rows.append((
-            name, f"{found.tokens_per_second:,.0f}", show_seconds(estimate.step_seconds), show_bytes(estimate.gpu_bytes), show_bytes(estimate.host_bytes),
-            busiest_lane(found.plan),
-        ))  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{found.tokens_per_second:,.0f}",
+                show_seconds(estimate.step_seconds),
+                show_bytes(estimate.gpu_bytes),
+                show_bytes(estimate.host_bytes),
+                busiest_lane(found.plan),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = ["  ".join(cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
     notes = [*(f"rates of {', '.join(same)}: {provenance}" for provenance, same in rates.items()), *notes]
     return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], "", *notes])
 

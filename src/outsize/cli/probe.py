@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _DOC = """How fast are the lanes of this machine: copies, updates, matrices?
 
-Takes about twenty seconds, during which nothing else should run. What it finds is kept (OUTSIZE_CACHE) and used by every plan for this machine until
-the driver or torch changes. Without a GPU, only the host is measured.
+Takes about twenty seconds, during which nothing else should run. The rates are kept in the cache (OUTSIZE_CACHE) and
+used by every plan for this machine until the driver or torch changes. Without a GPU, only the host is measured.
 
 [bold]Examples[/bold]
 
@@ -29,11 +29,20 @@ _UNITS = {"h2d": (1e9, "GB/s"), "d2h": (1e9, "GB/s"), "host": (1e9, "G parameter
 
 
 def probe(
-    save: Annotated[Path | None, typer.Option(help="Write the machine to this YAML file, for --hardware and device='sim:FILE'.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, …; cpu for the host alone.", show_default="the GPU if there is one")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the machine to this YAML file, for --hardware and device='sim:FILE'.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda, cuda:1, …; cpu for the host alone.", show_default="the GPU if there is one"),
+    ] = None,
 ) -> None:
     if device is not None and device.partition(":")[0] not in ("cuda", "cpu"):
-        raise ConfigError(tell("--device is cuda, cuda:<number> or cpu", f"{device!r} was given", "Only what is there can be measured"))
+        raise ConfigError(
+            tell(
+                "--device is cuda, cuda:<number> or cpu", f"{device!r} was given", "Only what is there can be measured"
+            )
+        )
     require_file("--save", save)
 
     # Importing takes seconds; what can be refused without it was refused above.
@@ -47,9 +56,16 @@ def probe(
     print(show(machine))
     if where.kind == "cuda":
         kept = keep_probe(machine, where.identity)
-        print(f"\nkept      {kept}; plans for this machine use it" if kept else "\nkept      not at all: without a cache (OUTSIZE_CACHE) plans do not use it")
+        print(
+            f"\nkept      {kept}; plans for this machine use it"
+            if kept
+            else "\nkept      not at all: without a cache (OUTSIZE_CACHE) plans do not use it"
+        )
     else:
-        print("\nno GPU    only the host was measured: the card's rates are assumed, and plans for this machine do not use them")
+        print(
+            "\nno GPU    only the host was measured: the card's rates are assumed, and plans for this machine do not "
+            "use them"
+        )
     if save is not None:
         save.write_text(write_machine(machine), encoding="utf-8")
         print(f"written   {save}; use it as --hardware {save}, or device='sim:{save}'")
@@ -62,10 +78,17 @@ def show(machine: "Machine") -> str:
     """What was measured, a line each; where it is several figures, with the one that plans use."""
     spec, measured = machine.spec, machine.measured
     memory, identity = measured["host_memory"], measured["identity"]
-    lines = [f"machine   {spec.name}; {identity['cores']} cores, torch {identity['torch']}; took {show_seconds(measured['seconds'])}; {spec.provenance}"]
+    lines = [
+        f"machine   {spec.name}; {identity['cores']} cores, torch {identity['torch']}; took "
+        f"{show_seconds(measured['seconds'])}; {spec.provenance}"
+    ]
     limit = " (the container's limit)" if memory["container_limit_bytes"] == memory["bytes"] else ""
     lines.append(f"RAM       {show_bytes(memory['bytes'])}{limit}, {show_bytes(memory['free_bytes'])} free")
-    used = {"h2d": spec.h2d_bytes_per_second, "d2h": spec.d2h_bytes_per_second, "host": spec.host_adam_params_per_second}
+    used = {
+        "h2d": spec.h2d_bytes_per_second,
+        "d2h": spec.d2h_bytes_per_second,
+        "host": spec.host_adam_params_per_second,
+    }
     for lane, label in (("h2d", "in"), ("d2h", "out"), ("host", "updates")):
         rates = {key: found[lane] for key, found in measured["lanes_per_second"].items() if lane in found}
         if rates:
@@ -87,9 +110,16 @@ def _lane(lane: str, rates: dict[str, float]) -> str:
 def _card(measured: dict[str, Any]) -> Iterator[str]:
     for way, by_size in measured["copy_bytes_per_second"].items():
         yield f"{way:<9} " + ", ".join(f"{size} {rate / 1e9:.3g}" for size, rate in by_size.items()) + " GB/s"
-    yield f"card      {measured['gpu_copy_bytes_per_second'] / 1e9:,.0f} GB/s; AdamW {measured['gpu_adam_params_per_second'] / 1e9:.3g} G parameters/s"
+    yield (
+        f"card      {measured['gpu_copy_bytes_per_second'] / 1e9:,.0f} GB/s; AdamW "
+        f"{measured['gpu_adam_params_per_second'] / 1e9:.3g} G parameters/s"
+    )
     for label, key in (("matrices", "gemm_flops"), ("attention", "attention_flops")):
-        yield f"{label:<9} " + ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured[key].items()) + " TFLOP/s"
+        yield (
+            f"{label:<9} "
+            + ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured[key].items())
+            + " TFLOP/s"
+        )
     yield f"layer     {measured['layer_flops'] / 1e12:.3g} TFLOP/s forward and backward"
     alone, beside = (show_seconds(seconds) for seconds in measured["op_launch_seconds"].values())
     yield f"issuing   {alone} for a few hundred small operators, {beside} beside host updates"

@@ -25,13 +25,20 @@ outsize train run.yaml --resume --set learning_rate=1e-5     [dim]change it from
 
 def train(
     config: Annotated[Path, typer.Argument(help="What to do; docs/config.md lists the keys.", metavar="RUN.YAML")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be given several times.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be given several times.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and stop.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in output_dir.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in output_dir.")
+    ] = False,
 ) -> None:
     from outsize.config.read import read_config
 
-    asked = [*(overrides or ()), *(["resume_from_checkpoint=true", "auto_resume_from_checkpoints=false"] if resume else ())]
+    asked = [
+        *(overrides or ()),
+        *(["resume_from_checkpoint=true", "auto_resume_from_checkpoints=false"] if resume else ()),
+    ]
     run = read_config(config, asked)
 
     # Importing takes seconds; a wrong config was refused above.

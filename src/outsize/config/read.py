@@ -17,7 +17,9 @@ from outsize.config.values import read_fields
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a file, changed by `key=value` texts: the value is YAML, dots in the key reach into mappings and lists."""
+    """The config of a file, changed by `key=value` texts: the value is YAML, dots in the key reach into mappings and
+    lists.
+    """
     where = str(path)
     mapping, problems = load_yaml(read_text(path), where=where)
     _require_mapping(mapping, where)
@@ -51,5 +53,14 @@ def _parse(mapping: Mapping[Any, Any], where: str, problems: list[str]) -> RunCo
     problems += contradictions(config, given=given, wrong=wrong)
     if problems:
         count = "1 thing in it is" if len(problems) == 1 else f"{len(problems)} things in it are"
-        raise ConfigError("\n  ".join([tell(f"{where} describes a run", f"{count} wrong", "Correct this; docs/config.md tells of every key"), *problems]))
+        raise ConfigError(
+            "\n  ".join(
+                [
+                    tell(
+                        f"{where} describes a run", f"{count} wrong", "Correct this; docs/config.md tells of every key"
+                    ),
+                    *problems,
+                ]
+            )
+        )
     return config

@@ -1,7 +1,7 @@
 """RunConfig: what a run is, as the user wrote it. `read.py` makes one out of YAML and answers for its being sound.
 
-The names are those Axolotl and transformers users know. To add a key, add a field: its type (see `kinds.py`) is how it is checked, its default how
-it is when left out, and docs/config.md lists it.
+The names are those Axolotl and transformers users know. To add a key, add a field: its type (see `kinds.py`) is how it
+is checked, its default how it is when left out, and docs/config.md lists it.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from outsize.config.types import (
     PlanFile,
     Positive,
     Rule,
+    SaveStrategy,
     Scheduler,
     Seed,
     Share,
@@ -29,7 +30,6 @@ from outsize.config.types import (
     TargetModules,
     Text,
     Trackers,
-    SaveStrategy,
 )
 
 
@@ -79,7 +79,9 @@ class RunConfig:
     batch_size: Count | None = None
     """Rows in an optimizer step. None: `micro_batch_size` × `gradient_accumulation_steps`."""
     micro_batch_size: Count | None = None
-    """Rows in a forward pass. None: 1; with `batch_size`, what `gradient_accumulation_steps` makes of it, or the fastest."""
+    """Rows in a forward pass. None: 1; with `batch_size`, what `gradient_accumulation_steps` makes of it, or the
+    fastest.
+    """
     eval_batch_size: Count | None = None
     """None: as in training."""
     gradient_accumulation_steps: Count | None = None
@@ -108,7 +110,9 @@ class RunConfig:
     output_dir: Text = "out"
     save_strategy: SaveStrategy = "steps"
     save_steps: Count | None = None
-    """Steps between checkpoints under `save_strategy: steps`. None: one at the end; with `load_best_model_at_end`, one at each evaluation."""
+    """Steps between checkpoints under `save_strategy: steps`. None: one at the end; with `load_best_model_at_end`, one
+    at each evaluation.
+    """
     save_total_limit: Count | None = None
     """Checkpoints to keep; older ones are deleted. None: all."""
     save_only_model: bool = False
@@ -151,7 +155,9 @@ class RunConfig:
     chunk_bytes: Size | None = None
     """Upper bound of a chunk. None: the library's."""
     chunked_loss: bool | None = None
-    """The loss in chunks of tokens, never all logits at once. None: where batches are larger than a chunk and the model allows it."""
+    """The loss in chunks of tokens, never all logits at once. None: where batches are larger than a chunk and the model
+    allows it.
+    """
 
     adapter: Adapter | None = None
     """None: all weights are trained."""
@@ -182,7 +188,9 @@ class RunConfig:
 
     @property
     def evaluates(self) -> Literal["no", "steps", "epoch"]:
-        """What `eval_strategy` amounts to: where it is left out and there is data to evaluate on, every `eval_steps` if given, else every epoch."""
+        """What `eval_strategy` amounts to: where it is left out and there is data to evaluate on, every `eval_steps` if
+        given, else every epoch.
+        """
         if self.eval_strategy is not None:
             return self.eval_strategy
         if not self.has_eval_data:

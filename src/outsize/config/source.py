@@ -1,6 +1,7 @@
 """Where the keys come from: the text of a YAML file, and `--set key=value` on the command line.
 
-YAML is read as people mean it: a key given twice is a problem (PyYAML keeps the last), and `2e-5` is a number (YAML 1.1 wants `2.0e-5`).
+YAML is read as people mean it: a key given twice is a problem (PyYAML keeps the last), and `2e-5` is a number (YAML 1.1
+wants `2.0e-5`).
 """
 
 import copy
@@ -26,20 +27,30 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if name in lines:
-                self.repeated.append(f"{key.value}: {tell('a key is given once', f'it is in line {lines[name]} and in line {line}', 'Keep one of them')}")
+                self.repeated.append(
+                    f"{key.value}: given twice, in line {lines[name]} and in line {line}. Keep one of them."
+                )
             lines.setdefault(name, line)
         return node
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        found = f"the system says: {error.strerror}" if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason} at byte {error.start})"
-        raise ConfigError(tell(f"{path} is a YAML file that can be read", found, "Check the path and the file")) from None
+        found = (
+            f"the system says: {error.strerror}"
+            if isinstance(error, OSError)
+            else f"it is not UTF-8 ({error.reason} at byte {error.start})"
+        )
+        raise ConfigError(
+            tell(f"{path} is a YAML file that can be read", found, "Check the path and the file")
+        ) from None
 
 
 def load_yaml(text: str, *, where: str) -> tuple[Any, list[str]]:
@@ -48,7 +59,11 @@ def load_yaml(text: str, *, where: str) -> tuple[Any, list[str]]:
         loader = _Loader(text)  # looks at the characters already
         return loader.get_single_data(), loader.repeated
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date with a month 13
-        raise ConfigError(tell(f"{where} is YAML", _found(error, text), "Correct it there; a text with special characters needs quotes")) from None
+        raise ConfigError(
+            tell(
+                f"{where} is YAML", _found(error, text), "Correct it there; a text with special characters needs quotes"
+            )
+        ) from None
 
 
 def _found(error: Exception, text: str) -> str:
@@ -56,11 +71,17 @@ def _found(error: Exception, text: str) -> str:
         before = text[: error.position].split("\n")
         return f"in line {len(before)}, column {len(before[-1]) + 1} is a character that YAML does not allow"
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return f"in line {mark.line + 1}, column {mark.column + 1} it is not ({error.problem})" if mark else f"it is not ({error})"  # type: ignore[attr-defined]
+    return (
+        f"in line {mark.line + 1}, column {mark.column + 1} it is not ({error.problem})"  # type: ignore[attr-defined]
+        if mark
+        else f"it is not ({error})"
+    )
 
 
 def override(mapping: dict[Any, Any], text: str) -> list[str]:
-    """Set what `key=value` says in the mapping, and tell what is wrong with it. Dots reach into mappings and lists: `datasets.0.path=x`."""
+    """Set what `key=value` says in the mapping, and tell what is wrong with it. Dots reach into mappings and lists:
+    `datasets.0.path=x`.
+    """
     key, equals, written = text.partition("=")
     steps = key.strip().split(".")
     if not equals or not all(steps):
@@ -84,11 +105,19 @@ def _put(place: Any, steps: list[str], value: Any) -> None:
     step: Any = steps[0]
     if isinstance(place, list):
         if not step.isdecimal() or int(step) > len(place):
-            raise ConfigError(tell(f"a number from 0 to {len(place)} tells the place in the list", f"{step!r} was given", "Count from 0; the last adds one"))
+            raise ConfigError(
+                tell(
+                    f"a number from 0 to {len(place)} tells the place in the list",
+                    f"{step!r} was given",
+                    "Count from 0; the last adds one",
+                )
+            )
         step = int(step)
         place += [None] if step == len(place) else []
     elif not isinstance(place, dict):
-        raise ConfigError(tell(f"{step!r} is in a mapping or list", f"it would be in {place!r}", "Set the whole of it instead"))
+        raise ConfigError(
+            tell(f"{step!r} is in a mapping or list", f"it would be in {place!r}", "Set the whole of it instead")
+        )
     if len(steps) > 1:
         inner = place[step] if isinstance(place, list) else place.get(step)
         # A copy, since a YAML anchor may have put the same object at other places.

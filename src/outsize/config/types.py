@@ -1,6 +1,7 @@
 """The kinds of values a key can have: a type with the rule that its values keep.
 
-`micro_batch_size: Count = 1` says all there is to say about a key. For a type checker `Count` is `int`; `values.py` reads the rule as well.
+`micro_batch_size: Count = 1` says all there is to say about a key. For a type checker `Count` is `int`; `values.py`
+reads the rule as well.
 """
 
 from collections.abc import Callable
@@ -37,14 +38,24 @@ Positive = Annotated[float, Rule(expected="a number above 0", holds=lambda value
 NotNegative = Annotated[float, Rule(expected="a number from 0", holds=lambda value: value >= 0)]
 Share = Annotated[float, Rule(expected="a number from 0 to 1", holds=lambda value: 0 <= value <= 1)]
 ShareBelowOne = Annotated[float, Rule(expected="a number from 0 to below 1", holds=lambda value: 0 <= value < 1)]
-ShareOrCount = Annotated[float | int, Rule(expected="a share from 0 to below 1, or a whole number of examples", holds=_is_share_or_count)]
+ShareOrCount = Annotated[
+    float | int, Rule(expected="a share from 0 to below 1, or a whole number of examples", holds=_is_share_or_count)
+]
 Size = Annotated[str | int, Rule(expected="a size such as '24GiB', or a number of bytes", holds=_is_size)]
 
 # YAML 1.1 reads a bare `no` as false.
 SaveStrategy = Annotated[Literal["no", "steps", "epoch"], Rule(expected="no, steps or epoch", also=((False, "no"),))]
 Scheduler = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay",
-]  # fmt: skip
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+]
 Optimizer = Annotated[
     Literal["adamw"],
     Rule(
@@ -54,11 +65,18 @@ Optimizer = Annotated[
 ]
 Adapter = Annotated[Literal["lora"], Rule(expected="lora (base weights stay as they are, not quantised)")]
 Bf16 = Annotated[bool, Rule(expected="true or false", also=(("auto", True),))]
-Trackers = Annotated[tuple[Text, ...], Rule(expected="a list of trackers such as [wandb, tensorboard]", also=(("none", ()),))]
+Trackers = Annotated[
+    tuple[Text, ...], Rule(expected="a list of trackers such as [wandb, tensorboard]", also=(("none", ()),))
+]
 TargetModules = Annotated[
     tuple[Text, ...],
-    Rule(expected="a list of module names (for all linear layers: lora_target_linear: true)", holds=lambda names: "all-linear" not in names),
+    Rule(
+        expected="a list of module names (for all linear layers: lora_target_linear: true)",
+        holds=lambda names: "all-linear" not in names,
+    ),
 ]
-Checkpoint = Annotated[str | bool, Rule(expected="the folder of a checkpoint, or true for the newest one", holds=lambda value: value != "")]
+Checkpoint = Annotated[
+    str | bool, Rule(expected="the folder of a checkpoint, or true for the newest one", holds=lambda value: value != "")
+]
 PlanFile = Annotated[str, Rule(expected="the path of a plan file, or a mapping of pins", holds=bool)]
 PinName = Literal["n_persist", "n_buffer", "n_swap", "n_checkpoint", "n_offload", "n_optimizer_gpu"]

@@ -1,6 +1,8 @@
-"""From written data to the fields of a record, by the record's own type hints. What is wrong is listed, never raised: a user sees all of it at once.
+"""From written data to the fields of a record, by the record's own type hints. What is wrong is listed, never raised: a
+user sees all of it at once.
 
-A line of the list is the key, what was expected and what was found. A key without a value (`max_steps:`) is one that was not given.
+A line of the list is the key, what was expected and what was found. A key without a value (`max_steps:`) is one that
+was not given.
 """
 
 import dataclasses
@@ -19,7 +21,14 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _SHOWN_CHARS = 80
 
 
-def read_fields(record: type, data: Mapping[str, Any], problems: list[str], *, prefix: str = "", spelled: Mapping[str, str] | None = None) -> dict[str, Any]:
+def read_fields(
+    record: type,
+    data: Mapping[str, Any],
+    problems: list[str],
+    *,
+    prefix: str = "",
+    spelled: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Values of the fields that are given and sound; what is wrong with the others is added to `problems`.
 
     `spelled`: how the user wrote a key, where that is not its name.
@@ -43,14 +52,18 @@ def read_fields(record: type, data: Mapping[str, Any], problems: list[str], *, p
 
 
 def read_value(hint: Any, data: Any, label: str, problems: list[str], *, expected: str = "") -> Any:
-    """The value that `data` means for `hint`; of no meaning when it adds to `problems`. `expected`: words for it, where a rule has better ones."""
+    """The value that `data` means for `hint`; of no meaning when it adds to `problems`. `expected`: words for it, where
+    a rule has better ones.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _ruled(args[0], args[1], data, label, problems)
     if origin in (typing.Union, types.UnionType):
         members = [arg for arg in args if arg is not types.NoneType]
         # `float | int` keeps 16 an int; what is of none of the types is read, or refused, as the first.
-        return read_value(next((kind for kind in members if type(data) is kind), members[0]), data, label, problems, expected=expected)
+        return read_value(
+            next((kind for kind in members if type(data) is kind), members[0]), data, label, problems, expected=expected
+        )
     if origin is tuple and isinstance(data, (list, tuple, str, dict)):
         items = data if isinstance(data, (list, tuple)) else [data]  # one where a list is expected is a list of one
         return tuple(read_value(args[0], item, f"{label}.{i}", problems) for i, item in enumerate(items))
@@ -90,12 +103,20 @@ def _ruled(hint: Any, rule: Rule, data: Any, label: str, problems: list[str]) ->
 def _mapping(key_hint: Any, hint: Any, data: dict[Any, Any], label: str, problems: list[str]) -> dict[str, Any]:
     names = typing.get_args(key_hint)  # of a Literal; none where any name will do
     problems += [_unknown(f"{label}.{key}", str(key), list(names)) for key in data if names and key not in names]
-    return {str(key): read_value(hint, item, f"{label}.{key}", problems) for key, item in data.items() if item is not None and (not names or key in names)}
+    return {
+        str(key): read_value(hint, item, f"{label}.{key}", problems)
+        for key, item in data.items()
+        if item is not None and (not names or key in names)
+    }
 
 
 def _record(record: type, data: str | dict[Any, Any], label: str, problems: list[str]) -> Any:
     """A text stands for a record's first field."""
-    given = {dataclasses.fields(record)[0].name: data} if isinstance(data, str) else {str(key): item for key, item in data.items()}
+    given = (
+        {dataclasses.fields(record)[0].name: data}
+        if isinstance(data, str)
+        else {str(key): item for key, item in data.items()}
+    )
     before = len(problems)
     values = read_fields(record, given, problems, prefix=f"{label}.")
     return record(**values) if len(problems) == before else None
@@ -103,7 +124,9 @@ def _record(record: type, data: str | dict[Any, Any], label: str, problems: list
 
 def _field_for(data: Any, names: list[str], hints: dict[str, Any]) -> str:
     """Of the fields that one key fills: the one for mappings if `data` is a mapping, else the other."""
-    takes_mapping = {name: any(typing.get_origin(arg) is dict for arg in typing.get_args(hints[name])) for name in names}
+    takes_mapping = {
+        name: any(typing.get_origin(arg) is dict for arg in typing.get_args(hints[name])) for name in names
+    }
     return next((name for name in names if takes_mapping[name] == isinstance(data, dict)), names[0])
 
 
@@ -124,7 +147,9 @@ def _wrong(label: str, expected: str, data: Any) -> str:
 
 def _unknown(label: str, key: str, names: list[str]) -> str:
     nearest = difflib.get_close_matches(key, names, n=1)
-    return f"{label}: unknown key; " + (f"did you mean {nearest[0]}?" if nearest else "docs/config.md lists those there are")
+    return f"{label}: unknown key; " + (
+        f"did you mean {nearest[0]}?" if nearest else "docs/config.md lists those there are"
+    )
 
 
 def _words(hint: Any) -> str:

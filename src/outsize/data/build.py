@@ -1,4 +1,6 @@
-"""From the datasets a user names to rows ready for a batch: read, tokenize, set validation aside, cut to length, pack. All before the first step."""
+"""From the datasets a user names to rows ready for a batch: read, tokenize, set validation aside, cut to length, pack.
+All before the first step.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,12 +34,20 @@ def load_rows(
     train_on_inputs: bool = False,
     fingerprints: list[str] | None = None,
 ) -> tuple[Rows | PackedRows, Rows | PackedRows | None]:
-    """Rows to train on, and rows to validate on if `val_set_size` is not zero. The same for the same files, tokenizer and arguments.
+    """Rows to train on, and rows to validate on if `val_set_size` is not zero. The same for the same files, tokenizer
+    and arguments.
 
-    `pad_id` fills up packed rows; `collate.pad_id_of` gives it. `fingerprints` is filled with one of each dataset's content as tokens.
+    `pad_id` fills up packed rows; `collate.pad_id_of` gives it. `fingerprints` is filled with one of each dataset's
+    content as tokens.
     """
     if sequence_len < 2:
-        raise ConfigError(tell("sequence_len is 2 or more", f"it is {sequence_len}", "Raise it: a token is predicted from the one before"))
+        raise ConfigError(
+            tell(
+                "sequence_len is 2 or more",
+                f"it is {sequence_len}",
+                "Raise it: a token is predicted from the one before",
+            )
+        )
     # All are opened before any is tokenized: a wrong path or column at the end of the list is told at once.
     opened = [_open(source, tokenizer, train_on_inputs) for source in datasets]
     sizes = [0] * len(opened)
@@ -56,7 +66,9 @@ def load_rows(
     train, validation = split_off(documents, val_set_size=val_set_size, seed=seed)
 
     def finish(rows: Rows, what: str) -> Rows | PackedRows:
-        fitting = _with_something_to_train(cut(rows, sequence_len=sequence_len, strategy=excess_length_strategy), f"pieces of the {what} data")
+        fitting = _with_something_to_train(
+            cut(rows, sequence_len=sequence_len, strategy=excess_length_strategy), f"pieces of the {what} data"
+        )
         return pack(fitting, sequence_len=sequence_len, pad_id=pad_id) if sample_packing else fitting
 
     return finish(train, "training"), None if validation is None else finish(validation, "validation")
@@ -68,7 +80,9 @@ def _open(source: Source, tokenizer: Any, train_on_inputs: bool) -> Iterator[Doc
     kind = source.type or _kind_of(first, source)
     if kind == "chat_template":
         check_tokenizer(tokenizer, needs_offsets=not train_on_inputs)
-        tokenize = partial(chat_documents, tokenizer, field_messages=source.field_messages, train_on_inputs=train_on_inputs)
+        tokenize = partial(
+            chat_documents, tokenizer, field_messages=source.field_messages, train_on_inputs=train_on_inputs
+        )
     else:
         tokenize = partial(text_documents, tokenizer, field=source.field)
     return _documents(chain([first], records), tokenize)
@@ -92,8 +106,15 @@ def _kind_of(first: Record, source: Source) -> str:
 def _with_something_to_train(rows: Rows, what: str) -> Rows:
     kept = trainable(rows)
     if not len(kept):
-        found = f"none of the {len(rows)} {what} has one (all labels are -100)" if len(rows) else f"there are no {what} left"
-        do = "Look for assistant messages in the data, set train_on_inputs: true, raise sequence_len, or choose another excess_length_strategy"
+        found = (
+            f"none of the {len(rows)} {what} has one (all labels are -100)"
+            if len(rows)
+            else f"there are no {what} left"
+        )
+        do = (
+            "Look for assistant messages in the data, set train_on_inputs: true, raise sequence_len, or choose "
+            "another excess_length_strategy"
+        )
         raise DataError(tell("the datasets have tokens to train on", found, do))
     if len(kept) < len(rows):
         log.warning("%d of %d %s have no token to train on and are left out", len(rows) - len(kept), len(rows), what)

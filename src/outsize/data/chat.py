@@ -1,11 +1,13 @@
-"""Conversations to documents, by the tokenizer's own chat template. The loss comes from what the assistant says, its end of turn included.
+"""Conversations to documents, by the tokenizer's own chat template. The loss comes from what the assistant says, its
+end of turn included.
 
-What the assistant says is found as spans of the rendered text. A template that marks them (`{% generation %}`) is asked. For any other, a conversation
-rendered up to the assistant's turn, with the prompt to speak, must be the beginning of the whole: then the span is what follows, and training sees what
-generation will. The whole text is tokenized once, never in parts, since tokens at a seam would differ from those at inference.
+What the assistant says is found as spans of the rendered text. A template that marks them (`{% generation %}`) is
+asked. For any other, a conversation rendered up to the assistant's turn, with the prompt to speak, must be the
+beginning of the whole: then the span is what follows, and training sees what generation will. The whole text is
+tokenized once, never in parts, since tokens at a seam would differ from those at inference.
 
-The tokenizer's `return_assistant_tokens_mask` is not used: where a tokenizer trims spaces from its offsets (GPT-2's does), a span that ends in a space
-makes it mark all that follows, the user's words too.
+The tokenizer's `return_assistant_tokens_mask` is not used: where a tokenizer trims spaces from its offsets (GPT-2's
+does), a span that ends in a space makes it mark all that follows, the user's words too.
 """
 
 import re
@@ -36,14 +38,20 @@ class Rendered:
     """Of characters: what the assistant says."""
 
 
-def chat_documents(tokenizer: Any, records: Sequence[Record], *, field_messages: str = _DEFAULT_FIELD, train_on_inputs: bool = False) -> list[Document]:
+def chat_documents(
+    tokenizer: Any, records: Sequence[Record], *, field_messages: str = _DEFAULT_FIELD, train_on_inputs: bool = False
+) -> list[Document]:
     """One document for each record. `train_on_inputs`: the loss comes from every token."""
     check_tokenizer(tokenizer, needs_offsets=not train_on_inputs)
     rendered = [_render(tokenizer, record, field_messages, find_spans=not train_on_inputs) for record in records]
     encoded = tokenizer(
-        [chat.text for chat in rendered], add_special_tokens=False, return_offsets_mapping=not train_on_inputs,
-        return_attention_mask=False, return_token_type_ids=False, verbose=False,
-    )  # fmt: skip
+        [chat.text for chat in rendered],
+        add_special_tokens=False,
+        return_offsets_mapping=not train_on_inputs,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
     documents = []
     for index, (record, chat, ids) in enumerate(zip(records, rendered, encoded["input_ids"], strict=True)):
         labels = ids if train_on_inputs else _labels(ids, encoded["offset_mapping"][index], chat.spans)
@@ -58,32 +66,52 @@ def is_chat(record: Record, field_messages: str = _DEFAULT_FIELD) -> bool:
 def check_tokenizer(tokenizer: Any, *, needs_offsets: bool) -> None:
     if not tokenizer.chat_template:
         do = "Set chat_template_jinja to a template or its file, or use the tokenizer of an instruct model"
-        raise ConfigError(tell("the tokenizer has a chat template", f"that of {tokenizer.name_or_path or 'this model'} has none", do))
+        raise ConfigError(
+            tell("the tokenizer has a chat template", f"that of {tokenizer.name_or_path or 'this model'} has none", do)
+        )
     if needs_offsets and not tokenizer.is_fast:
         found = f"{type(tokenizer).__name__} does not"
-        raise ConfigError(tell("the tokenizer tells which characters a token is from", found, "Use a fast tokenizer, or set train_on_inputs: true"))
+        raise ConfigError(
+            tell(
+                "the tokenizer tells which characters a token is from",
+                found,
+                "Use a fast tokenizer, or set train_on_inputs: true",
+            )
+        )
 
 
 # --- messages
 
 
 def messages_of(record: Record, field_messages: str = _DEFAULT_FIELD) -> list[Message]:
-    """With `role` and `content`, whichever way they were written. Keys without a value, which columns of parquet have, are left out."""
+    """With `role` and `content`, whichever way they were written. Keys without a value, which columns of parquet have,
+    are left out.
+    """
     messages = record.get(_field(record, field_messages), key="field_messages")
     if not isinstance(messages, list) or not messages:
         found = "the list is empty" if messages == [] else f"it is {json_type(messages)}"
         raise DataError(tell(f"{record.place} has a list of messages", found, "Correct or remove the record"))
-    return [_message(message, f"message {number} of {record.place}") for number, message in enumerate(messages, start=1)]
+    return [
+        _message(message, f"message {number} of {record.place}") for number, message in enumerate(messages, start=1)
+    ]
 
 
 def _field(record: Record, field_messages: str) -> str:
-    alias = field_messages == _DEFAULT_FIELD and _DEFAULT_FIELD not in record.fields and _SHAREGPT_FIELD in record.fields
+    alias = (
+        field_messages == _DEFAULT_FIELD and _DEFAULT_FIELD not in record.fields and _SHAREGPT_FIELD in record.fields
+    )
     return _SHAREGPT_FIELD if alias else field_messages
 
 
 def _message(given: Any, place: str) -> Message:
     if not isinstance(given, dict):
-        raise DataError(tell(f"{place} is an object with role and content", f"it is {json_type(given)}", "Correct or remove the record"))
+        raise DataError(
+            tell(
+                f"{place} is an object with role and content",
+                f"it is {json_type(given)}",
+                "Correct or remove the record",
+            )
+        )
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         message = {"role": _SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
@@ -105,42 +133,68 @@ def _render(tokenizer: Any, record: Record, field_messages: str, *, find_spans: 
     messages = messages_of(record, field_messages)
     tools = record.fields.get("tools") or None
     if tools is not None and not isinstance(tools, list):
-        raise DataError(tell(f"the tools of {record.place} are a list of JSON schemas", f"it is {json_type(tools)}", "Correct or remove the record"))
+        raise DataError(
+            tell(
+                f"the tools of {record.place} are a list of JSON schemas",
+                f"it is {json_type(tools)}",
+                "Correct or remove the record",
+            )
+        )
     try:
         if find_spans and _MARKS_GENERATION.search(template := tokenizer.get_chat_template(tools=tools)):
             return _render_marked(tokenizer, template, messages, tools)
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-        return Rendered(text=text, spans=tuple(_spans_by_prefix(tokenizer, messages, tools, text, record.place)) if find_spans else ())
+        return Rendered(
+            text=text,
+            spans=tuple(_spans_by_prefix(tokenizer, messages, tools, text, record.place)) if find_spans else (),
+        )
     except (TemplateError, TypeError) as error:
         found = f"it says: {error}".rstrip(".")
-        raise DataError(tell(f"the chat template can write {record.place}", found, "Correct the record, or set chat_template_jinja")) from error
+        raise DataError(
+            tell(f"the chat template can write {record.place}", found, "Correct the record, or set chat_template_jinja")
+        ) from error
 
 
 def _render_marked(tokenizer: Any, template: str, messages: list[Message], tools: list[Any] | None) -> Rendered:
 
     (text,), (spans,) = compat.transformers().render_jinja_template(
-        [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+        [messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
     )
     return Rendered(text=text, spans=tuple(spans))
 
 
-def _spans_by_prefix(tokenizer: Any, messages: list[Message], tools: list[Any] | None, whole: str, place: str) -> Iterator[Span]:
+def _spans_by_prefix(
+    tokenizer: Any, messages: list[Message], tools: list[Any] | None, whole: str, place: str
+) -> Iterator[Span]:
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if index == 0:
             raise _not_a_prefix(place, "it begins with the assistant")
-        before = tokenizer.apply_chat_template(messages[:index], tools=tools, tokenize=False, add_generation_prompt=True)
+        before = tokenizer.apply_chat_template(
+            messages[:index], tools=tools, tokenize=False, add_generation_prompt=True
+        )
         after = tokenizer.apply_chat_template(messages[: index + 1], tools=tools, tokenize=False)
         if not after.startswith(before):
-            raise _not_a_prefix(place, f"the chat template writes message {index + 1} otherwise than as an answer to its prompt")
+            raise _not_a_prefix(
+                place, f"the chat template writes message {index + 1} otherwise than as an answer to its prompt"
+            )
         if not whole.startswith(after):
-            raise _not_a_prefix(place, f"the chat template writes message {index + 1} otherwise when more messages follow")
+            raise _not_a_prefix(
+                place, f"the chat template writes message {index + 1} otherwise when more messages follow"
+            )
         yield len(before), len(after)
 
 
 def _not_a_prefix(place: str, found: str) -> DataError:
-    do = "Set chat_template_jinja to a template that puts {% generation %} and {% endgeneration %} around what the assistant says, or set train_on_inputs: true"
+    do = (
+        "Set chat_template_jinja to a template that puts {% generation %} and {% endgeneration %} around what the "
+        "assistant says, or set train_on_inputs: true"
+    )
     return DataError(tell(f"what the assistant says in {place} can be told from the rest", found, do))
 
 
@@ -148,7 +202,8 @@ def _labels(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> list[
     labels = [IGNORED] * len(ids)
     token = 0
     for start, end in spans:
-        # Trimmed offsets make a token of spaces empty, at the place where the spaces end: at `start` it is still the prompt's.
+        # Trimmed offsets make a token of spaces empty, at the place where the spaces end: at `start` it is still the
+        # prompt's.
         while token < len(ids) and (offsets[token][0] < start or offsets[token] == (start, start)):
             token += 1
         while token < len(ids) and offsets[token][1] <= end:

@@ -53,13 +53,16 @@ def pad_id_of(tokenizer: Any) -> int:
 def widest_batch(collator: Collator, *, rows: int, tokens: int, packed: bool, vocab_size: int) -> dict[str, Tensor]:
     """A batch that takes as much memory as any of `rows` rows of at most `tokens` tokens. The same at every call.
 
-    Masks take memory, and a batch without need for one gets none: so a packed row here has two documents, and where batches may have padding, the last
-    row is one token short.
+    Masks take memory, and a batch without need for one gets none: so a packed row here has two documents, and where
+    batches may have padding, the last row is one token short.
     """
     ids = (np.arange(rows * tokens, dtype=np.int64) % vocab_size).astype(np.int32).reshape(rows, tokens)
     if packed:
         halves = [np.array_split(row, min(2, tokens)) for row in ids]
-        made = [lay_out([_all_trained(half) for half in pair], sequence_len=tokens, pad_id=collator.pad_id) for pair in halves]
+        made = [
+            lay_out([_all_trained(half) for half in pair], sequence_len=tokens, pad_id=collator.pad_id)
+            for pair in halves
+        ]
     else:
         made = [_all_trained(row) for row in ids]
         if tokens > 1 and (rows > 1 or collator.pad_to is not None):

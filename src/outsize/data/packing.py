@@ -1,7 +1,8 @@
 """Packing: whole documents side by side in rows of one length, so that no step is spent on padding.
 
-Positions restart at zero with each document, and there is no attention mask: from that, transformers makes masks that keep the documents of a row apart.
-It does so only while no key-value cache is filled (`use_cache: false`), and some models do not do so at all; `keeps_documents_apart` tries it.
+Positions restart at zero with each document, and there is no attention mask: from that, transformers makes masks that
+keep the documents of a row apart. It does so only while no key-value cache is filled (`use_cache: false`), and some
+models do not do so at all; `keeps_documents_apart` tries it.
 """
 
 import inspect
@@ -35,7 +36,11 @@ class PackedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        return lay_out([self.documents[document] for document in self.rows[index]], sequence_len=self.sequence_len, pad_id=self.pad_id)
+        return lay_out(
+            [self.documents[document] for document in self.rows[index]],
+            sequence_len=self.sequence_len,
+            pad_id=self.pad_id,
+        )
 
 
 def pack(documents: Rows, *, sequence_len: int, pad_id: int) -> PackedRows:
@@ -43,7 +48,13 @@ def pack(documents: Rows, *, sequence_len: int, pad_id: int) -> PackedRows:
     packed = PackedRows(documents=documents, rows=rows, sequence_len=sequence_len, pad_id=pad_id)
     if rows:
         share = documents.num_tokens / (len(rows) * sequence_len)
-        log.info("packed %d documents into %d rows of %d tokens, %.1f %% of them filled", len(documents), len(rows), sequence_len, 100 * share)
+        log.info(
+            "packed %d documents into %d rows of %d tokens, %.1f %% of them filled",
+            len(documents),
+            len(rows),
+            sequence_len,
+            100 * share,
+        )
     return packed
 
 
@@ -88,11 +99,12 @@ def lay_out(documents: Sequence[Row], *, sequence_len: int, pad_id: int) -> Row:
 
 
 def keeps_documents_apart(model: nn.Module, vocab_size: int, *, rows: int = 2) -> bool:
-    """Whether the second of two packed documents is computed as if the first were not there. Tried with a batch of `rows`: some attention
-    kernels keep documents apart in a batch of one row only.
+    """Whether the second of two packed documents is computed as if the first were not there. Tried with a batch of
+    `rows`: some attention kernels keep documents apart in a batch of one row only.
 
-    Usually a second document that does not see the first comes out the same to the bit. Not so with experts: the first document's tokens change how
-    many rows an expert's product has, and with it the rounding. A difference is therefore measured against that of a row which is one document.
+    Usually a second document that does not see the first comes out the same to the bit. Not so with experts: the first
+    document's tokens change how many rows an expert's product has, and with it the rounding. A difference is therefore
+    measured against that of a row which is one document.
     """
     takes = inspect.signature(model.forward).parameters.values()
     if not any(parameter.name == "position_ids" or parameter.kind == parameter.VAR_KEYWORD for parameter in takes):

@@ -1,7 +1,8 @@
 """Rows: tokenized documents in a few flat arrays, and what is done to them before they are packed or batched.
 
-A row is a span of the flat arrays, so taking some rows, splitting or truncating copies no token; and a million documents are a handful of objects
-to the garbage collector and to a worker process. What a row came from is kept, for messages.
+A row is a span of the flat arrays, so taking some rows, splitting or truncating copies no token; and a million
+documents are a handful of objects to the garbage collector and to a worker process. What a row came from is kept, for
+messages.
 """
 
 import hashlib
@@ -58,7 +59,9 @@ class Rows:
         edges = np.array(ends, dtype=np.int64)
         bounds = np.stack([edges[:-1], edges[1:]], axis=1)
         flat = (np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32) for tokens in (ids, labels))
-        return cls(ids=next(flat), labels=next(flat), bounds=bounds, documents=np.arange(len(places)), places=tuple(places))
+        return cls(
+            ids=next(flat), labels=next(flat), bounds=bounds, documents=np.arange(len(places)), places=tuple(places)
+        )
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -76,7 +79,8 @@ class Rows:
         return int(self.lengths.sum())
 
     def fingerprint(self, start: int, end: int) -> str:
-        """Of the tokens, labels and lengths of rows `start` to `end`, in their order: any change of them is another one.
+        """Of the tokens, labels and lengths of rows `start` to `end`, in their order: any change of them is another
+        one.
 
         Only of rows as `of` makes them, which lie end to end. It takes a second for 90 million tokens.
         """
@@ -95,7 +99,8 @@ class Rows:
 
 
 def trainable(rows: Rows) -> Rows:
-    """Without the rows that no loss comes from. A batch of only such rows would have the mean of nothing as its loss, which is NaN.
+    """Without the rows that no loss comes from. A batch of only such rows would have the mean of nothing as its loss,
+    which is NaN.
 
     A first token is never predicted, so a row of one token is such a row too.
     """
@@ -106,7 +111,8 @@ def trainable(rows: Rows) -> Rows:
 def split_off(rows: Rows, *, val_set_size: float, seed: int) -> tuple[Rows, Rows | None]:
     """Training and validation rows, each in the order of `rows`. `val_set_size` is a share below one, or a count.
 
-    Done with whole documents, before any of them is cut: else the end of a document would be validated on a model that knows its beginning.
+    Done with whole documents, before any of them is cut: else the end of a document would be validated on a model that
+    knows its beginning.
     """
     if val_set_size == 0:
         return rows, None
@@ -114,7 +120,13 @@ def split_off(rows: Rows, *, val_set_size: float, seed: int) -> tuple[Rows, Rows
     count = max(1, round(val_set_size * len(rows))) if is_share else int(val_set_size)
     if not 0 < count < len(rows) or (count != val_set_size and not is_share):
         found = f"it is {val_set_size} and there are {len(rows)} documents"
-        raise ConfigError(tell("val_set_size is a share between 0 and 1, or a number of documents that leaves some to train on", found, "Change val_set_size"))
+        raise ConfigError(
+            tell(
+                "val_set_size is a share between 0 and 1, or a number of documents that leaves some to train on",
+                found,
+                "Change val_set_size",
+            )
+        )
     order = np.random.default_rng(seed).permutation(len(rows))
     return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
 
@@ -131,7 +143,11 @@ def check_lengths(rows: Rows, *, sequence_len: int, strategy: Excess) -> None:
     if strategy == "raise":
         do = "Raise sequence_len, shorten them, or choose split, truncate or drop as excess_length_strategy"
         raise DataError(tell("no document is too long (excess_length_strategy: raise)", found, do))
-    done = {"split": "each is split and no token is lost", "truncate": "what is beyond is cut off", "drop": "they are left out"}[strategy]
+    done = {
+        "split": "each is split and no token is lost",
+        "truncate": "what is beyond is cut off",
+        "drop": "they are left out",
+    }[strategy]
     log.warning("%s: %s (excess_length_strategy: %s)", found, done, strategy)
 
 
@@ -147,5 +163,7 @@ def cut(rows: Rows, *, sequence_len: int, strategy: Excess) -> Rows:
     nth = np.arange(len(owner)) - np.repeat(num_pieces.cumsum() - num_pieces, num_pieces)
     piece_starts = starts[owner] + nth * sequence_len
     return replace(
-        rows, bounds=np.stack([piece_starts, np.minimum(ends[owner], piece_starts + sequence_len)], axis=1), documents=rows.documents[owner]
+        rows,
+        bounds=np.stack([piece_starts, np.minimum(ends[owner], piece_starts + sequence_len)], axis=1),
+        documents=rows.documents[owner],
     )

@@ -1,5 +1,5 @@
-"""Where records come from: a file, a folder, or the hub. Files need nothing installed beside this library, except parquet; the hub and folders written
-by `save_to_disk` need `datasets`."""
+"""Where records come from: a file, a folder, or the hub. Files need nothing installed beside this library, except
+parquet; the hub and folders written by `save_to_disk` need `datasets`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,9 +31,18 @@ class Source:
     """What the files are. None: told from their endings."""
 
     def __post_init__(self) -> None:
-        for key, value, known in (("type", self.type, ("chat_template", "completion")), ("ds_type", self.ds_type, tuple(_SUFFIXES))):
+        for key, value, known in (
+            ("type", self.type, ("chat_template", "completion")),
+            ("ds_type", self.ds_type, tuple(_SUFFIXES)),
+        ):
             if value is not None and value not in known:
-                raise ConfigError(tell(f"{key} of a dataset is one of {', '.join(known)}", f"it is {value!r}", "Choose one, or leave it out"))
+                raise ConfigError(
+                    tell(
+                        f"{key} of a dataset is one of {', '.join(known)}",
+                        f"it is {value!r}",
+                        "Choose one, or leave it out",
+                    )
+                )
 
 
 def read(source: Source) -> Iterator[Record]:
@@ -44,7 +53,13 @@ def read(source: Source) -> Iterator[Record]:
     if path.exists():
         return _local_records(path, source)
     if path.suffix in READERS or source.path.startswith(("/", ".", "~")):
-        raise ConfigError(tell(f"the dataset {source.path} is a file or folder", "there is none of that name", "Correct `path` of this dataset"))
+        raise ConfigError(
+            tell(
+                f"the dataset {source.path} is a file or folder",
+                "there is none of that name",
+                "Correct `path` of this dataset",
+            )
+        )
     return _hub_records(source)
 
 
@@ -58,11 +73,23 @@ def _local_records(path: Path, source: Source) -> Iterator[Record]:
         suffix = _SUFFIXES[source.ds_type] if source.ds_type is not None else file.suffix
         if suffix not in READERS:
             found = f"{file} ends in {suffix!r}"
-            raise ConfigError(tell(f"the ending of a dataset's file is one of {', '.join(READERS)}", found, "Rename it, or say what it is with `ds_type`"))
+            raise ConfigError(
+                tell(
+                    f"the ending of a dataset's file is one of {', '.join(READERS)}",
+                    found,
+                    "Rename it, or say what it is with `ds_type`",
+                )
+            )
         for key, value, only in (("split", source.split, "train"), ("name", source.name, None)):
             if value != only:
                 found = f"{key} of this dataset is {value!r}"
-                raise ConfigError(tell(f"all of {file} is read, since only datasets on the hub have splits and names", found, f"Remove `{key}`"))
+                raise ConfigError(
+                    tell(
+                        f"all of {file} is read, since only datasets on the hub have splits and names",
+                        found,
+                        f"Remove `{key}`",
+                    )
+                )
         yield from read_file(file, suffix=suffix, field=source.field)
 
 
@@ -79,13 +106,21 @@ def _saved_records(folder: Path, source: Source) -> Iterator[Record]:
     if isinstance(saved, dict):
         if source.split not in saved:
             found = f"its splits are {', '.join(saved)}"
-            raise ConfigError(tell(f"{source.path} has the split {source.split!r}", found, "Name one of them with `split` of this dataset"))
+            raise ConfigError(
+                tell(
+                    f"{source.path} has the split {source.split!r}",
+                    found,
+                    "Name one of them with `split` of this dataset",
+                )
+            )
         saved = saved[source.split]
     yield from _records_of(saved, source)
 
 
 def _hub_records(source: Source) -> Iterator[Record]:
-    yield from _records_of(_ask(source, lambda datasets: datasets.load_dataset(source.path, name=source.name, split=source.split)), source)
+    yield from _records_of(
+        _ask(source, lambda datasets: datasets.load_dataset(source.path, name=source.name, split=source.split)), source
+    )
 
 
 def _ask(source: Source, load: Callable[[Any], Any]) -> Any:
@@ -103,4 +138,10 @@ def _records_of(dataset: Any, source: Source) -> Iterator[Record]:
     for number, fields in enumerate(dataset, start=1):
         yield Record(fields=dict(fields), place=f"{source.path}:{number}")
     if not number:
-        raise DataError(tell(f"{source.path} has records", f"its split {source.split!r} is empty", "Name another `split`, or remove it from the datasets"))
+        raise DataError(
+            tell(
+                f"{source.path} has records",
+                f"its split {source.split!r} is empty",
+                "Name another `split`, or remove it from the datasets",
+            )
+        )

@@ -1,7 +1,9 @@
-"""Host memory for a whole run: anonymous pages of exactly the size asked for, huge where the system allows, touched by all cores at once.
+"""Host memory for a whole run: anonymous pages of exactly the size asked for, huge where the system allows, touched by
+all cores at once.
 
-Torch's own allocators make pages when they are first written, 4 KiB at a time, which is then part of the first step; its pinned one rounds up to a
-power of two and pins on one core (88 GiB took 57 s on the H200 machine; pages made this way 1.2 s for 16 GiB).
+Torch's own allocators make pages when they are first written, 4 KiB at a time, which is then part of the first step;
+its pinned one rounds up to a power of two and pins on one core (88 GiB took 57 s on the H200 machine; pages made this
+way 1.2 s for 16 GiB).
 """
 
 import mmap
@@ -31,7 +33,9 @@ def arena(num_bytes: int) -> Tensor:
 
 
 def _private_pages(num_bytes: int) -> mmap.mmap:
-    """Python's own default is shared memory, which has no huge pages on most systems, and which a forked child (a loader's worker) would keep alive."""
+    """Python's own default is shared memory, which has no huge pages on most systems, and which a forked child (a
+    loader's worker) would keep alive.
+    """
     if hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, num_bytes)

@@ -1,4 +1,6 @@
-"""From a name to a device: `cuda`, `cuda:1`, `cpu`, `sim:rtx4090`, `sim:64MiB`. One object per name and process, so engines share budgets."""
+"""From a name to a device: `cuda`, `cuda:1`, `cpu`, `sim:rtx4090`, `sim:64MiB`. One object per name and process, so
+engines share budgets.
+"""
 
 import torch
 
@@ -33,11 +35,29 @@ def _make(name: str) -> Device:
     if kind == "cuda":
         if not torch.cuda.is_available():
             found = "torch sees no CUDA device"
-            raise ConfigError(tell("device 'cuda' needs an NVIDIA GPU", found, "Use device='cpu', or 'sim:24GiB' to try a budget; `outsize doctor` tells why"))
+            raise ConfigError(
+                tell(
+                    "device 'cuda' needs an NVIDIA GPU",
+                    found,
+                    "Use device='cpu', or 'sim:24GiB' to try a budget; `outsize doctor` tells why",
+                )
+            )
         if rest and not (rest.isdigit() and int(rest) < torch.cuda.device_count()):
             found = f"{name!r} was given"
-            raise ConfigError(tell(f"cuda:<number> with a number below {torch.cuda.device_count()}", found, "Use device='cuda' for the current one"))
+            raise ConfigError(
+                tell(
+                    f"cuda:<number> with a number below {torch.cuda.device_count()}",
+                    found,
+                    "Use device='cuda' for the current one",
+                )
+            )
         from outsize.device.cuda import CudaDevice
 
         return CudaDevice(int(rest or 0))
-    raise ConfigError(tell("device is cuda, cpu, or sim:<catalog name, .yaml file or size>", f"{name!r} was given", "Choose one of them"))
+    raise ConfigError(
+        tell(
+            "device is cuda, cpu, or sim:<catalog name, .yaml file or size>",
+            f"{name!r} was given",
+            "Choose one of them",
+        )
+    )

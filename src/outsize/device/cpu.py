@@ -26,10 +26,19 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         memory = psutil.virtual_memory()
         self.spec = HardwareSpec(
-            name="cpu", gpu_bytes=memory.total, host_bytes=memory.total, flops=2e11, gpu_bytes_per_second=1e10, h2d_bytes_per_second=1e10,
-            d2h_bytes_per_second=1e10, host_bytes_per_second=1e10, host_adam_params_per_second=2e8, gpu_adam_params_per_second=2e8,
-            launch_seconds=1e-6, provenance="assumed: copies within host memory",
-        )  # fmt: skip
+            name="cpu",
+            gpu_bytes=memory.total,
+            host_bytes=memory.total,
+            flops=2e11,
+            gpu_bytes_per_second=1e10,
+            h2d_bytes_per_second=1e10,
+            d2h_bytes_per_second=1e10,
+            host_bytes_per_second=1e10,
+            host_adam_params_per_second=2e8,
+            gpu_adam_params_per_second=2e8,
+            launch_seconds=1e-6,
+            provenance="assumed: copies within host memory",
+        )
 
     def empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -48,7 +57,9 @@ class CpuDevice(Device):
     def free_bytes(self) -> int:
         return int(psutil.virtual_memory().available)
 
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
+    def begin(
+        self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
+    ) -> None:
         self._open = (name, time.perf_counter())
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
@@ -58,9 +69,16 @@ class CpuDevice(Device):
         return None
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        waits: Sequence[Event],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        seconds: float,
         name: str = "",
-    ) -> Event:  # fmt: skip
+    ) -> Event:
         self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
         work()
         return self.end(lane, reads=reads, writes=writes, seconds=seconds)

@@ -1,9 +1,11 @@
-"""Device `cuda`: one NVIDIA GPU. Lanes are streams (compute: whatever stream the model runs on; copies: two of our own) and a thread for updates on the
-host. An event is a CUDA event, or the future of what a thread does. A stream cannot wait for a future: a copy that must is issued by a thread of its lane,
-and only the compute lane makes the issuing thread wait.
+"""Device `cuda`: one NVIDIA GPU. Lanes are streams (compute: whatever stream the model runs on; copies: two of our own)
+and a thread for updates on the host. An event is a CUDA event, or the future of what a thread does. A stream cannot
+wait for a future: a copy that must is issued by a thread of its lane, and only the compute lane makes the issuing
+thread wait.
 
-Memory: homes, slots and arenas are allocated once; after that only the model's own operators use the allocator, on the compute stream. A tensor
-that a copy stream reads stays referenced until the compute stream has waited for that copy, so its memory cannot be reused too early.
+Memory: homes, slots and arenas are allocated once; after that only the model's own operators use the allocator, on the
+compute stream. A tensor that a copy stream reads stays referenced until the compute stream has waited for that copy, so
+its memory cannot be reused too early.
 """
 
 import gc
@@ -128,7 +130,9 @@ class CudaDevice(Device):
 
     @property
     def _allocated_by_libraries(self) -> int:
-        """With another engine at work, what is allocated is its own; the libraries' part was measured before it opened."""
+        """With another engine at work, what is allocated is its own; the libraries' part was measured before it
+        opened.
+        """
         return self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
 
     def process_overhead(self) -> ProcessOverhead:
@@ -136,12 +140,14 @@ class CudaDevice(Device):
             return self._expected
         gc.collect()
         torch.cuda.empty_cache()
-        # Others may have come to the card meanwhile, and users may keep tensors there: neither is for later processes to expect.
+        # Others may have come to the card meanwhile, and users may keep tensors there: neither is for later processes
+        # to expect.
         workspaces = torch.cuda.memory_allocated(self.torch_device) - self._at_start[1]
         return ProcessOverhead(
-            code_bytes=min(self._loaded, _MOST_OVERHEAD_BYTES), workspace_bytes=min(max(0, workspaces), _MOST_OVERHEAD_BYTES),
+            code_bytes=min(self._loaded, _MOST_OVERHEAD_BYTES),
+            workspace_bytes=min(max(0, workspaces), _MOST_OVERHEAD_BYTES),
             host_bytes=psutil.Process().memory_info().rss,
-        )  # fmt: skip
+        )
 
     def expect(self, process_overhead: ProcessOverhead) -> None:
         self._expected = process_overhead
@@ -154,9 +160,13 @@ class CudaDevice(Device):
         return self._outside_soon + workspaces + _SLACK_BYTES + int(self._limit * self.spec.allocator_share)
 
     def limit(self, num_bytes: int) -> None:
-        """`num_bytes` is the total with the context; the allocator gets the rest, beside what other engines were promised."""
+        """`num_bytes` is the total with the context; the allocator gets the rest, beside what other engines were
+        promised.
+        """
         self._limit = min(num_bytes + sum(self.promised.values()), self._total)
-        torch.cuda.set_per_process_memory_fraction(max(0.0, (self._limit - self._outside_soon) / self._total), self.torch_device)
+        torch.cuda.set_per_process_memory_fraction(
+            max(0.0, (self._limit - self._outside_soon) / self._total), self.torch_device
+        )
 
     def lift_limit(self) -> None:
         if not self.promised:
@@ -168,7 +178,9 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
         self.trial_peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
         if len(self.promised) == 1:
-            self._workspaces = max(torch.cuda.memory_allocated(self.torch_device), self._at_start[1] + self._expected.workspace_bytes)
+            self._workspaces = max(
+                torch.cuda.memory_allocated(self.torch_device), self._at_start[1] + self._expected.workspace_bytes
+            )
         self._has_opened = True
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
@@ -191,7 +203,9 @@ class CudaDevice(Device):
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._streams.get(lane) or torch.cuda.current_stream(self.torch_device)
 
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
+    def begin(
+        self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
+    ) -> None:
         self._wait(lane, waits)
         if self._timeline is not None:
             self._began[lane] = (name, self._mark(lane, timed=True))
@@ -214,9 +228,16 @@ class CudaDevice(Device):
         return event
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        waits: Sequence[Event],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        seconds: float,
         name: str = "",
-    ) -> Event:  # fmt: skip
+    ) -> Event:
         if lane == "host":
             task = self._hand_over(lane, partial(self._update, tuple(waits), work))
             if self._timeline is not None:
@@ -234,12 +255,15 @@ class CudaDevice(Device):
         return end
 
     def _is_held_up(self, lane: Lane, waits: Sequence[Event]) -> bool:
-        """Whether a copy would keep the issuing thread waiting for an update on the host. The lane's own thread waits for it then, and for the copies after it
-        too, since a lane keeps its order: without this, a resident weight that the host updates held up all forwards until the last update."""
+        """Whether a copy would keep the issuing thread waiting for an update on the host. The lane's own thread waits
+        for it then, and for the copies after it too, since a lane keeps its order: without this, a resident weight that
+        the host updates held up all forwards until the last update."""
         last = self._last.get(lane)
         if lane not in self._streams:
             return False
-        return (last is not None and not last.done()) or any(isinstance(event, Future) and not event.done() for event in waits)
+        return (last is not None and not last.done()) or any(
+            isinstance(event, Future) and not event.done() for event in waits
+        )
 
     def _hand_over(self, lane: Lane, work: Callable[[], tuple[Any, Any]]) -> "Future[tuple[Any, Any]]":
         self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
@@ -249,7 +273,9 @@ class CudaDevice(Device):
         self._tasks.append(task)
         return task
 
-    def _issue(self, lane: Lane, waits: tuple[Event, ...], work: Callable[[], None], *, timed: bool) -> tuple[torch.cuda.Event | None, torch.cuda.Event]:
+    def _issue(
+        self, lane: Lane, waits: tuple[Event, ...], work: Callable[[], None], *, timed: bool
+    ) -> tuple[torch.cuda.Event | None, torch.cuda.Event]:
         """Returns when the device begins it, if that is to be timed, and when it ends it."""
         self._wait(lane, waits)
         start = self._mark(lane, timed=True) if timed else None
@@ -313,24 +339,35 @@ class CudaDevice(Device):
 
 def _use_expandable_segments(device: torch.device) -> None:
     """Segments that grow lose less memory to fragmentation near the limit. A setting of the user's own stays."""
-    if any("expandable_segments" in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+    if any(
+        "expandable_segments" in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    ):
         return
     if held := torch.cuda.memory_reserved(device):
         log.warning(
-            "PyTorch's CUDA allocator is switched to expandable segments, but %s were allocated on %s before and stay fragmented. "
-            "Call outsize.prepare before other code uses the GPU, or set PYTORCH_ALLOC_CONF=expandable_segments:True.", show_bytes(held), device,
-        )  # fmt: skip
+            "PyTorch's CUDA allocator is switched to expandable segments, but %s were allocated on %s before and stay "
+            "fragmented. "
+            "Call outsize.prepare before other code uses the GPU, or set PYTORCH_ALLOC_CONF=expandable_segments:True.",
+            show_bytes(held),
+            device,
+        )
     compat.cuda().set_allocator_settings("expandable_segments:True")
 
 
 class _MappedHost:
-    """Page-locked host memory, which the GPU addresses under the same pointer (measured on the H200: 50 to 55 GB/s, the rate of copies)."""
+    """Page-locked host memory, which the GPU addresses under the same pointer (measured on the H200: 50 to 55 GB/s, the
+    rate of copies).
+    """
 
     def __init__(self, buffer: Tensor):
         self._buffer = buffer
         self.__cuda_array_interface__ = {
-            "shape": tuple(buffer.shape), "typestr": "|u1", "data": (buffer.data_ptr(), False), "version": 3, "strides": None
-        }  # fmt: skip
+            "shape": tuple(buffer.shape),
+            "typestr": "|u1",
+            "data": (buffer.data_ptr(), False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def _on_the_device(waits: Sequence[Event]) -> Iterator[torch.cuda.Event]:
@@ -341,7 +378,9 @@ def _on_the_device(waits: Sequence[Event]) -> Iterator[torch.cuda.Event]:
             yield done
 
 
-def _span(lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event, *, zero: torch.cuda.Event) -> Span | None:
+def _span(
+    lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event, *, zero: torch.cuda.Event
+) -> Span | None:
     if not (zero.query() and end.query()):
         return None
     began = zero.elapsed_time(start) / 1e3  # negative where a copy ran before the compute stream came to `zero`

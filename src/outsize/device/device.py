@@ -1,8 +1,9 @@
 """The device seam: memory, lanes and a meter, in about a dozen methods. `cpu`, `sim` and `cuda` implement it.
 
-A lane runs its actions in order, beside the other lanes. An action is `begin` (wait, then start), its work, and `end` (which gives the
-event that others wait for); `submit` is the three in one for work that is known at once. Reads and writes name the tensors that
-an action touches: only `sim` looks at them, to find accesses that nothing orders (`finds_races`), elsewhere they may be left out.
+A lane runs its actions in order, beside the other lanes. An action is `begin` (wait, then start), its work, and `end`
+(which gives the event that others wait for); `submit` is the three in one for work that is known at once. Reads and
+writes name the tensors that an action touches: only `sim` looks at them, to find accesses that nothing orders
+(`finds_races`), elsewhere they may be left out.
 """
 
 import time
@@ -40,7 +41,9 @@ class Device(ABC):
     op_launch_seconds = 0.0
     """What it takes a thread to issue an operator, where that is counted and not measured."""
     observes_by_mode = True
-    """Whether memory is seen by a dispatch mode, also in a trial run. Autograd adds up gradients out of place under any such mode."""
+    """Whether memory is seen by a dispatch mode, also in a trial run. Autograd adds up gradients out of place under any
+    such mode.
+    """
 
     def __init__(self) -> None:
         self.promised: dict[int, int] = {}
@@ -52,7 +55,9 @@ class Device(ABC):
     @property
     def identity(self) -> Identity:
         """What a probe of this machine belongs to."""
-        return Identity(gpu="none", driver="none", torch=str(torch.__version__), cores=min(torch.get_num_threads(), num_cores()))
+        return Identity(
+            gpu="none", driver="none", torch=str(torch.__version__), cores=min(torch.get_num_threads(), num_cores())
+        )
 
     # Memory.
 
@@ -62,7 +67,9 @@ class Device(ABC):
 
     @abstractmethod
     def host_empty(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """Host memory for the whole run, zeroed, as flat uint8. `pinned` where copies to or from the device read or write it."""
+        """Host memory for the whole run, zeroed, as flat uint8. `pinned` where copies to or from the device read or
+        write it.
+        """
 
     def map_host(self, buffer: Tensor) -> Tensor:
         """Host memory from `host_empty(pinned=True)` as a tensor of the device, over the same bytes."""
@@ -73,7 +80,9 @@ class Device(ABC):
         """A batch tensor on the device."""
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to copy a small tensor to the host, after what was issued so far. Calling the result waits for the copy, and for no more."""
+        """Start to copy a small tensor to the host, after what was issued so far. Calling the result waits for the
+        copy, and for no more.
+        """
         copy = tensor.detach().clone()
         return lambda: copy
 
@@ -116,7 +125,9 @@ class Device(ABC):
     # Lanes.
 
     @abstractmethod
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
+    def begin(
+        self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
+    ) -> None:
         """`name` is for the timeline alone."""
 
     @abstractmethod
@@ -124,9 +135,16 @@ class Device(ABC):
 
     @abstractmethod
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        waits: Sequence[Event],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        seconds: float,
         name: str = "",
-    ) -> Event: ...  # fmt: skip
+    ) -> Event: ...
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -136,7 +154,9 @@ class Device(ABC):
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """Record what the lanes do inside. The spans are there when it has ended, which waits for the lanes. A timeline that was open is cut short."""
+        """Record what the lanes do inside. The spans are there when it has ended, which waits for the lanes. A timeline
+        that was open is cut short.
+        """
         self.synchronize()
         if self._timeline is not None:
             self.stop_timeline(self._timeline)
@@ -149,7 +169,9 @@ class Device(ABC):
             self.stop_timeline(timeline)
 
     def start_timeline(self) -> Timeline | None:
-        """Record what the lanes are given from now on, without waiting for anything. None while somebody else records."""
+        """Record what the lanes are given from now on, without waiting for anything. None while somebody else
+        records.
+        """
         return self._open_timeline() if self._timeline is None else None
 
     def stop_timeline(self, timeline: Timeline) -> None:
@@ -185,7 +207,9 @@ class Device(ABC):
         return True
 
     def delay_device(self) -> None:  # noqa: B027 - only what runs beside the issuing thread can
-        """Give the issuing thread a head start if it has none, so that marks tell how long the device computes and not how long it waits to be told."""
+        """Give the issuing thread a head start if it has none, so that marks tell how long the device computes and not
+        how long it waits to be told.
+        """
 
     # Random numbers.
 

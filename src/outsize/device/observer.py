@@ -1,7 +1,8 @@
 """Counts live device memory by the birth and death of storages. Knows nothing of plans.
 
-A dispatch mode sees every operator's outputs; a storage that it has not seen is born, and a finalizer tells when it dies. Scratch inside
-kernels is outside. The device `sim` enforces its budget against this, and estimates must equal it to the byte.
+A dispatch mode sees every operator's outputs; a storage that it has not seen is born, and a finalizer tells when it
+dies. Scratch inside kernels is outside. The device `sim` enforces its budget against this, and estimates must equal it
+to the byte.
 """
 
 import weakref
@@ -22,12 +23,24 @@ _NO_TRAFFIC = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_emp
 """Give memory or exchange it, but read and write none."""
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False, **_: Any) -> float:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False, **_: Any
+) -> float:
     pairs = query.shape[:-1].numel() * key.shape[-2] / (2 if is_causal else 1)  # kernels skip what a causal mask hides
     return 2.0 * pairs * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dropout: float, is_causal: bool, **_: Any) -> float:
+def _attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout: float,
+    is_causal: bool,
+    **_: Any,
+) -> float:
     return 2.5 * _attention(query, key, value, dropout, is_causal)  # five products for two
 
 
@@ -41,16 +54,21 @@ _FLOPS = {
     _aten._grouped_mm: _grouped,
 }
 """Where torch's own counter has no formula."""
-_ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention_for_cpu_backward}
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}
 ATTENTION_SHARE = 0.75
 """Of the FLOP/s of a matrix product, what attention reaches. Measured on the H200: 329 to 501 TFLOP/s of 670."""
 VIEW_ISSUE, ATTENTION_ISSUE = 1 / 3, 2.0
-"""What the thread that runs the model's Python takes over a view and over attention, of what it takes over another operator. Fitted to layers' forwards and
-backwards on the H200: see decision 13."""
+"""What the thread that runs the model's Python takes over a view and over attention, of what it takes over another
+operator. Fitted to layers' forwards and backwards on the H200: see decision 13."""
 
 
 def tensors_of(*values: Any) -> Iterator[Tensor]:
-    """Among an operator's arguments or results: tensors, lists of such, or neither. All operators come by here, and walking a general tree takes too long."""
+    """Among an operator's arguments or results: tensors, lists of such, or neither. All operators come by here, and
+    walking a general tree takes too long.
+    """
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -74,7 +92,8 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def push_mode(mode: TorchDispatchMode) -> None:
-    """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called it.
+    """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called
+    it.
 
     At the bottom of the stack, so that the `with` blocks of callers still find their own modes on top.
     """
@@ -156,10 +175,19 @@ class Observer(TorchDispatchMode):
         self._alive[key] = num_bytes
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        # The registry of finalizers is global: through it, a storage that lives long must not keep the observer, and what that refers to, alive.
+        # The registry of finalizers is global: through it, a storage that lives long must not keep the observer, and
+        # what that refers to, alive.
         weakref.finalize(storage, _dies, weakref.ref(self), key)
 
-    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, leaves: list[Tensor], cost_of: Callable[[float, int], float]) -> None:
+    def _count(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        out: Any,
+        leaves: list[Tensor],
+        cost_of: Callable[[float, int], float],
+    ) -> None:
         packet = func._overloadpacket
         formula: Any = _FLOPS.get(packet) or flop_registry.get(packet)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0

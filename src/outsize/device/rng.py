@@ -1,4 +1,6 @@
-"""Where random generators stand: of Python, numpy and torch on the host, and of the device. To make again what was made, with the same numbers."""
+"""Where random generators stand: of Python, numpy and torch on the host, and of the device. To make again what was
+made, with the same numbers.
+"""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,8 +1,9 @@
 """Device `sim`: CPU numerics under a byte budget, on a virtual clock, with race detection.
 
-Memory is what the Observer sees, and a birth beyond the budget raises DeviceOutOfMemory. Time is LaneClock's. Races are found by
-happens-before, not by time: a lane knows of another lane's action only through its own order and the events it waited for, and
-an access that conflicts with one it does not know of raises, whether or not the clock would have hidden it.
+Memory is what the Observer sees, and a birth beyond the budget raises DeviceOutOfMemory. Time is LaneClock's. Races are
+found by happens-before, not by time: a lane knows of another lane's action only through its own order and the events it
+waited for, and an access that conflicts with one it does not know of raises, whether or not the clock would have hidden
+it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +112,9 @@ class SimDevice(CpuDevice):
 
     def _share(self) -> None:
         """Engines on one device may use what they have planned for, together."""
-        self.budget_bytes = min(self.spec.gpu_bytes, sum(self.promised.values())) if self.promised else self.spec.gpu_bytes
+        self.budget_bytes = (
+            min(self.spec.gpu_bytes, sum(self.promised.values())) if self.promised else self.spec.gpu_bytes
+        )
 
     def limit(self, num_bytes: int) -> None:
         """Bound a trial run that runs another engine's model too: by this much beside what engines were promised."""
@@ -130,7 +133,9 @@ class SimDevice(CpuDevice):
 
     # Lanes.
 
-    def begin(self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = "") -> None:
+    def begin(
+        self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
+    ) -> None:
         for event in waits:
             self.clock.free[lane] = max(self.clock.free[lane], event.ends)
             for other, count in event.known.items():
@@ -143,13 +148,22 @@ class SimDevice(CpuDevice):
         self._known[lane][lane] += 1
         ends = self.clock.run(lane, seconds)
         if self._timeline is not None:
-            self._timeline.spans.append(Span(lane, self._names.get(lane, ""), ends - seconds - self._zero, ends - self._zero))
+            self._timeline.spans.append(
+                Span(lane, self._names.get(lane, ""), ends - seconds - self._zero, ends - self._zero)
+            )
         return SimEvent(ends, dict(self._known[lane]))
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float,
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        waits: Sequence[Event],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        seconds: float,
         name: str = "",
-    ) -> SimEvent:  # fmt: skip
+    ) -> SimEvent:
         self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
         with self.observer.paused() if lane == "host" else _as_is():
             work()
@@ -166,7 +180,9 @@ class SimDevice(CpuDevice):
         self._zero = self.clock.now
 
     def _touch(self, lane: Lane, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Record accesses of the lane's action now being issued; raise if one of another lane conflicts and is not known to be over."""
+        """Record accesses of the lane's action now being issued; raise if one of another lane conflicts and is not
+        known to be over.
+        """
         known = self._known[lane]
         count = known[lane] + 1
         for tensor, writing in [*((t, False) for t in reads), *((t, True) for t in writes)]:
@@ -178,7 +194,13 @@ class SimDevice(CpuDevice):
                 if other != lane and n > known[other]:
                     action = "writes" if writing else "reads"
                     found = f"{lane} {action} {exact_bytes(tensor.nbytes)} that {other} may not have {verb} yet"
-                    raise RaceDetected(tell("every access is ordered after those it conflicts with", found, "This is a bug of outsize: a wait is missing"))
+                    raise RaceDetected(
+                        tell(
+                            "every access is ordered after those it conflicts with",
+                            found,
+                            "This is a bug of outsize: a wait is missing",
+                        )
+                    )
             if writing:
                 seen.write, seen.reads = (lane, count), {}
             else:
@@ -186,7 +208,9 @@ class SimDevice(CpuDevice):
 
 
 class AbsentDevice(SimDevice):
-    """A machine that is not here, to be traced for. `sim` issues its operators in no time; a real machine's Python does not."""
+    """A machine that is not here, to be traced for. `sim` issues its operators in no time; a real machine's Python does
+    not.
+    """
 
     def __init__(self, spec: HardwareSpec):
         super().__init__(spec)

@@ -1,4 +1,6 @@
-"""Timeline: what each lane really did and when, for a few steps that somebody looks at. Nothing is recorded at other times."""
+"""Timeline: what each lane really did and when, for a few steps that somebody looks at. Nothing is recorded at other
+times.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +17,9 @@ class Span:
     name: str
     """The action as the schedule writes it: `F12`, `L3`."""
     start: float
-    """Seconds since the timeline began. Of one that began without waiting: only spans of the same lane can be told apart by it."""
+    """Seconds since the timeline began. Of one that began without waiting: only spans of the same lane can be told
+    apart by it.
+    """
     end: float
 
 

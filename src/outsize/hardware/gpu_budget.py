@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuBudget:
-    """What is told to people is of the first kind, what plans are made with of the second: a number that an answer names must do when it is asked for."""
+    """What is told to people is of the first kind, what plans are made with of the second: a number that an answer
+    names must do when it is asked for.
+    """
 
     total_bytes: int
     """`gpu_memory`, with everything that the process has on the card."""
@@ -21,7 +23,9 @@ class GpuBudget:
 
     def total_for(self, usable_bytes: int) -> int:
         """The least to ask for that leaves so much room."""
-        asked = math.floor((usable_bytes + self.fixed_bytes - 1) / (1 - self.share))  # the loss is rounded down, by less than a byte
+        asked = math.floor(
+            (usable_bytes + self.fixed_bytes - 1) / (1 - self.share)
+        )  # the loss is rounded down, by less than a byte
         while asked - self.fixed_bytes - int(asked * self.share) < usable_bytes:
             asked += 1
         return asked

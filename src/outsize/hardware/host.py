@@ -1,4 +1,6 @@
-"""How much the host really gives this process: its cores, and the memory that is free within the limits of its container."""
+"""How much the host really gives this process: its cores, and the memory that is free within the limits of its
+container.
+"""
 
 import os
 import sys
@@ -40,7 +42,9 @@ def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most host memory this process has had. Where there is no /proc it is getrusage's, which begins with the parent's."""
+    """The most host memory this process has had. Where there is no /proc it is getrusage's, which begins with the
+    parent's.
+    """
     if status.exists():
         line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), None)
         if line is not None:

@@ -13,7 +13,9 @@ from outsize.hardware.spec import HardwareSpec
 Lane = Literal["compute", "h2d", "d2h", "host"]
 LANES: tuple[Lane, ...] = ("compute", "h2d", "d2h", "host")
 LEAD_SECONDS = 0.1
-"""So far the thread that issues gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B decoder, 120 of an 8B one."""
+"""So far the thread that issues gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B
+decoder, 120 of an 8B one.
+"""
 
 
 class LaneClock:
@@ -29,9 +31,12 @@ class LaneClock:
         """Put work on a lane; returns when it ends."""
         return self._put(lane, max((self.free[lane], *after)), seconds)
 
-    def issue(self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool) -> float:
-        """Put work on a lane that takes a thread `issue` seconds to put there; returns when it ends. `after`: when what it needs ends, and when the device was
-        visible_at of that. `waits`: the thread waits in it until the device has come so far."""
+    def issue(
+        self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool
+    ) -> float:
+        """Put work on a lane that takes a thread `issue` seconds to put there; returns when it ends. `after`: when what
+        it needs ends, and when the device was visible_at of that. `waits`: the thread waits in it until the device has
+        come so far."""
         return self.run(lane, seconds, (end for end, _ in after))
 
     def wait(self) -> None:
@@ -49,14 +54,15 @@ class LaneClock:
 
 
 class IssuedClock(LaneClock):
-    """The same with the thread that puts the work there: no action starts before that thread comes to it, nor ends before it is issued.
+    """The same with the thread that puts the work there: no action starts before that thread comes to it, nor ends
+    before it is issued.
 
-    [Note: The thread that issues]
-    Lanes work on what they have been visible_at. One thread tells all of them: it runs the model's Python, and where a layer is small that takes longer than its
-    computing. It takes longer still while the host updates: the cores are shared. It runs ahead of the device, no further than LEAD_SECONDS, until it is
-    held up: by a call that asks the device for something (most transformers' decoders look at their position ids), by the end of a step that reads its
-    norm, and by work to compute that needs what the host has not updated yet, since a stream cannot wait for a thread. Copies in such need are handed to a
-    thread of their lane, and the next ones with them.
+    [Note: The thread that issues] Lanes work on what they have been visible_at. One thread tells all of them: it runs
+    the model's Python, and where a layer is small that takes longer than its computing. It takes longer still while the
+    host updates: the cores are shared. It runs ahead of the device, no further than LEAD_SECONDS, until it is held up:
+    by a call that asks the device for something (most transformers' decoders look at their position ids), by the end of
+    a step that reads its norm, and by work to compute that needs what the host has not updated yet, since a stream
+    cannot wait for a thread. Copies in such need are handed to a thread of their lane, and the next ones with them.
     """
 
     def __init__(self, launch_slowdown: float) -> None:
@@ -66,7 +72,9 @@ class IssuedClock(LaneClock):
         self._busy_issue = launch_slowdown
         self._held: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
 
-    def issue(self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool) -> float:
+    def issue(
+        self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool
+    ) -> float:
         after = tuple(after)
         visible_at = max((visible_at for _, visible_at in after), default=0.0)
         if lane == "compute" and visible_at > self.issued:
@@ -88,7 +96,9 @@ class IssuedClock(LaneClock):
 
 
 def slowed(issue: float, computing: float, busy: float, launch_slowdown: float) -> float:
-    """What issuing takes with the host at work for another `busy` seconds: but for what of it is waiting for the device, so much longer meanwhile."""
+    """What issuing takes with the host at work for another `busy` seconds: but for what of it is waiting for the
+    device, so much longer meanwhile.
+    """
     python = max(0.0, issue - computing)
     extra = (launch_slowdown - 1.0) * python
     if busy < python + extra:
@@ -107,7 +117,9 @@ def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int) -> float:
 
 
 def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:
-    """Of one operator, by the roofline: the longer of arithmetic and memory traffic. A layer is the sum of its operators, which come one after the other."""
+    """Of one operator, by the roofline: the longer of arithmetic and memory traffic. A layer is the sum of its
+    operators, which come one after the other.
+    """
     return max(flops / spec.flops, num_bytes / spec.gpu_bytes_per_second)
 
 

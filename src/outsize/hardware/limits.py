@@ -1,6 +1,7 @@
 """How fast a step can be at all: no faster than its busiest lane, nor than its longest chain of dependencies.
 
-Transfers and updates count at the machine's rates, without what starting them costs; forward and backward as they were measured. Host memory has no line of its
+Transfers and updates count at the machine's rates, without what starting them costs; forward and backward as they were
+measured. Host memory has no line of its
 own: what it gives is in the rate of the updates.
 """
 
@@ -16,7 +17,9 @@ class Demand:
     compute_seconds: float
     """Forward and backward, recompute included."""
     hiding_seconds: float
-    """Of those, under which updates can run: the first micro-batch's forward, which needs them one by one, and the last backward, if they come in it."""
+    """Of those, under which updates can run: the first micro-batch's forward, which needs them one by one, and the last
+    backward, if they come in it.
+    """
     h2d_bytes: float
     d2h_bytes: float
     host_params: float

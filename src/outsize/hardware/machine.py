@@ -1,7 +1,9 @@
-"""A machine as a YAML file: a HardwareSpec, key by key, with the figures behind it under `measured`. `outsize probe` writes one; the catalog is of such.
+"""A machine as a YAML file: a HardwareSpec, key by key, with the figures behind it under `measured`. `outsize probe`
+writes one; the catalog is of such.
 
-Sizes are written as `24GiB`, rates as numbers of the unit in their key's name. What `measured` holds is kept as it is: data for people, and for a
-planner that knows more about lanes than one rate each. All that is wrong with a file is told at once.
+Sizes are written as `24GiB`, rates as numbers of the unit in their key's name. What `measured` holds is kept as it is:
+data for people, and for a planner that knows more about lanes than one rate each. All that is wrong with a file is told
+at once.
 """
 
 import dataclasses
@@ -38,7 +40,13 @@ _LEAST_RATE = 1e6
 
 _MOST_BYTES = 2**50
 """Above every machine's memory."""
-_RANGES = {"allocator_share": (0.0, 1.0), "launch_seconds": (1e-9, 0.1), "op_launch_seconds": (1e-9, 0.1), "launch_slowdown": (1.0, 100.0), "sustained_clock_ratio": (0.5, 5.0)}
+_RANGES = {
+    "allocator_share": (0.0, 1.0),
+    "launch_seconds": (1e-9, 0.1),
+    "op_launch_seconds": (1e-9, 0.1),
+    "launch_slowdown": (1.0, 100.0),
+    "sustained_clock_ratio": (0.5, 5.0),
+}
 """From the first to below the second, of what is no rate: whoever writes `launch_seconds: 20` means µs."""
 
 
@@ -47,7 +55,13 @@ def read_machine(path: str | Path) -> Machine:
     data, problems = load_yaml(read_text(path), where=where)
     if not isinstance(data, dict):
         found = "it is empty" if data is None else f"it is a {type(data).__name__}"
-        raise ConfigError(tell(f"{where} is a mapping of keys to values", found, "`outsize probe --save` writes such a file; docs/probe.md tells of its keys"))
+        raise ConfigError(
+            tell(
+                f"{where} is a mapping of keys to values",
+                found,
+                "`outsize probe --save` writes such a file; docs/probe.md tells of its keys",
+            )
+        )
     values: dict[str, Any] = {}
     for key, value in data.items():
         if key not in _KEYS:
@@ -60,17 +74,35 @@ def read_machine(path: str | Path) -> Machine:
     problems += [f"{key}: expected {_expected(key)}, found nothing" for key in required if key not in values]
     context = values.get("context_bytes", _FIELDS["context_bytes"].default)
     if not problems and context >= values["gpu_bytes"]:
-        problems.append(f"context_bytes: expected less than gpu_bytes ({exact_bytes(values['gpu_bytes'])}), found {exact_bytes(context)}")
+        problems.append(
+            f"context_bytes: expected less than gpu_bytes ({exact_bytes(values['gpu_bytes'])}), found "
+            f"{exact_bytes(context)}"
+        )
     if problems:
         count = "1 thing in it is" if len(problems) == 1 else f"{len(problems)} things in it are"
-        raise ConfigError("\n  ".join([tell(f"{where} describes a machine", f"{count} wrong", "Correct this; docs/probe.md tells of every key"), *problems]))
+        raise ConfigError(
+            "\n  ".join(
+                [
+                    tell(
+                        f"{where} describes a machine",
+                        f"{count} wrong",
+                        "Correct this; docs/probe.md tells of every key",
+                    ),
+                    *problems,
+                ]
+            )
+        )
     measured = values.pop("measured", {})
     return Machine(spec=HardwareSpec(**values), measured=measured)
 
 
 def write_machine(machine: Machine) -> str:
     """The text that `read_machine` reads back to the same machine."""
-    spec = {name: exact_bytes(value) if _TYPES[name] is int else value for name in _FIELDS for value in (getattr(machine.spec, name),)}
+    spec = {
+        name: exact_bytes(value) if _TYPES[name] is int else value
+        for name in _FIELDS
+        for value in (getattr(machine.spec, name),)
+    }
     data = {**spec, **({"measured": machine.measured} if machine.measured else {})}
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=140)
 
@@ -104,7 +136,11 @@ def _expected(key: str) -> str:
     if key in _RANGES:
         least, most = _RANGES[key]
         return f"a number from {least:g} to below {most:g}"
-    return {str: "a text", int: "a size such as 24GiB", float: "a number such as 25.0e+9, of bytes, parameters or FLOPs a second"}[_TYPES[key]]
+    return {
+        str: "a text",
+        int: "a size such as 24GiB",
+        float: "a number such as 25.0e+9, of bytes, parameters or FLOPs a second",
+    }[_TYPES[key]]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -120,4 +156,6 @@ def _written(number: float) -> str:
     return text if float(text) == number else repr(number)
 
 
-_Dumper.add_representer(float, lambda dumper, number: dumper.represent_scalar("tag:yaml.org,2002:float", _written(number)))
+_Dumper.add_representer(
+    float, lambda dumper, number: dumper.represent_scalar("tag:yaml.org,2002:float", _written(number))
+)

@@ -1,10 +1,12 @@
 """The cached probe of this machine, what training has taught since, and what is known of a card without either.
 
-A probe belongs to a card, a driver, a torch and a number of cores. It is kept as a machine's YAML file in the cache folder (OUTSIZE_CACHE; empty turns
-it off), with that identity among its figures. A file of another driver or torch is stale: it is passed over, which is said.
+A probe belongs to a card, a driver, a torch and a number of cores. It is kept as a machine's YAML file in the cache
+folder (OUTSIZE_CACHE; empty turns it off), with that identity among its figures. A file of another driver or torch is
+stale: it is passed over, which is said.
 
-Beside it lie the rates of the lanes as training saw them, under the same identity. They go before the probe's: a probe runs every lane at full load for a
-moment, training runs them as plans do. A run moves them half-way, so that an odd one does not spoil the plans after it.
+Beside it lie the rates of the lanes as training saw them, under the same identity. They go before the probe's: a probe
+runs every lane at full load for a moment, training runs them as plans do. A run moves them half-way, so that an odd one
+does not spoil the plans after it.
 """
 
 import re
@@ -52,7 +54,9 @@ def probe_path(identity: Identity) -> Path | None:
 
 
 def keep_probe(machine: Machine, identity: Identity) -> Path | None:
-    """Write a probe to the cache; the identity goes among its figures. None, and a word why, where that cannot be. What was learnt before is forgotten."""
+    """Write a probe to the cache; the identity goes among its figures. None, and a word why, where that cannot be. What
+    was learnt before is forgotten.
+    """
     path = probe_path(identity)
     if path is None:
         return None
@@ -68,7 +72,9 @@ def keep_probe(machine: Machine, identity: Identity) -> Path | None:
 def _changed(then: Any, identity: Identity) -> list[str]:
     """How the identity in a file differs from this one, in words."""
     was = then if isinstance(then, dict) else {}
-    return [f"{name} was {was.get(name)!r} and is {now!r}" for name, now in asdict(identity).items() if was.get(name) != now]
+    return [
+        f"{name} was {was.get(name)!r} and is {now!r}" for name, now in asdict(identity).items() if was.get(name) != now
+    ]
 
 
 def find_probe(identity: Identity) -> HardwareSpec | None:
@@ -79,7 +85,9 @@ def find_probe(identity: Identity) -> HardwareSpec | None:
     try:
         machine = read_machine(path)
     except ConfigError as error:
-        log.warning("the probe of this machine is passed over and its rates are assumed; run `outsize probe` again: %s", error)
+        log.warning(
+            "the probe of this machine is passed over and its rates are assumed; run `outsize probe` again: %s", error
+        )
         return None
     if changed := _changed(machine.measured.get("identity"), identity):
         log.warning("the probe %s is stale (%s) and passed over; run `outsize probe` again", path, "; ".join(changed))
@@ -112,7 +120,12 @@ def save_calibration(seen: Mapping[str, float], identity: Identity, spec: Hardwa
         now = known.get(name, getattr(untrained, name))
         if not _is_plausible(name, rate, untrained):
             before = getattr(untrained, name)
-            log.warning("%s was %.3g in training and %.3g before: too far off to learn from; `outsize probe` measures it", name, rate, before)
+            log.warning(
+                "%s was %.3g in training and %.3g before: too far off to learn from; `outsize probe` measures it",
+                name,
+                rate,
+                before,
+            )
         elif abs(rate - now) > CLOSE_SHARE * now:
             new[name] = float(f"{(now + rate) / 2:.4g}")
     if new:
@@ -120,16 +133,22 @@ def save_calibration(seen: Mapping[str, float], identity: Identity, spec: Hardwa
         try:
             write_whole(_calibration_path(path), yaml.safe_dump(data, sort_keys=False))
         except OSError as error:
-            log.warning("the rates of this run are not kept: %s. Set OUTSIZE_CACHE to a folder that can be written", error)
+            log.warning(
+                "the rates of this run are not kept: %s. Set OUTSIZE_CACHE to a folder that can be written", error
+            )
 
 
 def _is_plausible(name: str, rate: float, untrained: HardwareSpec) -> bool:
-    """Held against what is known without training, not against what was learnt last: small steps must not lead anywhere."""
+    """Held against what is known without training, not against what was learnt last: small steps must not lead
+    anywhere.
+    """
     return getattr(untrained, name) / MOST_FACTOR <= rate <= getattr(untrained, name) * MOST_FACTOR
 
 
 def load_calibration(identity: Identity, untrained: HardwareSpec) -> CalibratedRates | None:
-    """What training has taught about this machine, if it still holds. The next run replaces what does not: nobody need be warned."""
+    """What training has taught about this machine, if it still holds. The next run replaces what does not: nobody need
+    be warned.
+    """
     probe = probe_path(identity)
     if probe is None or not (path := _calibration_path(probe)).exists():
         return None
@@ -144,7 +163,8 @@ def load_calibration(identity: Identity, untrained: HardwareSpec) -> CalibratedR
         return None
     rates = data.get("rates")
     if not isinstance(rates, dict) or not all(
-        name in CALIBRATED_RATES and isinstance(rate, float) and _is_plausible(name, rate, untrained) for name, rate in rates.items()
+        name in CALIBRATED_RATES and isinstance(rate, float) and _is_plausible(name, rate, untrained)
+        for name, rate in rates.items()
     ):
         log.info("%s holds %r where rates are expected, and is passed over", path, rates)
         return None
@@ -152,7 +172,9 @@ def load_calibration(identity: Identity, untrained: HardwareSpec) -> CalibratedR
 
 
 def describe(identity: Identity, *, gpu_bytes: int, host_bytes: int) -> HardwareSpec:
-    """This machine as plans take it: its probe or what stands in for one, with the rates of lanes that training has seen since. Sizes are as given."""
+    """This machine as plans take it: its probe or what stands in for one, with the rates of lanes that training has
+    seen since. Sizes are as given.
+    """
     spec = _describe_untrained(identity, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     learnt = load_calibration(identity, spec)
     if learnt is None:
@@ -169,4 +191,6 @@ def _describe_untrained(identity: Identity, *, gpu_bytes: int, host_bytes: int) 
     known = [spec for name, spec in CATALOG.items() if name.split("-")[0] in words]
     base = min(known, key=lambda spec: abs(spec.gpu_bytes - gpu_bytes)) if known else CATALOG[ASSUMED]
     origin = base.provenance if known else f"assumed as of {base.name}: this card is not in the catalog"
-    return replace(base, name=identity.gpu, gpu_bytes=gpu_bytes, host_bytes=host_bytes, provenance=f"{origin} ({HOW_TO})")
+    return replace(
+        base, name=identity.gpu, gpu_bytes=gpu_bytes, host_bytes=host_bytes, provenance=f"{origin} ({HOW_TO})"
+    )

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 
 ALLOCATOR_SHARE = 0.02
-"""Of a card's memory, kept free for what the caching allocator loses to rounding and fragments: of 21 runs on an H200, 20 lost 0.2 to 1.6 %, one 2.3 %."""
+"""Of a card's memory, kept free for what the caching allocator loses to rounding and fragments: of 21 runs on an H200,
+20 lost 0.2 to 1.6 %, one 2.3 %.
+"""
 CONTEXT_BYTES = 600 * 2**20
-"""What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` and `outsize probe` measure it."""
+"""What a CUDA process holds before it allocates anything, with its libraries' workspaces. Estimated; `prepare` and
+`outsize probe` measure it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +47,11 @@ class HardwareSpec:
     """Of a card's memory, what a process takes by itself; 0 where the card is simulated."""
     allocator_share: float = ALLOCATOR_SHARE
     op_launch_seconds: float = 25e-6
-    """What the thread that runs the model's Python takes to issue an operator, with all that models do between two: the processor's, whatever the card. Fitted
-    to layers on the H200's machine; `outsize probe` measures it."""
+    """What the thread that runs the model's Python takes to issue an operator, with all that models do between two: the
+    processor's, whatever the card. Fitted to layers on the H200's machine; `outsize probe` measures it."""
     launch_slowdown: float = 1.0
     """How many times as long the thread that issues work takes over it while the host updates."""
     sustained_clock_ratio: float = 1.0
-    """How many times as fast a trial run of a moment computes as a long run, whose clocks sink under the load. Measured seconds are taken times this."""
+    """How many times as fast a trial run of a moment computes as a long run, whose clocks sink under the load. Measured
+    seconds are taken times this.
+    """

@@ -19,10 +19,12 @@ _OURS = "the optimizer is the engine's, with learning_rate, weight_decay, adam_*
 _REFUSED = {
     "deepspeed": "outsize owns placement and optimizer; leave deepspeed out",
     "fsdp": "outsize trains on one device; leave fsdp out",
-    "fp16": "outsize trains bf16 weights with exact fp32 masters and no loss scaling; load the model in bf16, or use bf16=True",
+    "fp16": "outsize trains bf16 weights with exact fp32 masters and no loss scaling; load the model in bf16, or use "
+    "bf16=True",
     "fp16_full_eval": "a prepared model keeps its dtype; leave it out",
     "bf16_full_eval": "a prepared model keeps its dtype; leave it out, or load the model in bf16",
-    "auto_find_batch_size": "the plan says beforehand what fits; choose per_device_train_batch_size yourself (outsize plan helps)",
+    "auto_find_batch_size": "the plan says beforehand what fits; choose per_device_train_batch_size yourself (outsize "
+    "plan helps)",
     "torch_compile": "the schedule needs the model's own layers; leave it out",
     "use_liger_kernel": "its kernels replace the forward that was planned; leave it out",
     "parallelism_config": "outsize trains on one device; leave it out",
@@ -32,7 +34,8 @@ _REFUSED = {
     "use_transformers_continuous_batching": "its cache is outside of the plan; leave it out",
     "use_transformers_paged": "its cache is outside of the plan; leave it out",
     "use_adaptive_entropy": "its coefficient would not be in the checkpoint; leave it out, and set entropy_coef",
-    "enable_jit_checkpoint": "it saves in the middle of a step; use save_steps, or a callback that sets control.should_save",
+    "enable_jit_checkpoint": "it saves in the middle of a step; use save_steps, or a callback that sets "
+    "control.should_save",
 }
 
 
@@ -104,7 +107,8 @@ def clips(args: Any) -> bool:
 
 
 def update_mode(args: Any, nonfinite: NonFinite = "raise") -> UpdateMode:
-    # Each backward is declared to be the last before its step: gradients need not be kept if nothing looks at all of them first.
+    # Each backward is declared to be the last before its step: gradients need not be kept if nothing looks at all of
+    # them first.
     return "after_step" if clips(args) or nonfinite == "skip" or args.gradient_accumulation_steps > 1 else "in_backward"
 
 
@@ -114,7 +118,12 @@ def adamw(args: Any, decay: Iterable[str], trainable: Iterable[str], nonfinite: 
     names = list(trainable)
     groups = [([n for n in names if n in decaying], args.weight_decay), ([n for n in names if n not in decaying], 0.0)]
     return AdamW(
-        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm if clips(args) else None, update=update_mode(args, nonfinite), nonfinite=nonfinite,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.max_grad_norm if clips(args) else None,
+        update=update_mode(args, nonfinite),
+        nonfinite=nonfinite,
         groups=[{"params": members, "weight_decay": decay} for members, decay in groups if members],
-    )  # fmt: skip
+    )

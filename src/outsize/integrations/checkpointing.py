@@ -42,14 +42,20 @@ class CheckpointMixin(_Trainer):
             log.info("%s of an earlier run is replaced", place)
         self._drop_waiting_gradients()
         self.engine.save(
-            place, replace=True, background=self._may_save_in_background, only_model=self.args.save_only_model,
-            extra=self._write_beside, then=lambda: rotate(run, self.args.save_total_limit, keep=best_path),
-        )  # fmt: skip
+            place,
+            replace=True,
+            background=self._may_save_in_background,
+            only_model=self.args.save_only_model,
+            extra=self._write_beside,
+            then=lambda: rotate(run, self.args.save_total_limit, keep=best_path),
+        )
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(place))
 
     def _drop_waiting_gradients(self) -> None:
-        """Of a run that was interrupted, or of the end of a stream. One that goes on from a checkpoint would not have them either."""
+        """Of a run that was interrupted, or of the end of a stream. One that goes on from a checkpoint would not have
+        them either.
+        """
         if self.engine.runtime.gradients.waiting:
             log.warning("the last batches fill no step of %s and are left out", self.args.gradient_accumulation_steps)
             self.engine.zero_grad()
@@ -62,16 +68,25 @@ class CheckpointMixin(_Trainer):
             log.warning("%s", error)
         run = Path(self.args.output_dir)
         # An earlier run in the same place may have gone further.
-        reached = [path for step, path in checkpoints(run) if step <= self.state.global_step and not read_manifest(path).get("only_model")]
+        reached = [
+            path
+            for step, path in checkpoints(run)
+            if step <= self.state.global_step and not read_manifest(path).get("only_model")
+        ]
         if not reached:
-            return f"There is none in {run}: start the run again from where it began (save_steps says how often one is written)."
+            return (
+                f"There is none in {run}: start the run again from where it began (save_steps says how often one "
+                "is written)."
+            )
         return f"The newest complete one is {reached[-1]}: go on with resume_from_checkpoint={str(reached[-1])!r}."
 
     @property
     def _may_save_in_background(self) -> bool:
         """Not where somebody expects the folder as soon as the save returns."""
         callbacks = self.callback_handler.callbacks
-        return not self.args.push_to_hub and all(type(callback).on_save is TrainerCallback.on_save for callback in callbacks)
+        return not self.args.push_to_hub and all(
+            type(callback).on_save is TrainerCallback.on_save for callback in callbacks
+        )
 
     def _write_beside(self, folder: Path) -> None:
         self._write_common(folder)
@@ -102,7 +117,9 @@ class CheckpointMixin(_Trainer):
         else:
             if any(param.is_meta or is_unmaterialized(param) for param in self.model.parameters()):
                 found = "they are still in their files"
-                raise EngineMisuse(tell("the model has its weights", found, "Nothing is trained yet; call start_engine() first"))
+                raise EngineMisuse(
+                    tell("the model has its weights", found, "Nothing is trained yet; call start_engine() first")
+                )
             super()._save(output_dir, state_dict)
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
         self._write_common(folder)

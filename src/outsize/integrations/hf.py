@@ -1,8 +1,9 @@
 """outsize in transformers' Trainer: `OutsizeTrainer`, and `OutsizeMixin` for other Trainer classes (TRL's SFTTrainer).
 
-Trainer stays the loop. The model is prepared from the first batch before the optimizer exists; the optimizer, clipping, saving and loading are the
-engine's. Three places where Trainer and accelerate would put the model or the optimizer's state on the GPU are closed: moving the model at
-construction, and accelerate's placement of model and optimizer when they are prepared.
+Trainer stays the loop. The model is prepared from the first batch before the optimizer exists; the optimizer, clipping,
+saving and loading are the engine's. Three places where Trainer and accelerate would put the model or the optimizer's
+state on the GPU are closed: moving the model at construction, and accelerate's placement of model and optimizer when
+they are prepared.
 """
 
 import inspect
@@ -49,9 +50,11 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     Args beside the Trainer's own, as in `outsize.prepare`:
         gpu_memory, host_memory, device, pins, plan, chunk_bytes, blocks, weights, chunked_loss.
-        sequence_len: the longest row; the plan is made for it. Default: `args.max_length` where there is one, else as long as the first batch.
+        sequence_len: the longest row; the plan is made for it. Default: `args.max_length` where there is one, else as
+        long as the first batch.
         plan_batch: a batch to plan for, instead of the first one.
-        nonfinite: what a step does when a gradient is not finite: "raise", or "skip" the step. Either way nothing is changed by it.
+        nonfinite: what a step does when a gradient is not finite: "raise", or "skip" the step. Either way nothing is
+        changed by it.
     """
 
     model: Any
@@ -64,32 +67,70 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     _inputs: dict[str, Any] | None = None
     """Of the micro-batch under way."""
     _earlier: tuple[Callable[[], None], ...] = ()
-    """Makes the micro-batches again whose gradients wait for the rest of their step. They are kept no longer than Trainer keeps them."""
+    """Makes the micro-batches again whose gradients wait for the rest of their step. They are kept no longer than
+    Trainer keeps them.
+    """
 
     def __init__(
-        self, *args: Any, gpu_memory: str | int | None = None, host_memory: str | int | None = None, device: str | Device | None = None,
-        pins: Pins | None = None, plan: Plan | str | Path | None = None, sequence_len: int | None = None, plan_batch: dict[str, Any] | None = None,
-        chunk_bytes: str | int = DEFAULT_CHUNK_BYTES, blocks: list[str] | None = None, weights: str | Path | Weights | None = None,
-        chunked_loss: bool | None = None, nonfinite: NonFinite = "raise", **kwargs: Any,
-    ):  # fmt: skip
+        self,
+        *args: Any,
+        gpu_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        device: str | Device | None = None,
+        pins: Pins | None = None,
+        plan: Plan | str | Path | None = None,
+        sequence_len: int | None = None,
+        plan_batch: dict[str, Any] | None = None,
+        chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
+        blocks: list[str] | None = None,
+        weights: str | Path | Weights | None = None,
+        chunked_loss: bool | None = None,
+        nonfinite: NonFinite = "raise",
+        **kwargs: Any,
+    ):
         given = _by_name(super().__init__, args, kwargs)
         refuse_trainer(type(self))
         if isinstance(given.get("args"), TrainingArguments):
-            take_over(given["args"], optimizers=given.get("optimizers"), optimizer_cls_and_kwargs=given.get("optimizer_cls_and_kwargs"))
+            take_over(
+                given["args"],
+                optimizers=given.get("optimizers"),
+                optimizer_cls_and_kwargs=given.get("optimizer_cls_and_kwargs"),
+            )
             # By default TRL loads models that are given by name, and reference models, onto the GPU.
             is_loaded = isinstance(given.get("model"), str) or loads_reference(type(self), given)
             if is_loaded and hasattr(given["args"], "model_init_kwargs"):
                 given["args"].model_init_kwargs = {"device_map": None, **(given["args"].model_init_kwargs or {})}
         self._prepare_settings: dict[str, Any] = dict(
-            gpu_memory=gpu_memory, host_memory=host_memory, pins=pins, plan=plan, chunk_bytes=chunk_bytes, blocks=blocks, weights=weights,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            pins=pins,
+            plan=plan,
+            chunk_bytes=chunk_bytes,
+            blocks=blocks,
+            weights=weights,
             chunked_loss=chunked_loss,
-        )  # fmt: skip
-        self._device_name, self._sequence_len, self._plan_batch, self._nonfinite = device, sequence_len, plan_batch, nonfinite
+        )
+        self._device_name, self._sequence_len, self._plan_batch, self._nonfinite = (
+            device,
+            sequence_len,
+            plan_batch,
+            nonfinite,
+        )
         super().__init__(*args, **kwargs)
-        take_over(self.args, optimizers=(self.optimizer, self.lr_scheduler), optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs)
+        take_over(
+            self.args,
+            optimizers=(self.optimizer, self.lr_scheduler),
+            optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs,
+        )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             found = "accelerate was started with deepspeed or fsdp"
-            raise ConfigError(tell("outsize owns placement and optimizer", found, "Start the script with python, or another accelerate config"))
+            raise ConfigError(
+                tell(
+                    "outsize owns placement and optimizer",
+                    found,
+                    "Start the script with python, or another accelerate config",
+                )
+            )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine does, piece by piece."""
@@ -99,11 +140,15 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise EngineMisuse(tell("the model is prepared", "neither train() nor evaluate() has begun", "Call start_engine() first"))
+            raise EngineMisuse(
+                tell("the model is prepared", "neither train() nor evaluate() has begun", "Call start_engine() first")
+            )
         return self._engine
 
     def start_engine(self, dataloader: Any = None) -> Engine:
-        """Plan for what the loader brings (default: the training data's) and prepare the model. Training and evaluation do this by themselves."""
+        """Plan for what the loader brings (default: the training data's) and prepare the model. Training and evaluation
+        do this by themselves.
+        """
         self.stop_engine()
         if (other := _ENGINES.pop(self.model, lambda: None)()) is not None and _is_attached(other):
             log.info("the engine of an earlier Trainer lets go of the model")
@@ -154,16 +199,26 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         self.accelerator.prepare_model(self.model, device_placement=False)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
         return dict(
-            batch=batch, optimizer=adamw(self.args, self.get_decay_parameter_names(self.model), names, self._nonfinite), device=device,
-            accumulate=self.args.gradient_accumulation_steps, max_shape=self._largest_shape, loss=None if self._is_plain_loss else self._trial_loss,
+            batch=batch,
+            optimizer=adamw(self.args, self.get_decay_parameter_names(self.model), names, self._nonfinite),
+            device=device,
+            accumulate=self.args.gradient_accumulation_steps,
+            max_shape=self._largest_shape,
+            loss=None if self._is_plain_loss else self._trial_loss,
             **self._prepare_settings,
-        )  # fmt: skip
+        )
 
     def _chosen_device(self) -> Device:
         device = choose_device(self._device_name or self.args.device.type)
         if device.torch_device.type != self.args.device.type:
             do = "Give TrainingArguments(use_cpu=True) for cpu and sim, or leave device out"
-            raise ConfigError(tell(f"device is where the Trainer puts its batches ({self.args.device})", f"it is {self._device_name}", do))
+            raise ConfigError(
+                tell(
+                    f"device is where the Trainer puts its batches ({self.args.device})",
+                    f"it is {self._device_name}",
+                    do,
+                )
+            )
         return device
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
@@ -204,7 +259,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             return None
         if self._sequence_len is None and hasattr(self.model, "config"):
             # A habit of the arguments, not a wish: the model may not know so many positions.
-            tokens = min(tokens, getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or tokens)
+            tokens = min(
+                tokens, getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or tokens
+            )
         rows = self.args.per_device_train_batch_size
         is_flat = getattr(self, "padding_free", False) or isinstance(self.data_collator, DataCollatorWithFlattening)
         return (1, rows * tokens) if is_flat else (rows, tokens)
@@ -212,7 +269,11 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     @property
     def _is_plain_loss(self) -> bool:
         """The loss is the model's own: nothing outside the model allocates."""
-        return type(self).compute_loss is Trainer.compute_loss and self.label_smoother is None and self.compute_loss_func is None
+        return (
+            type(self).compute_loss is Trainer.compute_loss
+            and self.label_smoother is None
+            and self.compute_loss_func is None
+        )
 
     def _trial_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """As in training, but what the Trainer counts beside it is counted in copies."""
@@ -224,7 +285,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     @contextmanager
     def _counting_in_copies(self) -> Iterator[None]:
-        counts = {name: value for name, value in vars(self).items() if not name.endswith("_dataset") and _is_plain(value)}
+        counts = {
+            name: value for name, value in vars(self).items() if not name.endswith("_dataset") and _is_plain(value)
+        }
         self.__dict__.update(deepcopy(counts))
         try:
             yield
@@ -232,7 +295,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             self.__dict__.update(counts)
 
     def _inputs_of(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What a loss is made of. In the middle of a step the engine plans again for what the model was called with, which may be less, or more."""
+        """What a loss is made of. In the middle of a step the engine plans again for what the model was called with,
+        which may be less, or more.
+        """
         mine = self._inputs
         if mine is None:
             return dict(batch)
@@ -269,7 +334,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if not self._has_engine:
             self._go_on_with_the_loss_of(resume_from_checkpoint)
             self.start_engine(train_dataloader)
-        elif (step_config := self.engine.plan.step_config).update != update_mode(self.args, self._nonfinite) or step_config.accumulate != self.args.gradient_accumulation_steps:
+        elif (step_config := self.engine.plan.step_config).update != update_mode(
+            self.args, self._nonfinite
+        ) or step_config.accumulate != self.args.gradient_accumulation_steps:
             self._renew_engine(train_dataloader)
         placement = self.accelerator.device_placement
         self.accelerator.device_placement = False
@@ -279,11 +346,15 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             self.accelerator.device_placement = placement
         if getattr(self.optimizer, "optimizer", self.optimizer) is not self.engine.optimizer:
             do = "Leave create_optimizer as it is; get_decay_parameter_names decides the groups"
-            raise ConfigError(tell("the optimizer is the engine's", f"create_optimizer gave {type(self.optimizer).__name__}", do))
+            raise ConfigError(
+                tell("the optimizer is the engine's", f"create_optimizer gave {type(self.optimizer).__name__}", do)
+            )
         return prepared
 
     def _go_on_with_the_loss_of(self, checkpoint: str | None) -> None:
-        """A run whose batches have pad_to_shape beyond a chunk makes its loss in chunks from there on, also if it is resumed before it meets such a batch again."""
+        """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is
+        resumed before it meets such a batch again.
+        """
         if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_settings["chunked_loss"] is not None:
             return
         if read_manifest(Path(checkpoint)).get("loss_chunk"):
@@ -352,8 +423,13 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             with rng_untouched(self.engine.device):  # making an iterator draws a number
                 return super().evaluation_loop(dataloader, *args, **kwargs)
         except torch.OutOfMemoryError as error:
-            found = f"memory ran out with {self.args.per_device_eval_batch_size} rows at once, {self.args.per_device_train_batch_size} in training"
-            raise DeviceOutOfMemory(tell("evaluation fits beside the plan", found, "Lower per_device_eval_batch_size")) from error
+            found = (
+                f"memory ran out with {self.args.per_device_eval_batch_size} rows at once, "
+                f"{self.args.per_device_train_batch_size} in training"
+            )
+            raise DeviceOutOfMemory(
+                tell("evaluation fits beside the plan", found, "Lower per_device_eval_batch_size")
+            ) from error
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.finish_saving()
@@ -362,7 +438,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
 
 class OutsizeTrainer(OutsizeMixin, Trainer):
-    """transformers' Trainer under a memory budget: `OutsizeTrainer(model=..., args=..., train_dataset=..., gpu_memory="24GiB")`."""
+    """transformers' Trainer under a memory budget: `OutsizeTrainer(model=..., args=..., train_dataset=...,
+    gpu_memory="24GiB")`.
+    """
 
 
 def _by_name(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

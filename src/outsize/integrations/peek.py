@@ -1,7 +1,7 @@
 """The first batch of a loader, looked at without being taken: the plan is made for it, and training must not notice.
 
-A dataset with items by number is simply read again, and so is a stream that knows epochs. Any other stream may have but one pass: what was read of
-it is kept and given again.
+A dataset with items by number is simply read again, and so is a stream that knows epochs. Any other stream may have but
+one pass: what was read of it is kept and given again.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,9 @@ def rewindable(dataset: Any) -> Any:
 
 
 class Rewound(IterableDataset):
-    """A stream whose first items can be looked at; the next pass begins with them. All later passes are the stream's own."""
+    """A stream whose first items can be looked at; the next pass begins with them. All later passes are the stream's
+    own.
+    """
 
     def __init__(self, dataset: IterableDataset):
         self.dataset = dataset

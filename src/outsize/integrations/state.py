@@ -22,7 +22,9 @@ def save_rng(folder: Path, device: Device) -> None:
     tensors = {"numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)), "torch": host.torch}
     if (own := device.rng_state()) is not None:
         tensors["device"] = own.cpu()
-    with TensorFile.create(folder / _RNG_TENSORS, {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {}) as file:
+    with TensorFile.create(
+        folder / _RNG_TENSORS, {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {}
+    ) as file:
         for name, tensor in tensors.items():
             file.write(name, tensor)
     facts = {"python": host.python, "numpy": [kind, int(position), int(has_gauss), float(gauss)]}
@@ -35,7 +37,9 @@ def load_rng(folder: Path, device: Device) -> None:
         tensors: dict[str, Tensor] = {name: file.read(name) for name in file.entries}
     version, words, normal = facts["python"]
     kind, *rest = facts["numpy"]
-    HostRng((version, tuple(words), normal), (kind, tensors["numpy"].numpy().astype(np.uint32), *rest), tensors["torch"]).restore()
+    HostRng(
+        (version, tuple(words), normal), (kind, tensors["numpy"].numpy().astype(np.uint32), *rest), tensors["torch"]
+    ).restore()
     if "device" in tensors and device.rng_state() is not None:  # a run may go on elsewhere; its dropout is then another
         device.set_rng_state(tensors["device"])
 

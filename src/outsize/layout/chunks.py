@@ -1,8 +1,9 @@
 """ChunkLayout: which parameter lies where in which chunk. Pure geometry, no torch.
 
-A chunk holds parameters that are used by the same calls, forward and backward, of one dtype, all trainable or all frozen: so a chunk has one kind
-of master, one gradient and one optimizer state, and frozen bytes never see weight decay. Every parameter begins at a multiple of
-256 bytes in its chunk, whatever the chunk, so kernels see the same alignment under every plan.
+A chunk holds parameters that are used by the same calls, forward and backward, of one dtype, all trainable or all
+frozen: so a chunk has one kind of master, one gradient and one optimizer state, and frozen bytes never see weight
+decay. Every parameter begins at a multiple of 256 bytes in its chunk, whatever the chunk, so kernels see the same
+alignment under every plan.
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,9 @@ class ChunkLayout:
 
 
 def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayout:
-    """Lay out every parameter once. A chunk closes when it would pass `chunk_bytes`; a parameter larger than that has a chunk of its own."""
+    """Lay out every parameter once. A chunk closes when it would pass `chunk_bytes`; a parameter larger than that has a
+    chunk of its own.
+    """
     ordered: dict[str, None] = {}
     for block in graph.calls:
         ordered.update(dict.fromkeys(graph.blocks[block].params))
@@ -91,7 +94,9 @@ def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayo
     groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool], list[str]] = {}
     for name in ordered:
         param = graph.param[name]
-        groups.setdefault((graph.users[name] or last, graph.backward_users[name], param.dtype, param.trainable), []).append(name)
+        groups.setdefault(
+            (graph.users[name] or last, graph.backward_users[name], param.dtype, param.trainable), []
+        ).append(name)
 
     chunks: list[Chunk] = []
     for (calls, _, dtype, trainable), names in groups.items():
@@ -102,9 +107,20 @@ def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayo
             numel = graph.param[name].numel
             step = -(-numel * size // ALIGN_BYTES) * ALIGN_BYTES // size
             if pieces and (end + step) * size > chunk_bytes:
-                chunks.append(Chunk(index=len(chunks), calls=calls, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
+                chunks.append(
+                    Chunk(
+                        index=len(chunks),
+                        calls=calls,
+                        dtype=dtype,
+                        trainable=trainable,
+                        numel=end,
+                        pieces=tuple(pieces),
+                    )
+                )
                 pieces, end = [], 0
             pieces.append(Piece(name=name, offset=end, numel=numel))
             end += step
-        chunks.append(Chunk(index=len(chunks), calls=calls, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces)))
+        chunks.append(
+            Chunk(index=len(chunks), calls=calls, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces))
+        )
     return ChunkLayout(chunk_bytes=chunk_bytes, chunks=tuple(chunks))

@@ -23,7 +23,9 @@ class SlotMap:
         return sum(self.slot_bytes)
 
 
-def assign_slots(layout: ChunkLayout, streamed: Collection[int], depth: int, nbytes: Iterable[int] | None = None) -> SlotMap:
+def assign_slots(
+    layout: ChunkLayout, streamed: Collection[int], depth: int, nbytes: Iterable[int] | None = None
+) -> SlotMap:
     """Slots for the chunks in `streamed`. `nbytes` overrides the chunks' sizes (gradient slots use the gradients')."""
     size = list(nbytes) if nbytes is not None else [chunk.nbytes for chunk in layout.chunks]
     rank = {call: i for i, call in enumerate(sorted({v for c in streamed for v in layout.chunks[c].calls}))}

@@ -1,4 +1,6 @@
-"""The arguments of a call with their tensors moved to a device. What a forward writes into a list, a dict or an object among them reaches the caller's."""
+"""The arguments of a call with their tensors moved to a device. What a forward writes into a list, a dict or an object
+among them reaches the caller's.
+"""
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -15,8 +17,8 @@ _Passed = dict[int, tuple[Any, Any]]
 
 
 class MovedArguments:
-    """`args` and `kwargs` are passed to the forward. A container in which no tensor has to be moved is the caller's own. Of any other a copy is passed, and
-    `write_back` makes the changes of the copy in the caller's."""
+    """`args` and `kwargs` are passed to the forward. A container in which no tensor has to be moved is the caller's
+    own. Of any other a copy is passed, and `write_back` makes the changes of the copy in the caller's."""
 
     def __init__(self, move: _Move, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._originals: dict[int, tuple[_Get, Any]] = {}
@@ -29,13 +31,19 @@ class MovedArguments:
 
     def _pass(self, move: _Move, value: Any, passed: _Passed) -> Any:
         if id(value) not in passed:
-            passed[id(value)] = value, self._moved(move, value) if isinstance(value, Tensor) else self._copied(move, value, passed)
+            passed[id(value)] = (
+                value,
+                self._moved(move, value) if isinstance(value, Tensor) else self._copied(move, value, passed),
+            )
         return passed[id(value)][1]
 
     def _moved(self, move: _Move, tensor: Tensor) -> Tensor:
         moved = move(tensor)
         if moved is not tensor:
-            self._originals[id(moved)] = (weakref.ref(moved), tensor)  # a forward may drop its inputs to free their memory
+            self._originals[id(moved)] = (
+                weakref.ref(moved),
+                tensor,
+            )  # a forward may drop its inputs to free their memory
         return moved
 
     def _copied(self, move: _Move, value: Any, passed: _Passed) -> Any:

@@ -1,9 +1,10 @@
-"""A batch as a call of a model, and what of the call decides its cost: which inputs there are, their shapes, and whether a mask masks something.
+"""A batch as a call of a model, and what of the call decides its cost: which inputs there are, their shapes, and
+whether a mask masks something.
 
-[Note: When a batch fits]
-A plan holds for the batches that were measured, and for every batch that needs no more than one of them: the same inputs, no dimension larger, no wider
-dtype, no gradient into an input that had none, no mask that masks something where the measured one masked nothing. The number of elements is no measure:
-attention scores of 2 x 60 tokens are larger than those of 8 x 16.
+[Note: When a batch fits] A plan holds for the batches that were measured, and for every batch that needs no more than
+one of them: the same inputs, no dimension larger, no wider dtype, no gradient into an input that had none, no mask that
+masks something where the measured one masked nothing. The number of elements is no measure: attention scores of 2 x 60
+tokens are larger than those of 8 x 16.
 """
 
 import inspect
@@ -29,8 +30,8 @@ class Call:
 
 
 def as_call(model: nn.Module, batch: Any) -> Call:
-    """How a model is called with a batch: `model(**batch)` for a mapping and `model(*batch)` for a sequence where its forward can be called so, else
-    `model(batch)`. Raises ConfigError where it cannot be called at all."""
+    """How a model is called with a batch: `model(**batch)` for a mapping and `model(*batch)` for a sequence where its
+    forward can be called so, else `model(batch)`. Raises ConfigError where it cannot be called at all."""
     if isinstance(batch, Call):
         return batch
     ways = [Call(args=(batch,))]
@@ -55,7 +56,7 @@ def as_call(model: nn.Module, batch: Any) -> Call:
 def cannot_be_called(model: nn.Module, batch: Any, why: str) -> ConfigError:
     return ConfigError(
         f"batch: {type(model).__name__}.forward cannot be called with this {type(batch).__name__}: {why.rstrip('.')}. "
-        "ProfilingPass a dict for model(**batch), a tuple for model(*batch), or (batch,) for model(batch)."
+        "Pass a dict for model(**batch), a tuple for model(*batch), or (batch,) for model(batch)."
     )
 
 
@@ -94,13 +95,19 @@ class Input:
     is_list_of_places: bool
     """Where documents begin in a row, as kernels for packed rows take it: its own bytes are all that it costs."""
     is_irregular: bool
-    """A mask that masks something, or positions that begin anew within a row. Models build a mask of tokens x tokens then."""
+    """A mask that masks something, or positions that begin anew within a row. Models build a mask of tokens x tokens
+    then.
+    """
     is_of_unknown_kind: bool = False
     """Only its shape is known. Whether it must be there is not, nor which flags were set beside it."""
 
     def covers(self, other: "Input") -> bool:
         """Whether `other` costs no more. Does not look at `is_irregular`."""
-        if other.requires_grad > self.requires_grad or other.itemsize > self.itemsize or len(other.shape) != len(self.shape):
+        if (
+            other.requires_grad > self.requires_grad
+            or other.itemsize > self.itemsize
+            or len(other.shape) != len(self.shape)
+        ):
             return False
         return all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
 
@@ -118,15 +125,19 @@ def signature(arguments: Any, *, is_irregular: Callable[[str, Tensor], bool] | N
 
 
 def _input(tensor: Tensor, is_irregular: bool) -> Input:
-    is_list = tensor.dim() == 1 and tensor.dtype == torch.int32  # kernels take these in int32, and models their inputs in int64
+    is_list = (
+        tensor.dim() == 1 and tensor.dtype == torch.int32
+    )  # kernels take these in int32, and models their inputs in int64
     itemsize = tensor.element_size() if tensor.is_floating_point() else 0
     return Input(tuple(tensor.shape), itemsize, tensor.requires_grad, is_list, is_irregular)
 
 
 def with_longer_lists(inputs: Signature) -> tuple[Signature, int]:
-    """Lists of places may become several times as long before a batch counts as larger; and the bytes to keep free for that. They differ from batch to
-    batch, and cannot be made longer for a trial run."""
-    longer = {name: replace(one, shape=(4 * one.shape[0] + 256,)) for name, one in inputs.items() if one.is_list_of_places}
+    """Lists of places may become several times as long before a batch counts as larger; and the bytes to keep free for
+    that. They differ from batch to batch, and cannot be made longer for a trial run."""
+    longer = {
+        name: replace(one, shape=(4 * one.shape[0] + 256,)) for name, one in inputs.items() if one.is_list_of_places
+    }
     # A copy on the device, and what a model makes of it: lengths, and both as int64.
     return {**inputs, **longer}, sum(16 * (one.shape[0] - inputs[name].shape[0]) for name, one in longer.items())
 
@@ -149,7 +160,7 @@ def looks_irregular(name: str, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A batch that was measured: the batch itself, and the signatures of the model that its loss made."""
+    """A batch that was measured: the batch itself, and the calls of the model that its loss made."""
 
     batch: Signature
     signatures: tuple[Signature, ...]
@@ -159,7 +170,7 @@ class Measured:
 
 
 def covers(measured: Iterable[Signature], given: Signature) -> bool:
-    """Whether one of the measured signatures costs as much as the given one. See [Note: When a batch fits]."""
+    """Whether one of the measured calls costs as much as the given one. See [Note: When a batch fits]."""
     return any(_covers(one, given, lambda name: given[name].is_irregular) for one in measured)
 
 
@@ -195,6 +206,10 @@ def is_image(name: str) -> bool:
 
 
 def of_unknown_kind(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, ...]) -> Signature:
-    """Inputs of which only the shapes are known, as of a plan that was made by hand. They count as the most expensive of their shape."""
-    named = {names[int(name)] if name.isdigit() and int(name) < len(names) else name: shape for name, shape in shapes.items()}
+    """Inputs of which only the shapes are known, as of a plan that was made by hand. They count as the most expensive
+    of their shape.
+    """
+    named = {
+        names[int(name)] if name.isdigit() and int(name) < len(names) else name: shape for name, shape in shapes.items()
+    }
     return {name: Input(shape, 8, True, False, True, is_of_unknown_kind=True) for name, shape in named.items() if shape}

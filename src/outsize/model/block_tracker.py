@@ -1,23 +1,24 @@
 """BlockTracker: tells a listener where a running model is, call by call, forward and backward.
 
-The tracer and the engine listen to the same tracker, so what is measured is what is run. Phases tile the pass without gaps: a call
-opens when the one before it closes, and whatever runs between two layers belongs to the earlier one.
+The tracer and the engine listen to the same tracker, so what is measured is what is run. Phases tile the pass without
+gaps: a call opens when the one before it closes, and whatever runs between two layers belongs to the earlier one.
 
 [Note: Where calls open]
-Forward: the stem opens with the root's forward, a layer with its own, a region when the last layer of a list returns, or when a module runs that the listener
-knows to be in it (the last layer may have been left out).
-Backward: a layer opens when a gradient reaches one of its outputs, or an input of the next call that was made of them, which is before any recompute of it;
-the head when one reaches an output of the root; any other region when one reaches an input of the layer after it that was made in the region, or an output
-of a module with weights that was called in it: what a stem makes may pass a whole stack by (token embeddings beside a frozen vision tower). Each of these
-tensors counts for the call that made it, wherever it is handed over: autograd numbers its nodes. It runs them in the reverse order of their making, so the
-first of these to come is where the call begins. Module backward hooks are not used: they miss
-outputs in dicts and dataclasses and fire too early when no input requires grad. The end of a backward is the end of autograd's graph task. It does not come
-after an exception: the next forward finds the pass still open and says so.
+Forward: the stem opens with the root's forward, a layer with its own, a region when the last layer of a list returns,
+or when a module runs that the listener knows to be in it (the last layer may have been left out).
+Backward: a layer opens when a gradient reaches one of its outputs, or an input of the next call that was made of them,
+which is before any recompute of it; the head when one reaches an output of the root; any other region when one reaches
+an input of the layer after it that was made in the region, or an output of a module with weights that was called in it:
+what a stem makes may pass a whole stack by (token embeddings beside a frozen vision tower). Each of these tensors
+counts for the call that made it, wherever it is handed over: autograd numbers its nodes. It runs them in the reverse
+order of their making, so the first of these to come is where the call begins. Module backward hooks are not used: they
+miss outputs in dicts and dataclasses and fire too early when no input requires grad. The end of a backward is the end
+of autograd's graph task. It does not come after an exception: the next forward finds the pass still open and says so.
 
-[Note: Values around outputs]
-A layer may leave a value elsewhere than in its outputs (an auxiliary loss on `self`), and the root use it. A gradient then reaches the layer's nodes
-before it reaches an output. The trial run follows the graph from the root's outputs to the layers, without going into them, and finds such values;
-where there are any, every pass does, and their nodes open the layer too.
+[Note: Values around outputs] A layer may leave a value elsewhere than in its outputs (an auxiliary loss on `self`), and
+the root use it. A gradient then reaches the layer's nodes before it reaches an output. The trial run follows the graph
+from the root's outputs to the layers, without going into them, and finds such values; where there are any, every pass
+does, and their nodes open the layer too.
 """
 
 import bisect
@@ -55,7 +56,9 @@ class Listener(Protocol):
         """`layer`: index into the layers, None for a region."""
         ...
 
-    def runs(self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def runs(
+        self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a layer's forward."""
         ...
 
@@ -82,9 +85,13 @@ class BlockTracker:
         self._call = -1  # no forward is open
         self._in_backward = False
         self._known: dict[tuple[int, int], weakref.ref[Tensor]] = {}
-        """Tensors of this forward whose call is known, by id and version: one that is written in place has another node, which no hook is on."""
+        """Tensors of this forward whose call is known, by id and version: one that is written in place has another
+        node, which no hook is on.
+        """
         self._openings: list[tuple[int, int]] = []
-        """Calls of this forward in the order they opened, each after the number that autograd would have given to a node then."""
+        """Calls of this forward in the order they opened, each after the number that autograd would have given to a
+        node then.
+        """
         self._nesting = 0
         """Calls of the root's forward that are under way: it may call itself, and that is part of one pass."""
         self._called: int | None = None
@@ -97,7 +104,9 @@ class BlockTracker:
         self._output_numbers: set[int] = set()
         """Of the nodes of tensors that open calls."""
         self.detours: set[int] = set()
-        """Layer calls with values that the root uses though they are in no output, of all passes. See [Note: Values around outputs]."""
+        """Layer calls with values that the root uses though they are in no output, of all passes. See [Note: Values
+        around outputs].
+        """
         self.running: list[nn.Module] = []
         """Modules with weights, in no layer and with none in them, that are being called: the innermost last."""
         self.number = 0
@@ -109,7 +118,9 @@ class BlockTracker:
         return self._call >= 0
 
     def attach(self, layers: Sequence[Layer], *, looks_around: bool = False) -> None:
-        """Without layers the whole model is one call, and no module but the root has a hook. `looks_around`: for values around outputs."""
+        """Without layers the whole model is one call, and no module but the root has a hook. `looks_around`: for values
+        around outputs.
+        """
         root = self._model
         self._layers, self._looks_around = layers, looks_around
         self._handles = [
@@ -125,7 +136,10 @@ class BlockTracker:
             original = module.forward
             self._forwards.append((module, module.__dict__.get("forward")))
             module.forward = functools.wraps(original)(functools.partial(self._layer_runs, index, original))
-        self._root_forward = functools.wraps(root.forward)(functools.partial(self._root_runs, root.forward)), root.__dict__.get("forward")
+        self._root_forward = (
+            functools.wraps(root.forward)(functools.partial(self._root_runs, root.forward)),
+            root.__dict__.get("forward"),
+        )
         root.forward = self._root_forward[0]
         inside = {id(module) for layer in layers for module in layer.module.modules()} | {id(root)}
         for module in root.modules() if layers else ():
@@ -138,7 +152,8 @@ class BlockTracker:
         for handle in self._handles:
             handle.remove()
         ours, own_root = self._root_forward
-        # If somebody has wrapped it since (accelerate's autocast), that stays; ours in it does nothing while no forward is open.
+        # If somebody has wrapped it since (accelerate's autocast), that stays; ours in it does nothing while no forward
+        # is open.
         root = [(self._model, own_root)] if ours is not None and self._model.__dict__.get("forward") is ours else []
         for module, own in [*self._forwards, *root]:
             if own is None:
@@ -149,7 +164,9 @@ class BlockTracker:
 
     # Forward.
 
-    def _root_opens(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _root_opens(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._nesting:
             return args, kwargs
         self.number += 1
@@ -179,7 +196,8 @@ class BlockTracker:
     def _layer_opens(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if peek_functorch() is not None:
             raise ModelUnsupported(
-                f"{self._layers[index].name} is called inside a transform of torch.func (vmap, grad, jvp), where its inputs are no plain tensors. "
+                f"{self._layers[index].name} is called inside a transform of torch.func (vmap, grad, jvp), where its "
+                "inputs are no plain tensors. "
                 "Call it outside of the transform, or name other lists of layers with blocks=['path.to.list']."
             )
         self._called = index
@@ -205,18 +223,26 @@ class BlockTracker:
             self._layer_closes(index, module, args, kwargs, output)
         return output
 
-    def _layer_closes(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _layer_closes(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if self._call < 0:
             return
         self._opens_backward(self._call, with_grad(output) or all_with_grad(output))
-        if any(not isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in (*args, *kwargs.values())):
-            self._open_where_made(with_grad((args, kwargs)) or all_with_grad((args, kwargs)))  # what it left in a list, a dict or an object is an output too
+        if any(
+            not isinstance(value, (Tensor, bool, int, float, str, type(None))) for value in (*args, *kwargs.values())
+        ):
+            self._open_where_made(
+                with_grad((args, kwargs)) or all_with_grad((args, kwargs))
+            )  # what it left in a list, a dict or an object is an output too
         self._returned[self._call] = next_node_number()
         if self._layers[index].is_last:
             self._enters(self._call + 1, None)
 
     def _leaves(self, inputs: Any) -> None:
-        """For the next call, with these: what was made of the last one's outputs since is its own too, and backward comes to that first."""
+        """For the next call, with these: what was made of the last one's outputs since is its own too, and backward
+        comes to that first.
+        """
         self._open_where_made(inputs)
 
     def _loose_opens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -234,7 +260,11 @@ class BlockTracker:
 
     def _root_closes(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._nesting:
-            left = [tensor for tensor in all_with_grad((args, kwargs)) if tensor.grad_fn is not None and self.made_in(tensor) >= 0]
+            left = [
+                tensor
+                for tensor in all_with_grad((args, kwargs))
+                if tensor.grad_fn is not None and self.made_in(tensor) >= 0
+            ]
             self._close([*all_with_grad(output), *left], failed=sys.exc_info()[0] is not None and output is None)
 
     def _close(self, outputs: list[Tensor], *, failed: bool) -> None:
@@ -270,8 +300,9 @@ class BlockTracker:
         self._backward_enters(call, number)
 
     def _open_where_made(self, value: Any) -> None:
-        """A gradient of one of these tensors opens the call that made it, which need not be this one: a stem may make something for a later layer, a model
-        return the features of its images beside its loss. A region that made none has no backward."""
+        """A gradient of one of these tensors opens the call that made it, which need not be this one: a stem may make
+        something for a later layer, a model return the features of its images beside its loss. A region that made none
+        has no backward."""
         made: dict[int, list[Tensor]] = {}
         for tensor in with_grad(value):
             if (known := self._known.get((id(tensor), tensor._version))) is None or known() is not tensor:
@@ -303,7 +334,8 @@ class BlockTracker:
     def _backward_enters(self, call: int, number: int) -> None:
         if self.is_open and number == self.number:
             raise ModelUnsupported(
-                "The model's forward computes gradients itself (torch.autograd.grad or backward) through modules that are blocks of the plan. "
+                "The model's forward computes gradients itself (torch.autograd.grad or backward) through modules that "
+                "are blocks of the plan. "
                 "Compute them outside of the forward, or keep the model in one block: outsize.prepare(blocks=[])."
             )
         if not self._in_backward:

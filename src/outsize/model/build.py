@@ -1,4 +1,6 @@
-"""Builds a Hugging Face model from its folder without its weights: unmaterialized parameters, real buffers, and where the weights are to be read from."""
+"""Builds a Hugging Face model from its folder without its weights: unmaterialized parameters, real buffers, and where
+the weights are to be read from.
+"""
 
 import inspect
 from contextlib import nullcontext
@@ -23,7 +25,14 @@ class Built:
     """None: the model has them already."""
 
 
-def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_from: str | None = None, attn_implementation: str | None = None) -> Built:
+def build_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    random: bool = False,
+    weights_from: str | None = None,
+    attn_implementation: str | None = None,
+) -> Built:
     """A model that can be trained.
 
     Args:
@@ -47,7 +56,12 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
     weights = FileWeights(folder, model)
     if rounded := weights.rounded(model):
         some = f"{rounded[0]} and {len(rounded) - 1} other weights are" if len(rounded) > 1 else f"{rounded[0]} is"
-        log.warning("%s: %s stored with more precision than %s and rounded to it. bf16: false (dtype float32) keeps every bit.", folder, some, _name(dtype))
+        log.warning(
+            "%s: %s stored with more precision than %s and rounded to it. bf16: false (dtype float32) keeps every bit.",
+            folder,
+            some,
+            _name(dtype),
+        )
     # What is kept in fp32 in a bf16 model, and what is not tied though the config says so, is transformers' knowledge.
     if _is_converted(model, weights) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
         weights.close()
@@ -60,17 +74,23 @@ def build_model(path: str, *, dtype: torch.dtype, random: bool = False, weights_
 
 
 def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
-    """A model's config, with its weights out of account. One whose weights are quantized is refused by the method's name."""
+    """A model's config, with its weights out of account. One whose weights are quantized is refused by the method's
+    name.
+    """
     from transformers import AutoConfig
 
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
-        raise ConfigError(tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to"))
+        raise ConfigError(
+            tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to")
+        )
     try:
         config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
     except (OSError, ValueError, KeyError) as error:
         found = f"transformers says: {_first_line(error)}"
-        raise ConfigError(tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")) from None
+        raise ConfigError(
+            tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")
+        ) from None
     if not may_be_quantized:
         refuse_quantized_config(config.to_dict(), model)
     return config
@@ -89,7 +109,9 @@ def _first_line(error: Exception) -> str:
 
 
 def trainable_class(config: Any) -> Any:
-    """The class that the config names, if it can be trained; of a config that names none, or the model without a head, the language model of that kind."""
+    """The class that the config names, if it can be trained; of a config that names none, or the model without a head,
+    the language model of that kind.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -100,18 +122,28 @@ def trainable_class(config: Any) -> Any:
 
     names = config.architectures or []
     tables = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
-    if config.is_encoder_decoder:  # whose decoder alone, as the table of language models has it of Whisper, is another model
+    if (
+        config.is_encoder_decoder
+    ):  # whose decoder alone, as the table of language models has it of Whisper, is another model
         tables = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     named = [getattr(transformers, name, None) for name in names]
     known = [table.get(type(config), None) for table in tables]
     bare = MODEL_MAPPING.get(type(config), None)
-    # A head that cannot be trained so, or is not known, is not exchanged for another: whoever names one does not mean the language model.
+    # A head that cannot be trained so, or is not known, is not exchanged for another: whoever names one does not mean
+    # the language model.
     has_head = any(kind is None or kind not in (bare if isinstance(bare, tuple) else (bare,)) for kind in named)
     for kind in named if has_head else [*named, *known]:
         if kind is not None and {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys():
             return kind
     found = f"the config names {', '.join(names) or 'no architecture'} ({type(config).__name__})"
-    instead = next((f", or name {kind.__name__} in its architectures if that is meant" for kind in known if has_head and kind is not None), "")
+    instead = next(
+        (
+            f", or name {kind.__name__} in its architectures if that is meant"
+            for kind in known
+            if has_head and kind is not None
+        ),
+        "",
+    )
     do = f"Build the model yourself and give it to outsize.prepare{instead}"
     raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, do))
 
@@ -128,25 +160,42 @@ def _local_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
         do = "Download it, and name the folder"
-        raise ConfigError(tell(f"{path} is a folder, or a hub id that can be downloaded", _first_line(error), do)) from error
+        raise ConfigError(
+            tell(f"{path} is a folder, or a hub id that can be downloaded", _first_line(error), do)
+        ) from error
 
 
 def _is_converted(model: nn.Module, weights: FileWeights) -> bool:
-    """Whether transformers makes weights that the files lack of others that they have: experts one by one, old names, a base without its prefix."""
+    """Whether transformers makes weights that the files lack of others that they have: experts one by one, old names, a
+    base without its prefix.
+    """
     private = compat.transformers()
 
     rules = private.get_model_conversion_mapping(model)
-    renamings, converters = ([rule for rule in rules if isinstance(rule, kind)] for kind in (private.WeightRenaming, private.WeightConverter))
+    renamings, converters = (
+        [rule for rule in rules if isinstance(rule, kind)] for kind in (private.WeightRenaming, private.WeightConverter)
+    )
     places = model.state_dict()
-    made = {private.rename_source_key(key, renamings, converters, model.base_model_prefix, places)[0] for key in weights.unexpected}
+    made = {
+        private.rename_source_key(key, renamings, converters, model.base_model_prefix, places)[0]
+        for key in weights.unexpected
+    }
     return not made.isdisjoint(weights.missing)
 
 
 def _loaded_whole(kind: Any, config: Any, folder: Path, settings: dict[str, Any]) -> nn.Module:
-    """Through transformers, into host memory; the engine then takes the parameters over one by one, so there is still no second copy."""
+    """Through transformers, into host memory; the engine then takes the parameters over one by one, so there is still
+    no second copy.
+    """
     log.info("%s are stored in another form than they are run in: transformers converts them", folder)
     model, found = kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
     if found["missing_keys"] or found["mismatched_keys"]:
         names = ", ".join(map(str, sorted([*found["missing_keys"], *found["mismatched_keys"]], key=str)[:6]))
-        raise BadFile(tell(f"{folder} has every weight of the model", f"it lacks {names}", "Use the folder that the model was saved to"))
+        raise BadFile(
+            tell(
+                f"{folder} has every weight of the model",
+                f"it lacks {names}",
+                "Use the folder that the model was saved to",
+            )
+        )
     return model.train()

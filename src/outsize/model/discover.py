@@ -1,8 +1,10 @@
-"""Finds a model's layers: the elements of the stacks in its module tree (model/stacks.py), or of the lists that the user names.
+"""Finds a model's layers: the elements of the stacks in its module tree (model/stacks.py), or of the lists that the
+user names.
 
-Layers may share modules and parameters (VeRA's projections, the attention of Zamba): these belong to every layer that has them. Whether and in
-which order the layers run is not read off the tree but seen when the model runs (profile/tracer.py): a list whose elements are never called
-is no stack of layers, and its parameters belong to the region that reads them.
+Layers may share modules and parameters (VeRA's projections, the attention of Zamba): these belong to every layer that
+has them. Whether and in which order the layers run is not read off the tree but seen when the model runs
+(profile/tracer.py): a list whose elements are never called is no stack of layers, and its parameters belong to the
+region that reads them.
 """
 
 import hashlib
@@ -28,11 +30,17 @@ class Layer:
     stack: str = ""
     """Path of the list that it is an element of."""
     stages: "tuple[Layer, ...]" = ()
-    """If it is part of a stage: all stages of that list. They are the layers if the parts of stages do not feed one another."""
+    """If it is part of a stage: all stages of that list. They are the layers if the parts of stages do not feed one
+    another.
+    """
 
 
-def find_layers(model: nn.Module, paths: Sequence[str] | None = None, *, in_sequentials: bool = True) -> tuple[Layer, ...]:
-    """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`); an empty one says that there are none."""
+def find_layers(
+    model: nn.Module, paths: Sequence[str] | None = None, *, in_sequentials: bool = True
+) -> tuple[Layer, ...]:
+    """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`); an empty one
+    says that there are none.
+    """
     if paths is None and in_sequentials:
         try:
             return _layers(find_stacks(model))
@@ -53,15 +61,23 @@ def _layers_of(stacks: list[Stack], stages: "dict[int, tuple[Layer, ...]] | None
         structures = _structures([module for _, module in stack.elements]) if stack.elements else []
         outer = (stages or {}).get(id(stack.outer), ())
         for i, (name, module) in enumerate(stack.elements):
-            layers.append(Layer(name=name, module=module, structure=structures[i], is_last=i == last, stack=stack.path, stages=outer))
+            layers.append(
+                Layer(
+                    name=name, module=module, structure=structures[i], is_last=i == last, stack=stack.path, stages=outer
+                )
+            )
     _require_separate(layers)
     return tuple(layers)
 
 
-def stages_to_join(layers: Sequence[Layer], layer_of: Sequence[int | None], feeds: Mapping[int, int]) -> "set[tuple[Layer, ...]]":
-    """Stages that are layers themselves, since their parts do not feed one another (a layer's experts, the two lists of a UNet's block).
+def stages_to_join(
+    layers: Sequence[Layer], layer_of: Sequence[int | None], feeds: Mapping[int, int]
+) -> "set[tuple[Layer, ...]]":
+    """Stages that are layers themselves, since their parts do not feed one another (a layer's experts, the two lists of
+    a UNet's block).
 
-    `layer_of`: by call, the layer, None for a region. `feeds`: calls whose output a later layer took as its input, with that layer's call.
+    `layer_of`: by call, the layer, None for a region. `feeds`: calls whose output a later layer took as its input, with
+    that layer's call.
     """
     pairs = Counter(layer.stages for layer in layers if layer.stages and not layer.is_last)
     found: Counter[tuple[Layer, ...]] = Counter()
@@ -73,13 +89,17 @@ def stages_to_join(layers: Sequence[Layer], layer_of: Sequence[int | None], feed
 
 def with_stages_joined(layers: Iterable[Layer], joined: "Collection[tuple[Layer, ...]]") -> tuple[Layer, ...]:
     """The layers with these stages in the place of their parts."""
-    return tuple(dict.fromkeys(layer for part in layers for layer in (part.stages if part.stages in joined else (part,))))
+    return tuple(
+        dict.fromkeys(layer for part in layers for layer in (part.stages if part.stages in joined else (part,)))
+    )
 
 
 def layers_in_graph(layers: tuple[Layer, ...], blocks: Collection[str]) -> tuple[Layer, ...]:
     """Of the layers of the module tree, those that the trial run found to be blocks, by their names."""
     stages = {layer.stages for layer in layers if layer.stages}
-    split = {part.stages for part in layers if part.name in blocks and all(part.name != stage.name for stage in part.stages)}
+    split = {
+        part.stages for part in layers if part.name in blocks and all(part.name != stage.name for stage in part.stages)
+    }
     return tuple(layer for layer in with_stages_joined(layers, stages - split) if layer.name in blocks)
 
 
@@ -90,35 +110,66 @@ def _require_separate(layers: list[Layer]) -> None:
         for other in (order[id(module)] for module in layer.module.modules() if id(module) in order):
             if other != i:
                 found = f"{layers[max(i, other)].name} shares a module with {layers[min(i, other)].name}"
-                raise ConfigError(tell("layers do not contain one another", found, "Name the lists of layers with blocks=['path.to.list']"))
+                raise ConfigError(
+                    tell(
+                        "layers do not contain one another",
+                        found,
+                        "Name the lists of layers with blocks=['path.to.list']",
+                    )
+                )
 
 
 def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[Stack]:
     for path in paths:
         if paths.count(path) > 1:
-            raise ConfigError(tell("blocks names each list of layers once", f"{path!r} is named {paths.count(path)} times", "Name it once"))
+            raise ConfigError(
+                tell(
+                    "blocks names each list of layers once",
+                    f"{path!r} is named {paths.count(path)} times",
+                    "Name it once",
+                )
+            )
         try:
             module = model.get_submodule(path)
         except AttributeError:
             lists = [name for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-            raise ConfigError(tell("blocks names a list of modules in the model", f"there is no {path!r}", f"Choose among {', '.join(lists)}")) from None
+            raise ConfigError(
+                tell(
+                    "blocks names a list of modules in the model",
+                    f"there is no {path!r}",
+                    f"Choose among {', '.join(lists)}",
+                )
+            ) from None
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             found = f"{path!r} is a {type(module).__name__}"
-            raise ConfigError(tell("blocks names an nn.ModuleList or nn.Sequential", found, "Name the list itself, without an index"))
-        elements: list[Named] = [(f"{path}.{name}" if path else name, element) for name, element in module._modules.items() if element is not None]
+            raise ConfigError(
+                tell("blocks names an nn.ModuleList or nn.Sequential", found, "Name the list itself, without an index")
+            )
+        elements: list[Named] = [
+            (f"{path}.{name}" if path else name, element)
+            for name, element in module._modules.items()
+            if element is not None
+        ]
         yield Stack(path=path, elements=elements)
 
 
 def _structures(modules: list[nn.Module]) -> list[str]:
-    """One hash per layer over classes, parameters, buffers and plain settings; settings that merely count the layers do not enter."""
+    """One hash per layer over classes, parameters, buffers and plain settings; settings that merely count the layers do
+    not enter.
+    """
     facts = [_facts(module) for module in modules]
     counting = {
         key
         for key, value in facts[0].items()
-        if isinstance(value, int) and not isinstance(value, bool) and len(facts) > 1
+        if isinstance(value, int)
+        and not isinstance(value, bool)
+        and len(facts) > 1
         and all(isinstance(f.get(key), int) and f[key] - value == i for i, f in enumerate(facts))
-    }  # fmt: skip
-    return [hashlib.sha256(repr(sorted((k, repr(v)) for k, v in f.items() if k not in counting)).encode()).hexdigest()[:12] for f in facts]
+    }
+    return [
+        hashlib.sha256(repr(sorted((k, repr(v)) for k, v in f.items() if k not in counting)).encode()).hexdigest()[:12]
+        for f in facts
+    ]
 
 
 def _facts(layer: nn.Module) -> dict[str, Any]:
@@ -126,7 +177,11 @@ def _facts(layer: nn.Module) -> dict[str, Any]:
     for path, module in layer.named_modules():
         facts[f"{path}:class"] = f"{type(module).__module__}.{type(module).__qualname__}"
         for key, value in vars(module).items():
-            if key != "training" and not key.startswith("_") and isinstance(value, (bool, int, float, str, tuple, type(None))):
+            if (
+                key != "training"
+                and not key.startswith("_")
+                and isinstance(value, (bool, int, float, str, tuple, type(None)))
+            ):
                 facts[f"{path}.{key}"] = value
     for path, param in layer.named_parameters(remove_duplicate=False):
         facts[f"{path}:param"] = (tuple(param.shape), str(param.dtype), param.requires_grad)

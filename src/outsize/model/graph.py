@@ -11,8 +11,20 @@ from typing import Literal
 
 from outsize.base.errors import ModelUnsupported, tell
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-               "float8_e4m3fn": 1, "float8_e5m2": 1}  # fmt: skip
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +46,9 @@ class Param:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             do = "Convert it before prepare, or make it a buffer"
-            raise ModelUnsupported(tell(f"parameters have one of the types {', '.join(DTYPE_BYTES)}", f"{self.name} is {self.dtype}", do))
+            raise ModelUnsupported(
+                tell(f"parameters have one of the types {', '.join(DTYPE_BYTES)}", f"{self.name} is {self.dtype}", do)
+            )
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +79,17 @@ class BlockGraph:
     buffer_bytes: int
     """Buffers are resident on the device."""
     reads_outside_module: tuple[int, ...] = ()
-    """Calls that read weights outside of the module that has them, in a region or behind a layer: nothing but the order of layers tells when."""
+    """Calls that read weights outside of the module that has them, in a region or behind a layer: nothing but the order
+    of layers tells when.
+    """
     without_grad: tuple[tuple[int, str], ...] = ()
-    """(call, parameter): the call has a backward, but reads this parameter without grad, so that none of its gradient comes from there."""
+    """(call, parameter): the call has a backward, but reads this parameter without grad, so that none of its gradient
+    comes from there.
+    """
     detours: tuple[int, ...] = ()
-    """Calls of layers that leave a value elsewhere than in their outputs (an auxiliary loss on `self`), with a gradient: it reaches them there first."""
+    """Calls of layers that leave a value elsewhere than in their outputs (an auxiliary loss on `self`), with a
+    gradient: it reaches them there first.
+    """
 
     @cached_property
     def param(self) -> dict[str, Param]:
@@ -86,17 +106,26 @@ class BlockGraph:
 
     @cached_property
     def backward_users(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, the calls whose backward adds to its gradient, in forward order. With the first of them it is complete."""
+        """Per parameter, the calls whose backward adds to its gradient, in forward order. With the first of them it is
+        complete.
+        """
         without = set(self.without_grad)
-        return {name: tuple(v for v in calls if self.has_backward[v] and (v, name) not in without) for name, calls in self.users.items()}
+        return {
+            name: tuple(v for v in calls if self.has_backward[v] and (v, name) not in without)
+            for name, calls in self.users.items()
+        }
 
     def call_name(self, call: int) -> str:
         return self.blocks[self.calls[call]].name
 
     def numbered_call_name(self, call: int) -> str:
-        """The block, and which of its same_block where it has several."""
+        """The block, and which of its calls where it has several."""
         same_block = [v for v, block in enumerate(self.calls) if block == self.calls[call]]
-        return self.call_name(call) if len(same_block) == 1 else f"call {same_block.index(call) + 1} of {self.call_name(call)}"
+        return (
+            self.call_name(call)
+            if len(same_block) == 1
+            else f"call {same_block.index(call) + 1} of {self.call_name(call)}"
+        )
 
     @property
     def num_params(self) -> int:

@@ -8,10 +8,21 @@ Dropped = list[tuple[Any, str, float]]
 
 
 def turn_layerdrop_off(model: nn.Module) -> Dropped:
-    """What modules and their configs had for it, by the name that transformers gives it everywhere. `turn_layerdrop_on` takes it back."""
-    owners = {id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", None)) if owner is not None}
-    values = ((owner, name, value) for owner in owners.values() for name, value in getattr(owner, "__dict__", {}).items())
-    found = [(owner, name, value) for owner, name, value in values if name.endswith("layerdrop") and isinstance(value, float)]
+    """What modules and their configs had for it, by the name that transformers gives it everywhere. `turn_layerdrop_on`
+    takes it back.
+    """
+    owners = {
+        id(owner): owner
+        for module in model.modules()
+        for owner in (module, getattr(module, "config", None))
+        if owner is not None
+    }
+    values = (
+        (owner, name, value) for owner in owners.values() for name, value in getattr(owner, "__dict__", {}).items()
+    )
+    found = [
+        (owner, name, value) for owner, name, value in values if name.endswith("layerdrop") and isinstance(value, float)
+    ]
     for owner, name, _ in found:
         setattr(owner, name, 0.0)
     return found

@@ -1,6 +1,7 @@
 """Recognizes quantized models: by their config, and by what lies in their files.
 
-No quantization method is supported yet. Read as plain numbers, quantized weights lack their scales, and training would start from garbage.
+No quantization method is supported yet. Read as plain numbers, quantized weights lack their scales, and training would
+start from garbage.
 """
 
 import json
@@ -18,7 +19,8 @@ from outsize.model.tensorfile import Spec
 _SECTIONS = ("quantization_config", "compression_config")
 _DO = (
     "Use the unquantized model, or dequantize it with transformers "
-    "(from_pretrained with FineGrainedFP8Config(dequantize=True) or Mxfp4Config(dequantize=True), or model.dequantize()) and save that"
+    "(from_pretrained with FineGrainedFP8Config(dequantize=True) or Mxfp4Config(dequantize=True), or "
+    "model.dequantize()) and save that"
 )
 _BESIDE = re.compile(
     r"""(?P<weight>.+?)(?:
@@ -39,7 +41,9 @@ _FP8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
-    """The name of the method that a config (as in config.json) quantizes with, also in a nested config such as text_config. None: not quantized."""
+    """The name of the method that a config (as in config.json) quantizes with, also in a nested config such as
+    text_config. None: not quantized.
+    """
     for section in _SECTIONS:
         if (settings := config.get(section)) is not None and settings != {}:
             return _method(settings)
@@ -74,7 +78,9 @@ def refuse_quantized_folder(folder: Path) -> None:
         refuse_quantized_config(config, folder)
 
 
-def refuse_quantized_tensors(stored: Mapping[str, tuple[Path, Spec]], params: Mapping[str, Tensor], known: Collection[str]) -> None:
+def refuse_quantized_tensors(
+    stored: Mapping[str, tuple[Path, Spec]], params: Mapping[str, Tensor], known: Collection[str]
+) -> None:
     """By what is stored: scales beside weights, or weights in 8-bit or integer storage.
 
     Args:
@@ -86,10 +92,14 @@ def refuse_quantized_tensors(stored: Mapping[str, tuple[Path, Spec]], params: Ma
         is_integer = key in params and params[key].is_floating_point() and not spec.dtype.is_floating_point
         if spec.dtype in _FP8 or is_integer:
             dtype = str(spec.dtype).removeprefix("torch.")
-            raise BadFile(f"{path}: {key} is stored as {dtype}, which outsize does not read as a weight: it is quantized. {_DO}.")
+            raise BadFile(
+                f"{path}: {key} is stored as {dtype}, which outsize does not read as a weight: it is quantized. {_DO}."
+            )
         beside = _BESIDE.fullmatch(key) if key not in known else None
         if beside is not None and _has_sibling(key, beside["weight"], stored.keys() | params.keys()):
-            raise BadFile(f"{path}: {key} lies beside the weights, as in a quantized model, which outsize does not read. {_DO}.")
+            raise BadFile(
+                f"{path}: {key} lies beside the weights, as in a quantized model, which outsize does not read. {_DO}."
+            )
 
 
 def _has_sibling(key: str, weight: str, keys: Collection[str]) -> bool:

@@ -1,12 +1,16 @@
-"""Finds the stacks of a model in its module tree: containers whose elements run one after another and are worth a block each.
+"""Finds the stacks of a model in its module tree: containers whose elements run one after another and are worth a block
+each.
 
 A container is an nn.ModuleList or nn.Sequential. No table of model families:
-- An nn.ModuleList outside of other containers is a stack. A list inside a layer (T5's sub-layers, a layer's experts) belongs to that layer.
-- An nn.Sequential is a stack if a class of modules with several weighted parts repeats in it (the blocks of a ViT, of a stage of a ResNet),
-  or if it is a long chain of single modules with much of the model's weights (VGG, a plain MLP). A small MLP is none.
+- An nn.ModuleList outside of other containers is a stack. A list inside a layer (T5's sub-layers, a layer's experts)
+  belongs to that layer.
+- An nn.Sequential is a stack if a class of modules with several weighted parts repeats in it (the blocks of a ViT, of a
+  stage of a ResNet), or if it is a long chain of single modules with much of the model's weights (VGG, a plain MLP). A
+  small MLP is none.
 - Modules that cannot be called (a ModuleList or ModuleDict in a list) are replaced by what is in them.
-- If one element has much of the model's weights, and most of those in containers in which modules repeat, it is a stage: the elements of
-  its containers are the layers. The trial run checks that these feed one another (profile/tracer.py): experts do not, and belong to one layer.
+- If one element has much of the model's weights, and most of those in containers in which modules repeat, it is a
+  stage: the elements of its containers are the layers. The trial run checks that these feed one another
+  (profile/tracer.py): experts do not, and belong to one layer.
 """
 
 import math
@@ -31,13 +35,16 @@ class Stack:
     elements: list[Named]
     """With their paths in the model."""
     outer: "Stack | None" = None
-    """The stack of stages that this one is part of a stage of. The stages are the layers if these elements turn out not to feed one another."""
+    """The stack of stages that this one is part of a stage of. The stages are the layers if these elements turn out not
+    to feed one another.
+    """
 
 
 def find_stacks(model: nn.Module, *, in_sequentials: bool = True) -> list[Stack]:
     """In the order of the tree. `in_sequentials`: also those in an nn.Sequential that is in no list.
 
-    A Sequential with elements that are in a layer of another stack, or have one in them, is none: `nn.Sequential(*self.layers)` beside the ModuleList.
+    A Sequential with elements that are in a layer of another stack, or have one in them, is none:
+    `nn.Sequential(*self.layers)` beside the ModuleList.
     """
     found = list(_Search(model, in_sequentials).inside(model, ""))
     taken: set[int] = set()
@@ -98,8 +105,14 @@ class _Search:
             yield whole
         elif not is_list and all(base == "" for base in inner):
             # A Sequential of Sequentials is one.
-            flat = [part for name, module in elements for part in (_parts_of_stage(module, name, "") or [(name, module)])]
-            yield Stack(path=path, elements=flat, outer=whole if any(not _runs_in_order(module) for _, module in elements) else None)
+            flat = [
+                part for name, module in elements for part in (_parts_of_stage(module, name, "") or [(name, module)])
+            ]
+            yield Stack(
+                path=path,
+                elements=flat,
+                outer=whole if any(not _runs_in_order(module) for _, module in elements) else None,
+            )
         else:
             yield from _by_stage(whole, inner, needs_most=is_list)
 
@@ -112,18 +125,31 @@ class _Search:
         return num_matrices >= _CHAIN_LENGTH and _num_weights(container) >= _CHAIN_SHARE * self._total
 
     def _stages(self, elements: list[Named], *, needs_most: bool) -> list[str]:
-        """The paths, in an element, of the containers that make it a stage. `needs_most`: only if most of its weights are there."""
+        """The paths, in an element, of the containers that make it a stage. `needs_most`: only if most of its weights
+        are there.
+        """
         largest = max((module for _, module in elements), key=_num_weights)
         if _num_weights(largest) <= _STAGE_SHARE * self._total:
             return []
-        paths = dict.fromkeys(path for _, module in elements for path, part in module.named_modules() if is_container(part) and _repeats(_elements(part, "")))
-        outermost = [path for path in paths if not any(other != path and (other == "" or path.startswith(f"{other}.")) for other in paths)]
+        paths = dict.fromkeys(
+            path
+            for _, module in elements
+            for path, part in module.named_modules()
+            if is_container(part) and _repeats(_elements(part, ""))
+        )
+        outermost = [
+            path
+            for path in paths
+            if not any(other != path and (other == "" or path.startswith(f"{other}.")) for other in paths)
+        ]
         return outermost if not needs_most or _has_most(largest, outermost) else []
 
 
 def _has_most(module: nn.Module, paths: list[str]) -> bool:
     """Whether most of a module's weights are in these containers."""
-    return 2 * sum(_num_weights(part) for path in paths for _, part in _parts_of_stage(module, "", path)) >= _num_weights(module)
+    return 2 * sum(
+        _num_weights(part) for path in paths for _, part in _parts_of_stage(module, "", path)
+    ) >= _num_weights(module)
 
 
 def _by_stage(whole: Stack, inner: list[str], *, needs_most: bool) -> Iterator[Stack]:
@@ -139,7 +165,9 @@ def _by_stage(whole: Stack, inner: list[str], *, needs_most: bool) -> Iterator[S
 
 
 def _parts_of_stage(module: nn.Module, name: str, base: str) -> list[Named]:
-    """The elements of the container `base` in a stage. Empty if there is none, or it has single modules only (a norm and a convolution)."""
+    """The elements of the container `base` in a stage. Empty if there is none, or it has single modules only (a norm
+    and a convolution).
+    """
     try:
         container = module.get_submodule(base)
     except AttributeError:
@@ -149,20 +177,28 @@ def _parts_of_stage(module: nn.Module, name: str, base: str) -> list[Named]:
 
 
 def _elements(container: nn.Module, path: str) -> list[Named]:
-    """Of a Sequential, those with weights, each once; of a ModuleList all. What cannot be called is replaced by what is in it."""
+    """Of a Sequential, those with weights, each once; of a ModuleList all. What cannot be called is replaced by what is
+    in it.
+    """
     found: list[Named] = []
     for name, child in container._modules.items():
         if child is None:
             continue
         if _cannot_be_called(child):
             found += _elements(child, _join(path, name))
-        elif isinstance(container, nn.ModuleList) or (_has_weights(child) and all(child is not module for _, module in found)):
+        elif isinstance(container, nn.ModuleList) or (
+            _has_weights(child) and all(child is not module for _, module in found)
+        ):
             found.append((_join(path, name), child))
     return found
 
 
 def _cannot_be_called(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward is nn.Module.forward
+        and "forward" not in vars(module)
+    )
 
 
 def _runs_in_order(module: nn.Module) -> bool:

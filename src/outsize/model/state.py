@@ -60,15 +60,32 @@ class ModuleState:
             tensors = [(name, value, True) for name, value in part._buffers.items() if value is not None]
             tensors += [(name, value, False) for name, value in vars(part).items() if isinstance(value, Tensor)]
             for name, value, is_buffer in tensors:
-                copy = value.detach().clone() if knows_values and value.layout == torch.strided and not value.is_meta else None
+                copy = (
+                    value.detach().clone()
+                    if knows_values and value.layout == torch.strided and not value.is_meta
+                    else None
+                )
                 self._entries.append(_Entry(part, path, name, is_buffer, value, copy, _version(value)))
-            self._collections += [(f"{path}.{name}".lstrip("."), value, _items(value)) for name, value in _own(part) if type(value) in (list, dict)]
-            plain = [(name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN) and name != "training"]
+            self._collections += [
+                (f"{path}.{name}".lstrip("."), value, _items(value))
+                for name, value in _own(part)
+                if type(value) in (list, dict)
+            ]
+            plain = [
+                (name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN) and name != "training"
+            ]
             self._entries += [_Entry(part, path, name, False, value, None, 0) for name, value in plain]
         self._bound = [(path, part, dict(_own(part))) for path, part in module.named_modules()]
         """All attributes: a forward may bind others, or new ones."""
-        self._hooks = [(table, dict(table)) for part in module.modules() for name in _HOOKS if (table := getattr(part, name, None)) is not None]
-        """transformers registers hooks in the first forward that needs them, and sets an attribute so that it does so once."""
+        self._hooks = [
+            (table, dict(table))
+            for part in module.modules()
+            for name in _HOOKS
+            if (table := getattr(part, name, None)) is not None
+        ]
+        """transformers registers hooks in the first forward that needs them, and sets an attribute so that it does so
+        once.
+        """
 
     def changed(self) -> str | None:
         """The name of the first part of the state that is another one now."""
@@ -99,7 +116,9 @@ class ModuleState:
 
 
 class LeftValues:
-    """What a forward of a module binds to attributes of it, for code outside to read: an auxiliary loss, a map of attention."""
+    """What a forward of a module binds to attributes of it, for code outside to read: an auxiliary loss, a map of
+    attention.
+    """
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -111,13 +130,19 @@ class LeftValues:
 
     def forward_ran(self) -> None:
         """Keep what is new, tensors without their graph."""
-        new = {key: value for key, value in self._now().items() if key not in self._before or self._before[key] is not value}
+        new = {
+            key: value
+            for key, value in self._now().items()
+            if key not in self._before or self._before[key] is not value
+        }
         self._values = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), new)
         self._before = {}
 
     def num_bytes(self, device: torch.device, is_static: Callable[[Tensor], bool]) -> int:
         """That a module holds from one step to the next: its attributes keep them until they are bound again."""
-        tensors = [t for t in tensors_in(self._values) if t.device == device and t.layout == torch.strided and not is_static(t)]
+        tensors = [
+            t for t in tensors_in(self._values) if t.device == device and t.layout == torch.strided and not is_static(t)
+        ]
         return sum({storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def put_on(self, module: nn.Module) -> None:

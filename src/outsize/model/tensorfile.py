@@ -1,8 +1,8 @@
 """TensorFile: a safetensors file, written and read one tensor at a time, at places that are known beforehand.
 
-The safetensors library writes a file from a dict of all its tensors and reads a tensor into memory of its own; both would hold a second copy of
-what a chunk already holds. Here bytes go from a chunk's home to the file and back with nothing in between, from any thread and in
-any order. The files are the library's own, to the byte.
+The safetensors library writes a file from a dict of all its tensors and reads a tensor into memory of its own; both
+would hold a second copy of what a chunk already holds. Here bytes go from a chunk's home to the file and back with
+nothing in between, from any thread and in any order. The files are the library's own, to the byte.
 """
 
 import json
@@ -26,11 +26,25 @@ from outsize.base.errors import BadFile, tell
 
 # In the order in which the library lays tensors out: the last first.
 _DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "C64": torch.complex64, "F64": torch.float64,
-    "I64": torch.int64, "U64": torch.uint64,
-}  # fmt: skip
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK = {dtype: i for i, dtype in enumerate(_DTYPES.values())}
 _PART_BYTES = 64 * 2**20
@@ -71,7 +85,9 @@ class TensorFile:
             with self._closed_if_it_fails():
                 self.entries = _read_header(self._fd, path)
         except OSError as error:
-            raise BadFile(tell(f"{path} can be read", str(error.strerror), "Put the file back, or name another folder")) from None
+            raise BadFile(
+                tell(f"{path} can be read", str(error.strerror), "Put the file back, or name another folder")
+            ) from None
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> "TensorFile":
@@ -100,7 +116,9 @@ class TensorFile:
     def __enter__(self) -> "TensorFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -134,7 +152,9 @@ class TensorFile:
         # All of them end before the first fault is raised: nobody reads on into memory that is used otherwise by then.
         for fault in list(run(lambda part: _pread(self._fd, part[1], start + part[0]), parts)):
             if fault is not None:
-                raise BadFile(tell(f"{self.path} holds all of its tensors", fault, "It is cut off or damaged: get it again"))
+                raise BadFile(
+                    tell(f"{self.path} holds all of its tensors", fault, "It is cut off or damaged: get it again")
+                )
 
     def close(self) -> None:
         self._fd = -1
@@ -164,16 +184,28 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     again = "It is damaged or cut off: get it again"
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
-        raise BadFile(tell(f"{path} is a safetensors file", f"its {size} bytes do not hold the header that they announce", again))
+        raise BadFile(
+            tell(f"{path} is a safetensors file", f"its {size} bytes do not hold the header that they announce", again)
+        )
     try:
-        rows = {name: _row(item) for name, item in json.loads(os.pread(fd, length, 8)).items() if name != "__metadata__"}
+        rows = {
+            name: _row(item) for name, item in json.loads(os.pread(fd, length, 8)).items() if name != "__metadata__"
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadFile(tell(f"{path} is a safetensors file", f"its header cannot be read ({type(error).__name__}: {error})", again)) from None
+        raise BadFile(
+            tell(f"{path} is a safetensors file", f"its header cannot be read ({type(error).__name__}: {error})", again)
+        ) from None
     entries: dict[str, Entry] = {}
     at = 8 + length
     for name, (dtype, shape, begin, end) in sorted(rows.items(), key=lambda item: item[1][2:]):
         if dtype not in _DTYPES:
-            raise BadFile(tell(f"{path} has tensors of dtypes that torch has", f"{name} is {dtype}", "Convert it with what wrote it"))
+            raise BadFile(
+                tell(
+                    f"{path} has tensors of dtypes that torch has",
+                    f"{name} is {dtype}",
+                    "Convert it with what wrote it",
+                )
+            )
         entries[name] = Entry(Spec(_DTYPES[dtype], shape), at)
         if begin != at - 8 - length or end - begin != entries[name].spec.nbytes or min(shape, default=0) < 0:
             found = f"{name} has bytes {begin} to {end} for {shape} of {dtype}, after byte {at - 8 - length}"

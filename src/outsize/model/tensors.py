@@ -1,4 +1,6 @@
-"""Finding the tensors inside what modules take and return: tensors, sequences, mappings, dataclasses and records, nested."""
+"""Finding the tensors inside what modules take and return: tensors, sequences, mappings, dataclasses and records,
+nested.
+"""
 
 import copy
 import dataclasses
@@ -11,10 +13,11 @@ _SIMPLE = (Tensor, bool, int, float, str, type(None))
 
 
 def _is_record(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """An instance of a class without bases whose attributes are tensors, plain values and containers of these: SimpleNamespace, PEFT's ShadowCarrier.
+    """An instance of a class without bases whose attributes are tensors, plain values and containers of these:
+    SimpleNamespace, PEFT's ShadowCarrier.
 
-    It may hold no tensor yet: a layer that leaves one there gets a copy for its second run, as of a dict. transformers' caches are none: they hold objects of
-    other kinds. `around`: ids of what holds the value.
+    It may hold no tensor yet: a layer that leaves one there gets a copy for its second run, as of a dict. transformers'
+    caches are none: they hold objects of other kinds. `around`: ids of what holds the value.
     """
     kind = type(value)
     if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not getattr(value, "__dict__", None):
@@ -93,7 +96,11 @@ def _attributes(value: Any) -> list[Any]:
     if type(value).__module__ == "builtins":
         return []
     slots = [name for kind in type(value).__mro__ for name in _names_of_slots(kind)]
-    return [*vars(value).values()] if hasattr(value, "__dict__") else [getattr(value, name) for name in slots if hasattr(value, name)]
+    return (
+        [*vars(value).values()]
+        if hasattr(value, "__dict__")
+        else [getattr(value, name) for name in slots if hasattr(value, name)]
+    )
 
 
 def _names_of_slots(kind: type) -> tuple[str, ...]:
@@ -109,8 +116,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
-    """A copy of a container with other values for its keys, indices or fields. Mappings other than dict, dataclasses and records are changed in a shallow copy.
-    What is no container, or cannot be changed, is returned itself."""
+    """A copy of a container with other values for its keys, indices or fields. Mappings other than dict, dataclasses
+    and records are changed in a shallow copy. What is no container, or cannot be changed, is returned itself."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*items.values())
     if isinstance(value, (tuple, list)):

@@ -1,8 +1,9 @@
 """Weights in files, read straight to where they are to live.
 
-A model whose weights are still in files is *unmaterialized*: its parameters have their shape and dtype on the CPU and no memory behind them. (Meta tensors
-would say the same, but torch does not let a meta parameter take real data later.) The tracer fills in the layers it runs; the engine
-fills every chunk's home, one parameter at a time. Nothing else may read a unmaterialized parameter.
+A model whose weights are still in files is *unmaterialized*: its parameters have their shape and dtype on the CPU and
+no memory behind them. (Meta tensors would say the same, but torch does not let a meta parameter take real data later.)
+The tracer fills in the layers it runs; the engine fills every chunk's home, one parameter at a time. Nothing else may
+read an unmaterialized parameter.
 """
 
 import json
@@ -37,13 +38,15 @@ class Weights(Protocol):
 
 
 def unmaterialize(model: nn.Module) -> nn.Module:
-    """Give every meta parameter of a model a unmaterialized one in its place; tied ones stay tied."""
+    """Give every meta parameter of a model an unmaterialized one in its place; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None and param.is_meta:
                 if id(param) not in made:
-                    made[id(param)] = nn.Parameter(unmaterialized_like(param, param.dtype), requires_grad=param.requires_grad)
+                    made[id(param)] = nn.Parameter(
+                        unmaterialized_like(param, param.dtype), requires_grad=param.requires_grad
+                    )
                 module._parameters[key] = made[id(param)]
     return model
 
@@ -62,11 +65,15 @@ def convert(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give parameters another dtype, one after the other; those without memory stay so."""
     for name, param in model.named_parameters():
         if name in dtypes and param.dtype != dtypes[name]:
-            param.data = unmaterialized_like(param, dtypes[name]) if is_unmaterialized(param) else param.data.to(dtypes[name])
+            param.data = (
+                unmaterialized_like(param, dtypes[name]) if is_unmaterialized(param) else param.data.to(dtypes[name])
+            )
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite, in one pass: aminmax propagates NaN and allocates nothing. 16 GB/s of bf16 on one CPU core."""
+    """Whether no value is NaN or infinite, in one pass: aminmax propagates NaN and allocates nothing. 16 GB/s of bf16
+    on one CPU core.
+    """
     if tensor.dtype not in _CHECKED or tensor.numel() == 0:
         return True
     return all(map(math.isfinite, torch.stack(tensor.detach().aminmax()).tolist()))
@@ -81,7 +88,9 @@ def require_finite(name: str, tensor: Tensor, error: type[OutsizeError]) -> None
 
 
 class FileWeights:
-    """The safetensors files of a Hugging Face folder, matched to a model's parameters and buffers. They stay open until `close`."""
+    """The safetensors files of a Hugging Face folder, matched to a model's parameters and buffers. They stay open until
+    `close`.
+    """
 
     def __init__(self, folder: Path, model: nn.Module):
         self.folder = folder
@@ -101,7 +110,11 @@ class FileWeights:
         params = dict(model.named_parameters(remove_duplicate=False))
         # Buffers that a model does not save are made by it, whatever old files have of them.
         buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
-        refuse_quantized_tensors({key: (file.path, file.entries[key].spec) for key, file in where.items()}, params, params.keys() | buffers.keys())
+        refuse_quantized_tensors(
+            {key: (file.path, file.entries[key].spec) for key, file in where.items()},
+            params,
+            params.keys() | buffers.keys(),
+        )
         aliases: dict[int, list[str]] = {}
         for name, tensor in (*params.items(), *buffers.items()):
             aliases.setdefault(id(tensor), []).append(name)
@@ -121,16 +134,24 @@ class FileWeights:
             self._doubled.update({name: found[0] for name in found[1:]})
             file, shape = where[found[0]], tuple((params | buffers)[names[0]].shape)
             if (there := file.entries[found[0]].spec.shape) != shape:
-                raise BadFile(tell(f"{names[0]} has the shape {shape}", f"{file.path} has {there}", "Use the files of this model"))
+                raise BadFile(
+                    tell(f"{names[0]} has the shape {shape}", f"{file.path} has {there}", "Use the files of this model")
+                )
             self._places[names[0]] = (file, found[0])
         self._where = where
         ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        self.unexpected = sorted(key for key in where.keys() - params.keys() - buffers.keys() if not any(p.search(key) for p in ignored))
+        self.unexpected = sorted(
+            key for key in where.keys() - params.keys() - buffers.keys() if not any(p.search(key) for p in ignored)
+        )
         """Tensors in the files that the model has no place for."""
 
     def untied(self) -> list[str]:
         """Weights that the model ties and the files have twice, with values that differ. Reads them."""
-        return [name for name, tied in self._doubled.items() if not torch.equal(*(self._where[key].read(key) for key in (name, tied)))]
+        return [
+            name
+            for name, tied in self._doubled.items()
+            if not torch.equal(*(self._where[key].read(key) for key in (name, tied)))
+        ]
 
     def rounded(self, model: nn.Module) -> list[str]:
         """Parameters whose dtype cannot hold what the files have: fp16 or fp32 files for a bf16 model."""
@@ -141,12 +162,20 @@ class FileWeights:
     def require_whole(self) -> None:
         """Every parameter has its tensor. What is there beyond that is named, and left where it is."""
         if self.missing:
-            do = "Use the folder that the model was saved to; weights that are tied are tied before (model.tie_weights())"
+            do = (
+                "Use the folder that the model was saved to; weights that are tied are tied before "
+                "(model.tie_weights())"
+            )
             raise BadFile(tell(f"{self.folder} has every weight of the model", f"it lacks {_some(self.missing)}", do))
         if untied := self.untied():
             do = "Build the model with tie_word_embeddings=False, or use the folder that it was saved to"
-            raise BadFile(tell(f"{self.folder} has one value for weights that the model ties", f"{_some(untied)} has another", do))
-        for what, names in (("has tensors that the model has no place for", self.unexpected), ("lacks buffers, which stay as they were made", self._absent)):
+            raise BadFile(
+                tell(f"{self.folder} has one value for weights that the model ties", f"{_some(untied)} has another", do)
+            )
+        for what, names in (
+            ("has tensors that the model has no place for", self.unexpected),
+            ("lacks buffers, which stay as they were made", self._absent),
+        ):
             if names:
                 log.warning("%s %s: %s", self.folder, what, _some(names))
 
@@ -165,7 +194,9 @@ class FileWeights:
 
 
 def weight_files(folder: Path) -> Sequence[Path]:
-    """The files of a folder: the single one, as in transformers, or else those that its index names, which must be there."""
+    """The files of a folder: the single one, as in transformers, or else those that its index names, which must be
+    there.
+    """
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if (folder / INDEX).exists():
@@ -173,13 +204,27 @@ def weight_files(folder: Path) -> Sequence[Path]:
             named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             names = sorted({str(name) for name in named.values()})
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise BadFile(tell(f"{folder / INDEX} names the weight files", f"it cannot be read ({error})", "Get the folder again")) from None
+            raise BadFile(
+                tell(f"{folder / INDEX} names the weight files", f"it cannot be read ({error})", "Get the folder again")
+            ) from None
         lost = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if lost:
-            raise BadFile(tell(f"{folder} has the files that {INDEX} names", f"{_some(lost)} is no file in it", "Get the folder again"))
+            raise BadFile(
+                tell(
+                    f"{folder} has the files that {INDEX} names",
+                    f"{_some(lost)} is no file in it",
+                    "Get the folder again",
+                )
+            )
         return [folder / name for name in names]
     held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing" if folder.is_dir() else "no such folder"
-    raise BadFile(tell(f"{folder} holds {SINGLE} or {INDEX}", f"there is {held}", "Save the model with save_pretrained (safetensors)"))
+    raise BadFile(
+        tell(
+            f"{folder} holds {SINGLE} or {INDEX}",
+            f"there is {held}",
+            "Save the model with save_pretrained (safetensors)",
+        )
+    )
 
 
 def _some(names: Sequence[str]) -> str:
@@ -187,7 +232,9 @@ def _some(names: Sequence[str]) -> str:
 
 
 def bytes_of(param: nn.Parameter) -> torch.UntypedStorage:
-    """The part of its storage that it spans: many parameters may lie in one storage. A storage is copied without an operator, which a meter would count."""
+    """The part of its storage that it spans: many parameters may lie in one storage. A storage is copied without an
+    operator, which a meter would count.
+    """
     storage, size = param.untyped_storage(), param.element_size()
     last = sum((n - 1) * stride for n, stride in zip(param.shape, param.stride(), strict=True)) if param.numel() else -1
     part = storage[param.storage_offset() * size : (param.storage_offset() + last + 1) * size]

@@ -1,8 +1,9 @@
 """Work: what one call of a block costs under one activation strategy. Numbers only, no torch.
 
-All bytes are relative to the level at which the call's phase opens, as an observer of live device memory saw them. A forward
-phase lasts until the next call opens (for the last layer before a region: until it returns); a backward phase until the
-next call's backward opens. The memory of a step is the sum of these numbers along the schedule: see planner/memory.py.
+All bytes are relative to the level at which the call's phase opens, as an observer of live device memory saw them. A
+forward phase lasts until the next call opens (for the last layer before a region: until it returns); a backward phase
+until the next call's backward opens. The memory of a step is the sum of these numbers along the schedule: see
+planner/memory.py.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ class Work:
     """That the thread which issues its operators takes over them. 0: nobody knows, and it counts as ahead."""
     backward_launch_seconds: float = 0.0
     forward_syncs_host: bool = False
-    """That thread asks the device for something (a length, a flag) and waits until it has come so far: it is not ahead after that."""
+    """That thread asks the device for something (a length, a flag) and waits until it has come so far: it is not ahead
+    after that.
+    """
     backward_syncs_host: bool = False
 
 
@@ -42,24 +45,27 @@ Holders = tuple[tuple[int, tuple[str, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A tensor that outlives the call that made it: an output of a layer, a mask, encoder states. It lives once, however many calls hold it.
+    """A tensor that outlives the call that made it: an output of a layer, a mask, encoder states. It lives once,
+    however many calls hold it.
 
-    Its death is in no call's Work, since it depends on the strategies of several calls: it dies in the backward of the first call that holds it. If
-    none holds it, it dies in forward.
+    Its death is in no call's Work, since it depends on the strategies of several calls: it dies in the backward of the
+    first call that holds it. If none holds it, it dies in forward.
     """
 
     call: int
     """Where it was first seen, as ..."""
     role: Role
-    """... an argument of a layer, an output, something a layer left in its arguments, or something its graph saved ..."""
+    """... an argument of a layer, an output, something a layer left in its arguments, or something its graph
+    saved ...
+    """
     number: int
     """... with this number."""
     num_bytes: int
     born: int = -1
     """The call in whose forward it is made. -1: that call's Work includes it."""
     dies_at: int
-    """If nothing holds or sends it, it is dead before this call's forward reaches its peak. The number of calls: when the model's forward returns.
-    -1: it never dies."""
+    """If nothing holds or sends it, it is dead before this call's forward reaches its peak. The number of calls: when
+    the model's forward returns. -1: it never dies."""
     held_by: Holders = ()
     """Who holds it until its backward."""
     early_in: Holders = ()

@@ -1,12 +1,16 @@
-"""AdamW over a flat range, in place: in C where the range is in host memory (native.py), in Triton on the GPU (triton_kernel.py), else in plain torch.
+"""AdamW over a flat range, in place: in C where the range is in host memory (native.py), in Triton on the GPU
+(triton_kernel.py), else in plain torch.
 
-The sequence of operations is the contract, to the bit, with the C and Triton kernels and with `outsize.reference.AdamW`:
+The sequence of operations is the contract, to the bit, with the C and Triton kernels and with
+`outsize.reference.AdamW`:
 
-    g = f32(g)*clip;  m = (m*b1) + (g*o1);  v = (v*b2) + ((g*g)*o2);  d = (sqrt(v)*c2) + eps;  w = w*decay;  w = w - ((m*step)/d)
+    g = f32(g)*clip;  m = (m*b1) + (g*o1);  v = (v*b2) + ((g*g)*o2);  d = (sqrt(v)*c2) + eps;  w = w*decay;  w = w -
+    ((m*step)/d)
 
-One torch call per operation. Never `alpha=`, addcmul, addcdiv, lerp (they fuse: 8-23 % of values differ), nor division by a Python
-number (CUDA multiplies by the reciprocal), nor `torch.sqrt` in fp32 (1 ulp off in 20 % of values on CPU): the root is taken in fp64,
-which is correctly rounded once brought back. Nothing is allocated: the caller gives the workspace, so that a budget can count it.
+One torch call per operation. Never `alpha=`, addcmul, addcdiv, lerp (they fuse: 8-23 % of values differ), nor division
+by a Python number (CUDA multiplies by the reciprocal), nor `torch.sqrt` in fp32 (1 ulp off in 20 % of values on CPU):
+the root is taken in fp64, which is correctly rounded once brought back. Nothing is allocated: the caller gives the
+workspace, so that a budget can count it.
 """
 
 import math
@@ -63,17 +67,25 @@ class Hyper:
         )
 
 
-_NUMBERS = tuple(field.name for field in fields(Hyper))  # dataclasses.asdict takes 40 µs, for every range of every chunk
+_NUMBERS = tuple(
+    field.name for field in fields(Hyper)
+)  # dataclasses.asdict takes 40 µs, for every range of every chunk
 
 
 class Scratch:
-    """Workspace of one update at a time, cut from a flat uint8 buffer that the caller allocates and keeps on the weights' device.
+    """Workspace of one update at a time, cut from a flat uint8 buffer that the caller allocates and keeps on the
+    weights' device.
 
     A buffer smaller than `scratch_bytes` asks for is allowed and means smaller pieces; the bits do not depend on it.
     """
 
     def __init__(self, buffer: Tensor) -> None:
-        assert buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous() and buffer.storage_offset() % 8 == 0
+        assert (
+            buffer.dtype == torch.uint8
+            and buffer.dim() == 1
+            and buffer.is_contiguous()
+            and buffer.storage_offset() % 8 == 0
+        )
         self.numel = min(buffer.numel() // BYTES_PER_ELEMENT, PIECE_NUMEL)
         """Elements per piece."""
         assert self.numel > 0, f"a scratch of {buffer.numel()} bytes holds no element; one needs {BYTES_PER_ELEMENT}"
@@ -91,18 +103,37 @@ class Scratch:
 
 
 @torch.no_grad()
-def update(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, *, hyper: Hyper, clip: float | Tensor, scratch: Scratch) -> None:
+def update(
+    weight: Tensor,
+    lo: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    hyper: Hyper,
+    clip: float | Tensor,
+    scratch: Scratch,
+) -> None:
     """One AdamW step on a flat range, in place; `grad` is only read.
 
-    `weight` is bf16 with `lo` int16 (a split master) or fp32 with `lo` None (its own master); `m` and `v` are fp32, `grad` is bf16 or
-    fp32, all 1-D, contiguous, of one length and on the scratch's device. `clip` is an fp32 value: a Python float, or a 0-dim tensor on that device.
+    `weight` is bf16 with `lo` int16 (a split master) or fp32 with `lo` None (its own master); `m` and `v` are fp32,
+    `grad` is bf16 or fp32, all 1-D, contiguous, of one length and on the scratch's device. `clip` is an fp32 value: a
+    Python float, or a 0-dim tensor on that device.
     """
     numel = weight.numel()
     ranges = (weight, m, v, grad) if lo is None else (weight, m, v, grad, lo)
     assert all(t.shape == (numel,) and t.is_contiguous() for t in ranges), "update takes flat ranges of one length"
-    assert weight.dtype == (torch.float32 if lo is None else torch.bfloat16) and (lo is None or lo.dtype == torch.int16), weight.dtype
-    assert m.dtype == v.dtype == torch.float32 and grad.dtype in (torch.bfloat16, torch.float32), (m.dtype, v.dtype, grad.dtype)
-    assert isinstance(clip, float) or (clip.dtype == torch.float32 and clip.dim() == 0), "clip is a float or a 0-dim fp32 tensor"
+    assert weight.dtype == (torch.float32 if lo is None else torch.bfloat16) and (
+        lo is None or lo.dtype == torch.int16
+    ), weight.dtype
+    assert m.dtype == v.dtype == torch.float32 and grad.dtype in (torch.bfloat16, torch.float32), (
+        m.dtype,
+        v.dtype,
+        grad.dtype,
+    )
+    assert isinstance(clip, float) or (clip.dtype == torch.float32 and clip.dim() == 0), (
+        "clip is a float or a 0-dim fp32 tensor"
+    )
     if weight.device.type == "cpu" and (native := kernel()) is not None:
         native.update(weight, lo, m, v, grad, {**hyper.numbers, "clip": float(clip)})
         return
@@ -111,7 +142,9 @@ def update(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor
         return
     for start in range(0, numel, scratch.numel):
         part = slice(start, min(start + scratch.numel, numel))
-        _update_piece(weight[part], None if lo is None else lo[part], m[part], v[part], grad[part], hyper, clip, scratch)
+        _update_piece(
+            weight[part], None if lo is None else lo[part], m[part], v[part], grad[part], hyper, clip, scratch
+        )
 
 
 @cache
@@ -123,7 +156,9 @@ def find_gpu_kernel() -> ModuleType | str:
         from outsize.optim import triton_kernel
 
         triton_kernel.prove()
-    except Exception as error:  # Triton fails in many ways (no compiler, an unknown GPU), and torch's kernel makes up for all of them
+    except (
+        Exception
+    ) as error:  # Triton fails in many ways (no compiler, an unknown GPU), and torch's kernel makes up for all of them
         reason = f"Triton cannot be used: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
         log.warning("updates on the GPU run in torch, several times slower: %s", reason)
         return reason
@@ -136,12 +171,27 @@ def gpu_kernel() -> ModuleType | None:
 
 
 def slow_kernels(*, host: bool, gpu: bool) -> tuple[str, ...]:
-    """Updates that run in torch instead of a kernel of ours, with the reason. `host`, `gpu`: where updates run at all."""
+    """Updates that run in torch instead of a kernel of ours, with the reason. `host`, `gpu`: where updates run
+    at all.
+    """
     found = ("on the host", find_kernel() if host else ""), ("on the GPU", find_gpu_kernel() if gpu else "")
-    return tuple(f"updates {where} run in torch, several times slower: {reason}" for where, reason in found if isinstance(reason, str) and reason)
+    return tuple(
+        f"updates {where} run in torch, several times slower: {reason}"
+        for where, reason in found
+        if isinstance(reason, str) and reason
+    )
 
 
-def _update_piece(weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, hyper: Hyper, clip: float | Tensor, scratch: Scratch) -> None:
+def _update_piece(
+    weight: Tensor,
+    lo: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    hyper: Hyper,
+    clip: float | Tensor,
+    scratch: Scratch,
+) -> None:
     n = weight.numel()
     value, other, wide, mask = scratch.value[:n], scratch.other[:n], scratch.wide[:n], scratch.mask[:n]
 

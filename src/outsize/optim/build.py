@@ -1,4 +1,5 @@
-"""How native.c becomes a library: by setup.py when a wheel is made, else by native.py when it is first wanted. Standard library only: setup.py has no more.
+"""How native.c becomes a library: by setup.py when a wheel is made, else by native.py when it is first wanted. Standard
+library only: setup.py has no more.
 
 A library says what it was made from, so that one left behind by another source or other flags is not used.
 """
@@ -27,8 +28,14 @@ def find_compiler() -> str:
 
 
 def compile_library(compiler: str, target: Path) -> None:
-    """Makes `target` at once, whole: another process may be looking for it. CalledProcessError where the compiler complains."""
+    """Makes `target` at once, whole: another process may be looking for it. CalledProcessError where the compiler
+    complains.
+    """
     made = target.with_name(f".{target.name}-{os.getpid()}")
     define = f'-DSOURCE="{fingerprint()}"'
-    subprocess.run([compiler, *FLAGS, "-fPIC", "-shared", define, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, check=True)
+    subprocess.run(
+        [compiler, *FLAGS, "-fPIC", "-shared", define, str(SOURCE), "-o", str(made), "-lm"],
+        capture_output=True,
+        check=True,
+    )
     made.replace(target)

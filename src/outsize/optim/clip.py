@@ -1,7 +1,7 @@
 """Scalars that every update kernel shares, computed in Python doubles and rounded to fp32 once.
 
-Separate from the kernels, and without torch, because the torch, C and Triton kernels and the reference must all multiply by
-the same bits: a factor computed on the device in fp32 would differ between devices.
+Separate from the kernels, and without torch, because the torch, C and Triton kernels and the reference must all
+multiply by the same bits: a factor computed on the device in fp32 would differ between devices.
 """
 
 import ctypes
@@ -14,7 +14,9 @@ def round_fp32(value: float) -> float:
 
 
 def clip_factor(total_norm: float, max_grad_norm: float | None) -> float:
-    """What every gradient is multiplied by, rounded to fp32. `total_norm` is finite: policies for NaN and infinity come first."""
+    """What every gradient is multiplied by, rounded to fp32. `total_norm` is finite: policies for NaN and infinity come
+    first.
+    """
     if max_grad_norm is None:
         return 1.0
     assert math.isfinite(total_norm), f"clip_factor of a non-finite norm {total_norm}"

@@ -1,7 +1,8 @@
-"""The C kernel of AdamW for host memory: the one that came with the package, else compiled when first wanted and kept in the cache folder.
+"""The C kernel of AdamW for host memory: the one that came with the package, else compiled when first wanted and kept
+in the cache folder.
 
-Without a compiler there is none, which is said once; `adamw.py` then does the same in torch, to the same bits and several times slower.
-OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
+Without a compiler there is none, which is said once; `adamw.py` then does the same in torch, to the same bits and
+several times slower. OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
 """
 
 import ctypes
@@ -40,12 +41,23 @@ class Kernel:
             self._functions[name] = function
 
     def update(
-        self, weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, numbers: dict[str, float], *, threads: int | None = None
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        numbers: dict[str, float],
+        *,
+        threads: int | None = None,
     ) -> None:
         """As `adamw.update`, on CPU tensors. `numbers`: those of Hyper, and `clip`."""
         name = f"{'whole' if lo is None else 'split'}_{'bf16' if grad.dtype == torch.bfloat16 else 'fp32'}"
         places = [None if t is None else t.data_ptr() for t in (weight, lo, m, v, grad)]
-        if self._functions[name](*places, weight.numel(), ctypes.byref(_Numbers(**numbers)), threads or _num_threads()) != 0:
+        if (
+            self._functions[name](*places, weight.numel(), ctypes.byref(_Numbers(**numbers)), threads or _num_threads())
+            != 0
+        ):
             raise MemoryError("no memory for an update on the host")
 
 
@@ -64,7 +76,11 @@ def find_kernel() -> Kernel | str:
     try:
         return Kernel(_packaged() or _compiled())
     except (OSError, subprocess.CalledProcessError) as error:
-        lines = error.stderr.decode(errors="replace").strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else [str(error)]
+        lines = (
+            error.stderr.decode(errors="replace").strip().splitlines()[:1]
+            if isinstance(error, subprocess.CalledProcessError)
+            else [str(error)]
+        )
         reason = f"the C kernel could not be compiled: {' '.join(lines)}"
         log.warning("updates on the host run in torch, several times slower: %s", reason)
         return reason
@@ -76,7 +92,9 @@ def kernel() -> Kernel | None:
 
 
 def _packaged() -> ctypes.CDLL | None:
-    """The library that was compiled with the package (setup.py), if it was made from this source and runs on this machine."""
+    """The library that was compiled with the package (setup.py), if it was made from this source and runs on this
+    machine.
+    """
     for path in _PACKAGE.glob("_native*.so"):
         try:
             library = ctypes.CDLL(str(path))

@@ -1,10 +1,11 @@
 """fp32 masters in two halves: `hi`, a bf16 value that is the weight itself, and `lo`, a 16-bit remainder.
 
-`hi` is the master rounded to bf16 with ties away from zero, h = (bits + 0x8000) >> 16, and lo = bits - (h << 16): a bijection on
-all fp32 values (tools/split_exhaustive.c goes through all of them). Nearest-even is not: its ties need 17 bits. So
-`.to(bfloat16)` of a master is used nowhere. NaN keeps no payload: hi = 0x7FC0, lo = 0.
+`hi` is the master rounded to bf16 with ties away from zero, h = (bits + 0x8000) >> 16, and lo = bits - (h << 16): a
+bijection on all fp32 values (tools/split_exhaustive.c goes through all of them). Nearest-even is not: its ties need 17
+bits. So `.to(bfloat16)` of a master is used nowhere. NaN keeps no payload: hi = 0x7FC0, lo = 0.
 
-Two forms: `split` and `join` are the formula and allocate; `split_into` and `join_into` use the caller's buffers and allocate nothing.
+Two forms: `split` and `join` are the formula and allocate; `split_into` and `join_into` use the caller's buffers and
+allocate nothing.
 """
 
 import sys
@@ -31,12 +32,16 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
 
 
 def split_into(master: Tensor, *, hi: Tensor, lo: Tensor, mask: Tensor) -> None:
-    """Write the halves of `master` (1-D, contiguous) to `hi` and `lo`. Consumes `master`: it holds no fp32 value afterwards. `mask` is a bool workspace."""
+    """Write the halves of `master` (1-D, contiguous) to `hi` and `lo`. Consumes `master`: it holds no fp32 value
+    afterwards. `mask` is a bool workspace.
+    """
     bits = master.view(torch.int32)
-    # First of all, since a NaN near 0x7FFFFFFF would overflow in the addition and one near 0xFFFFFFFF would come out as zero.
+    # First of all, since a NaN near 0x7FFFFFFF would overflow in the addition and one near 0xFFFFFFFF would come out as
+    # zero.
     torch.ne(master, master, out=mask)
     bits.masked_fill_(mask, NAN_BITS)
-    # After the addition the upper half is h and the lower half is lo + 0x8000 modulo 2**16, which differs from lo in its top bit.
+    # After the addition the upper half is h and the lower half is lo + 0x8000 modulo 2**16, which differs from lo in
+    # its top bit.
     bits.add_(0x8000)
     bits.bitwise_xor_(0x8000)
     halves = master.view(torch.int16)  # (2 * numel,): low, high, low, high, ...

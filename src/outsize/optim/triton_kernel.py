@@ -1,10 +1,10 @@
 """AdamW over a flat range in GPU memory, one pass in Triton: 26 bytes a parameter move once (28 with fp32 gradients).
 
-Imported only where it is wanted: a CPU box has no triton.
-The sequence of operations is that of adamw.py and native.c, to the bit. What makes it so, as read in the PTX that Triton 3.6 makes:
-`enable_fp_fusion=False` keeps LLVM from contracting a*b+c and has every multiplication written as `mul.rn`, which ptxas may not contract
-either; `div_rn` and `sqrt_rn` become `div.rn` and `sqrt.rn`; nothing carries `.ftz`, so denormals stay. bf16 is widened and the master
-split by integer arithmetic. tests/gpu/test_kernels.py reads the PTX again, and compares the bits.
+Imported only where it is wanted: a CPU box has no triton. The sequence of operations is that of adamw.py and native.c,
+to the bit. What makes it so, as read in the PTX that Triton 3.6 makes: `enable_fp_fusion=False` keeps LLVM from
+contracting a*b+c and has every multiplication written as `mul.rn`, which ptxas may not contract either; `div_rn` and
+`sqrt_rn` become `div.rn` and `sqrt.rn`; nothing carries `.ftz`, so denormals stay. bf16 is widened and the master split
+by integer arithmetic. tests/gpu/test_kernels.py reads the PTX again, and compares the bits.
 """
 
 # mypy: allow-untyped-defs
@@ -28,7 +28,9 @@ def _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, 
     # All loads before all stores: the compiler cannot know that the ranges are apart, and would wait twice for memory.
     g, first, second, w = tl.load(grad, mask), tl.load(m, mask), tl.load(v, mask), tl.load(weight, mask)
     if lo is not None:
-        w = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + tl.load(lo, mask).to(tl.int32)).to(tl.float32, bitcast=True)
+        w = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + tl.load(lo, mask).to(tl.int32)).to(
+            tl.float32, bitcast=True
+        )
     if g.dtype == tl.bfloat16:
         g = (g.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     g = g * clip
@@ -47,9 +49,28 @@ def _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, 
         tl.store(lo, (bits - (high << 16)).to(tl.int16), mask)
 
 
-# `n` as one kind of number, else lengths that are 1, divisible by 16 or beyond 2**31 would each be compiled anew. Floats never are.
+# `n` as one kind of number, else lengths that are 1, divisible by 16 or beyond 2**31 would each be compiled anew.
+# Floats never are.
 @triton.jit(do_not_specialize=["n"])
-def _update(weight, lo, m, v, grad, n: tl.int64, b1, b2, o1, o2, eps, decay, step, c2, clip, CLIP_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr):
+def _update(
+    weight,
+    lo,
+    m,
+    v,
+    grad,
+    n: tl.int64,
+    b1,
+    b2,
+    o1,
+    o2,
+    eps,
+    decay,
+    step,
+    c2,
+    clip,
+    CLIP_IN_MEMORY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     weight, m, v, grad = weight + start + at, m + start + at, v + start + at, grad + start + at
@@ -65,15 +86,36 @@ def _update(weight, lo, m, v, grad, n: tl.int64, b1, b2, o1, o2, eps, decay, ste
 
 
 def update(
-    weight: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grad: Tensor, numbers: dict[str, float], clip: float | Tensor,
-    *, block: int = BLOCK, warps: int = WARPS,
-) -> Any:  # fmt: skip
-    """As `adamw.update`, on the current stream. `numbers`: those of Hyper. Allocates nothing and waits for nothing; returns the compiled kernel."""
+    weight: Tensor,
+    lo: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    numbers: dict[str, float],
+    clip: float | Tensor,
+    *,
+    block: int = BLOCK,
+    warps: int = WARPS,
+) -> Any:
+    """As `adamw.update`, on the current stream. `numbers`: those of Hyper. Allocates nothing and waits for nothing;
+    returns the compiled kernel.
+    """
     n = weight.numel()
     with torch.cuda.device_of(weight):
         return _update[(triton.cdiv(n, block),)](
-            weight, lo, m, v, grad, n, **numbers, clip=clip, CLIP_IN_MEMORY=isinstance(clip, Tensor), BLOCK=block, num_warps=warps, enable_fp_fusion=False
-        )  # fmt: skip
+            weight,
+            lo,
+            m,
+            v,
+            grad,
+            n,
+            **numbers,
+            clip=clip,
+            CLIP_IN_MEMORY=isinstance(clip, Tensor),
+            BLOCK=block,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
 
 
 def prove() -> None:

@@ -1,7 +1,7 @@
 """Plan files: written whole or not at all, and refused with the reason when they do not belong or do not add up.
 
-Everything that a plan claims and that can be known without running it is compared here: with the model it is to drive, and with itself. A plan
-that passes can be handed to the runtime, which trusts it.
+Everything that a plan claims and that can be known without running it is compared here: with the model it is to drive,
+and with itself. A plan that passes can be handed to the runtime, which trusts it.
 """
 
 import os
@@ -22,7 +22,12 @@ _AGAIN = "Plan again"
 
 def check(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     """Raises PlanInvalid with the first thing that is wrong."""
-    _expect(plan.format == FORMAT, f"a plan of format {FORMAT}", f"this one has format {plan.format}", "Plan again with this version of outsize")
+    _expect(
+        plan.format == FORMAT,
+        f"a plan of format {FORMAT}",
+        f"this one has format {plan.format}",
+        "Plan again with this version of outsize",
+    )
     _check_model(plan, graph, layout)
     _check_decision(plan, graph, layout)
     _check_work(plan, graph)
@@ -34,14 +39,24 @@ def _check_model(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     counts = f"{len(graph.calls)} calls, {len(layout.chunks)} chunks, {graph.num_params:,} parameters"
     buffers = plan.estimate.gpu_parts.get("buffers", 0)
     is_cast = plan.graph != made_for and plan.graph == fingerprint(replace(graph, buffer_bytes=buffers))
-    do = "model.to(dtype) casts them with the weights: cast these alone (from_pretrained and from_config take dtype=), or plan for the model as it is"
+    do = (
+        "model.to(dtype) casts them with the weights: cast these alone (from_pretrained and from_config take "
+        "dtype=), or plan for the model as it is"
+    )
     _expect(not is_cast, f"buffers of {graph.buffer_bytes} bytes, as the model has", f"the plan is for {buffers}", do)
     theirs = f"{len(plan.decision.strategies)} calls, {len(plan.decision.homes)} chunks"
-    _expect(plan.graph == made_for, f"a plan for this model ({made_for}: {counts})", f"it was made for another model ({plan.graph}: {theirs})", _AGAIN)
     _expect(
-        plan.chunk_bytes == layout.chunk_bytes, f"chunks of {plan.chunk_bytes} bytes, as in the plan", f"the model has chunks of {layout.chunk_bytes}",
+        plan.graph == made_for,
+        f"a plan for this model ({made_for}: {counts})",
+        f"it was made for another model ({plan.graph}: {theirs})",
+        _AGAIN,
+    )
+    _expect(
+        plan.chunk_bytes == layout.chunk_bytes,
+        f"chunks of {plan.chunk_bytes} bytes, as in the plan",
+        f"the model has chunks of {layout.chunk_bytes}",
         "Lay it out with the plan's chunk_bytes",
-    )  # fmt: skip
+    )
 
 
 def _check_decision(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
@@ -53,18 +68,35 @@ def _check_decision(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     ):
         _expect(found == wanted, f"{wanted} {name} for this model", f"the plan has {found}", _AGAIN)
     _expect(decision.depth >= 0, "a depth of 0 or more", f"it is {decision.depth}", _AGAIN)
-    _expect(decision.host_update_interval >= 1, "a host_update_interval of 1 or more", f"it is {decision.host_update_interval}", _AGAIN)
+    _expect(
+        decision.host_update_interval >= 1,
+        "a host_update_interval of 1 or more",
+        f"it is {decision.host_update_interval}",
+        _AGAIN,
+    )
     _expect(step_config.accumulate >= 1, "accumulate of 1 or more", f"it is {step_config.accumulate}", _AGAIN)
     for chunk, homes in zip(layout.chunks, decision.homes, strict=True):
         _expect(
-            chunk.trainable or homes.optimizer == homes.weights, f"one home for the frozen chunk {chunk.index} ({chunk.pieces[0].name}, …)",
-            f"its weights are at {homes.weights} and its optimizer at {homes.optimizer}", "Give both the same home; nothing is updated there",
-        )  # fmt: skip
+            chunk.trainable or homes.optimizer == homes.weights,
+            f"one home for the frozen chunk {chunk.index} ({chunk.pieces[0].name}, …)",
+            f"its weights are at {homes.weights} and its optimizer at {homes.optimizer}",
+            "Give both the same home; nothing is updated there",
+        )
     for call, strategy in enumerate(decision.strategies):
         name = graph.call_name(call)
         is_layer = graph.blocks[graph.calls[call]].kind == "layer"
-        _expect(is_layer or strategy == "keep", f"the strategy keep for {name}, which is no layer", f"it is {strategy}", "Set it to keep")
-        _expect(graph.has_backward[call] or strategy == "keep", f"the strategy keep for {name}, which has no backward", f"it is {strategy}", "Set it to keep")
+        _expect(
+            is_layer or strategy == "keep",
+            f"the strategy keep for {name}, which is no layer",
+            f"it is {strategy}",
+            "Set it to keep",
+        )
+        _expect(
+            graph.has_backward[call] or strategy == "keep",
+            f"the strategy keep for {name}, which has no backward",
+            f"it is {strategy}",
+            "Set it to keep",
+        )
 
 
 def _check_work(plan: Plan, graph: BlockGraph) -> None:
@@ -72,13 +104,37 @@ def _check_work(plan: Plan, graph: BlockGraph) -> None:
         name, sends = graph.call_name(call), strategy in ("offload", "swap")
         wanted = f"{'some' if sends else 'no'} sent_bytes for {name}, which is to {strategy}"
         _expect(sends == (work.sent_bytes > 0), wanted, f"there are {work.sent_bytes}", _AGAIN)
-        seconds = (work.forward_seconds, work.backward_seconds, work.forward_launch_seconds, work.backward_launch_seconds)
-        _expect(all(0 <= s < float("inf") for s in seconds), f"seconds of 0 or more for {name}", f"they are {seconds}", "Profile the model again")
+        seconds = (
+            work.forward_seconds,
+            work.backward_seconds,
+            work.forward_launch_seconds,
+            work.backward_launch_seconds,
+        )
+        _expect(
+            all(0 <= s < float("inf") for s in seconds),
+            f"seconds of 0 or more for {name}",
+            f"they are {seconds}",
+            "Profile the model again",
+        )
     for tensor in plan.shared:
-        known = [tensor.call, max(tensor.born, 0), *(call for call, _ in (*tensor.held_by, *tensor.early_in, *tensor.sent_by))]
-        _expect(all(0 <= v < len(plan.work) for v in known), f"shared tensors of calls 0 to {len(plan.work) - 1}", f"one has {known}", _AGAIN)
+        known = [
+            tensor.call,
+            max(tensor.born, 0),
+            *(call for call, _ in (*tensor.held_by, *tensor.early_in, *tensor.sent_by)),
+        ]
+        _expect(
+            all(0 <= v < len(plan.work) for v in known),
+            f"shared tensors of calls 0 to {len(plan.work) - 1}",
+            f"one has {known}",
+            _AGAIN,
+        )
         at = tensor.dies_at
-        _expect(-1 <= at <= len(plan.work), f"a dies_at of shared tensors from -1 to {len(plan.work)}", f"one has {at}", _AGAIN)
+        _expect(
+            -1 <= at <= len(plan.work),
+            f"a dies_at of shared tensors from -1 to {len(plan.work)}",
+            f"one has {at}",
+            _AGAIN,
+        )
 
 
 def _check_estimate(plan: Plan, place: Placement) -> None:
@@ -87,13 +143,33 @@ def _check_estimate(plan: Plan, place: Placement) -> None:
         ("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes),
         ("host", estimate.host_bytes, plan.host_budget_bytes),
     ):
-        _expect(needed <= budget, f"an estimate within the plan's {name} budget of {show_bytes(budget)}", f"it is {show_bytes(needed)}", _AGAIN)
+        _expect(
+            needed <= budget,
+            f"an estimate within the plan's {name} budget of {show_bytes(budget)}",
+            f"it is {show_bytes(needed)}",
+            _AGAIN,
+        )
     # A decision that was edited by hand no longer allocates what the estimate says.
-    _expect(place.gpu_bytes <= estimate.gpu_bytes, f"at least {place.gpu_bytes} bytes of GPU memory in the estimate", f"it says {estimate.gpu_bytes}", _AGAIN)
-    _expect(place.host_bytes == estimate.host_bytes, f"{place.host_bytes} bytes of host memory in the estimate", f"it says {estimate.host_bytes}", _AGAIN)
+    _expect(
+        place.gpu_bytes <= estimate.gpu_bytes,
+        f"at least {place.gpu_bytes} bytes of GPU memory in the estimate",
+        f"it says {estimate.gpu_bytes}",
+        _AGAIN,
+    )
+    _expect(
+        place.host_bytes == estimate.host_bytes,
+        f"{place.host_bytes} bytes of host memory in the estimate",
+        f"it says {estimate.host_bytes}",
+        _AGAIN,
+    )
     gpu_parts = place.parts(place.gpu) | ({"buffers": place.graph.buffer_bytes} if place.graph.buffer_bytes else {})
-    for name, parts, found in (("gpu_parts", gpu_parts, estimate.gpu_parts), ("host_parts", place.parts(place.host), estimate.host_parts)):
-        _expect(parts == found, f"{name} that follow from the plan's homes ({parts})", f"the estimate says {found}", _AGAIN)
+    for name, parts, found in (
+        ("gpu_parts", gpu_parts, estimate.gpu_parts),
+        ("host_parts", place.parts(place.host), estimate.host_parts),
+    ):
+        _expect(
+            parts == found, f"{name} that follow from the plan's homes ({parts})", f"the estimate says {found}", _AGAIN
+        )
 
 
 def _expect(holds: bool, expected: str, found: str, do: str) -> None:
@@ -121,11 +197,15 @@ def load(path: str | os.PathLike[str]) -> Plan:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise PlanInvalid(tell(f"a plan file at {path}", "there is none", "Write one with `outsize plan`, or correct the path")) from None
+        raise PlanInvalid(
+            tell(f"a plan file at {path}", "there is none", "Write one with `outsize plan`, or correct the path")
+        ) from None
     except UnicodeDecodeError:
         raise PlanInvalid(tell(f"a plan file at {path}", "it is no text", "Write one with `outsize plan`")) from None
     except OSError as error:
-        raise PlanInvalid(tell(f"a plan file at {path}", str(error.strerror), "Write one with `outsize plan`, or correct the path")) from None
+        raise PlanInvalid(
+            tell(f"a plan file at {path}", str(error.strerror), "Write one with `outsize plan`, or correct the path")
+        ) from None
     try:
         return loads(Plan, text, where=str(path))
     except ConfigError as error:

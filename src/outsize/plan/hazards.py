@@ -1,9 +1,9 @@
 """Which actions must be waited for, derived from what every action reads and writes.
 
-Lanes run side by side, each in the order of issue. An action must come after the last writer of whatever it reads, and after the last
-writer and all later readers of whatever it writes. Waits that follow from the lane's own order or from other waits are left out
-(vector clocks), so every wait that remains is needed: no wait is placed by hand anywhere, and none can be forgotten.
-Planner and runtime each walk their actions through one of these.
+Lanes run side by side, each in the order of issue. An action must come after the last writer of whatever it reads, and
+after the last writer and all later readers of whatever it writes. Waits that follow from the lane's own order or from
+other waits are left out (vector clocks), so every wait that remains is needed: no wait is placed by hand anywhere, and
+none can be forgotten. Planner and runtime each walk their actions through one of these.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """Pins: parts of a plan that the user fixes. The search fills in the rest.
 
-A pin is obeyed or refused, never ignored: out of its range it is a ConfigError that names the range, and where it leaves no plan
-within the budgets, PlanInfeasible names it.
+A pin is obeyed or refused, never ignored: out of its range it is a ConfigError that names the range, and where it
+leaves no plan within the budgets, PlanInfeasible names it.
 """
 
 import dataclasses
@@ -29,7 +29,9 @@ class Pins:
     """Trainable chunks whose optimizer state lives on the GPU."""
 
     def given(self) -> dict[str, int]:
-        return {field.name: value for field in dataclasses.fields(self) if (value := getattr(self, field.name)) is not None}
+        return {
+            field.name: value for field in dataclasses.fields(self) if (value := getattr(self, field.name)) is not None
+        }
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.given().items())
@@ -38,20 +40,36 @@ class Pins:
 def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[str, int]) -> None:
     """`layers`: per strategy, how many layers know it; `all`: how many layers there are."""
     if not isinstance(pins, Pins):
-        raise ConfigError(tell("pins are outsize.Pins", f"a {type(pins).__name__} was given", "Write outsize.Pins(n_persist=…)"))
+        raise ConfigError(
+            tell("pins are outsize.Pins", f"a {type(pins).__name__} was given", "Write outsize.Pins(n_persist=…)")
+        )
     most = {
-        "n_persist": len(layout.chunks), "n_buffer": len(graph.calls), "n_swap": layers["swap"], "n_checkpoint": layers["recompute"],
-        "n_offload": layers["offload"], "n_optimizer_gpu": sum(chunk.trainable for chunk in layout.chunks),
-    }  # fmt: skip
+        "n_persist": len(layout.chunks),
+        "n_buffer": len(graph.calls),
+        "n_swap": layers["swap"],
+        "n_checkpoint": layers["recompute"],
+        "n_offload": layers["offload"],
+        "n_optimizer_gpu": sum(chunk.trainable for chunk in layout.chunks),
+    }
     wrong = []
     for name, value in pins.given().items():
         least = 1 if name == "n_buffer" else 0
         if not is_count(value, least=least) or value > most[name]:
             wrong.append((f"{name} is between {least} and {most[name]} for this model", f"it is {value!r}"))
     if wrong:
-        raise ConfigError(tell("; ".join(w for w, _ in wrong), "; ".join(f for _, f in wrong), "Choose a number in the range, or leave the pin out"))
+        raise ConfigError(
+            tell(
+                "; ".join(w for w, _ in wrong),
+                "; ".join(f for _, f in wrong),
+                "Choose a number in the range, or leave the pin out",
+            )
+        )
     asked = (pins.n_swap or 0) + (pins.n_checkpoint or 0) + (pins.n_offload or 0)
     if asked > layers["all"]:
         raise ConfigError(
-            tell(f"n_swap, n_checkpoint and n_offload share {layers['all']} layers that have a backward", f"together they ask for {asked}", "Lower one of them")
+            tell(
+                f"n_swap, n_checkpoint and n_offload share {layers['all']} layers that have a backward",
+                f"together they ask for {asked}",
+                "Lower one of them",
+            )
         )

@@ -1,7 +1,8 @@
 """Placement: every buffer that a decision allocates for the whole run, by name and size.
 
-The planner adds the sizes up, the runtime allocates exactly these: one definition of residency for both. A buffer's name is a pair
-such as ("slot", 2) or ("home", 7); the schedule's actions say which buffers they read and write by the same names.
+The planner adds the sizes up, the runtime allocates exactly these: one definition of residency for both. A buffer's
+name is a pair such as ("slot", 2) or ("home", 7); the schedule's actions say which buffers they read and write by the
+same names.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ class Placement:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Everything lives on the GPU, nothing is recomputed, gradients wait for the step: a run as without outsize, in which nothing moves."""
+        """Everything lives on the GPU, nothing is recomputed, gradients wait for the step: a run as without outsize, in
+        which nothing moves.
+        """
         stays = all(homes.weights == homes.optimizer == "gpu" for homes in self.decision.homes)
         return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
@@ -56,7 +59,9 @@ class Placement:
 
     @cached_property
     def slots(self) -> SlotMap:
-        return assign_slots(self.layout, [c.index for c in self.layout.chunks if self.streams(c.index)], self.decision.depth)
+        return assign_slots(
+            self.layout, [c.index for c in self.layout.chunks if self.streams(c.index)], self.decision.depth
+        )
 
     @cached_property
     def grad_complete_at(self) -> dict[int, int]:
@@ -65,7 +70,11 @@ class Placement:
         for chunk in self.layout.chunks:
             name = chunk.pieces[0].name
             # A parameter that no call reads belongs to the last one.
-            backward = self.graph.backward_users[name] if self.graph.users[name] else [v for v in chunk.calls if self.graph.has_backward[v]]
+            backward = (
+                self.graph.backward_users[name]
+                if self.graph.users[name]
+                else [v for v in chunk.calls if self.graph.has_backward[v]]
+            )
             if chunk.trainable and backward:
                 completes[chunk.index] = backward[0]
         return completes
@@ -88,10 +97,17 @@ class Placement:
 
     @cached_property
     def updated_after_backward(self) -> frozenset[int]:
-        """Chunks that a backward with updates leaves until the last gradient for the host has come. See [Note: Which update comes when]."""
+        """Chunks that a backward with updates leaves until the last gradient for the host has come. See [Note: Which
+        update comes when].
+        """
         if self.step_config.update != "in_backward":
             return frozenset()
-        on_host = [c for call in sorted(self.grads_completed_by, reverse=True) for c in self.grads_completed_by[call] if self.updates_on_host(c)]
+        on_host = [
+            c
+            for call in sorted(self.grads_completed_by, reverse=True)
+            for c in self.grads_completed_by[call]
+            if self.updates_on_host(c)
+        ]
         return frozenset(c for i, c in enumerate(on_host) if i % self.decision.host_update_interval)
 
     def waits_on_host(self, index: int) -> bool:
@@ -142,7 +158,11 @@ class Placement:
                 buffers["host_state", i] = chunk.state_bytes
                 if self.waits_on_host(i):
                     buffers["host_gradient", i] = chunk.grad_bytes(self.step_config.fp32_grads)
-        landing = {self.stages.slot_of[c] for c in self.grad_complete_at if self.updates_on_host(c) and not self.waits_on_host(c)}
+        landing = {
+            self.stages.slot_of[c]
+            for c in self.grad_complete_at
+            if self.updates_on_host(c) and not self.waits_on_host(c)
+        }
         buffers.update({("landing", s): self.stages.slot_bytes[s] for s in landing})
         buffers.update({("arena", v): self.work[v].sent_bytes for v in self.sending})
         if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:

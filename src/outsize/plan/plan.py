@@ -1,7 +1,9 @@
-"""Plan: the decision, its step_config, and what it promises. A frozen record without torch; planner and runtime meet only here.
+"""Plan: the decision, its step_config, and what it promises. A frozen record without torch; planner and runtime meet
+only here.
 
-*StepConfig* are given (how the user trains), the *decision* is chosen (what lives where), the *work* is measured, the *estimate* is
-what walking the schedule gave. A plan file holds all four, so a run can be repeated and its promise be checked.
+*StepConfig* are given (how the user trains), the *decision* is chosen (what lives where), the *work* is measured, the
+*estimate* is what walking the schedule gave. A plan file holds all four, so a run can be repeated and its promise be
+checked.
 """
 
 from dataclasses import dataclass
@@ -51,8 +53,9 @@ class Decision:
     depth: int
     """How many streamed calls ahead weights are loaded; slots follow from it."""
     host_update_interval: int = 1
-    """With updates in backward: every so many of the chunks that are updated on the host, in the order their gradients land, are updated while the
-    backward runs. The gradients of the others wait on the host; their updates follow the last gradient, in forward order, and go on under the next forward."""
+    """With updates in backward: every so many of the chunks that are updated on the host, in the order their gradients
+    land, are updated while the backward runs. The gradients of the others wait on the host; their updates follow the
+    last gradient, in forward order, and go on under the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +101,9 @@ class Plan:
     loss_chunk: int = 0
     """Tokens at once of a loss in chunks; 0: the model's own loss."""
     loss: str = ""
-    """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made from full logits."""
+    """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made
+    from full logits.
+    """
     process_overhead: ProcessOverhead = ProcessOverhead()
     """What the model's run takes beside the estimate, as the trial run found it."""
     profile_keys: tuple[str, ...] = ()

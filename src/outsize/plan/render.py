@@ -1,6 +1,8 @@
-"""A plan as text that a person takes in at a glance: what every block does, where its bytes live, what the totals are and what binds.
+"""A plan as text that a person takes in at a glance: what every block does, where its bytes live, what the totals are
+and what binds.
 
-Plain characters only, about a hundred columns: the same text goes to a terminal, a log, an issue or a panel of the command line.
+Plain characters only, about a hundred columns: the same text goes to a terminal, a log, an issue or a panel of the
+command line.
 """
 
 import re
@@ -17,14 +19,31 @@ BUSY_SHARE = 0.9
 """A lane that works this share of the step is what the step takes so long for."""
 TELLING = 0.05
 """Of the step: less than that of waiting for Python is not worth a word."""
-_LANE_WORDS = {"compute": "computing on the GPU", "h2d": "copies to the GPU", "d2h": "copies to the host", "host": "optimizer updates on the host"}
+_LANE_WORDS = {
+    "compute": "computing on the GPU",
+    "h2d": "copies to the GPU",
+    "d2h": "copies to the host",
+    "host": "optimizer updates on the host",
+}
 _GPU_WORDS = {
-    "weights": "weights", "slot": "slots", "state": "optimizer", "gradient": "gradients", "stage": "gradients", "return": "activations", "norms": "other",
-    "scratch": "optimizer", "buffers": "buffers",
-}  # fmt: skip
+    "weights": "weights",
+    "slot": "slots",
+    "state": "optimizer",
+    "gradient": "gradients",
+    "stage": "gradients",
+    "return": "activations",
+    "norms": "other",
+    "scratch": "optimizer",
+    "buffers": "buffers",
+}
 _HOST_WORDS = {
-    "home": "weights", "host_state": "optimizer", "host_gradient": "gradients", "landing": "gradients", "arena": "activations", "host_scratch": "optimizer",
-}  # fmt: skip
+    "home": "weights",
+    "host_state": "optimizer",
+    "host_gradient": "gradients",
+    "landing": "gradients",
+    "arena": "activations",
+    "host_scratch": "optimizer",
+}
 _NUMBER = re.compile(r"\d+")
 
 
@@ -49,10 +68,18 @@ def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout, notes: Mapping[st
 def summary(plan: Plan) -> str:
     """One line for a log."""
     estimate, decision = plan.estimate, plan.decision
-    strategies = ", ".join(f"{decision.strategies.count(s)} {s}" for s in ("recompute", "offload", "swap") if s in decision.strategies) or "all keep"
+    strategies = (
+        ", ".join(
+            f"{decision.strategies.count(s)} {s}" for s in ("recompute", "offload", "swap") if s in decision.strategies
+        )
+        or "all keep"
+    )
     resident = sum(homes.weights == "gpu" for homes in decision.homes)
     updated = sum(homes.optimizer == "gpu" for homes in decision.homes)
-    gpu = f"GPU {show_bytes(estimate.gpu_bytes)} of {show_bytes(plan.gpu_budget_bytes)}, host {show_bytes(estimate.host_bytes)}"
+    gpu = (
+        f"GPU {show_bytes(estimate.gpu_bytes)} of {show_bytes(plan.gpu_budget_bytes)}, host "
+        f"{show_bytes(estimate.host_bytes)}"
+    )
     homes = f"weights {resident}/{len(decision.homes)} and optimizer {updated}/{len(decision.homes)} chunks on the GPU"
     return f"{show_seconds(estimate.step_seconds)} a step, {gpu}; {homes}; {strategies}; depth {decision.depth}"
 
@@ -64,9 +91,15 @@ def head(plan: Plan, graph: BlockGraph) -> list[str]:
     if plan.decision.host_update_interval > 1:
         update += f" (on the host: 1 of {plan.decision.host_update_interval}, the others after these)"
     accumulate = f", {plan.step_config.accumulate} micro-batches a step" if plan.step_config.accumulate > 1 else ""
-    trainable = "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
+    trainable = (
+        "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
+    )
     loss = [f"loss {plan.loss}"] if plan.loss else []
-    return [f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}", f"batch {batch}{accumulate}; {update}", *loss]
+    return [
+        f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}",
+        f"batch {batch}{accumulate}; {update}",
+        *loss,
+    ]
 
 
 def group_rows(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[list[Row]]:
@@ -94,7 +127,12 @@ def group_cells(group: Sequence[Row]) -> tuple[str, str, str, str]:
 def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
     cells = [("block", "activations", "homes", "weights"), *map(group_cells, group_rows(plan, graph, layout))]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
-    lines = ["  ".join((*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)), row[3].rjust(widths[3]))).rstrip() for row in cells]
+    lines = [
+        "  ".join(
+            (*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)), row[3].rjust(widths[3]))
+        ).rstrip()
+        for row in cells
+    ]
     return [lines[0], "─" * max(map(len, lines)), *lines[1:]]
 
 
@@ -104,15 +142,24 @@ def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, call: int, seen: se
     homes = ""
     if chunks:
         homes = f"weights {_places([plan.decision.homes[c].weights for c in chunks])}"
-        homes += f", optimizer {_places([plan.decision.homes[c].optimizer for c in trainable])}" if trainable else ", frozen"
+        homes += (
+            f", optimizer {_places([plan.decision.homes[c].optimizer for c in trainable])}" if trainable else ", frozen"
+        )
         if 0 < len(trainable) < len(chunks):
             homes += f", {len(chunks) - len(trainable)} of {len(chunks)} frozen"
-    return Row(graph.call_name(call), plan.decision.strategies[call], homes, sum(layout.chunks[c].nbytes for c in chunks if c not in seen))
+    return Row(
+        graph.call_name(call),
+        plan.decision.strategies[call],
+        homes,
+        sum(layout.chunks[c].nbytes for c in chunks if c not in seen),
+    )
 
 
 def _places(homes: Sequence[Home]) -> str:
     """`gpu`, or `3 gpu + 1 host` chunks where they differ."""
-    return " + ".join(f"{homes.count(home)} {home}" for home in dict.fromkeys(homes)) if len(set(homes)) > 1 else homes[0]
+    return (
+        " + ".join(f"{homes.count(home)} {home}" for home in dict.fromkeys(homes)) if len(set(homes)) > 1 else homes[0]
+    )
 
 
 def _alike(a: Row, b: Row) -> bool:
@@ -139,10 +186,17 @@ def _memory(plan: Plan) -> list[str]:
     note = f"      the GPU is fullest at {estimate.peak_at}"
     if "slot" in estimate.gpu_parts:
         depth = plan.decision.depth
-        note += "; weights are loaded " + (f"{depth} block{'s' * (depth > 1)} ahead" if depth else "when their block comes")
+        note += "; weights are loaded " + (
+            f"{depth} block{'s' * (depth > 1)} ahead" if depth else "when their block comes"
+        )
     own = plan.process_overhead.host_bytes
     beside = [f"      and {show_bytes(own)} that Python, its libraries and the driver have there"] if own else []
-    return [*_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu), *_bar("host", estimate.host_bytes, plan.host_budget_bytes, host), *beside, note]
+    return [
+        *_bar("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes, gpu),
+        *_bar("host", estimate.host_bytes, plan.host_budget_bytes, host),
+        *beside,
+        note,
+    ]
 
 
 def host_parts(plan: Plan) -> dict[str, int]:
@@ -162,8 +216,15 @@ def _bar(name: str, used: int, budget: int, parts: dict[str, int]) -> list[str]:
     eighths = min(BAR_WIDTH * 8, round(BAR_WIDTH * 8 * used / max(1, budget)))
     full, rest = divmod(eighths, 8)
     bar = ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(BAR_WIDTH, "·")
-    shown = [f"{word} {show_bytes(size)}" for word, size in sorted(parts.items(), key=lambda item: -item[1]) if size * 1000 > used]
-    return [f"{name:<5} {bar} {show_bytes(used)} of {show_bytes(budget)} ({used / max(1, budget):.0%})", *([f"      {', '.join(shown)}"] if shown else [])]
+    shown = [
+        f"{word} {show_bytes(size)}"
+        for word, size in sorted(parts.items(), key=lambda item: -item[1])
+        if size * 1000 > used
+    ]
+    return [
+        f"{name:<5} {bar} {show_bytes(used)} of {show_bytes(budget)} ({used / max(1, budget):.0%})",
+        *([f"      {', '.join(shown)}"] if shown else []),
+    ]
 
 
 def tokens_per_second(plan: Plan) -> float | None:
@@ -185,7 +246,9 @@ def bottleneck_text(plan: Plan) -> str:
     most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
     if busiest == "compute" and (starved := _starved_share(plan)):
         most += f", {starved:.0%} of it waiting for Python to say what"
-    return most if shares.get(busiest, 0.0) >= BUSY_SHARE else f"dependencies: no lane works all the time (most: {most})"
+    return (
+        most if shares.get(busiest, 0.0) >= BUSY_SHARE else f"dependencies: no lane works all the time (most: {most})"
+    )
 
 
 def busiest_lane(plan: Plan) -> str:
@@ -193,11 +256,15 @@ def busiest_lane(plan: Plan) -> str:
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     starved = _starved_share(plan) if busiest == "compute" else 0.0
-    return f"{busiest} {shares.get(busiest, 0.0):.0%}" + (f", {starved:.0%} of it waiting for Python" if starved else "")
+    return f"{busiest} {shares.get(busiest, 0.0):.0%}" + (
+        f", {starved:.0%} of it waiting for Python" if starved else ""
+    )
 
 
 def _starved_share(plan: Plan) -> float:
-    """Of computing, what is waiting for the thread that issues it; 0 where that is not worth os_errors_as_save_failed."""
+    """Of computing, what is waiting for the thread that issues it; 0 where that is not worth
+    os_errors_as_save_failed.
+    """
     computing, starved = plan.estimate.busy_seconds.get("compute", 0.0), plan.estimate.launch_bound_seconds
     return starved / computing if computing and starved >= TELLING * plan.estimate.step_seconds else 0.0
 
@@ -206,9 +273,13 @@ def _time(plan: Plan) -> list[str]:
     rate = tokens_per_second(plan)
     lanes = ", ".join(f"{lane} {share:.0%}" for lane, share in lane_shares(plan).items())
     return [
-        f"step  {show_seconds(plan.estimate.step_seconds)} predicted{f', {rate:,.0f} tokens/s' if rate is not None else ''}", f"binds {bottleneck_text(plan)}",
-        f"lanes {lanes}", *_wrap("from  ", plan.provenance), *_wrap("found ", plan.search),
-    ]  # fmt: skip
+        f"step  {show_seconds(plan.estimate.step_seconds)} "
+        f"predicted{f', {rate:,.0f} tokens/s' if rate is not None else ''}",
+        f"binds {bottleneck_text(plan)}",
+        f"lanes {lanes}",
+        *_wrap("from  ", plan.provenance),
+        *_wrap("found ", plan.search),
+    ]
 
 
 def _wrap(label: str, text: str, width: int = 94) -> list[str]:

@@ -1,24 +1,23 @@
 """Schedule: a decision written out as lists of actions, and what each action touches.
 
-One optimizer step is a forward and a backward per micro-batch and an update. The lists are walked by planner/simulate.py with numbers and
-by runtime/executor.py with tensors, in the same order. Actions print as `F12` or `L3` and parse back.
+One optimizer step is a forward and a backward per micro-batch and an update. The lists are walked by
+planner/simulate.py with numbers and by runtime/executor.py with tensors, in the same order. Actions print as `F12` or
+`L3` and parse back.
 
-    L c   load chunk c into its slot                        h2d
-    F v   forward of call v                                compute
-    S v   send the activations of v to the host             d2h
-    R v   let go of their device memory                     compute (waits for S v)
-    P v   bring the activations of v back                   h2d
-    Q c   load the partial gradient sum of chunk c          h2d
-    B v   backward of call v                               compute
-    G c   gradient of chunk c leaves for the host           d2h
-    U c   update chunk c                                    host or compute
-    W c   write updated weights to where they are wanted    h2d (resident, updated on the host) or d2h (streamed, updated on the device)
+    L c   load chunk c into its slot                        h2d F v   forward of call v
+    compute S v   send the activations of v to the host             d2h R v   let go of their device memory
+    compute (waits for S v) P v   bring the activations of v back                   h2d Q c   load the partial gradient
+    sum of chunk c          h2d B v   backward of call v                               compute G c   gradient of chunk c
+    leaves for the host           d2h U c   update chunk c                                    host or compute W c
+    write updated weights to where they are wanted    h2d (resident, updated on the host) or d2h (streamed, updated on
+    the device)
 
-[Note: Which update comes when]
-After the step, updates come in forward order: the next forward begins under them. With updates in backward, the host is slower than the backward
-(a layer's update takes two or three times its backward), so what completes cannot all be updated as it completes. Were it queued, the last layers' updates
-would come first and the first layers', which the next forward waits for, last. So the host takes every `host_update_interval`-th chunk that completes, as many
-as it can do until the last has accumulated, and then the others in forward order: it works from the first gradient to the last layer's forward.
+[Note: Which update comes when] After the step, updates come in forward order: the next forward begins under them. With
+updates in backward, the host is slower than the backward (a layer's update takes two or three times its backward), so
+what completes cannot all be updated as it completes. Were it queued, the last layers' updates would come first and the
+first layers', which the next forward waits for, last. So the host takes every `host_update_interval`-th chunk that
+completes, as many as it can do until the last has accumulated, and then the others in forward order: it works from the
+first gradient to the last layer's forward.
 """
 
 import re
@@ -58,7 +57,11 @@ class Schedule:
     update: tuple[Action, ...]
 
     def __str__(self) -> str:
-        segments = {"forward": self.forward, **{f"backward {k}": v for k, v in self.backward.items()}, "update": self.update}
+        segments = {
+            "forward": self.forward,
+            **{f"backward {k}": v for k, v in self.backward.items()},
+            "update": self.update,
+        }
         return "\n".join(f"{name}: {' '.join(map(str, actions))}".rstrip() for name, actions in segments.items())
 
     @staticmethod
@@ -69,7 +72,11 @@ class Schedule:
             segments[name.strip()] = tuple(parse_action(word) for word in rest.split())
         return Schedule(
             forward=segments["forward"],
-            backward={name.removeprefix("backward "): actions for name, actions in segments.items() if name.startswith("backward ")},
+            backward={
+                name.removeprefix("backward "): actions
+                for name, actions in segments.items()
+                if name.startswith("backward ")
+            },
             update=segments["update"],
         )
 
@@ -90,16 +97,27 @@ def backward_key(*, pending: bool, update: bool) -> str:
 def parse_action(word: str) -> Action:
     match = _ACTION.fullmatch(word)
     if not match:
-        raise PlanInvalid(tell("an action such as F12 or L3", f"found {word!r}", "Write the schedule again with `str(schedule)`"))
+        raise PlanInvalid(
+            tell("an action such as F12 or L3", f"found {word!r}", "Write the schedule again with `str(schedule)`")
+        )
     return Action(cast(Kind, match[1]), int(match[2]))
 
 
 def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
-    """`only_steps`: leave out the kinds of backward that `Schedule.step` never yields under the placement's step_config; a search has no use for them."""
+    """`only_steps`: leave out the kinds of backward that `Schedule.step` never yields under the placement's
+    step_config; a search has no use for them.
+    """
     in_backward = place.step_config.update == "in_backward"
-    steps = {(i > 0, in_backward and i == place.step_config.accumulate - 1) for i in range(place.step_config.accumulate)}
-    kinds = sorted(steps) if only_steps else [(pending, update) for pending in (False, True) for update in (False, True)]
-    backward = {backward_key(pending=pending, update=update): _backward(place, pending=pending, update=update) for pending, update in kinds}
+    steps = {
+        (i > 0, in_backward and i == place.step_config.accumulate - 1) for i in range(place.step_config.accumulate)
+    }
+    kinds = (
+        sorted(steps) if only_steps else [(pending, update) for pending in (False, True) for update in (False, True)]
+    )
+    backward = {
+        backward_key(pending=pending, update=update): _backward(place, pending=pending, update=update)
+        for pending, update in kinds
+    }
     return Schedule(forward=_forward(place), backward=backward, update=tuple(_updates(place, place.grad_complete_at)))
 
 
@@ -170,13 +188,28 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> tuple[Action,
     slots = _Slots(place, calls, held_after_forward(place))
     returning = [v for v in calls if v in place.return_slot]
     # Partial sums come back through the staging slots of chunks that are updated on the host.
-    summed = [c for v in calls for c in place.grads_completed_by.get(v, ()) if place.is_staged(c) and place.updates_on_host(c)] if pending else []
-    next_returning, next_summed = _next_in_slot(returning, place.return_slot), _next_in_slot(summed, place.stages.slot_of)
+    summed = (
+        [
+            c
+            for v in calls
+            for c in place.grads_completed_by.get(v, ())
+            if place.is_staged(c) and place.updates_on_host(c)
+        ]
+        if pending
+        else []
+    )
+    next_returning, next_summed = (
+        _next_in_slot(returning, place.return_slot),
+        _next_in_slot(summed, place.stages.slot_of),
+    )
     actions = slots.loads(slots.all)
     actions += _first_per_slot(returning, place.return_slot, "P")
     actions += _first_per_slot(summed, place.stages.slot_of, "Q")
     deferred = _updates(place, place.updated_after_backward) if update else []
-    last_completion = min((call for call, chunks in place.grads_completed_by.items() if any(map(place.updates_on_host, chunks))), default=-1)
+    last_completion = min(
+        (call for call, chunks in place.grads_completed_by.items() if any(map(place.updates_on_host, chunks))),
+        default=-1,
+    )
     for position, call in enumerate(calls):
         actions.append(Action("B", call))
         for chunk in place.grads_completed_by.get(call, ()):
@@ -187,8 +220,8 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> tuple[Action,
             if update and chunk not in place.updated_after_backward:
                 actions += _update_chunk(place, chunk, loaded=True)
         if call == last_completion:
-            # The host has all it will get: it shall go on at once, not when the thread that issues has come to the end. The copies into the device would
-            # hold up those that the rest of the backward needs.
+            # The host has all it will get: it shall go on at once, not when the thread that issues has come to the end.
+            # The copies into the device would hold up those that the rest of the backward needs.
             actions += [action for action in deferred if action.kind == "U"]
         actions += slots.loads(slots.used(position))
         if call in next_returning:
@@ -238,7 +271,11 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
         case "L":
             return Effect("h2d", (("home", i),), (place.weights_buffer(i),))
         case "F":
-            return Effect("compute", tuple(place.weights_buffer(c) for c in place.layout.used_by(i)), (("live", i),) if i in place.return_slot else ())
+            return Effect(
+                "compute",
+                tuple(place.weights_buffer(c) for c in place.layout.used_by(i)),
+                (("live", i),) if i in place.return_slot else (),
+            )
         case "S":
             return Effect("d2h", (("live", i),), (("arena", i),))
         case "R":
@@ -269,7 +306,9 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
 
 
 def issuing(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
-    """Seconds of the thread that issues it, and whether that thread waits for the device in it. Nothing where nobody knows what issuing takes."""
+    """Seconds of the thread that issues it, and whether that thread waits for the device in it. Nothing where nobody
+    knows what issuing takes.
+    """
     kind, i = action
     if not place.knows_issuing or kind == "R":
         return 0.0, False

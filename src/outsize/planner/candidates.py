@@ -1,15 +1,18 @@
 """The decisions that the search looks at: a few counts, each of which spends memory in a fixed order of priority.
 
-Layers take their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since theirs is freed first.
-Weights are resident for a prefix (chunks that several calls use, then forward order), optimizer state is on the GPU for a prefix in
-forward order, since the next forward waits for the first chunks first. `SearchSpace` turns counts into decisions and their bytes.
+Layers take their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since theirs is
+freed first. Weights are resident for a prefix (chunks that several calls use, then forward order), optimizer state is
+on the GPU for a prefix in forward order, since the next forward waits for the first chunks first. `SearchSpace` turns
+counts into decisions and their bytes.
 
-Where little of the model trains (adapters; a last layer), what trains stays: its chunks come first among the weights, and no count is below
-their number unless a pin says so. The counts then only say how much of the frozen rest is resident.
+Where little of the model trains (adapters; a last layer), what trains stays: its chunks come first among the weights,
+and no count is below their number unless a pin says so. The counts then only say how much of the frozen rest is
+resident.
 
-Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer, host_update_interval), activations (the
-strategies). Each is taken from Placement, slots and ledger as they are, once per value; the search asserts that the sum is
-what the finished plan says, so there is no second account that could drift from the first.
+Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer,
+host_update_interval), activations (the strategies). Each is taken from Placement, slots and ledger as they are, once
+per value; the search asserts that the sum is what the finished plan says, so there is no second account that could
+drift from the first.
 """
 
 import itertools
@@ -37,8 +40,9 @@ MAX_MIXES = 500
 """Up to here all mixes of strategies are compared for the least memory; beyond it, those of two strategies."""
 
 STAYING_SHARE = 0.1
-"""Up to this share of the weights' bytes, what trains stays on the GPU with its gradients and state. All of it is at most eight times its weights (bf16
-with fp32 gradients: 16 bytes a parameter, not 2), less than the frozen weights; moved, it would put small copies and host updates into every block's way."""
+"""Up to this share of the weights' bytes, what trains stays on the GPU with its gradients and state. All of it is at
+most eight times its weights (bf16 with fp32 gradients: 16 bytes a parameter, not 2), less than the frozen weights;
+moved, it would put small copies and host updates into every block's way."""
 
 StrategyCounts = tuple[int, int, int]
 """Numbers of layers that swap, offload, recompute; the others keep."""
@@ -63,15 +67,25 @@ class Candidate:
 
 
 class SearchSpace:
-    def __init__(self, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, step_config: StepConfig, spec: HardwareSpec):
+    def __init__(
+        self, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, step_config: StepConfig, spec: HardwareSpec
+    ):
         self.graph, self.layout, self.trace, self.step_config, self.spec = graph, layout, trace, step_config, spec
-        self.layers = [v for v, b in enumerate(graph.calls) if graph.blocks[b].kind == "layer" and graph.has_backward[v]]
-        self.state_order = sorted((c.index for c in layout.chunks if c.trainable), key=lambda c: (layout.chunks[c].calls[0], c))
+        self.layers = [
+            v for v, b in enumerate(graph.calls) if graph.blocks[b].kind == "layer" and graph.has_backward[v]
+        ]
+        self.state_order = sorted(
+            (c.index for c in layout.chunks if c.trainable), key=lambda c: (layout.chunks[c].calls[0], c)
+        )
         staying = set(self.state_order if _is_small(layout) else [])
         self.num_staying = len(staying)
-        """So many of `weight_order` and of `state_order` are on the GPU in every plan without pins: all that trains, or none."""
+        """So many of `weight_order` and of `state_order` are on the GPU in every plan without pins: all that trains, or
+        none.
+        """
         shared = {chunk.index for chunk in layout.chunks if len(chunk.calls) > 1}
-        self.weight_order = sorted(range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].calls[0], c))
+        self.weight_order = sorted(
+            range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].calls[0], c)
+        )
         self._mixes: dict[StrategyCounts, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[tuple[int, int], tuple[int, int]] = {}
@@ -83,12 +97,16 @@ class SearchSpace:
 
     def knows(self, call: int, strategy: Strategy) -> bool:
         """Whether the layer may use it. An offload that sends nothing is none."""
-        return strategy in self.trace.strategies(call) and (strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0)
+        return strategy in self.trace.strategies(call) and (
+            strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0
+        )
 
     @cached_property
     def num_layers(self) -> dict[str, int]:
         """Per strategy, how many layers know it."""
-        return {"all": len(self.layers)} | {s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")}
+        return {"all": len(self.layers)} | {
+            s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
+        }
 
     def strategies(self, mix: StrategyCounts) -> tuple[Strategy, ...] | None:
         """Per call; None where the layers do not know enough of the strategies."""
@@ -111,27 +129,53 @@ class SearchSpace:
     def decision(self, counts: Candidate) -> Decision:
         resident = set(self.weight_order[: counts.resident])
         on_gpu = set(self.state_order[: counts.optimizer])
-        homes = {(w, o): Homes(weights="gpu" if w else "host", optimizer="gpu" if o else "host") for w in (False, True) for o in (False, True)}
+        homes = {
+            (w, o): Homes(weights="gpu" if w else "host", optimizer="gpu" if o else "host")
+            for w in (False, True)
+            for o in (False, True)
+        }
         pairs = ((c.index in resident, c.index in (on_gpu if c.trainable else resident)) for c in self.layout.chunks)
         strategies = self.strategies(counts.mix)
         assert strategies is not None, f"no such mix of strategies: {counts}"
-        return Decision(homes=tuple(homes[pair] for pair in pairs), strategies=strategies, depth=counts.depth, host_update_interval=counts.host_update_interval)
+        return Decision(
+            homes=tuple(homes[pair] for pair in pairs),
+            strategies=strategies,
+            depth=counts.depth,
+            host_update_interval=counts.host_update_interval,
+        )
 
     def place(self, decision: Decision) -> Placement:
-        return Placement(self.graph, self.layout, decision, self.step_config, self.trace.works(decision.strategies), self.trace.shared)
+        return Placement(
+            self.graph,
+            self.layout,
+            decision,
+            self.step_config,
+            self.trace.works(decision.strategies),
+            self.trace.shared,
+        )
 
     @property
     def plain(self) -> Candidate:
         """Everything on the GPU, nothing recomputed: what a run without outsize would do."""
-        return Candidate(resident=len(self.weight_order), optimizer=len(self.state_order), swap=0, offload=0, recompute=0, depth=0)
+        return Candidate(
+            resident=len(self.weight_order), optimizer=len(self.state_order), swap=0, offload=0, recompute=0, depth=0
+        )
 
     # Candidate to bytes.
 
     def gpu_bytes(self, counts: Candidate) -> int:
-        return self.weights(counts.resident, counts.depth)[0] + self.states(counts.optimizer, counts.host_update_interval)[0] + self.activations(counts.mix)[0]
+        return (
+            self.weights(counts.resident, counts.depth)[0]
+            + self.states(counts.optimizer, counts.host_update_interval)[0]
+            + self.activations(counts.mix)[0]
+        )
 
     def host_bytes(self, counts: Candidate) -> int:
-        return self.home_bytes(counts.resident, counts.optimizer) + self.states(counts.optimizer, counts.host_update_interval)[1] + self.activations(counts.mix)[1]
+        return (
+            self.home_bytes(counts.resident, counts.optimizer)
+            + self.states(counts.optimizer, counts.host_update_interval)[1]
+            + self.activations(counts.mix)[1]
+        )
 
     def weights(self, resident: int, depth: int) -> tuple[int, int]:
         """GPU bytes of weights, resident and in slots; and the slots' alone."""
@@ -146,7 +190,9 @@ class SearchSpace:
         key = (optimizer, host_update_interval)
         if key not in self._states:
             # All weights resident: then slots are nobody's, and what remains depends on the optimizer's homes alone.
-            place = self.place(self.decision(replace(self.plain, optimizer=optimizer, host_update_interval=host_update_interval)))
+            place = self.place(
+                self.decision(replace(self.plain, optimizer=optimizer, host_update_interval=host_update_interval))
+            )
             gpu, host = place.parts(place.gpu), place.parts(place.host)
             self._states[key] = (
                 sum(gpu.get(kind, 0) for kind in ("state", "gradient", "stage", "scratch")),
@@ -159,21 +205,34 @@ class SearchSpace:
         if optimizer not in self._homes:
             chunks = self.layout.chunks
             updated_there = set(self.state_order[optimizer:])
-            leaves = itertools.accumulate((0 if c in updated_there else chunks[c].nbytes for c in self.weight_order), initial=0)
+            leaves = itertools.accumulate(
+                (0 if c in updated_there else chunks[c].nbytes for c in self.weight_order), initial=0
+            )
             total = sum(chunk.nbytes for chunk in chunks)
             self._homes[optimizer] = [total - gone for gone in leaves]
         return self._homes[optimizer][resident]
 
     def activations(self, mix: StrategyCounts) -> tuple[int, int]:
-        """GPU and host bytes of everything that is no chunk's: activations at their fullest, return slots, norms, buffers."""
+        """GPU and host bytes of everything that is no chunk's: activations at their fullest, return slots, norms,
+        buffers.
+        """
         if mix not in self._activations:
             strategies = self.strategies(mix)
             assert strategies is not None
             # A layout without chunks: the schedule then holds forward, backward and activation traffic alone.
             decision = Decision(homes=(), strategies=strategies, depth=0)
-            bare = Placement(self.graph, replace(self.layout, chunks=()), decision, self.step_config, self.trace.works(strategies), self.trace.shared)
+            bare = Placement(
+                self.graph,
+                replace(self.layout, chunks=()),
+                decision,
+                self.step_config,
+                self.trace.works(strategies),
+                self.trace.shared,
+            )
             schedule = compile_schedule(bare, only_steps=True)
-            peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), bare, self.trace.held_bytes)
+            peak, _ = activation_peak(
+                schedule.forward, next(iter(schedule.backward.values())), bare, self.trace.held_bytes
+            )
             self._activations[mix] = bare.gpu_bytes + peak, bare.host_bytes
         return self._activations[mix]
 
@@ -195,11 +254,15 @@ class SearchSpace:
         )
 
     def stride(self, counts: Candidate) -> int:
-        """So many chunks' gradients land while the host updates one. 1 where nothing is updated on the host in backward."""
+        """So many chunks' gradients land while the host updates one. 1 where nothing is updated on the host in
+        backward.
+        """
         strategies = self.strategies(counts.mix)
         assert strategies is not None
         host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)[3]
-        backward = sum(w.backward_seconds for v, w in enumerate(self.trace.works(strategies)) if self.graph.has_backward[v])
+        backward = sum(
+            w.backward_seconds for v, w in enumerate(self.trace.works(strategies)) if self.graph.has_backward[v]
+        )
         if self.step_config.update != "in_backward" or not host:
             return 1
         return max(1, min(MAX_STRIDE, math.ceil(host / backward)) if backward else MAX_STRIDE)
@@ -238,18 +301,25 @@ class SearchSpace:
             grad = chunk.grad_bytes(self.step_config.fp32_grads)
             load, send = copy_seconds(self.spec, "h2d", chunk.nbytes), copy_seconds(self.spec, "d2h", chunk.nbytes)
             grad_in, grad_out = copy_seconds(self.spec, "h2d", grad), copy_seconds(self.spec, "d2h", grad)
-            gpu_update, host_update = (update_seconds(self.spec, lane, chunk.numel) if completes else 0.0 for lane in ("compute", "host"))
+            gpu_update, host_update = (
+                update_seconds(self.spec, lane, chunk.numel) if completes else 0.0 for lane in ("compute", "host")
+            )
             rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward))
         return rows
 
     # What the pins leave open.
 
     def mixes(self, pins: Pins) -> Iterator[StrategyCounts]:
-        """Mixes among which the least memory is sought: all of them in a small model, else those of at most two free strategies."""
+        """Mixes among which the least memory is sought: all of them in a small model, else those of at most two free
+        strategies.
+        """
         pinned = (pins.n_swap, pins.n_offload, pins.n_checkpoint)
         most = (self.num_layers["swap"], self.num_layers["offload"], self.num_layers["recompute"])
         open_layers = len(self.layers) - sum(p or 0 for p in pinned)
-        ranges = [range(p, p + 1) if p is not None else range(min(m, open_layers) + 1) for p, m in zip(pinned, most, strict=True)]
+        ranges = [
+            range(p, p + 1) if p is not None else range(min(m, open_layers) + 1)
+            for p, m in zip(pinned, most, strict=True)
+        ]
         free = [i for i, p in enumerate(pinned) if p is None]
         size = 1
         for i in free:
@@ -265,7 +335,11 @@ class SearchSpace:
                         if strategy is not None:
                             mix[strategy] = count
                     found.append((mix[0], mix[1], mix[2]))
-        yield from (mix for mix in dict.fromkeys(found) if all(n <= m for n, m in zip(mix, most, strict=True)) and self.strategies(mix) is not None)
+        yield from (
+            mix
+            for mix in dict.fromkeys(found)
+            if all(n <= m for n, m in zip(mix, most, strict=True)) and self.strategies(mix) is not None
+        )
 
 
 def _is_small(layout: ChunkLayout) -> bool:

@@ -1,6 +1,8 @@
-"""Why this plan: what the usual recipes would take, what a faster or larger machine would be worth, and the least that would do.
+"""Why this plan: what the usual recipes would take, what a faster or larger machine would be worth, and the least that
+would do.
 
-Every answer is a search of its own with one thing changed, so it is as right as the plan itself. Seconds of work on one core; no torch.
+Every answer is a search of its own with one thing changed, so it is as right as the plan itself. Seconds of work on one
+core; no torch.
 """
 
 from collections.abc import Iterator
@@ -39,14 +41,30 @@ class Problem:
     pins: Pins = Pins()
 
     def solve(self) -> Plan:
-        return search(self.graph, self.layout, self.trace, self.spec, self.step_config, gpu=self.gpu, host_bytes=self.host_bytes, pins=self.pins)
+        return search(
+            self.graph,
+            self.layout,
+            self.trace,
+            self.spec,
+            self.step_config,
+            gpu=self.gpu,
+            host_bytes=self.host_bytes,
+            pins=self.pins,
+        )
 
     @cached_property
     def budgets(self) -> Budgets:
-        return Budgets(SearchSpace(self.graph, self.layout, self.trace, self.step_config, self.spec), self.pins, self.gpu, self.host_bytes)
+        return Budgets(
+            SearchSpace(self.graph, self.layout, self.trace, self.step_config, self.spec),
+            self.pins,
+            self.gpu,
+            self.host_bytes,
+        )
 
     def least_gpu_bytes(self, host_bytes: int | None = None) -> int | None:
-        """The least that plans need beside this much on the host (the problem's own by default); None if no amount does."""
+        """The least that plans need beside this much on the host (the problem's own by default); None if no amount
+        does.
+        """
         least = self.budgets.least_gpu(host_bytes=host_bytes)
         return least[0] if least else None
 
@@ -87,7 +105,9 @@ class Explanation:
         lines = [f"chosen   {show_seconds(chosen)} a step; {self.plan.search}"]
         for label, answers in (("by hand", self.by_hand), ("worth", self.hardware_upgrades)):
             width = max((len(a.name) for a in answers), default=0)
-            lines += [f"{label if i == 0 else '':<8} {a.name:<{width}}  {_compared(a, chosen)}" for i, a in enumerate(answers)]
+            lines += [
+                f"{label if i == 0 else '':<8} {a.name:<{width}}  {_compared(a, chosen)}" for i, a in enumerate(answers)
+            ]
         return "\n".join([*lines, f"least    {self._least()}"])
 
     def _least(self) -> str:
@@ -95,7 +115,10 @@ class Explanation:
         budget = f"{show_bytes(self.plan.host_budget_bytes)} on the host"
         words = [f"{gpu} of GPU memory would do beside {budget}" if gpu else f"no GPU is large enough beside {budget}"]
         if self.least_host_bytes is not None:
-            words.append(f"{show_enough(self.least_host_bytes) if self.least_host_bytes else 'nothing'} on the host would do beside this GPU")
+            words.append(
+                f"{show_enough(self.least_host_bytes) if self.least_host_bytes else 'nothing'} on the host would do "
+                "beside this GPU"
+            )
         return "; ".join(words)
 
 
@@ -111,11 +134,26 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
 
 
 def what_if(problem: Problem, plan: Plan, smallest: str | None) -> str:
-    """The first questions after a plan, in two lines: what more memory would buy, and how little would do. `smallest`: a machine's name."""
+    """The first questions after a plan, in two lines: what more memory would buy, and how little would do. `smallest`:
+    a machine's name.
+    """
     name, changed = next(_changes(problem))
-    least = Explanation(plan=plan, by_hand=(), hardware_upgrades=(), least_gpu_bytes=problem.least_gpu_memory(), least_host_bytes=problem.least_host_bytes())
-    card = f"the smallest machine of the catalog that does: {smallest}" if smallest else "no machine of the catalog is large enough"
-    return f"more  {name}: {_compared(_upgrade(name, changed, plan), plan.estimate.step_seconds)}\nleast {least._least()}; {card}"
+    least = Explanation(
+        plan=plan,
+        by_hand=(),
+        hardware_upgrades=(),
+        least_gpu_bytes=problem.least_gpu_memory(),
+        least_host_bytes=problem.least_host_bytes(),
+    )
+    card = (
+        f"the smallest machine of the catalog that does: {smallest}"
+        if smallest
+        else "no machine of the catalog is large enough"
+    )
+    return (
+        f"more  {name}: {_compared(_upgrade(name, changed, plan), plan.estimate.step_seconds)}\nleast "
+        f"{least._least()}; {card}"
+    )
 
 
 def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
@@ -142,11 +180,17 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
         trace = _halved(problem.trace, "forward_seconds", "backward_seconds") if "flops" in fields else problem.trace
         yield name, replace(problem, spec=faster, trace=trace)
     if any(work.forward_launch_seconds for call in problem.trace.calls for work in call.values()):
-        yield "Python twice as fast", replace(problem, trace=_halved(problem.trace, "forward_launch_seconds", "backward_launch_seconds"))
+        yield (
+            "Python twice as fast",
+            replace(problem, trace=_halved(problem.trace, "forward_launch_seconds", "backward_launch_seconds")),
+        )
 
 
 def _halved(trace: ModelTrace, *fields: str) -> ModelTrace:
-    calls = tuple({s: replace(work, **{field: getattr(work, field) / 2 for field in fields}) for s, work in call.items()} for call in trace.calls)
+    calls = tuple(
+        {s: replace(work, **{field: getattr(work, field) / 2 for field in fields}) for s, work in call.items()}
+        for call in trace.calls
+    )
     return replace(trace, calls=calls)
 
 
@@ -163,7 +207,9 @@ def _answer(name: str, problem: Problem) -> Answer:
         plan = problem.solve()
     except PlanInfeasible as no:
         needed = f"{show_bytes(no.needed_bytes)} of {'GPU' if no.resource == 'gpu' else 'host'} memory"
-        return Answer(name=name, step_seconds=None, note=f"does not fit: {needed}, {show_bytes(no.allowed_bytes)} allowed")
+        return Answer(
+            name=name, step_seconds=None, note=f"does not fit: {needed}, {show_bytes(no.allowed_bytes)} allowed"
+        )
     except ConfigError:  # the layers do not know the recipe's strategy
         return Answer(name=name, step_seconds=None, note="this model cannot be trained so")
     return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=busiest_lane(plan))

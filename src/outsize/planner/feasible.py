@@ -1,7 +1,7 @@
 """What fits: the least memory that a model can be trained in, and the answer when that is too much.
 
-A search fails exactly when the least GPU memory found here (under the host budget) is above the GPU budget. That minimum does not depend
-on the GPU budget, so the number in the error is the one at which the same search succeeds.
+A search fails exactly when the least GPU memory found here (under the host budget) is above the GPU budget. That
+minimum does not depend on the GPU budget, so the number in the error is the one at which the same search succeeds.
 """
 
 from collections.abc import Callable
@@ -27,28 +27,42 @@ class Budgets:
         every, trainable = len(space.weight_order), len(space.state_order)
         # What stays on the GPU is the least, unless a pin says another number: a pin may also send it away.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
-        self.optimizer = (space.num_staying, trainable) if pins.n_optimizer_gpu is None else (pins.n_optimizer_gpu, pins.n_optimizer_gpu)
+        self.optimizer = (
+            (space.num_staying, trainable)
+            if pins.n_optimizer_gpu is None
+            else (pins.n_optimizer_gpu, pins.n_optimizer_gpu)
+        )
         self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
         """The least that is allowed."""
 
     def obeys(self, counts: Candidate) -> bool:
         """Whether the pins, and what stays on the GPU, allow it."""
         pins = self.pins
-        pairs = ((pins.n_swap, counts.swap), (pins.n_offload, counts.offload), (pins.n_checkpoint, counts.recompute), (pins.n_buffer, counts.depth + 1))
+        pairs = (
+            (pins.n_swap, counts.swap),
+            (pins.n_offload, counts.offload),
+            (pins.n_checkpoint, counts.recompute),
+            (pins.n_buffer, counts.depth + 1),
+        )
         bounded = ((self.resident, counts.resident), (self.optimizer, counts.optimizer))
-        return all(low <= count <= high for (low, high), count in bounded) and all(pin is None or pin == count for pin, count in pairs)
+        return all(low <= count <= high for (low, high), count in bounded) and all(
+            pin is None or pin == count for pin, count in pairs
+        )
 
     def fits(self, counts: Candidate) -> bool:
         return self.space.gpu_bytes(counts) <= self.gpu_bytes and self.space.host_bytes(counts) <= self.host_bytes
 
     def cheapest_candidate(self, mix: StrategyCounts, depth: int) -> Candidate | None:
         """Little on the GPU, yet within the host budget. Quick: None does not mean that there is nothing."""
-        least = Candidate(resident=self.resident[0], optimizer=self.optimizer[0], swap=0, offload=0, recompute=0, depth=depth).with_mix(mix)
+        least = Candidate(
+            resident=self.resident[0], optimizer=self.optimizer[0], swap=0, offload=0, recompute=0, depth=depth
+        ).with_mix(mix)
         for first, second in (("optimizer", "resident"), ("resident", "optimizer")):
             counts = least
             for name in (first, second):
                 low, high = getattr(self, name)
-                # Moving a chunk to the GPU never adds host bytes but for slots of odd sizes, so bisection is near enough.
+                # Moving a chunk to the GPU never adds host bytes but for slots of odd sizes, so bisection is near
+                # enough.
                 while low < high and self.space.host_bytes(counts) > self.host_bytes:
                     middle = (low + high) // 2
                     if self.space.host_bytes(replace(counts, **{name: middle})) <= self.host_bytes:
@@ -75,7 +89,13 @@ class Budgets:
         for optimizer in range(self.optimizer[0], self.optimizer[1] + 1):
             gpu, host = space.states(optimizer)
             for resident in range(self.resident[0], self.resident[1] + 1):
-                rows.append((gpu + space.weights(resident, self.depth)[0], host + space.home_bytes(resident, optimizer), (resident, optimizer)))
+                rows.append(
+                    (
+                        gpu + space.weights(resident, self.depth)[0],
+                        host + space.home_bytes(resident, optimizer),
+                        (resident, optimizer),
+                    )
+                )
         return _frontier(rows)
 
     def _minimum(self, host_limit: int | None, gpu_limit: int | None) -> tuple[int, Candidate] | None:
@@ -88,7 +108,9 @@ class Budgets:
                     continue
                 found = (host, gpu) if gpu_limit is not None else (gpu, host)
                 if best is None or found < best[:2]:
-                    counts = Candidate(resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=self.depth).with_mix(mix)
+                    counts = Candidate(
+                        resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=self.depth
+                    ).with_mix(mix)
                     best = (*found, counts)
         return None if best is None else (best[0], best[2])
 
@@ -99,7 +121,14 @@ class Budgets:
             return None
         # Weights, states and activations each at their least: the minimum, unless the host is too small for just that.
         space = self.space
-        counts = Candidate(resident=self._least_resident, optimizer=self._least_optimizer, swap=0, offload=0, recompute=0, depth=self.depth)
+        counts = Candidate(
+            resident=self._least_resident,
+            optimizer=self._least_optimizer,
+            swap=0,
+            offload=0,
+            recompute=0,
+            depth=self.depth,
+        )
         counts = counts.with_mix(min(self._mixes)[2])
         if any_host or space.host_bytes(counts) <= allowed:
             return space.gpu_bytes(counts), counts
@@ -125,7 +154,11 @@ class Budgets:
                 return counts
         if not self._mixes:
             raise ConfigError(
-                tell(f"layers that can follow the pins {self.pins}", "too few of them know these strategies", "Lower n_swap, n_checkpoint or n_offload")
+                tell(
+                    f"layers that can follow the pins {self.pins}",
+                    "too few of them know these strategies",
+                    "Lower n_swap, n_checkpoint or n_offload",
+                )
             )
         least = self.least_gpu()
         if least and least[0] <= self.gpu_bytes:
@@ -133,18 +166,24 @@ class Budgets:
         raise self._infeasible(least)
 
     def _one_strategy(self, which: int) -> StrategyCounts | None:
-        """All layers that are not pinned under one strategy (0 swap, 1 offload, 2 recompute), as far as they know it."""
+        """All layers that are not pinned under one strategy (0 swap, 1 offload, 2 recompute), as far as they
+        know it.
+        """
         pinned = (self.pins.n_swap, self.pins.n_offload, self.pins.n_checkpoint)
         mix = [p or 0 for p in pinned]
         if pinned[which] is None:
-            mix[which] = min(len(self.space.layers) - sum(mix), self.space.num_layers[("swap", "offload", "recompute")[which]])
+            mix[which] = min(
+                len(self.space.layers) - sum(mix), self.space.num_layers[("swap", "offload", "recompute")[which]]
+            )
         found = (mix[0], mix[1], mix[2])
         return found if self.space.strategies(found) is not None else None
 
     def bases(self) -> list[StrategyCounts]:
         """One strategy for all layers: where the families of candidates begin."""
         pinned = (self.pins.n_swap or 0, self.pins.n_offload or 0, self.pins.n_checkpoint or 0)
-        found = [mix for mix in (self._one_strategy(2), self._one_strategy(1), self._one_strategy(0)) if mix is not None]
+        found = [
+            mix for mix in (self._one_strategy(2), self._one_strategy(1), self._one_strategy(0)) if mix is not None
+        ]
         return list(dict.fromkeys([*found, *([pinned] if self.space.strategies(pinned) is not None else [])]))
 
     # The answer when nothing fits.
@@ -153,24 +192,38 @@ class Budgets:
         anyhow = self.least_gpu(any_host=True)
         assert anyhow is not None, "there are mixes, and no budget is given"
         if anyhow[0] > self.gpu_bytes:
-            # The GPU is short whatever the host has. Where the host budget leaves no plan at any size of GPU, it will be told next.
+            # The GPU is short whatever the host has. Where the host budget leaves no plan at any size of GPU, it will
+            # be told next.
             needed, counts = least or anyhow
-            return self._too_small("gpu", "gpu_memory", self.gpu_bytes, needed, self._relax_gpu(needed, counts, anyhow[0]))
+            return self._too_small(
+                "gpu", "gpu_memory", self.gpu_bytes, needed, self._relax_gpu(needed, counts, anyhow[0])
+            )
         host = self.least_host()
         assert host is not None, "the least GPU memory fits, so some host memory does"
         relax = ""
         if least:
             asked = _written(self.gpu.total_for(least[0]))
             relax = f"or allow {asked} of GPU memory (gpu_memory){self._beyond(least[0])}, and the rest stays there"
-        return self._too_small("host", "host_memory", self.host_bytes, host[0], [relax, "take a smaller model or train fewer of its parameters"])
+        return self._too_small(
+            "host",
+            "host_memory",
+            self.host_bytes,
+            host[0],
+            [relax, "take a smaller model or train fewer of its parameters"],
+        )
 
     def _relax_gpu(self, needed: int, counts: Candidate, anyhow: int) -> list[str]:
         activations = self.space.activations(counts.mix)[0]
         relax = []
         if activations * 2 > needed:
-            relax.append(f"{show_bytes(activations)} of it are activations, so a smaller batch or a shorter sequence helps most")
+            relax.append(
+                f"{show_bytes(activations)} of it are activations, so a smaller batch or a shorter sequence helps most"
+            )
         else:
-            relax.append(f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller batch helps with the rest")
+            relax.append(
+                f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller "
+                "batch helps with the rest"
+            )
         if (large := self._largest_block()) is not None:
             relax.append(large)
         if anyhow < needed:
@@ -179,7 +232,10 @@ class Budgets:
             moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
             least = Budgets(self.space, moving, self.gpu, self.host_bytes).least_gpu()
             if least and least[0] < needed:
-                relax.append(f"if what trains may leave the GPU too, which is slower (pins {moving}), {self._asked(least[0])} would do")
+                relax.append(
+                    f"if what trains may leave the GPU too, which is slower (pins {moving}), {self._asked(least[0])} "
+                    "would do"
+                )
         return relax
 
     def _largest_block(self) -> str | None:
@@ -190,7 +246,8 @@ class Budgets:
         if 2 * sizes[name] <= total or not total:
             return None
         return (
-            f"{name} is one block with {show_bytes(sizes[name])} of the model's {show_bytes(total)} of weights, and a block's weights are on the GPU together: "
+            f"{name} is one block with {show_bytes(sizes[name])} of the model's {show_bytes(total)} of weights, and a "
+            "block's weights are on the GPU together: "
             "if it runs a list of modules one after another, name that list (blocks=['path.to.list'])"
         )
 
@@ -221,8 +278,10 @@ class Budgets:
                 f"{_written(allowed)} is allowed ({option})",
                 "; ".join([f"Raise it to {raised}", *filter(None, relax)]),
             ),
-            resource=resource, allowed_bytes=allowed, needed_bytes=needed,
-        )  # fmt: skip
+            resource=resource,
+            allowed_bytes=allowed,
+            needed_bytes=needed,
+        )
 
 
 def _written(num_bytes: int) -> str:
@@ -232,7 +291,9 @@ def _written(num_bytes: int) -> str:
 
 
 def _least(bounds: tuple[int, int], sizes: list[int], total: Callable[[int], int]) -> int:
-    """The count with the least `total`, which is never below the sum of the first `count` sizes: no need to look beyond."""
+    """The count with the least `total`, which is never below the sum of the first `count` sizes: no need to look
+    beyond.
+    """
     best, found = bounds[0], total(bounds[0])
     for count in range(bounds[0] + 1, bounds[1] + 1):
         if sum(sizes[:count]) >= found:

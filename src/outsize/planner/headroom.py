@@ -11,9 +11,13 @@ from outsize.profile.trace import ModelTrace
 
 
 def gpu_bytes_with(plan: Plan, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace) -> int | None:
-    """The device at its fullest, under the plan, with batches like that of the trace. None where its layers do not know what they are to do."""
+    """The device at its fullest, under the plan, with batches like that of the trace. None where its layers do not know
+    what they are to do.
+    """
     strategies = plan.decision.strategies
-    if trace.graph != plan.graph or any(strategy not in trace.strategies(call) for call, strategy in enumerate(strategies)):
+    if trace.graph != plan.graph or any(
+        strategy not in trace.strategies(call) for call, strategy in enumerate(strategies)
+    ):
         return None
     # What is allocated for the whole run is as large as the longest batch needs it.
     place = Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared)
@@ -29,4 +33,7 @@ def of_half_length(plan: Plan, graph: BlockGraph, layout: ChunkLayout, trace: Mo
     gpu_bytes = gpu_bytes_with(plan, graph, layout, trace)
     if gpu_bytes is None:
         return ""
-    return f"batches half as long leave {show_bytes(max(0, plan.estimate.gpu_bytes - gpu_bytes))} more free (GPU {show_bytes(gpu_bytes)})"
+    return (
+        f"batches half as long leave {show_bytes(max(0, plan.estimate.gpu_bytes - gpu_bytes))} more free (GPU "
+        f"{show_bytes(gpu_bytes)})"
+    )

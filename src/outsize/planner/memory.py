@@ -1,8 +1,9 @@
 """Device memory along a schedule: what is allocated for the whole run, plus the activations that come and go.
 
-Activations are a ledger: every call's Work says by how much its forward and backward raise or lower the level, the schedule says
-in which order that happens. Nothing is multiplied, deflated or fitted, so the result equals what an observer of live
-storages sees, to the byte. Host memory has no ledger: it is what the placement allocates (`Placement.host_bytes`).
+Activations are a ledger: every call's Work says by how much its forward and backward raise or lower the level, the
+schedule says in which order that happens. Nothing is multiplied, deflated or fitted, so the result equals what an
+observer of live storages sees, to the byte. Host memory has no ledger: it is what the placement allocates
+(`Placement.host_bytes`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,9 @@ from outsize.plan.schedule import Action, Schedule
 class HighWater:
     gpu_bytes: int
     peak_at: str
-    """The action during which the device is fullest: `F3`, `B3`; `rest` when no activation adds to what is always there."""
+    """The action during which the device is fullest: `F3`, `B3`; `rest` when no activation adds to what is always
+    there.
+    """
 
 
 class Entry(NamedTuple):
@@ -31,13 +34,17 @@ class Entry(NamedTuple):
 
 
 def high_water(place: Placement, schedule: Schedule, held_bytes: int) -> HighWater:
-    """The fullest moment of a run. `held_bytes`: outputs of the previous step, which a loop holds until its next forward returns."""
+    """The fullest moment of a run. `held_bytes`: outputs of the previous step, which a loop holds until its next
+    forward returns.
+    """
     # Updates and copies allocate nothing, so one forward and any one backward tell all.
     peak, at = activation_peak(schedule.forward, next(iter(schedule.backward.values())), place, held_bytes)
     return HighWater(gpu_bytes=place.gpu_bytes + peak, peak_at=at)
 
 
-def activation_peak(forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int) -> tuple[int, str]:
+def activation_peak(
+    forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int
+) -> tuple[int, str]:
     """Highest level above what is allocated for the whole run, and the action that reaches it."""
     peak, at = 0, "rest"
     for action, _, here, _ in ledger(forward, backward, place, held_bytes):
@@ -76,8 +83,8 @@ def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placeme
 
 
 def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
-    """Of tensors that are in no call's Work: bytes by the call in whose forward they are made, in whose forward they die, whose release frees them, and in
-    whose backward they die: before its peak, and at its end."""
+    """Of tensors that are in no call's Work: bytes by the call in whose forward they are made, in whose forward they
+    die, whose release frees them, and in whose backward they die: before its peak, and at its end."""
     born: dict[int, int] = {}
     forward: dict[int, int] = {}
     released: dict[int, int] = {}

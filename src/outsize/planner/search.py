@@ -1,9 +1,10 @@
 """Search: the fastest plan within the budgets, in well under a second.
 
-Memory is spent along several orders of priority (weights, optimizer, activations first), each as far as it goes; what cannot win by its
-busiest lane is not simulated; the best is then refined by moving memory from one use to another in ever smaller steps. All is
-deterministic: a number of simulations ends the search, never a clock, and near ties go to the simpler plan, so noise in a measurement
-does not turn one plan into another.
+Memory is spent along several orders of priority (weights, optimizer, activations first), each as far as it goes; what
+cannot win by its busiest lane is not simulated; the best is then refined by moving memory from one use to another in
+ever smaller steps. All is
+deterministic: a number of simulations ends the search, never a clock, and near ties go to the simpler plan, so noise in
+a measurement does not turn one plan into another.
 """
 
 import itertools
@@ -32,17 +33,26 @@ FIRST_SHARE = 0.6
 REFINED = 5
 """So many of the best are refined before the search rests."""
 AT_A_TIME = 6
-"""So many neighbours are tried before a step of refinement is given up. Fewer got stuck: 3B under 46 GiB was 10 % slower than under 45.8."""
+"""So many neighbours are tried before a step of refinement is given up. Fewer got stuck: 3B under 46 GiB was 10 %
+slower than under 45.8.
+"""
 CLOSE = 0.2
 """A candidate this close to the best may win with another host_update_interval."""
 TIE = 0.01
 """Times this close are equal: measurements are no better."""
 PLAIN_TIE = 0.1
-"""The plain resident run has no moving parts whose overlap could disappoint; another plan must promise more than this to replace it."""
+"""The plain resident run has no moving parts whose overlap could disappoint; another plan must promise more than this
+to replace it.
+"""
 _SIMPLICITY = (
-    "chunks and layers moved or computed again", "blocks loaded ahead", "layers swapped", "layers offloaded", "layers recomputed", "chunks streamed",
+    "chunks and layers moved or computed again",
+    "blocks loaded ahead",
+    "layers swapped",
+    "layers offloaded",
+    "layers recomputed",
+    "chunks streamed",
     "updates apart on the host",
-)  # fmt: skip
+)
 """What makes a plan less simple, the weightiest first."""
 
 
@@ -54,13 +64,24 @@ class _Tried:
 
 
 def search(
-    graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, spec: HardwareSpec, step_config: StepConfig, *,
-    gpu: GpuBudget, host_bytes: int, pins: Pins = Pins(),  # noqa: B008 - frozen
-) -> Plan:  # fmt: skip
+    graph: BlockGraph,
+    layout: ChunkLayout,
+    trace: ModelTrace,
+    spec: HardwareSpec,
+    step_config: StepConfig,
+    *,
+    gpu: GpuBudget,
+    host_bytes: int,
+    pins: Pins = Pins(),  # noqa: B008 - frozen
+) -> Plan:
     """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range."""
     made_for = fingerprint(graph)
     if trace.graph != made_for:
-        raise PlanInvalid(tell(f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"))
+        raise PlanInvalid(
+            tell(
+                f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"
+            )
+        )
     space = SearchSpace(graph, layout, trace, step_config, spec)
     check_pins(pins, graph, layout, space.num_layers)
     run = _Search(Budgets(space, pins, gpu, host_bytes))
@@ -69,11 +90,22 @@ def search(
     if pins.given():
         words += f"; pinned {pins}: {_cost_of_pins(space, best, gpu, host_bytes)}"
     return Plan(
-        format=FORMAT, graph=made_for, hardware=spec.name, chunk_bytes=layout.chunk_bytes, inputs=trace.inputs, step_config=step_config, decision=best.decision,
-        work=trace.works(best.decision.strategies), shared=trace.shared, held_bytes=trace.held_bytes,
-        gpu_budget_bytes=gpu.usable_bytes, host_budget_bytes=host_bytes, estimate=best.estimate,
-        provenance=f"model: {trace.provenance}; machine: {spec.provenance}", search=words,
-    )  # fmt: skip
+        format=FORMAT,
+        graph=made_for,
+        hardware=spec.name,
+        chunk_bytes=layout.chunk_bytes,
+        inputs=trace.inputs,
+        step_config=step_config,
+        decision=best.decision,
+        work=trace.works(best.decision.strategies),
+        shared=trace.shared,
+        held_bytes=trace.held_bytes,
+        gpu_budget_bytes=gpu.usable_bytes,
+        host_budget_bytes=host_bytes,
+        estimate=best.estimate,
+        provenance=f"model: {trace.provenance}; machine: {spec.provenance}",
+        search=words,
+    )
 
 
 def _cost_of_pins(space: SearchSpace, best: _Tried, gpu: GpuBudget, host_bytes: int) -> str:
@@ -91,7 +123,9 @@ class _Search:
         self.budgets, self.space = budgets, budgets.space
         self.tried: dict[Candidate, _Tried] = {}
         # Accumulation walks a second kind of backward.
-        size = (len(self.space.weight_order) + len(self.space.graph.calls)) * (1 + (self.space.step_config.accumulate > 1))
+        size = (len(self.space.weight_order) + len(self.space.graph.calls)) * (
+            1 + (self.space.step_config.accumulate > 1)
+        )
         self.limit = min(MAX_SIMULATIONS, max(MIN_SIMULATIONS, SIMULATED_ITEMS // size))
 
     def run(self) -> _Tried:
@@ -134,7 +168,11 @@ class _Search:
         """The counts that follow from spending more and more on one use."""
         if name == "keep":
             pins = self.budgets.pins
-            takers = [n for n, pin in (("swap", pins.n_swap), ("offload", pins.n_offload), ("recompute", pins.n_checkpoint)) if pin is None]
+            takers = [
+                n
+                for n, pin in (("swap", pins.n_swap), ("offload", pins.n_offload), ("recompute", pins.n_checkpoint))
+                if pin is None
+            ]
             return _Steps(counts, [(taker, -1, getattr(counts, taker)) for taker in reversed(takers)])
         high = (self.budgets.resident if name == "resident" else self.budgets.optimizer)[1]
         return _Steps(counts, [(name, 1, max(0, high - getattr(counts, name)))])
@@ -151,12 +189,20 @@ class _Search:
         return paced if self.budgets.fits(paced) else replace(counts, host_update_interval=1)
 
     def _ok(self, counts: Candidate) -> bool:
-        return self.space.strategies(counts.mix) is not None and self.budgets.obeys(counts) and self.budgets.fits(counts)
+        return (
+            self.space.strategies(counts.mix) is not None and self.budgets.obeys(counts) and self.budgets.fits(counts)
+        )
 
     def _neighbours(self, counts: Candidate, share: float) -> Iterator[Candidate]:
-        """Move a share of one use's memory to another; turn layers from one strategy to another; look further ahead, or less."""
+        """Move a share of one use's memory to another; turn layers from one strategy to another; look further ahead, or
+        less.
+        """
         uses = ("resident", "optimizer", "keep")
-        size = {"resident": len(self.space.weight_order), "optimizer": len(self.space.state_order), "keep": len(self.space.layers)}
+        size = {
+            "resident": len(self.space.weight_order),
+            "optimizer": len(self.space.state_order),
+            "keep": len(self.space.layers),
+        }
         moved = {use: max(1, int(size[use] * share)) for use in uses}
         for giver, (least, _) in (("resident", self.budgets.resident), ("optimizer", self.budgets.optimizer)):
             if getattr(counts, giver) > least:
@@ -187,7 +233,9 @@ class _Search:
     # Simulation.
 
     def _try(self, candidates: Iterable[Candidate], limit: int, most: int | None = None) -> bool:
-        """Simulate what fits and could win, most promising first; whether there is a new best. `most`: candidates, whatever their strides take."""
+        """Simulate what fits and could win, most promising first; whether there is a new best. `most`: candidates,
+        whatever their strides take.
+        """
         before = self._best().counts if self.tried else None
         new = [c for c in dict.fromkeys(candidates) if c not in self.tried and self._ok(c)]
         walked = 0
@@ -204,24 +252,39 @@ class _Search:
         return self._best().counts != before
 
     def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The plain run; then the best of every kind, the second of every kind, …: the bound knows no dependencies, so it compares only like with like."""
+        """The plain run; then the best of every kind, the second of every kind, …: the bound knows no dependencies, so
+        it compares only like with like.
+        """
         groups: dict[tuple[int, int], list[Candidate]] = {}
         for counts in sorted(candidates, key=lambda c: (self.space.bound_seconds(c), self._complexity(c))):
             kind = (*counts.mix, len(self.space.layers) - sum(counts.mix))
             groups.setdefault((kind.index(max(kind)), counts.depth), []).append(counts)
         rank = {counts: i for group in groups.values() for i, counts in enumerate(group)}
-        return sorted(candidates, key=lambda c: (c != self.space.plain, rank[c], self.space.bound_seconds(c), self._complexity(c)))
+        return sorted(
+            candidates, key=lambda c: (c != self.space.plain, rank[c], self.space.bound_seconds(c), self._complexity(c))
+        )
 
     def _simulate(self, counts: Candidate) -> None:
         decision = self.space.decision(counts)
         place = self.space.place(decision)
-        estimate = simulate(place, compile_schedule(place, only_steps=True), self.space.spec, held_bytes=self.space.trace.held_bytes)
-        assert (estimate.gpu_bytes, estimate.host_bytes) == (self.space.gpu_bytes(counts), self.space.host_bytes(counts)), "two accounts of one plan"
+        estimate = simulate(
+            place, compile_schedule(place, only_steps=True), self.space.spec, held_bytes=self.space.trace.held_bytes
+        )
+        assert (estimate.gpu_bytes, estimate.host_bytes) == (
+            self.space.gpu_bytes(counts),
+            self.space.host_bytes(counts),
+        ), "two accounts of one plan"
         self.tried[counts] = _Tried(counts, decision, estimate)
 
     def _find_stride(self, counts: Candidate) -> None:
-        """What the host had better leave for later depends on when everything completes, which only a walk tells: try along strides while they are faster."""
-        if self.space.step_config.update != "in_backward" or counts.optimizer == len(self.space.state_order) or not self._is_close(counts):
+        """What the host had better leave for later depends on when everything completes, which only a walk tells: try
+        along strides while they are faster.
+        """
+        if (
+            self.space.step_config.update != "in_backward"
+            or counts.optimizer == len(self.space.state_order)
+            or not self._is_close(counts)
+        ):
             return
         for way in (1, -1):
             here = counts
@@ -242,7 +305,9 @@ class _Search:
         return self._seconds(counts) <= self._fastest() * (1 + CLOSE)
 
     def _refine(self) -> None:
-        """Around the best in ever smaller steps; then around the next best, which may lie on the way to something better."""
+        """Around the best in ever smaller steps; then around the next best, which may lie on the way to something
+        better.
+        """
         least_share = 1 / max(1, len(self.space.weight_order), len(self.space.layers))
         shares = [0.25]
         while shares[-1] >= least_share:
@@ -250,11 +315,15 @@ class _Search:
         done: set[tuple[Candidate, float]] = set()
         while len(self.tried) < self.limit:
             best = self._best().counts
-            others = sorted(self.tried.values(), key=lambda t: (t.counts != best, t.estimate.step_seconds, self._complexity(t.counts)))[:REFINED]
+            others = sorted(
+                self.tried.values(),
+                key=lambda t: (t.counts != best, t.estimate.step_seconds, self._complexity(t.counts)),
+            )[:REFINED]
             step = next(((t.counts, share) for t in others for share in shares if (t.counts, share) not in done), None)
             if step is None:
                 break
-            # A few at a time, so that a better point is followed soon; the rest of them comes back as long as there is a new best.
+            # A few at a time, so that a better point is followed soon; the rest of them comes back as long as there is
+            # a new best.
             if not self._try(self._neighbours(*step), self.limit, AT_A_TIME):
                 done.add(step)
 
@@ -265,16 +334,30 @@ class _Search:
 
     def _complexity(self, counts: Candidate) -> tuple[int, ...]:
         """By `_SIMPLICITY`: how much moves, and how far ahead; then anything that makes the order total."""
-        streamed, on_host = len(self.space.weight_order) - counts.resident, len(self.space.state_order) - counts.optimizer
+        streamed, on_host = (
+            len(self.space.weight_order) - counts.resident,
+            len(self.space.state_order) - counts.optimizer,
+        )
         moved = streamed + on_host + sum(counts.mix)
-        return (moved, counts.depth, counts.swap, counts.offload, counts.recompute, streamed, counts.host_update_interval)
+        return (
+            moved,
+            counts.depth,
+            counts.swap,
+            counts.offload,
+            counts.recompute,
+            streamed,
+            counts.host_update_interval,
+        )
 
     def _best(self) -> _Tried:
         limit = self._fastest() * (1 + TIE)
         plain = self.tried.get(self.space.plain)
         if plain and plain.estimate.step_seconds <= self._fastest() * (1 + PLAIN_TIE):
             return plain
-        return min((t for t in self.tried.values() if t.estimate.step_seconds <= limit), key=lambda t: self._complexity(t.counts))
+        return min(
+            (t for t in self.tried.values() if t.estimate.step_seconds <= limit),
+            key=lambda t: self._complexity(t.counts),
+        )
 
     def words(self, best: _Tried) -> str:
         others = [t for t in self.tried.values() if t.counts != best.counts]
@@ -288,9 +371,16 @@ class _Search:
         """Why not the second: what takes it longer, or what of it is not as simple."""
         ratio = second.estimate.step_seconds / best.estimate.step_seconds - 1
         if ratio > 0:
-            more = {lane: busy - best.estimate.busy_seconds.get(lane, 0.0) for lane, busy in second.estimate.busy_seconds.items()}
+            more = {
+                lane: busy - best.estimate.busy_seconds.get(lane, 0.0)
+                for lane, busy in second.estimate.busy_seconds.items()
+            }
             lane = max(more, key=lambda lane: more[lane])
-            longer = f"{lane} works {show_seconds(more[lane])} more" if more[lane] > 0 else "its lanes wait more for one another"
+            longer = (
+                f"{lane} works {show_seconds(more[lane])} more"
+                if more[lane] > 0
+                else "its lanes wait more for one another"
+            )
             return f"{ratio:.1%} slower ({longer})"
         pairs = zip(_SIMPLICITY, self._complexity(second.counts), self._complexity(best.counts), strict=True)
         dearer = next(f"{theirs} {what} instead of {ours}" for what, theirs, ours in pairs if theirs != ours)
@@ -299,11 +389,20 @@ class _Search:
     def _describe(self, counts: Candidate) -> str:
         if counts == self.space.plain:
             return "everything on the GPU"
-        layers = [f"{n} {name}" for name, n in (("swap", counts.swap), ("offload", counts.offload), ("recompute", counts.recompute)) if n]
-        return ", ".join([
-            f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU", f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
-            f"layers {' + '.join(layers) or 'all keep'}", f"depth {counts.depth}", *([f"host_update_interval {counts.host_update_interval}"] if counts.host_update_interval > 1 else []),
-        ])  # fmt: skip
+        layers = [
+            f"{n} {name}"
+            for name, n in (("swap", counts.swap), ("offload", counts.offload), ("recompute", counts.recompute))
+            if n
+        ]
+        return ", ".join(
+            [
+                f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU",
+                f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
+                f"layers {' + '.join(layers) or 'all keep'}",
+                f"depth {counts.depth}",
+                *([f"host_update_interval {counts.host_update_interval}"] if counts.host_update_interval > 1 else []),
+            ]
+        )
 
 
 class _Steps:

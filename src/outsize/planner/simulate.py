@@ -1,12 +1,14 @@
 """The time of a plan: its schedule walked over the lanes of a machine, with numbers in place of tensors.
 
-`Walk` is the plain form: hazards say what an action waits for, the clock says when it ends. The runtime on the `sim` device does the
-same with its own hazards and clock, so both give the same seconds. `step_seconds` is the same walk for the search, which needs
-thousands of actions in milliseconds: a wait that follows from other waits cannot move a start, so it keeps the time of the
-last write and the last use of every buffer and derives no minimal waits. Both give equal floats; a test holds them to it.
+`Walk` is the plain form: hazards say what an action waits for, the clock says when it ends. The runtime on the `sim`
+device does the same with its own hazards and clock, so both give the same seconds. `step_seconds` is the same walk for
+the search, which needs thousands of actions in milliseconds: a wait that follows from other waits cannot move a start,
+so it keeps the time of the last write and the last use of every buffer and derives no minimal waits. Both give equal
+floats; a test holds them to it.
 
-What issuing takes is measured by the trial run on a GPU, or counted for a machine that is not here, and then the thread that does it has a clock too:
-[Note: The thread that issues] in hardware/lanes.py. Without such figures, and on `sim`, issuing takes no time.
+What issuing takes is measured by the trial run on a GPU, or counted for a machine that is not here, and then the thread
+that does it has a clock too: [Note: The thread that issues] in hardware/lanes.py. Without such figures, and on `sim`,
+issuing takes no time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,10 +22,14 @@ from outsize.plan.schedule import Action, Effect, Schedule, action_seconds, effe
 from outsize.planner.memory import high_water
 
 STEPS = 3
-"""The first step has no updates to overlap with, the second starts after such a step; the third is like all that follow."""
+"""The first step has no updates to overlap with, the second starts after such a step; the third is like all that
+follow.
+"""
 
 _Op = tuple[int, tuple[int, ...], tuple[int, ...], float, float, bool]
-"""Lane, buffers read, buffers written (all by number), seconds; seconds to issue, and whether the issuing thread waits."""
+"""Lane, buffers read, buffers written (all by number), seconds; seconds to issue, and whether the issuing
+thread waits.
+"""
 _COMPUTE, _HOST = LANES.index("compute"), LANES.index("host")
 
 
@@ -43,7 +49,11 @@ class Walk:
         key = (action, update_in_backward)
         if key not in self._known:
             touched = effect(self.place, action, update_in_backward=update_in_backward)
-            self._known[key] = touched, action_seconds(self.place, action, self.spec, touched.lane), *issuing(self.place, action, self.spec)
+            self._known[key] = (
+                touched,
+                action_seconds(self.place, action, self.spec, touched.lane),
+                *issuing(self.place, action, self.spec),
+            )
         (lane, reads, writes), seconds, issue, thread_waits = self._known[key]
         after = [(self.ends[token], self._visible_at[token]) for token in self._hazards.before(lane, reads, writes)]
         end = self.clock.issue(lane, seconds, after, issue, waits=thread_waits)
@@ -52,7 +62,9 @@ class Walk:
         return end
 
     def segments(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
-        """The actions of one optimizer step, each with whether it stands in a backward that updates; to be run one by one, as they come."""
+        """The actions of one optimizer step, each with whether it stands in a backward that updates; to be run one by
+        one, as they come.
+        """
         in_backward = self.place.step_config.update == "in_backward"
         for name, actions in schedule.step(self.place.step_config.accumulate, in_backward):
             if name == "update":
@@ -61,7 +73,9 @@ class Walk:
                 yield action, in_backward and name == "backward"
 
     def run_step(self, schedule: Schedule) -> float:
-        """Issue one optimizer step; returns when its last backward ends. Updates may still run then, under the next forward."""
+        """Issue one optimizer step; returns when its last backward ends. Updates may still run then, under the next
+        forward.
+        """
         last = 0.0
         for action, updates in self.segments(schedule):
             end = self.run(action, update_in_backward=updates)
@@ -78,14 +92,20 @@ def simulate(place: Placement, schedule: Schedule, spec: HardwareSpec, *, held_b
     if place.graph.buffer_bytes:
         gpu_parts["buffers"] = place.graph.buffer_bytes
     return Estimate(
-        step_seconds=seconds, gpu_bytes=peak.gpu_bytes, host_bytes=place.host_bytes, gpu_parts=gpu_parts, host_parts=place.parts(place.host),
-        busy_seconds=busy, peak_at=peak.peak_at, launch_bound_seconds=starved,
-    )  # fmt: skip
+        step_seconds=seconds,
+        gpu_bytes=peak.gpu_bytes,
+        host_bytes=place.host_bytes,
+        gpu_parts=gpu_parts,
+        host_parts=place.parts(place.host),
+        busy_seconds=busy,
+        peak_at=peak.peak_at,
+        launch_bound_seconds=starved,
+    )
 
 
 def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[float, dict[str, float], float]:
-    """Seconds from the end of one step's last backward to that of the next, how long each lane works in that time, and how much of its computing is waiting
-    for the thread that issues."""
+    """Seconds from the end of one step's last backward to that of the next, how long each lane works in that time, and
+    how much of its computing is waiting for the thread that issues."""
     segments, num_buffers = _compile(place, schedule, spec)
     has_thread, launch_slowdown = place.knows_issuing, spec.launch_slowdown
     wrote = [0.0] * num_buffers
@@ -125,7 +145,11 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
                         issued = start
                     elif lane == _COMPUTE and start - LEAD_SECONDS > issued:
                         issued = start - LEAD_SECONDS
-                    issued += slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, launch_slowdown) if free[_HOST] > issued else issue
+                    issued += (
+                        slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, launch_slowdown)
+                        if free[_HOST] > issued
+                        else issue
+                    )
                     if issued - start > seconds:
                         if lane == _COMPUTE:
                             starved += issued - start - seconds
@@ -151,7 +175,9 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
 
 
 def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[list[tuple[list[_Op], int, bool]], int]:
-    """Per segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is the update."""
+    """Per segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is
+    the update.
+    """
     in_backward = place.step_config.update == "in_backward"
     number: dict[Buffer, int] = {}
     known: dict[bool, dict[Action, _Op]] = {False: {}, True: {}}

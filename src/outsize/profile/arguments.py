@@ -1,4 +1,6 @@
-"""Tensors that layers take beside their input, as a discovery sees them. Who takes and reads one decides where its gradient is added up: see profile/sharing.py."""
+"""Tensors that layers take beside their input, as a discovery sees them. Who takes and reads one decides where its
+gradient is added up: see profile/sharing.py.
+"""
 
 import weakref
 from collections.abc import Iterable
@@ -17,7 +19,9 @@ class SharedTensor:
     storage: "weakref.ref[torch.UntypedStorage]"
     calls: list[int]
     maker: int = -1
-    """The call of the layer that left it in an argument, for later layers to take. -1: a region made it, or a layer returned it."""
+    """The call of the layer that left it in an argument, for later layers to take. -1: a region made it, or a layer
+    returned it.
+    """
     readers: set[int] = field(default_factory=set)
     """Calls that compute with it, as far as they ran."""
     requires_grad: bool = False

@@ -1,4 +1,6 @@
-"""Traces on disk, by fingerprint of everything that a trace depends on: model, its code, batch, device. See base/cache_folder.py for where."""
+"""Traces on disk, by fingerprint of everything that a trace depends on: model, its code, batch, device. See
+base/cache_folder.py for where.
+"""
 
 import json
 from dataclasses import replace
@@ -28,9 +30,18 @@ TRACE_FORMAT = 18
 
 
 def traced(
-    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None, *, model_loss: str = ""
+    model: nn.Module,
+    batch: Any,
+    layers: tuple[Layer, ...],
+    device: Device,
+    weights: Weights | None = None,
+    loss: Loss | None = None,
+    *,
+    model_loss: str = "",
 ) -> tuple[BlockGraph, ModelTrace]:
-    """The trace of this model, batch shape and device: from the cache, or taken now. `model_loss`: how the model makes its loss, if not in its own way."""
+    """The trace of this model, batch shape and device: from the cache, or taken now. `model_loss`: how the model makes
+    its loss, if not in its own way.
+    """
     # A loss that is made outside of the model is code that no fingerprint covers.
     key = _key(model, batch, layers, device, model_loss) if loss is None else ""
     path = profile_path(key) if key else None
@@ -45,12 +56,16 @@ def traced(
             log.warning("the cached trace %s is not readable and is taken again", path)
     graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
     # The overhead is read last: a tracer holds tensors as long as it runs.
-    trace = replace(trace, process_overhead=_process_overhead(model, device), profile_keys=(key,) if path is not None else ())
+    trace = replace(
+        trace, process_overhead=_process_overhead(model, device), profile_keys=(key,) if path is not None else ()
+    )
     if path is not None:
         try:
             write_whole(path, json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
         except OSError as error:
-            log.warning("the trace is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written, or to nothing", error)
+            log.warning(
+                "the trace is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written, or to nothing", error
+            )
     return graph, trace
 
 
@@ -70,12 +85,19 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "torch": torch.__version__,
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
             "code": fingerprint_code(model),
-            "config": repr(sorted((k, repr(v)) for k, v in config.to_dict().items())) if config is not None and hasattr(config, "to_dict") else "",
+            "config": repr(sorted((k, repr(v)) for k, v in config.to_dict().items()))
+            if config is not None and hasattr(config, "to_dict")
+            else "",
             "attention": str(getattr(config, "_attn_implementation", "")),
             "training": str([m.training for m in model.modules()]),
-            "params": [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters(remove_duplicate=False)],
+            "params": [
+                [n, list(p.shape), str(p.dtype), p.requires_grad]
+                for n, p in model.named_parameters(remove_duplicate=False)
+            ],
             "tied": [names[id(p)] for _, p in model.named_parameters(remove_duplicate=False)],
-            "modules": fingerprint([[n, type(m).__qualname__, m.extra_repr(), _settings(m)] for n, m in model.named_modules()]),
+            "modules": fingerprint(
+                [[n, type(m).__qualname__, m.extra_repr(), _settings(m)] for n, m in model.named_modules()]
+            ),
             "generators": len(list(generators_of(model))),  # what draws from them cannot be recomputed
             "layers": [[layer.name, layer.structure] for layer in layers],
             "loss": model_loss,
@@ -83,7 +105,11 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "contents": repr(map_tensors(_Described, batch)),
             "irregular": [name for name, tensor in named_tensors(batch) if looks_irregular(name, tensor)],
             "device": _speed(device),
-            "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)), torch.is_autocast_cache_enabled()],
+            "autocast": [
+                torch.is_autocast_enabled(kind),
+                str(torch.get_autocast_dtype(kind)),
+                torch.is_autocast_cache_enabled(),
+            ],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     )
@@ -92,12 +118,21 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
 def _speed(device: Device) -> list[Any]:
     """What the seconds of a trace depend on. Bytes depend on no device, and a trace is the same on a larger one."""
     spec = device.spec
-    return [device.kind, to_json(replace(spec, name="", gpu_bytes=0, host_bytes=0)) if device.kind == "sim" else [spec.name, spec.sustained_clock_ratio]]
+    return [
+        device.kind,
+        to_json(replace(spec, name="", gpu_bytes=0, host_bytes=0))
+        if device.kind == "sim"
+        else [spec.name, spec.sustained_clock_ratio],
+    ]
 
 
 def _settings(module: nn.Module) -> list[str]:
     """Plain attributes: a model may compute something else by them."""
-    return sorted(f"{k}={v!r}" for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, (bool, int, float, str, tuple, type(None))))
+    return sorted(
+        f"{k}={v!r}"
+        for k, v in vars(module).items()
+        if not k.startswith("_") and isinstance(v, (bool, int, float, str, tuple, type(None)))
+    )
 
 
 class _Described:

@@ -27,7 +27,13 @@ def loss_of(outputs: Any) -> Tensor:
     step_config = all_with_grad(outputs)
     if not step_config:
         found = "no output of the model requires grad"
-        raise ModelUnsupported(tell("the model has something to train", found, "Set requires_grad on what shall be trained, or give a batch with labels"))
+        raise ModelUnsupported(
+            tell(
+                "the model has something to train",
+                found,
+                "Set requires_grad on what shall be trained, or give a batch with labels",
+            )
+        )
     return torch.stack([t.float().sum() for t in step_config]).sum()
 
 

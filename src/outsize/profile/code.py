@@ -1,8 +1,8 @@
 """Fingerprint of a model's code: a profile is valid only for the code that was profiled.
 
-Hashed are the source files of all module classes and their bases, functions that were set on modules by hand with the plain values that they were made
-with, and the versions of the libraries that the classes come from. Code that a forward calls in other files is not followed; a run that contradicts a
-cached profile deletes it (runtime/engine.py).
+Hashed are the source files of all module classes and their bases, functions that were set on modules by hand with the
+plain values that they were made with, and the versions of the libraries that the classes come from. Code that a forward
+calls in other files is not followed; a run that contradicts a cached profile deletes it (runtime/engine.py).
 """
 
 import hashlib
@@ -21,7 +21,12 @@ _TORCH_PACKAGES = ("torch", "builtins", "typing", "abc")
 
 
 def fingerprint_code(model: nn.Module) -> str:
-    classes = {base for module in model.modules() for base in type(module).__mro__ if base.__module__.split(".")[0] not in _TORCH_PACKAGES}
+    classes = {
+        base
+        for module in model.modules()
+        for base in type(module).__mro__
+        if base.__module__.split(".")[0] not in _TORCH_PACKAGES
+    }
     found = {f"{cls.__module__}.{cls.__qualname__}={_of_class(cls)}" for cls in classes}
     found |= {f"{package}={_version(package)}" for package in {cls.__module__.split(".")[0] for cls in classes}}
     patched = sorted(f"{name}={_of_function(function)}" for name, function in _set_by_hand(model))
@@ -38,8 +43,12 @@ def _set_by_hand(model: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _of_class(cls: type) -> str:
-    """Of the file it is written in, which holds the functions that it calls too; of its methods where there is no file (a notebook), or it is patched."""
-    return _of_file(cls) + "".join(sorted(_of_function(value) for value in vars(cls).values() if isinstance(value, FunctionType)))
+    """Of the file it is written in, which holds the functions that it calls too; of its methods where there is no file
+    (a notebook), or it is patched.
+    """
+    return _of_file(cls) + "".join(
+        sorted(_of_function(value) for value in vars(cls).values() if isinstance(value, FunctionType))
+    )
 
 
 def _of_file(cls: type) -> str:
@@ -56,7 +65,9 @@ def _of_path(path: str, _modified: int) -> str:
 
 
 def _of_function(function: FunctionType, depth: int = 4) -> str:
-    """Its code, and the plain values and functions that it has from where it was made: the same lines may do something else by them."""
+    """Its code, and the plain values and functions that it has from where it was made: the same lines may do something
+    else by them.
+    """
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     held = [_of_value(value, depth) for value in defaults]
     for cell in function.__closure__ or ():

@@ -1,14 +1,17 @@
-"""Tensors that outlive the block call that made them: which calls hold each one, under which strategies, and when it dies if none does.
+"""Tensors that outlive the block call that made them: which calls hold each one, under which strategies, and when it
+dies if none does.
 
-Each pass runs all layers under one strategy, and a plan gives each layer its own. So the memory of such tensors is in no call's Work; the ledger
-(planner/memory.py) adds it up from the records that are made here (`Shared`). Followed are the arguments of layers, their outputs, what they leave in
-their arguments, and what their graphs save if it dies in a later forward (a graph that nothing uses).
+Each pass runs all layers under one strategy, and a plan gives each layer its own. So the memory of such tensors is in
+no call's Work; the ledger (planner/memory.py) adds it up from the records that are made here (`Shared`). Followed are
+the arguments of layers, their outputs, what they leave in their arguments, and what their graphs save if it dies in a
+later forward (a graph that nothing uses).
 
-What holds a tensor is known before its death is seen. With `keep`, autograd tells what a layer saves. `recompute` holds all arguments, `offload` all but
-the input, and `swap` what autograd saves, without what it sends. A death that is seen overrules this, and shows what code outside of layers holds.
+What holds a tensor is known before its death is seen. With `keep`, autograd tells what a layer saves. `recompute` holds
+all arguments, `offload` all but the input, and `swap` what autograd saves, without what it sends. A death that is seen
+overrules this, and shows what code outside of layers holds.
 
-Layers that are skipped return copies of their inputs, so that what other code does with their outputs is seen. What they would hold themselves is what the
-layer holds that was measured in their place.
+Layers that are skipped return copies of their inputs, so that what other code does with their outputs is seen. What
+they would hold themselves is what the layer holds that was measured in their place.
 """
 
 import weakref
@@ -21,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.base.errors import ModelUnsupported
-from outsize.compat import node_number, storage_id
+from outsize.compat import node_number, saved_tensors_hooks_in_force, storage_id
 from outsize.model.work import Role, Shared, Strategy
 from outsize.profile.phases import Moment, Phases, Storage
 
@@ -64,15 +67,21 @@ class Lifetimes:
                 storage, found = tensor.untyped_storage(), self._find(tensor.untyped_storage())
                 use: Use = (call, "argument", number)
                 if found is None:
-                    is_between = self._returned_last == call - 1 and tensor.grad_fn is not None and node_number(tensor.grad_fn) > self._made_until
+                    is_between = (
+                        self._returned_last == call - 1
+                        and tensor.grad_fn is not None
+                        and node_number(tensor.grad_fn) > self._made_until
+                    )
                     found = self._follow(use, storage, call - 1 if is_between else -1)
                 self._use(found, use, storage)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Note what autograd saves. Not inside hooks of the model's own (checkpointing around layers, which is refused): they would see nothing."""
+        """Note what autograd saves. Not inside hooks of the model's own (checkpointing around layers, which is
+        refused): they would see nothing.
+        """
         self._saved = {}
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if saved_tensors_hooks_in_force(False) is not None:
             yield
             return
 
@@ -104,16 +113,24 @@ class Lifetimes:
             alive = ref()
             if alive is not None and self._holds(strategy, use, alive):
                 self.held.add(use)
-        saved = [storage for ref in self._saved.values() if (storage := ref()) is not None and self._find(storage) is None]
+        saved = [
+            storage for ref in self._saved.values() if (storage := ref()) is not None and self._find(storage) is None
+        ]
         for number, storage in enumerate(saved):
-            self.tensors[call, "saved", number] = Followed((call, "saved", number), self.phases.follow(storage, saved_by=call))
+            self.tensors[call, "saved", number] = Followed(
+                (call, "saved", number), self.phases.follow(storage, saved_by=call)
+            )
         self._saved = {}
 
     def _holds(self, strategy: Strategy, use: Use, storage: torch.UntypedStorage) -> bool:
         _, role, number = use
         if strategy == "keep":
             return storage_id(storage) in self._saved and self._saved[storage_id(storage)]() is storage
-        return role == "argument" and (strategy == "recompute" or (strategy == "offload" and number > 0)) and torch.is_grad_enabled()
+        return (
+            role == "argument"
+            and (strategy == "recompute" or (strategy == "offload" and number > 0))
+            and torch.is_grad_enabled()
+        )
 
     def sends(self, call: int, holds: Callable[[torch.UntypedStorage], bool]) -> None:
         """A layer's offloaded is complete."""
@@ -140,18 +157,23 @@ class Lifetimes:
 class Records:
     """Of tensors, by what the passes say together."""
 
-    def __init__(self, passes: Mapping[Strategy, Lifetimes], layers: Container[int], representative: Callable[[int], int]):
+    def __init__(
+        self, passes: Mapping[Strategy, Lifetimes], layers: Container[int], representative: Callable[[int], int]
+    ):
         """`layers`: calls of layers. `representative`: the call that was measured in the place of another."""
         if len({tuple(use for use in run.tensors if use[1] != "saved") for run in passes.values()}) > 1:
             raise ModelUnsupported(
-                "The model's layers get other tensors as arguments when activations are recomputed or sent to the host. "
+                "The model's layers get other tensors as arguments when activations are recomputed or sent to the "
+                "host. "
                 "Let layers return what later layers need, instead of writing it into an object that they are given."
             )
         self._passes, self._representative = passes, representative
         self._tensors = passes["keep"].tensors
         self._held = {s: set(run.held) for s, run in passes.items()}
         swap = passes["swap"]
-        self._held["swap"] |= {use for use in passes["keep"].held if swap.strategies.get(use[0]) == "swap" and use not in swap.sent}
+        self._held["swap"] |= {
+            use for use in passes["keep"].held if swap.strategies.get(use[0]) == "swap" and use not in swap.sent
+        }
         self._early: dict[Strategy, set[Use]] = {s: set() for s in passes}
         """They freed it before the peak of their backward."""
         self._others: dict[Use, dict[int, tuple[str, ...]]] = {}
@@ -182,12 +204,16 @@ class Records:
     def _settle(self, tensor: Followed, layers: Container[int]) -> None:
         """Complete what phases count.
 
-        A tensor that dies in a forward after its peak counts as alive until the next forward, since it is part of that peak where it lives on. If it never
-        does it makes no difference, and which moment is the peak depends on the size of the batch: then it counts as dead from the beginning, and numbers
-        of several sizes lie on one line. Not so in layers, whose numbers stand for those of others.
+        A tensor that dies in a forward after its peak counts as alive until the next forward, since it is part of that
+        peak where it lives on. If it never does it makes no difference, and which moment is the peak depends on the
+        size of the batch: then it counts as dead from the beginning, and numbers of several sizes lie on one line. Not
+        so in layers, whose numbers stand for those of others.
         """
         storages = [(run, run.tensors[tensor.first].storage) for run in self._passes.values()]
-        moments = {died[1] - storage.is_late if (died := storage.died) is not None and died[0] == "F" else -1 for _, storage in storages}
+        moments = {
+            died[1] - storage.is_late if (died := storage.died) is not None and died[0] == "F" else -1
+            for _, storage in storages
+        }
         at = max(moments)
         may_live_on = any(self._source(use) in held for use in tensor.uses for held in self._held.values())
         if len(moments) == 1 and at >= 0 and at not in layers and at != tensor.storage.born and not may_live_on:
@@ -210,14 +236,20 @@ class Records:
         found = [self._record(tensor, offered) for tensor in self._tensors.values() if tensor.first[1] != "saved"]
         found += self._saved(len(offered))
         # One that lives from the beginning to the end needs none.
-        return tuple(sorted((r for r in found if r.born >= 0 or r.dies_at >= 0), key=lambda r: (r.call, r.role, r.number)))
+        return tuple(
+            sorted((r for r in found if r.born >= 0 or r.dies_at >= 0), key=lambda r: (r.call, r.role, r.number))
+        )
 
     def _record(self, tensor: Followed, offered: Sequence[Collection[str]]) -> Shared:
         call, role, number = tensor.first
         # What a skipped layer returned may be of another size than what it would have made.
         measured = self._tensors.get((self._representative(call), role, number), tensor) if role == "output" else tensor
         held, sent = dict(self._others.get(tensor.first, {})), {}
-        early = {v: under for v, under in held.items() if all(self._is_early(tensor, s) for s, died in self._deaths(tensor) if died == ("B", v))}
+        early = {
+            v: under
+            for v, under in held.items()
+            if all(self._is_early(tensor, s) for s, died in self._deaths(tensor) if died == ("B", v))
+        }
         for use in tensor.uses:
             own = [s for s in self._passes if s in offered[use[0]]]
             if under := tuple(s for s in own if self._source(use) in self._held[s]):
@@ -227,7 +259,14 @@ class Records:
             if under := tuple(s for s in own if self._source(use) in self._passes[s].sent):
                 sent[use[0]] = under
         dies_at = self._dies_at(tensor, len(offered))
-        found = Shared(call=call, role=role, number=number, num_bytes=measured.storage.num_bytes, born=tensor.storage.born, dies_at=dies_at)
+        found = Shared(
+            call=call,
+            role=role,
+            number=number,
+            num_bytes=measured.storage.num_bytes,
+            born=tensor.storage.born,
+            dies_at=dies_at,
+        )
         if dies_at < 0:
             return found
         held_by, early_in, sent_by = (tuple(sorted(holders.items())) for holders in (held, early, sent))
@@ -253,4 +292,12 @@ class Records:
                 sizes[later] = sizes.get(later, 0) + tensor.storage.num_bytes
         for call in range(num_calls):
             for number, (later, num_bytes) in enumerate(sorted(found.get(self._representative(call), {}).items())):
-                yield Shared(call=call, role="saved", number=number, num_bytes=num_bytes, born=call, dies_at=min(call + later, num_calls), under=("keep",))
+                yield Shared(
+                    call=call,
+                    role="saved",
+                    number=number,
+                    num_bytes=num_bytes,
+                    born=call,
+                    dies_at=min(call + later, num_calls),
+                    under=("keep",),
+                )

@@ -50,7 +50,9 @@ class Storage:
     born: int
     """The call in whose forward it was made, where that does not count its birth either; -1 where it does."""
     saved_by: int = -1
-    """The graph of this call saved it, and nobody else has it: it is followed only if it dies in the forward of a later call."""
+    """The graph of this call saved it, and nobody else has it: it is followed only if it dies in the forward of a later
+    call.
+    """
     died: Moment | None = None
     """`F`: the forward of that call began without it, or it was dead before that call's peak."""
     peak: int = 0
@@ -70,7 +72,9 @@ def _dies(phases: "weakref.ref[Phases]", storage: Storage, _: object) -> None:
 
 class Phases:
     def __init__(self, meter: Meter | None, device: Device, *, ahead: bool):
-        """Without a meter only seconds are taken: with the issuing thread `ahead` of the device, as in the midst of a run, or each phase from a standstill."""
+        """Without a meter only seconds are taken: with the issuing thread `ahead` of the device, as in the midst of a
+        run, or each phase from a standstill.
+        """
         self._meter, self._device, self._ahead = meter, device, ahead
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
@@ -103,12 +107,18 @@ class Phases:
             phase.seconds = self._device.between(start, end)
 
     def at_best(self, other: "Phases") -> None:
-        """The less of what two passes took, this one ahead and the other from standstills: what is more was a hiccup, and a layer's stands for many layers;
-        or waiting, of the device for the issuing thread, or of a thread that is ahead and asks the device for a number. One that was held up by something
-        else has its lead still."""
-        for one, two in (*zip(self.forward, other.forward, strict=True), *((phase, other.backward[call]) for call, phase in self.backward.items())):
+        """The less of what two passes took, this one ahead and the other from standstills: what is more was a hiccup,
+        and a layer's stands for many layers; or waiting, of the device for the issuing thread, or of a thread that is
+        ahead and asks the device for a number. One that was held up by something else has its lead still."""
+        for one, two in (
+            *zip(self.forward, other.forward, strict=True),
+            *((phase, other.backward[call]) for call, phase in self.backward.items()),
+        ):
             one.waits = not one.ran_ahead and one.op_launch_seconds - two.op_launch_seconds > WAITED_SECONDS
-            one.seconds, one.op_launch_seconds = min(one.seconds, two.seconds), min(one.op_launch_seconds, two.op_launch_seconds)
+            one.seconds, one.op_launch_seconds = (
+                min(one.seconds, two.seconds),
+                min(one.op_launch_seconds, two.op_launch_seconds),
+            )
 
     def slow_down(self, factor: float) -> None:
         for phase in (*self.forward, *self.backward.values()):
@@ -143,14 +153,18 @@ class Phases:
         phase.peak_bytes += storage.num_bytes if is_early else 0
 
     def call_early(self, storage: Storage) -> None:
-        """It died after the peak of a forward. Count it as dead from the beginning of that forward, and its bytes as part of the peak."""
+        """It died after the peak of a forward. Count it as dead from the beginning of that forward, and its bytes as
+        part of the peak.
+        """
         assert storage.is_late and storage.died is not None
         call = storage.died[1] - 1
         storage.died, storage.is_late = ("F", call), False
         self.forward[call].peak_bytes += storage.num_bytes
 
     def returned(self) -> None:
-        """The root's caller has its outputs, or its loss: what the call itself held (its arguments) is gone, what the loss holds is there."""
+        """The root's caller has its outputs, or its loss: what the call itself held (its arguments) is gone, what the
+        loss holds is there.
+        """
         phase = self.forward[-1]
         phase.delta_bytes += self._read() - self._end
         if self._meter is not None:
@@ -161,7 +175,9 @@ class Phases:
         self._dead = []
 
     def begin_backward(self) -> None:
-        """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs, counts as the first call's."""
+        """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs,
+        counts as the first call's.
+        """
         self._of_loss = Phase()
         self._mark(self._of_loss)
 
@@ -188,7 +204,9 @@ class Phases:
             self._dead = []
 
     def follow(self, storage: torch.UntypedStorage, born: int = -1, saved_by: int = -1) -> Storage:
-        """Count neither its birth in the forward of `born`, which is under way or over, nor its death. -1: its birth is counted."""
+        """Count neither its birth in the forward of `born`, which is under way or over, nor its death. -1: its birth is
+        counted.
+        """
         found = Storage(storage.nbytes(), born, saved_by)
         found.ref = weakref.ref(storage, partial(_dies, weakref.ref(self), found))
         if born >= 0:
@@ -262,6 +280,8 @@ def bytes_of_phases(phases: Phases, call: int) -> dict[str, Any]:
     """As fields of a Work."""
     forward, backward = phases.forward[call], phases.backward.get(call) or Phase()
     return {
-        "forward_peak_bytes": forward.peak_bytes, "forward_delta_bytes": forward.delta_bytes,
-        "backward_peak_bytes": backward.peak_bytes, "backward_delta_bytes": backward.delta_bytes,
-    }  # fmt: skip
+        "forward_peak_bytes": forward.peak_bytes,
+        "forward_delta_bytes": forward.delta_bytes,
+        "backward_peak_bytes": backward.peak_bytes,
+        "backward_delta_bytes": backward.delta_bytes,
+    }

@@ -1,8 +1,9 @@
-"""`probe`: the rates of this machine, measured on the lanes that training uses, into a Machine: a HardwareSpec with the figures behind it.
+"""`probe`: the rates of this machine, measured on the lanes that training uses, into a Machine: a HardwareSpec with the
+figures behind it.
 
-Everything goes through the device seam, so a copy or an update costs here what it costs in a run. Whatever is timed repeats for a window and counts with
-its median (a step's lanes: with their mean). Without a GPU only the host is measured, and the card is assumed. Takes about twenty seconds, 2 GiB of the
-host and less of the card, for the while.
+Everything goes through the device seam, so a copy or an update costs here what it costs in a run. Whatever is timed
+repeats for a window and counts with its median (a step's lanes: with their mean). Without a GPU only the host is
+measured, and the card is assumed. Takes about twenty seconds, 2 GiB of the host and less of the card, for the while.
 """
 
 import gc
@@ -34,12 +35,18 @@ from outsize.progress import counted
 MiB = 2**20
 HYPER = Hyper.at(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1000)
 STATE_BYTES = 14
-"""Of a parameter that is updated: weight and remainder, two moments, gradient. All but the gradient are written too: 26 bytes of traffic."""
+"""Of a parameter that is updated: weight and remainder, two moments, gradient. All but the gradient are written too: 26
+bytes of traffic.
+"""
 TRAFFIC_BYTES = 26
 OPERATOR_SHARE = 0.85
-"""Of a plain copy's bytes per second, what operators on activations reach. Fitted to layers of 1B to 8B on the H200: 3.45 TB/s of 4.1."""
+"""Of a plain copy's bytes per second, what operators on activations reach. Fitted to layers of 1B to 8B on the H200:
+3.45 TB/s of 4.1.
+"""
 ISSUED_OPERATORS = 350
-"""So many operators of a model take the thread that issues them as long as the probe's six hundred bare ones: 25 µs each where those took 8.7 ms."""
+"""So many operators of a model take the thread that issues them as long as the probe's six hundred bare ones: 25 µs
+each where those took 8.7 ms.
+"""
 _MOST_CONTEXT_BYTES = 2048 * MiB
 """More than that on the card is somebody else's."""
 
@@ -76,7 +83,13 @@ def probe(device: Device, sizes: Sizes | None = None) -> Machine:
     """Measure the machine that `device` is of: `cuda`, or `cpu` for the host alone. No engine may be at work on it."""
     gc.collect()  # an engine that nobody holds any more is at work on nothing
     if device.promised:
-        raise EngineMisuse(tell("nothing else runs on a machine that is measured", "an engine is at work on it", "Call its engine.detach() first"))
+        raise EngineMisuse(
+            tell(
+                "nothing else runs on a machine that is measured",
+                "an engine is at work on it",
+                "Call its engine.detach() first",
+            )
+        )
     with_card = device.kind == "cuda"
     prober = Prober(device, sizes or Sizes())
     began = time.perf_counter()
@@ -85,10 +98,17 @@ def probe(device: Device, sizes: Sizes | None = None) -> Machine:
             stage()
     except torch.OutOfMemoryError as error:
         first = str(error).split("\n")[0]
-        raise DeviceOutOfMemory(tell("2 GiB of the card are free to measure it", first, "End what else runs on it, and probe again")) from None
+        raise DeviceOutOfMemory(
+            tell("2 GiB of the card are free to measure it", first, "End what else runs on it, and probe again")
+        ) from None
     finally:
         device.synchronize()  # no copy reads memory that is about to be freed
-    measured = {"date": date.today().isoformat(), "identity": asdict(device.identity), "seconds": _rounded(time.perf_counter() - began), **prober.found}
+    measured = {
+        "date": date.today().isoformat(),
+        "identity": asdict(device.identity),
+        "seconds": _rounded(time.perf_counter() - began),
+        **prober.found,
+    }
     return Machine(spec=make_spec(device, measured), measured=measured)
 
 
@@ -101,17 +121,32 @@ def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
     rates = measured.get("step_per_second", {})
     if "gpu_adam_params_per_second" not in measured:
         words = f"host probed on {measured['date']}; the card is assumed as of {ASSUMED}: there is none here"
-        return replace(CATALOG[ASSUMED], **host, name="host", host_adam_params_per_second=measured["lanes_per_second"]["host"]["host"], provenance=words)
+        return replace(
+            CATALOG[ASSUMED],
+            **host,
+            name="host",
+            host_adam_params_per_second=measured["lanes_per_second"]["host"]["host"],
+            provenance=words,
+        )
     return HardwareSpec(
-        **host, name=device.spec.name, gpu_bytes=device.spec.gpu_bytes, sustained_clock_ratio=device.spec.sustained_clock_ratio,
+        **host,
+        name=device.spec.name,
+        gpu_bytes=device.spec.gpu_bytes,
+        sustained_clock_ratio=device.spec.sustained_clock_ratio,
         flops=_rounded(statistics.mean(measured["gemm_flops"].values()) / device.spec.sustained_clock_ratio),
-        gpu_bytes_per_second=_rounded(measured["gpu_copy_bytes_per_second"] * OPERATOR_SHARE), h2d_bytes_per_second=rates["h2d"],
-        d2h_bytes_per_second=rates["d2h"], host_adam_params_per_second=rates["host"],
-        gpu_adam_params_per_second=measured["gpu_adam_params_per_second"], launch_seconds=max(measured["launch_seconds"].values()),
+        gpu_bytes_per_second=_rounded(measured["gpu_copy_bytes_per_second"] * OPERATOR_SHARE),
+        h2d_bytes_per_second=rates["h2d"],
+        d2h_bytes_per_second=rates["d2h"],
+        host_adam_params_per_second=rates["host"],
+        gpu_adam_params_per_second=measured["gpu_adam_params_per_second"],
+        launch_seconds=max(measured["launch_seconds"].values()),
         op_launch_seconds=_rounded(measured["op_launch_seconds"]["alone"] / ISSUED_OPERATORS),
-        launch_slowdown=max(1.0, _rounded(measured["op_launch_seconds"]["beside updates"] / measured["op_launch_seconds"]["alone"])),
-        provenance=f"probed on {measured['date']}", context_bytes=measured["allocator"]["context_bytes"],
-    )  # fmt: skip
+        launch_slowdown=max(
+            1.0, _rounded(measured["op_launch_seconds"]["beside updates"] / measured["op_launch_seconds"]["alone"])
+        ),
+        provenance=f"probed on {measured['date']}",
+        context_bytes=measured["allocator"]["context_bytes"],
+    )
 
 
 class Prober:
@@ -132,7 +167,11 @@ class Prober:
 
     def host_memory(self) -> None:
         total, limit = int(psutil.virtual_memory().total), container_limit()
-        self.found["host_memory"] = {"bytes": min(total, limit or total), "free_bytes": free_host_bytes(), "container_limit_bytes": limit or 0}
+        self.found["host_memory"] = {
+            "bytes": min(total, limit or total),
+            "free_bytes": free_host_bytes(),
+            "container_limit_bytes": limit or 0,
+        }
 
     def host_lanes(self) -> None:
         self._host = self._host_load()
@@ -158,7 +197,10 @@ class Prober:
         self._pinned = {way: self._device.host_empty(most, pinned=True) for way in ("h2d", "d2h")}
         self._card = {way: self._device.empty(most) for way in ("h2d", "d2h")}
         self._copies = {way: self._copy_load(way, most) for way in ("h2d", "d2h")}
-        by_size = {way: {_size(n): self._rates([self._copy_load(way, n)])[way] for n in self._sizes.copy_bytes} for way in ("h2d", "d2h")}
+        by_size = {
+            way: {_size(n): self._rates([self._copy_load(way, n)])[way] for n in self._sizes.copy_bytes}
+            for way in ("h2d", "d2h")
+        }
         self.found["copy_bytes_per_second"] = by_size
 
     def _copy_load(self, way: Any, num_bytes: int) -> _Load:
@@ -172,9 +214,11 @@ class Prober:
             self.found["lanes_per_second"][together(load.lane for load in loads)] = self._rates(loads)
 
     def step(self) -> None:
-        """The lanes as a step has them that streams: what the card has computed comes out, the host updates it, and twice as much goes in for the next one.
+        """The lanes as a step has them that streams: what the card has computed comes out, the host updates it, and
+        twice as much goes in for the next one.
 
-        A lane slows the others only while it works, and here they work about as long as in training: these are the rates that plans take.
+        A lane slows the others only while it works, and here they work about as long as in training: these are the
+        rates that plans take.
         """
         chunk, multiply = self._host.amount * 2, self._product(self._sizes.gemms[-1])
         loads = {way: self._copy_load(way, int(min(chunk, max(self._sizes.copy_bytes)))) for way in ("h2d", "d2h")}
@@ -189,10 +233,14 @@ class Prober:
                 self._submit(loads["h2d"], [updated])
         amounts: dict[Lane, float] = {"h2d": loads["h2d"].amount, "d2h": loads["d2h"].amount, "host": self._host.amount}
         spans = {lane: [span.end - span.start for span in line.spans if span.lane == lane] for lane in amounts}
-        self.found["step_per_second"] = {lane: _rounded(amounts[lane] * len(found) / max(sum(found), 1e-9)) for lane, found in spans.items()}
+        self.found["step_per_second"] = {
+            lane: _rounded(amounts[lane] * len(found) / max(sum(found), 1e-9)) for lane, found in spans.items()
+        }
 
     def issuing(self) -> None:
-        """What the thread that issues takes over many small operators, forward and backward: alone, and while the host updates."""
+        """What the thread that issues takes over many small operators, forward and backward: alone, and while the host
+        updates.
+        """
         x, grad = self._random(64, 64).requires_grad_(), self._random(64, 64)
 
         def issue() -> float:
@@ -214,7 +262,10 @@ class Prober:
                 self._submit(self._host)
             beside.append(issue())
             self._device.synchronize()
-        self.found["op_launch_seconds"] = {"alone": _rounded(statistics.median(alone)), "beside updates": _rounded(statistics.median(beside))}
+        self.found["op_launch_seconds"] = {
+            "alone": _rounded(statistics.median(alone)),
+            "beside updates": _rounded(statistics.median(beside)),
+        }
 
     def launches(self) -> None:
         """What a copy costs beyond its bytes: many small ones, from the first call to the last one's end."""
@@ -239,7 +290,9 @@ class Prober:
 
     def gpu_memory(self) -> None:
         source, target = (self._device.empty(max(self._sizes.copy_bytes)) for _ in range(2))
-        self.found["gpu_copy_bytes_per_second"] = self._rates([_Load("compute", 2 * source.nbytes, lambda: target.copy_(source))])["compute"]
+        self.found["gpu_copy_bytes_per_second"] = self._rates(
+            [_Load("compute", 2 * source.nbytes, lambda: target.copy_(source))]
+        )["compute"]
 
     def gpu_adam(self) -> None:
         numel = self._sizes.state_numel
@@ -250,12 +303,19 @@ class Prober:
         self.found |= {"gpu_adam_params_per_second": rate, "gpu_adam_bytes_per_second": _rounded(rate * TRAFFIC_BYTES)}
 
     def matrices(self) -> None:
-        products = {f"{tokens}x{width_in}x{width_out}": self._product((tokens, width_in, width_out)) for tokens, width_in, width_out in self._sizes.gemms}
+        products = {
+            f"{tokens}x{width_in}x{width_out}": self._product((tokens, width_in, width_out))
+            for tokens, width_in, width_out in self._sizes.gemms
+        }
         self.found["gemm_flops"] = {shape: self._flops(product) for shape, product in products.items()}
 
     def _product(self, shape: tuple[int, int, int]) -> _Load:
         tokens, width_in, width_out = shape
-        return _Load("compute", 2 * tokens * width_in * width_out, partial(F.linear, self._random(tokens, width_in), self._random(width_out, width_in)))
+        return _Load(
+            "compute",
+            2 * tokens * width_in * width_out,
+            partial(F.linear, self._random(tokens, width_in), self._random(width_out, width_in)),
+        )
 
     def attention(self) -> None:
         """Forward and backward, causal."""
@@ -266,7 +326,9 @@ class Prober:
             def work(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> None:
                 torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], grad)
 
-            found[f"{tokens} tokens"] = self._flops(_Load("compute", attention_flops(self._sizes.heads * 128, tokens), work))
+            found[f"{tokens} tokens"] = self._flops(
+                _Load("compute", attention_flops(self._sizes.heads * 128, tokens), work)
+            )
         self.found["attention_flops"] = found
 
     def layer(self) -> None:
@@ -290,13 +352,20 @@ class Prober:
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats(self._device.torch_device)
         products = 6 * rows * tokens * sum(weight.numel() for weight in weights)
-        self.found["layer_flops"] = self._flops(_Load("compute", products + rows * attention_flops(hidden, tokens), work))
+        self.found["layer_flops"] = self._flops(
+            _Load("compute", products + rows * attention_flops(hidden, tokens), work)
+        )
         if self._device.kind == "cuda":
-            most = [peak(self._device.torch_device) for peak in (torch.accelerator.max_memory_allocated, torch.accelerator.max_memory_reserved)]
+            most = [
+                peak(self._device.torch_device)
+                for peak in (torch.accelerator.max_memory_allocated, torch.accelerator.max_memory_reserved)
+            ]
             self.found["allocator"] = {"lost_share_of_a_layer": _rounded(1 - most[0] / most[1])}
 
     def allocator(self) -> None:
-        """What it takes in time and memory. Last, since what the libraries keep for themselves must be there and nothing of ours."""
+        """What it takes in time and memory. Last, since what the libraries keep for themselves must be there and
+        nothing of ours.
+        """
         size = 64 * MiB if self._device.kind == "cuda" else MiB
         started = time.perf_counter()
         for _ in range(200):
@@ -339,14 +408,21 @@ class Prober:
                 for load in loads:
                     if i < times[load.lane]:
                         self._submit(load)
-        spans = {load.lane: sorted((span.start, span.end) for span in line.spans if span.lane == load.lane) for load in loads}
+        spans = {
+            load.lane: sorted((span.start, span.end) for span in line.spans if span.lane == load.lane) for load in loads
+        }
         start, end = max(found[0][0] for found in spans.values()), min(found[-1][1] for found in spans.values())
-        common = {lane: [span for span in found if start <= span[0] and span[1] <= end] or found for lane, found in spans.items()}
+        common = {
+            lane: [span for span in found if start <= span[0] and span[1] <= end] or found
+            for lane, found in spans.items()
+        }
         return {lane: statistics.median(b - a for a, b in found) for lane, found in common.items()}
 
 
 def attention_flops(width: int, tokens: int) -> float:
-    """Two products forward and five backward, each without the half that a causal mask hides: as a plan's roofline counts (device/observer.py)."""
+    """Two products forward and five backward, each without the half that a causal mask hides: as a plan's roofline
+    counts (device/observer.py).
+    """
     return 7 * 2 * tokens**2 * width / 2
 
 

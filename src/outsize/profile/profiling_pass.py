@@ -1,4 +1,6 @@
-"""ProfilingPass: one forward and backward of a trial run under one strategy, listening to the model's tracker and measuring it."""
+"""ProfilingPass: one forward and backward of a trial run under one strategy, listening to the model's tracker and
+measuring it.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -42,7 +44,9 @@ class Trial(Protocol):
     def bring(self, module: nn.Module) -> None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
     def context_key(self, call: int) -> Any:
-        """What is known of the time before a layer and after it: what comes before may hold its input, what comes after is measured with it."""
+        """What is known of the time before a layer and after it: what comes before may hold its input, what comes after
+        is measured with it.
+        """
         ...
 
     left: dict[str, LeftValues]
@@ -71,9 +75,11 @@ class Trial(Protocol):
 class ProfilingPass:
     """One forward and backward under one strategy, listening to the model's tracker."""
 
-    def __init__(self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, discovery: bool = False, ahead: bool = True):
-        """`discovery`: also find out which layer takes what which other made, and compare second runs of layers' forwards with the first.
-        Its bytes are not to be used."""
+    def __init__(
+        self, tracer: Trial, strategy: Strategy, meter: Meter | None, *, discovery: bool = False, ahead: bool = True
+    ):
+        """`discovery`: also find out which layer takes what which other made, and compare second runs of layers'
+        forwards with the first. Its bytes are not to be used."""
         self.tracer, self.strategy, self.meter, self.discovery = tracer, strategy, meter, discovery
         self.phases = Phases(meter, tracer.device, ahead=ahead)
         self.arguments = Arguments()
@@ -84,7 +90,9 @@ class ProfilingPass:
         self._arguments: MovedArguments | None = None
         self.is_forward = False
         self._beside = False
-        """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as part of that loss."""
+        """A forward without grad is under way (a reference pass in a loss): it is let through, and measured only as
+        part of that loss.
+        """
         self.given: set[int] | None = None
         """While a layer's forward runs: the storages of its arguments."""
         self.skipped: set[int] = set()
@@ -116,7 +124,8 @@ class ProfilingPass:
         if not self._beside:
             if self.layer_of:
                 raise ModelUnsupported(
-                    f"loss= calls the model a second time with grad before a backward: the plan keeps the activations of one forward. {SEVERAL_FORWARDS} "
+                    "loss= calls the model a second time with grad before a backward: the plan keeps the activations "
+                    f"of one forward. {SEVERAL_FORWARDS} "
                     "Run forwards that need no backward under torch.no_grad()."
                 )
             self.is_forward = True
@@ -150,11 +159,14 @@ class ProfilingPass:
             raise ModelUnsupported(rerun_in_backward(layer))
         if torch.is_grad_enabled():
             raise ModelUnsupported(
-                f"{layer} is called with grad outside of the model's forward. Call it inside the forward of the module that is prepared, "
+                f"{layer} is called with grad outside of the model's forward. Call it inside the forward of the "
+                "module that is prepared, "
                 "or under torch.no_grad()."
             )
 
-    def runs(self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def runs(
+        self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         facts = self.tracer.layers[layer]
         if call < 0:
             self.tracer.bring(facts.module)
@@ -172,7 +184,8 @@ class ProfilingPass:
         # Layers that are the same modules differ by what runs around them.
         ids = [id(t) for t in inputs]
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad, ids.index(id(t))) for t in inputs)
-        # A model may run its layers without grad first (X-LoRA's scaling pass): such runs do not stand for those with a backward.
+        # A model may run its layers without grad first (X-LoRA's scaling pass): such runs do not stand for those with a
+        # backward.
         key = (facts.structure, kinds, self.tracer.context_key(call), self._beside, torch.is_grad_enabled())
         if not self._beside:
             self.keys[call] = key
@@ -185,7 +198,12 @@ class ProfilingPass:
                 self.skipped.add(call)
             answer = skip(inputs)
             if self._follows and not self._beside:
-                self.lifetimes.returns(call, "output", tensors_in(answer), {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)})
+                self.lifetimes.returns(
+                    call,
+                    "output",
+                    tensors_in(answer),
+                    {storage_id(part.untyped_storage()) for t in inputs for part in parts_of(t)},
+                )
             self._makes(call, answer)
             if facts.structure in self.tracer.left:
                 self.tracer.left[facts.structure].put_on(facts.module)
@@ -203,9 +221,13 @@ class ProfilingPass:
             offloaded = self._offloaded[call] = OffloadedTensors()
             self.given = given
             if self.discovery and self.tracer.compares:
-                outputs = keep_and_compare(forward, args, kwargs, partial(self._compared, facts.structure), facts.module)
+                outputs = keep_and_compare(
+                    forward, args, kwargs, partial(self._compared, facts.structure), facts.module
+                )
             elif self.discovery:
-                outputs = run_once(lambda: forward(*args, **kwargs), partial(self._compared, facts.structure), facts.module)
+                outputs = run_once(
+                    lambda: forward(*args, **kwargs), partial(self._compared, facts.structure), facts.module
+                )
             else:
                 with self.lifetimes.saving() if self._follows and strategy == "keep" else nullcontext():
                     outputs = RUN[strategy](forward, args, kwargs, offloaded, self.tracer.is_static)
@@ -225,7 +247,9 @@ class ProfilingPass:
             self.lifetimes.returns(call, "left", left_for_others, given)
             self.lifetimes.ran(call, strategy)
         if self.discovery and not self._beside:
-            self.arguments.leaves(call, [t for t in left_for_others if t.layout == torch.strided and not self.tracer.is_static(t)])
+            self.arguments.leaves(
+                call, [t for t in left_for_others if t.layout == torch.strided and not self.tracer.is_static(t)]
+            )
         with self.tracer.device.on_host(), self.phases.uncounted():
             self._pass_through[key] = _pass_through(inputs, outputs, given) if inputs and not added else None
         return outputs
@@ -251,7 +275,9 @@ class ProfilingPass:
         offloaded = self._offloaded.get(call)
         if offloaded is not None and offloaded.num_bytes:
             with self.tracer.device.on_host(), self.phases.uncounted():
-                arena = self._arenas[call] = torch.empty(offloaded.num_bytes, dtype=torch.uint8, device=self.tracer.spill_device)
+                arena = self._arenas[call] = torch.empty(
+                    offloaded.num_bytes, dtype=torch.uint8, device=self.tracer.spill_device
+                )
                 offloaded.copy_to(arena)
             phase.sent_bytes = offloaded.num_bytes
             self.lifetimes.sends(call, offloaded.holds)
@@ -306,23 +332,33 @@ def _in_place_of(named: list[tuple[str, Tensor]], args: tuple[Any, ...], kwargs:
 
 
 def _pass_through(inputs: list[Tensor], outputs: Any, given: set[int]) -> "Callable[[list[Tensor]], Any] | None":
-    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state, and of whatever else was handed on.
+    """How a layer that does not run answers: as this one did, with its own input in the place of the hidden state, and
+    of whatever else was handed on.
 
-    A second stream (ShadowPEFT's shadow state, the text beside the image) is passed through too: an output that has a gradient and the
-    shape of an input.
+    A second stream (ShadowPEFT's shadow state, the text beside the image) is passed through too: an output that has a
+    gradient and the shape of an input.
     """
     hidden, results = inputs[0], list(tensors_in(outputs))
-    place = next((i for i, t in enumerate(results) if t is not hidden and t.shape == hidden.shape and t.dtype == hidden.dtype), None)
+    place = next(
+        (i for i, t in enumerate(results) if t is not hidden and t.shape == hidden.shape and t.dtype == hidden.dtype),
+        None,
+    )
     if place is None:
         return None
-    sources = [0 if i == place else next((n for n, taken in enumerate(inputs) if taken is t), None) for i, t in enumerate(results)]
+    sources = [
+        0 if i == place else next((n for n, taken in enumerate(inputs) if taken is t), None)
+        for i, t in enumerate(results)
+    ]
     for i, t in enumerate(results):
         if sources[i] is None and t.requires_grad:
             free = ((n, taken) for n, taken in enumerate(inputs) if n not in sources)
             sources[i] = next((n for n, taken in free if taken.shape == t.shape and taken.dtype == t.dtype), None)
     is_new = [t.layout == torch.strided and storage_id(t.untyped_storage()) not in given for t in results]
     # What else comes out is a copy of what this layer made: that itself, and its graph, would live as long as the pass.
-    others = [(t.detach().to("cpu", copy=True), t.device, t.requires_grad) if source is None else None for t, source in zip(results, sources, strict=True)]
+    others = [
+        (t.detach().to("cpu", copy=True), t.device, t.requires_grad) if source is None else None
+        for t, source in zip(results, sources, strict=True)
+    ]
     template = _replaced(outputs, [torch.empty(0) for _ in results])
 
     def output(number: int, inputs: list[Tensor]) -> Tensor:
@@ -332,7 +368,13 @@ def _pass_through(inputs: list[Tensor], outputs: Any, given: set[int]) -> "Calla
             return _Copy.apply(inputs[0], value, device) if requires_grad else value.to(device, copy=True)
         assert source is not None
         # Of its own where the layer's would be, so that it lives as long as that would.
-        return inputs[source].clone() if is_new[number] else inputs[source].view_as(inputs[source]) if number == place else inputs[source]
+        return (
+            inputs[source].clone()
+            if is_new[number]
+            else inputs[source].view_as(inputs[source])
+            if number == place
+            else inputs[source]
+        )
 
     return lambda inputs: _replaced(template, [output(number, inputs) for number in range(len(sources))])
 

@@ -1,9 +1,10 @@
 """Gradients that several calls add to, and what follows for a trial run that skips calls.
 
-The gradient of a weight that several calls use lives from the backward of its last user to that of its first, and the users between them hold both the
-sum so far and their own part. So does that of a tensor which several layers take beside their input (encoder states, keys and values of an
-earlier layer): it lives until the backward of whoever made it. So a call that stands for others must have the same place among the users,
-and wherever one user runs, the first and the last run too: without them a sum is neither begun nor kept.
+The gradient of a weight that several calls use lives from the backward of its last user to that of its first, and the
+users between them hold both the sum so far and their own part. So does that of a tensor which several layers take
+beside their input (encoder states, keys and values of an earlier layer): it lives until the backward of whoever made
+it. So a call that stands for others must have the same place among the users, and wherever one user runs, the first and
+the last run too: without them a sum is neither begun nor kept.
 """
 
 import weakref
@@ -20,7 +21,9 @@ BEFORE_ALL = -1
 
 class SharedGradients:
     def __init__(self, users: Iterable[Sequence[int]]):
-        """`users`: the calls whose backward adds to one gradient, in forward order. Of a tensor, first the one that made it."""
+        """`users`: the calls whose backward adds to one gradient, in forward order. Of a tensor, first the one that
+        made it.
+        """
         self._of: dict[int, list[tuple[int, ...]]] = {}
         for calls in users:
             for call in calls if len(calls) > 1 else ():
@@ -43,7 +46,9 @@ class SharedGradients:
 
 
 def calls_to_run(keys: Mapping[int, object], always: Iterable[int], gradients: SharedGradients) -> set[int]:
-    """The first two calls of every kind, those that run in any case, and what must run with them. `keys`: the kind of every call of a layer."""
+    """The first two calls of every kind, those that run in any case, and what must run with them. `keys`: the kind of
+    every call of a layer.
+    """
     counts: dict[object, int] = {}
     first: list[int] = []
     for call, key in sorted(keys.items()):
@@ -54,9 +59,11 @@ def calls_to_run(keys: Mapping[int, object], always: Iterable[int], gradients: S
 
 
 class HiddenReads:
-    """Tensors that a layer made and a later one computes with, though it is neither given them nor has them: they came through an object that both know.
+    """Tensors that a layer made and a later one computes with, though it is neither given them nor has them: they came
+    through an object that both know.
 
-    What lives how long then depends on who holds that object: nothing but a pass in which every layer keeps its activations can tell.
+    What lives how long then depends on who holds that object: nothing but a pass in which every layer keeps its
+    activations can tell.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ class ModelTrace:
     inputs: dict[str, tuple[int, ...]]
     """Shapes of the batch it was taken with."""
     calls: tuple[dict[str, Work], ...]
-    """Per call: Work by strategy. Regions know `keep` alone, and have a Work `after <strategy>` for every strategy of the layer before them under which
-    they allocate or free something else than after `keep`."""
+    """Per call: Work by strategy. Regions know `keep` alone, and have a Work `after <strategy>` for every strategy of
+    the layer before them under which they allocate or free something else than after `keep`."""
     held_bytes: int
     """Outputs of the model: a loop holds them until its next forward returns."""
     provenance: str
@@ -26,7 +26,9 @@ class ModelTrace:
     process_overhead: ProcessOverhead = ProcessOverhead()
     """Of the trial run. A plan that is made from a trace in the cache meets all of it in its first step."""
     notes: tuple[str, ...] = ()
-    """What a user should know of the model: which blocks cannot be recomputed, and why. Each is logged once per prepare."""
+    """What a user should know of the model: which blocks cannot be recomputed, and why. Each is logged once per
+    prepare.
+    """
     profile_keys: tuple[str, ...] = ()
     """The entries of the profile cache that it is made of (base/cache_folder.py)."""
 
@@ -48,16 +50,21 @@ def after(strategy: str) -> str:
 
 
 def added_in_place(trace: ModelTrace, graph: BlockGraph) -> ModelTrace:
-    """A trace that was counted under a dispatch mode, as it is on a card without one: there, gradients of a weight with several uses are added up in place.
+    """A trace that was counted under a dispatch mode, as it is on a card without one: there, gradients of a weight with
+    several uses are added up in place.
 
-    Under a mode the sum is a tensor of its own, made at the end of each use's backward but the first that comes; nothing else as large is made after it.
+    Under a mode the sum is a tensor of its own, made at the end of each use's backward but the first that comes;
+    nothing else as large is made after it.
     """
     largest: dict[int, int] = {}
     for param in graph.params:
         for call in graph.backward_users[param.name][:-1] if param.trainable else []:
             largest[call] = max(largest.get(call, 0), param.nbytes)  # sums are made one after the other
     calls = [
-        {s: replace(w, backward_peak_bytes=max(w.backward_peak_bytes - largest.get(call, 0), w.backward_delta_bytes)) for s, w in works.items()}
+        {
+            s: replace(w, backward_peak_bytes=max(w.backward_peak_bytes - largest.get(call, 0), w.backward_delta_bytes))
+            for s, w in works.items()
+        }
         for call, works in enumerate(trace.calls)
-    ]  # fmt: skip
+    ]
     return replace(trace, calls=tuple(calls))

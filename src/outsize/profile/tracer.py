@@ -1,12 +1,13 @@
-"""Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all layers.
+"""Takes a ModelTrace and a BlockGraph: runs the model on one real batch and measures every kind of layer, never all
+layers.
 
-Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the ends); the others
-pass their input through and get the second one's numbers. Calls that share trainable weights with others are of one kind if they are alike in that: see
-profile/sharing.py.
-What runs between two layers counts as the earlier one's: layers that have such a trailing all run. The first pass finds these out, which lists
-are no stacks, and which layers cannot be recomputed. Only the weights of layers that run, and those outside layers, are put on the device.
-Each activation strategy is measured in a pass of its own, through the code that the engine runs.
-Nothing of the user's model is changed by it: weights, gradients, buffers, random state.
+Of each kind of layer the first two really run, and the last of its list (what is alive around a layer differs at the
+ends); the others pass their input through and get the second one's numbers. Calls that share trainable weights with
+others are of one kind if they are alike in that: see profile/sharing.py. What runs between two layers counts as the
+earlier one's: layers that have such a trailing all run. The first pass finds these out, which lists are no stacks, and
+which layers cannot be recomputed. Only the weights of layers that run, and those outside layers, are put on the device.
+Each activation strategy is measured in a pass of its own, through the code that the engine runs. Nothing of the user's
+model is changed by it: weights, gradients, buffers, random state.
 """
 
 import gc
@@ -62,15 +63,38 @@ def _out_of_memory(around: Callable[[], str]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         found = f"memory ran out around {around()}"
-        do = "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the largest part"
-        raise DeviceOutOfMemory(tell("one layer of each kind and the head fit the device at this batch", found, do)) from error
+        do = (
+            "Use a smaller batch or shorter sequences; the model's own loss over a large vocabulary is often the "
+            "largest part"
+        )
+        raise DeviceOutOfMemory(
+            tell("one layer of each kind and the head fit the device at this batch", found, do)
+        ) from error
 
 
 class Tracer:
-    def __init__(self, model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, weights: Weights | None = None, loss: Loss | None = None):
-        """`weights`: where the values of unmaterialized parameters are read from. `loss`: as the loop makes it, where that is not the model's own."""
-        self.model, self.batch, self.layers, self.device, self.weights, self.loss = model, batch, layers, device, weights, loss
-        # What is allocated between two calls is in no call's numbers: the device can keep what is sent away, and the host need not.
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        layers: tuple[Layer, ...],
+        device: Device,
+        weights: Weights | None = None,
+        loss: Loss | None = None,
+    ):
+        """`weights`: where the values of unmaterialized parameters are read from. `loss`: as the loop makes it, where
+        that is not the model's own.
+        """
+        self.model, self.batch, self.layers, self.device, self.weights, self.loss = (
+            model,
+            batch,
+            layers,
+            device,
+            weights,
+            loss,
+        )
+        # What is allocated between two calls is in no call's numbers: the device can keep what is sent away, and the
+        # host need not.
         self.spill_device = device.torch_device
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.progress = Bar("Looking at the model")
@@ -98,7 +122,9 @@ class Tracer:
         self.left: dict[str, LeftValues] = {}
         self.compares = True
         self._differs: dict[str, str] = {}
-        """By structure of a layer: how a second run of its forward differs from the first. It is never recomputed then."""
+        """By structure of a layer: how a second run of its forward differs from the first. It is never
+        recomputed then.
+        """
 
     def is_static(self, tensor: Tensor) -> bool:
         return storage_id(tensor.untyped_storage()) in self._static
@@ -136,28 +162,48 @@ class Tracer:
                 discovery = self._discover()
             self.progress.total = self.progress.done + (len(STRATEGIES) + 2 * len(to_time)) * len(discovery.layer_of)
             self._differs = discovery.differs
-            self._trailing_work = {call: self._find_trailing_work(discovery, call) for call, layer in enumerate(discovery.layer_of) if layer is not None}
+            self._trailing_work = {
+                call: self._find_trailing_work(discovery, call)
+                for call, layer in enumerate(discovery.layer_of)
+                if layer is not None
+            }
             self._gradients = self._shared_gradients(discovery)
             waiting_bytes = bytes_of_waiting_gradients(self.layers, discovery, self._readers)
             self._without_backward = {call for call in discovery.keys if not self._is_differentiable(discovery, call)}
             trailing = [call for call, trailing in self._trailing_work.items() if trailing != _NOTHING]
-            self._to_run = calls_to_run({call: (key, self.context_key(call)) for call, key in discovery.keys.items()}, trailing, self._gradients)
+            self._to_run = calls_to_run(
+                {call: (key, self.context_key(call)) for call, key in discovery.keys.items()}, trailing, self._gradients
+            )
             passes = {strategy: self._measure(strategy) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
             left = [self.left[layer.structure] for layer in self.layers if layer.structure in self.left]
-            held_bytes = passes["keep"].phases.held_bytes + sum(values.num_bytes(self.device.torch_device, self.is_static) for values in left)
+            held_bytes = passes["keep"].phases.held_bytes + sum(
+                values.num_bytes(self.device.torch_device, self.is_static) for values in left
+            )
         graph = self._graph(passes["keep"])
         require_landings(self.model, graph, passes["keep"], self._readers)
         notes = tuple(self._notes())
         for note in notes:
             log.warning("%s", note)
-        records = Records({strategy: run.lifetimes for strategy, run in passes.items()}, passes["keep"].keys, partial(self._representative, passes["keep"]))
+        records = Records(
+            {strategy: run.lifetimes for strategy, run in passes.items()},
+            passes["keep"].keys,
+            partial(self._representative, passes["keep"]),
+        )
         calls = tuple(self._works(passes, timed, v) for v in range(len(graph.calls)))
-        provenance = "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
+        provenance = (
+            "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
+        )
         trace = ModelTrace(
-            graph=fingerprint(graph), inputs=batch_shapes(self.batch), calls=calls, shared=records.all(calls), held_bytes=held_bytes,
-            provenance=f"seconds {provenance}, bytes measured", counts_launches=self.device.op_launch_seconds > 0, notes=notes,
-        )  # fmt: skip
+            graph=fingerprint(graph),
+            inputs=batch_shapes(self.batch),
+            calls=calls,
+            shared=records.all(calls),
+            held_bytes=held_bytes,
+            provenance=f"seconds {provenance}, bytes measured",
+            counts_launches=self.device.op_launch_seconds > 0,
+            notes=notes,
+        )
         return graph, with_reserve(trace, waiting_bytes)
 
     def context_key(self, call: int) -> Any:
@@ -177,8 +223,10 @@ class Tracer:
         for maker, readers in list(self._hidden.of_tensors())[:1]:
             path = self._path or []
             yield (
-                f"{self._label(path, min(readers))} reads a tensor that {self._label(path, maker)} made and that is none of its arguments, so the activations "
-                "of all layers are kept. To have them recomputed or sent to the host, pass the tensor as an argument, or in a dict or list that is one."
+                f"{self._label(path, min(readers))} reads a tensor that {self._label(path, maker)} made and that is "
+                "none of its arguments, so the activations "
+                "of all layers are kept. To have them recomputed or sent to the host, pass the tensor as an argument, "
+                "or in a dict or list that is one."
             )
             return
         for structure, difference in self._differs.items():
@@ -191,7 +239,9 @@ class Tracer:
         return call in self._to_run
 
     def _shared_gradients(self, discovery: ProfilingPass) -> SharedGradients:
-        users: dict[int, set[int]] = {id(p): set(self._readers.get(id(p), ())) for p in self.model.parameters() if p.requires_grad}
+        users: dict[int, set[int]] = {
+            id(p): set(self._readers.get(id(p), ())) for p in self.model.parameters() if p.requires_grad
+        }
         for call, layer in enumerate(discovery.layer_of):
             for param in self.layers[layer].module.parameters() if layer is not None else ():
                 if param.requires_grad and call in discovery.without_grad:
@@ -200,8 +250,15 @@ class Tracer:
                     users[id(param)].add(call)
         representative = {call: self._representative(discovery, call) for call in range(len(discovery.layer_of))}
         weights = [sorted(v for v in calls if representative[v] in discovery.backward) for calls in users.values()]
-        tensors = [[t.maker, *(v for v in t.calls if {v, representative[v]} & t.readers)] for t in discovery.arguments.shared if t.requires_grad]
-        hidden = [[maker, *(v for v in representative if v > maker and representative[v] in readers)] for maker, readers in self._hidden.of_tensors()]
+        tensors = [
+            [t.maker, *(v for v in t.calls if {v, representative[v]} & t.readers)]
+            for t in discovery.arguments.shared
+            if t.requires_grad
+        ]
+        hidden = [
+            [maker, *(v for v in representative if v > maker and representative[v] in readers)]
+            for maker, readers in self._hidden.of_tensors()
+        ]
         return SharedGradients([*weights, *tensors, *hidden])
 
     def _join_stages(self, discovery: ProfilingPass) -> bool:
@@ -210,7 +267,8 @@ class Tracer:
         return bool(joined)
 
     def _set_aside(self, discovery: ProfilingPass) -> bool:
-        """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules run as part of the layer before.
+        """Lists that only branch off a stack (vision features on their way to deep layers) are no stacks: their modules
+        run as part of the layer before.
 
         Else two layers would keep one input, and what either may do with it would depend on the other.
         """
@@ -247,7 +305,14 @@ class Tracer:
 
     def _discover(self) -> ProfilingPass:
         """Where memory is too small to compare second runs as well, only what a first run shows of them counts."""
-        self._readers, self._reads_outside_module, self._path, self._hidden, self._detours, self.left = {}, set(), None, HiddenReads(), set(), {}
+        self._readers, self._reads_outside_module, self._path, self._hidden, self._detours, self.left = (
+            {},
+            set(),
+            None,
+            HiddenReads(),
+            set(),
+            {},
+        )
         done = self.progress.done
         try:
             return self._run("keep", discovery=True)
@@ -306,7 +371,9 @@ class Tracer:
                 self._reads_outside_module.add(call)
 
     def takes(self, call: int, tensors: list[Tensor]) -> None:
-        """A view of a weight among a layer's inputs (half of an embedding table as positions): the layer reads the weight, whether or not it is skipped."""
+        """A view of a weight among a layer's inputs (half of an embedding table as positions): the layer reads the
+        weight, whether or not it is skipped.
+        """
         for tensor in tensors:
             for param in self._parameters_in(tensor):
                 self._readers.setdefault(id(param), set()).add(call)
@@ -317,7 +384,9 @@ class Tracer:
         return self._over.get(storage_id(tensor.untyped_storage()), ()) if tensor.layout == torch.strided else ()
 
     def _time(self, strategy: Strategy) -> ProfilingPass:
-        """What calls compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread that issues] in hardware/lanes.py."""
+        """What calls compute, with the issuing thread ahead, and how long that takes over them: see [Note: The thread
+        that issues] in hardware/lanes.py.
+        """
         run, again = ProfilingPass(self, strategy, None), ProfilingPass(self, strategy, None, ahead=False)
         self._once(run)
         self._once(again)
@@ -328,9 +397,13 @@ class Tracer:
     def _once(self, run: ProfilingPass, tracker: BlockTracker | None = None) -> None:
         tracker = tracker or BlockTracker(self.model, run)
         tracker.attach(self.layers, looks_around=run.discovery or bool(self._detours))
-        drop = [p.register_post_accumulate_grad_hook(run.takes_gradient) for p in self.model.parameters() if p.requires_grad]
+        drop = [
+            p.register_post_accumulate_grad_hook(run.takes_gradient) for p in self.model.parameters() if p.requires_grad
+        ]
         try:
-            with _out_of_memory(lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"):
+            with _out_of_memory(
+                lambda: self._label(run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"
+            ):
                 run.phases.begin()
                 loss, outputs = self._loss(run)
                 if loss is not None:
@@ -346,30 +419,38 @@ class Tracer:
         if self._path is not None and run.layer_of != self._path:
             found = f"it ran {len(run.layer_of)} blocks where it had run {len(self._path)}, or others"
             do = "Turn off what drops layers at random until the model is prepared; training may drop them"
-            raise ModelUnsupported(tell("a model takes the same way through its layers every time that it is looked at", found, do))
+            raise ModelUnsupported(
+                tell("a model takes the same way through its layers every time that it is looked at", found, do)
+            )
         self._path = run.layer_of
         self._require_own_memory(compares_values=run.discovery)
 
     def _require_own_memory(self, *, compares_values: bool) -> None:
-        """Parameters are views into the engine's buffers: a value that the model's code puts elsewhere would be lost."""
+        """Parameters are views into the engine's buffers: a value that the model's code puts elsewhere would be
+        lost.
+        """
         for name, param in self.model.named_parameters():
             if param in self._storages and storage_id(param.untyped_storage()) != self._storages[param]:
                 raise ModelUnsupported(
                     f"{name}: the model's forward replaces the data of this parameter, which outsize keeps in a buffer "
-                    "of its own. Write new values between steps, inside `with engine.gathered(name)`, or train this model "
+                    "of its own. Write new values between steps, inside `with engine.gathered(name)`, or train this "
+                    "model "
                     "without outsize."
                 )
             if compares_values and param in self._versions and self._has_other_values(param):
                 raise ModelUnsupported(
-                    f"{name}: the model's forward writes this parameter (as nn.Embedding(max_norm=...) and codebooks do), and a plan may stream it from "
+                    f"{name}: the model's forward writes this parameter (as nn.Embedding(max_norm=...) and codebooks "
+                    "do), and a plan may stream it from "
                     "the host, where the write would be lost. Keep it as a buffer, or write it between steps."
                 )
 
     def _has_other_values(self, param: nn.Parameter) -> bool:
-        """Whether it was written. Large ones on another device are compared only if their version tells of a write, which may have been of the same
-        values (PEFT's parametrizations)."""
+        """Whether it was written. Large ones on another device are compared only if their version tells of a write,
+        which may have been of the same values (PEFT's parametrizations)."""
         if param in self._saved:
-            saved, now = (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (self._saved[param], bytes_of(param)))
+            saved, now = (
+                torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (self._saved[param], bytes_of(param))
+            )
             return not torch.equal(saved, now)
         original = self._brought.get(param)
         if original is None or is_unmaterialized(original) or detect_fake_mode() is not None:
@@ -379,8 +460,8 @@ class Tracer:
         return not torch.equal(original.nan_to_num(), param.data.to(original.device).nan_to_num())
 
     def _loss(self, run: ProfilingPass) -> tuple[Tensor | None, Any]:
-        """The loss, and what its loop holds beside it: the batch, whose containers a forward may write into, and where the model makes the loss, its
-        outputs."""
+        """The loss, and what its loop holds beside it: the batch, whose containers a forward may write into, and where
+        the model makes the loss, its outputs."""
         batch = map_tensors(lambda t: t, self.batch)  # every pass begins with the user's, as they are
         if self.loss is not None:
             loss = self.loss(self.model, batch)
@@ -396,7 +477,9 @@ class Tracer:
         rng = torch.get_rng_state()
         device_rng = self.device.rng_state()
         python_rng, numpy_rng = random.getstate(), np.random.get_state()
-        owned = [(module, name, b) for module in self.model.modules() for name, b in module._buffers.items() if b is not None]
+        owned = [
+            (module, name, b) for module in self.model.modules() for name, b in module._buffers.items() if b is not None
+        ]
         buffers = [(module, name, b, b.data, b.clone()) for module, name, b in owned]
         module_state = ModuleState(self.model)
         grads = [(p, p.grad) for p in self.model.parameters()]
@@ -459,22 +542,39 @@ class Tracer:
         members: dict[str, dict[str, None]] = {label: {} for label in order}
         for call, layer in enumerate(run.layer_of):
             if layer is not None:
-                members[labels[call]].update(dict.fromkeys(canonical[id(p)] for p in self.layers[layer].module.parameters()))
+                members[labels[call]].update(
+                    dict.fromkeys(canonical[id(p)] for p in self.layers[layer].module.parameters())
+                )
         for name in names:
             for call in sorted(self._readers.get(id(params[name]), ())):
                 members[labels[call]].setdefault(name)
         blocks = []
         for label in order:
             layer = run.layer_of[labels.index(label)]
-            kind = "layer" if layer is not None else "head" if label == "head" else "stem" if label == "stem" else "between"
+            kind = (
+                "layer"
+                if layer is not None
+                else "head"
+                if label == "head"
+                else "stem"
+                if label == "stem"
+                else "between"
+            )
             structure = self.layers[layer].structure if layer is not None else label
             blocks.append(Block(name=label, kind=kind, structure=structure, params=tuple(members[label])))  # type: ignore[arg-type]
         graph = BlockGraph(
             blocks=tuple(blocks),
             calls=tuple(order.index(label) for label in labels),
             has_backward=tuple(self._representative(run, v) in run.backward for v in range(len(labels))),
-            params=tuple(Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad) for n, p in params.items()),
-            buffer_bytes=sum({storage_id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values()),
+            params=tuple(
+                Param(
+                    name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad
+                )
+                for n, p in params.items()
+            ),
+            buffer_bytes=sum(
+                {storage_id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}.values()
+            ),
             reads_outside_module=tuple(sorted(self._reads_outside_module)),
             detours=tuple(sorted(self._detours)),
         )
@@ -502,30 +602,44 @@ class Tracer:
             return call
         return next(v for v in range(call - 1, -1, -1) if v not in run.skipped and run.keys.get(v) == run.keys[call])
 
-    def _issuing(self, clocks: dict[Strategy, ProfilingPass], strategy: Strategy, representative: int) -> dict[str, Any]:
-        """What of a call is the issuing thread's, where there is one beside the device. Packing what is swapped takes it about as long as making it again."""
+    def _issuing(
+        self, clocks: dict[Strategy, ProfilingPass], strategy: Strategy, representative: int
+    ) -> dict[str, Any]:
+        """What of a call is the issuing thread's, where there is one beside the device. Packing what is swapped takes
+        it about as long as making it again.
+        """
         if self.device.kind == "cpu":
             return {}
         phases = clocks["keep" if strategy == "keep" else "recompute"].phases
         forward, back = phases.forward[representative], phases.backward.get(representative) or Phase()
         return {
-            "forward_launch_seconds": forward.op_launch_seconds, "backward_launch_seconds": back.op_launch_seconds,
-            "forward_syncs_host": forward.waits, "backward_syncs_host": back.waits,
-        }  # fmt: skip
+            "forward_launch_seconds": forward.op_launch_seconds,
+            "backward_launch_seconds": back.op_launch_seconds,
+            "forward_syncs_host": forward.waits,
+            "backward_syncs_host": back.waits,
+        }
 
-    def _works(self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], call: int) -> dict[str, Work]:
+    def _works(
+        self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], call: int
+    ) -> dict[str, Work]:
         run = passes["keep"]
         layer = run.layer_of[call]
-        strategies = STRATEGIES if layer is not None and self._is_differentiable(run, call) and not self._hidden else ("keep",)
+        strategies = (
+            STRATEGIES if layer is not None and self._is_differentiable(run, call) and not self._hidden else ("keep",)
+        )
         if layer is not None and not self.may_run_twice(self.layers[layer]):
             strategies = tuple(s for s in strategies if s not in RUNS_TWICE)
         works: dict[str, Work] = {s: w for s in strategies if (w := self._work(passes, timed, s, call)) is not None}
         if layer is None and call > 0 and run.layer_of[call - 1] is not None:
-            others = {after(s): replace(works["keep"], **bytes_of_phases(other.phases, call)) for s, other in passes.items()}
+            others = {
+                after(s): replace(works["keep"], **bytes_of_phases(other.phases, call)) for s, other in passes.items()
+            }
             works |= {name: work for name, work in others.items() if work != works["keep"]}
         return works
 
-    def _work(self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], strategy: Strategy, call: int) -> Work | None:
+    def _work(
+        self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], strategy: Strategy, call: int
+    ) -> Work | None:
         run = passes[strategy]
         representative = self._representative(run, call)
         forward = run.phases.forward[representative]

@@ -1,4 +1,6 @@
-"""What a run did, cut to the step that a prediction is of: from the end of one step's last backward to that of the next."""
+"""What a run did, cut to the step that a prediction is of: from the end of one step's last backward to that of the
+next.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ class Measured:
     where: str
     """On what, in words."""
     tokens_per_second: float | None = None
-    """Over the whole window that was timed, its first and last step included, as `outsize bench` prints it; None where nobody timed one."""
+    """Over the whole window that was timed, its first and last step included, as `outsize bench` prints it; None where
+    nobody timed one.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +49,13 @@ def last_step(spans: Sequence[Span], accumulate: int) -> MeasuredStep | None:
     found = []
     for span in spans:
         if span.name and span.end > begin and span.start < end:
-            # Whose step a span is of is not recorded; forward and backward lie between the two ends, since nothing else computes there.
+            # Whose step a span is of is not recorded; forward and backward lie between the two ends, since nothing else
+            # computes there.
             found.append(StepSpan(span.lane, span.name, span.start - begin, span.end - begin, 0))
     found.sort(key=lambda span: (span.lane, span.start, span.end))
     computed = [span for span in found if span.lane == "compute"]
     # Over all steps of the recording: at its ends no step has both neighbours.
     busy = {str(lane): sum(span.end - span.start for span in spans if span.lane == lane) / len(ends) for lane in LANES}
-    return MeasuredStep(seconds=seconds, spans=tuple(found), phases=tuple(phases_of(computed, seconds)), busy_seconds=busy)
+    return MeasuredStep(
+        seconds=seconds, spans=tuple(found), phases=tuple(phases_of(computed, seconds)), busy_seconds=busy
+    )

@@ -1,7 +1,7 @@
 """A plan as one HTML page: will it fit, how fast, what binds; memory and lanes over one step; what every block does.
 
-The page is a single file without a request to anywhere, so it can be mailed, attached to an issue and opened from disk years later. Texts
-and tables are written here, escaped; page.js draws the charts from the data in the page.
+The page is a single file without a request to anywhere, so it can be mailed, attached to an issue and opened from disk
+years later. Texts and tables are written here, escaped; page.js draws the charts from the data in the page.
 """
 
 import json
@@ -19,7 +19,16 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
-from outsize.plan.render import Row, group_cells, group_rows, head, host_parts, lane_shares, tokens_per_second, bottleneck_text
+from outsize.plan.render import (
+    Row,
+    bottleneck_text,
+    group_cells,
+    group_rows,
+    head,
+    host_parts,
+    lane_shares,
+    tokens_per_second,
+)
 from outsize.report.measured import Measured, MeasuredStep, last_step
 from outsize.report.step import KINDS, Phase, Step, StepSpan, describe, placement_of, step_of
 
@@ -29,12 +38,27 @@ _KIND_WORDS = {"returned": "returned activations"}
 
 
 def write_page(
-    path: Path, plan: Plan, graph: BlockGraph, layout: ChunkLayout, spec: HardwareSpec, *, title: str = "", measured: Measured | None = None
+    path: Path,
+    plan: Plan,
+    graph: BlockGraph,
+    layout: ChunkLayout,
+    spec: HardwareSpec,
+    *,
+    title: str = "",
+    measured: Measured | None = None,
 ) -> None:
     path.write_text(page(plan, graph, layout, spec, title=title, measured=measured), encoding="utf-8")
 
 
-def page(plan: Plan, graph: BlockGraph, layout: ChunkLayout, spec: HardwareSpec, *, title: str = "", measured: Measured | None = None) -> str:
+def page(
+    plan: Plan,
+    graph: BlockGraph,
+    layout: ChunkLayout,
+    spec: HardwareSpec,
+    *,
+    title: str = "",
+    measured: Measured | None = None,
+) -> str:
     """`title`: what the model is called. `measured`: a run of this plan, to stand beside the prediction."""
     place = placement_of(plan, graph, layout)
     step = step_of(plan, graph, layout, spec)
@@ -45,7 +69,11 @@ def page(plan: Plan, graph: BlockGraph, layout: ChunkLayout, spec: HardwareSpec,
         "verdict": _verdict(plan),
         "headline": _headline(plan, graph),
         "fullest": _fullest(plan, place),
-        "kinds": "".join(f'<li><i class="kind-{kind}"></i>{_KIND_WORDS.get(kind, kind)}</li>' for kind, size in _at_peak(step).items() if size),
+        "kinds": "".join(
+            f'<li><i class="kind-{kind}"></i>{_KIND_WORDS.get(kind, kind)}</li>'
+            for kind, size in _at_peak(step).items()
+            if size
+        ),
         "memory": _meter("GPU memory", plan.estimate.gpu_bytes, plan.gpu_budget_bytes, _at_peak(step))
         + _meter("Host memory", plan.estimate.host_bytes, plan.host_budget_bytes, host_parts(plan)),
         "lanes": "".join(_share(lane, share) for lane, share in lane_shares(plan).items()),
@@ -76,17 +104,27 @@ def _verdict(plan: Plan) -> str:
     estimate = plan.estimate
     too_much = [
         f"{name} memory by {show_bytes(used - budget)}"
-        for name, used, budget in (("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes), ("host", estimate.host_bytes, plan.host_budget_bytes))
+        for name, used, budget in (
+            ("GPU", estimate.gpu_bytes, plan.gpu_budget_bytes),
+            ("host", estimate.host_bytes, plan.host_budget_bytes),
+        )
         if used > budget
     ]
-    return f'<span class="no">Does not fit: over {" and ".join(too_much)}</span>' if too_much else '<span class="yes">Fits</span>'
+    return (
+        f'<span class="no">Does not fit: over {" and ".join(too_much)}</span>'
+        if too_much
+        else '<span class="yes">Fits</span>'
+    )
 
 
 def _headline(plan: Plan, graph: BlockGraph) -> str:
     rate = tokens_per_second(plan)
     facts = [("tokens/s", f"{rate:,.0f}")] if rate is not None else []
     facts += [("a step", show_seconds(plan.estimate.step_seconds)), ("what binds", bottleneck_text(plan))]
-    shown = "".join(f'<div class="fact{" long" * (name == "what binds")}"><dd>{escape(value)}</dd><dt>{escape(name)}</dt></div>' for name, value in facts)
+    shown = "".join(
+        f'<div class="fact{" long" * (name == "what binds")}"><dd>{escape(value)}</dd><dt>{escape(name)}</dt></div>'
+        for name, value in facts
+    )
     about = "<br>".join(escape(line) for line in head(plan, graph))
     return f'<dl class="facts">{shown}</dl><p class="about">{about}</p>'
 
@@ -107,10 +145,13 @@ def _meter(name: str, used: int, budget: int, parts: Mapping[str, int]) -> str:
     scale = max(used, budget, 1)
     shown = [(kind, size) for kind, size in parts.items() if size * 1000 > used]
     bar = "".join(f'<i class="kind-{escape(kind)}" style="width:{size / scale:.3%}"></i>' for kind, size in shown)
-    names = "".join(f'<li><i class="kind-{escape(kind)}"></i>{escape(kind)} <b>{show_bytes(size)}</b></li>' for kind, size in shown)
+    names = "".join(
+        f'<li><i class="kind-{escape(kind)}"></i>{escape(kind)} <b>{show_bytes(size)}</b></li>' for kind, size in shown
+    )
     over = ' class="meter over"' if used > budget else ' class="meter"'
     return (
-        f'<div{over}><h3>{name} <span><b>{show_bytes(used)}</b> of {show_bytes(budget)}, {used / max(1, budget):.0%}</span></h3>'
+        f"<div{over}><h3>{name} <span><b>{show_bytes(used)}</b> of {show_bytes(budget)}, "
+        f"{used / max(1, budget):.0%}</span></h3>"
         f'<div class="bar" role="img" aria-label="{name}: {show_bytes(used)} of {show_bytes(budget)}">{bar}</div><ul class="legend">{names}</ul></div>'
     )
 
@@ -176,7 +217,10 @@ def _comparison(plan: Plan, measured: Measured, real: MeasuredStep | None) -> st
     if measured.gpu_bytes is not None:
         rows.append(_compared("GPU high-water", estimate.gpu_bytes, measured.gpu_bytes, show_bytes))
     if real is not None:
-        rows += [_compared(f"{_LANE_WORDS[lane]} busy", estimate.busy_seconds[lane], real.busy_seconds[lane], show_seconds) for lane in LANES]
+        rows += [
+            _compared(f"{_LANE_WORDS[lane]} busy", estimate.busy_seconds[lane], real.busy_seconds[lane], show_seconds)
+            for lane in LANES
+        ]
     titles = "".join(f'<th scope="col" class="number">{name}</th>' for name in ("predicted", "measured", "difference"))
     note = "" if real is not None else "<p class='note'>No whole step was recorded, so there are no measured lanes.</p>"
     return (
@@ -200,23 +244,47 @@ def _footer(plan: Plan) -> str:
 # What page.js draws.
 
 
-def _data(plan: Plan, place: Placement, step: Step, groups: list[list[Row]], measured: Measured | None, real: MeasuredStep | None) -> dict[str, object]:
+def _data(
+    plan: Plan,
+    place: Placement,
+    step: Step,
+    groups: list[list[Row]],
+    measured: Measured | None,
+    real: MeasuredStep | None,
+) -> dict[str, object]:
     spans = [*step.spans, *(real.spans if real is not None else ())]
     names = list(dict.fromkeys(span.name for span in spans))
     number = {name: i for i, name in enumerate(names)}
 
     def lanes(seconds: float, spans: Iterable[StepSpan], phases: Iterable[Phase]) -> dict[str, object]:
-        shown = [[LANES.index(s.lane), number[s.name], _short(s.start), _short(s.end), s.step] for s in spans if s.end > s.start]
-        return {"seconds": _short(seconds), "spans": shown, "phases": [[p.name, _short(p.start), _short(p.end)] for p in phases]}
+        shown = [
+            [LANES.index(s.lane), number[s.name], _short(s.start), _short(s.end), s.step]
+            for s in spans
+            if s.end > s.start
+        ]
+        return {
+            "seconds": _short(seconds),
+            "spans": shown,
+            "phases": [[p.name, _short(p.start), _short(p.end)] for p in phases],
+        }
 
-    moments = [[number.get(m.name, -1), _short(m.start), _short(m.end), m.activations, m.transients] for m in step.moments]
+    moments = [
+        [number.get(m.name, -1), _short(m.start), _short(m.end), m.activations, m.transients] for m in step.moments
+    ]
     calls = [[row.name, row.strategy, row.homes, row.nbytes] for group in groups for row in group]
     return {
-        "names": [[name, describe(place, name)] for name in names], "lanes": [_LANE_WORDS[lane] for lane in LANES], "kinds": KINDS,
-        "allocated": [step.allocated[kind] for kind in KINDS], "budget": plan.gpu_budget_bytes, "peak": step.gpu_bytes, "moments": moments, "calls": calls,
-        "predicted": lanes(step.seconds, step.spans, step.phases), "measured": lanes(real.seconds, real.spans, real.phases) if real is not None else None,
+        "names": [[name, describe(place, name)] for name in names],
+        "lanes": [_LANE_WORDS[lane] for lane in LANES],
+        "kinds": KINDS,
+        "allocated": [step.allocated[kind] for kind in KINDS],
+        "budget": plan.gpu_budget_bytes,
+        "peak": step.gpu_bytes,
+        "moments": moments,
+        "calls": calls,
+        "predicted": lanes(step.seconds, step.spans, step.phases),
+        "measured": lanes(real.seconds, real.spans, real.phases) if real is not None else None,
         "where": measured.where if measured is not None else "",
-    }  # fmt: skip
+    }
 
 
 def _short(seconds: float) -> float:

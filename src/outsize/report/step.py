@@ -1,7 +1,9 @@
-"""One step of a plan as it runs again and again: what each lane does when, and what the device's memory holds meanwhile.
+"""One step of a plan as it runs again and again: what each lane does when, and what the device's memory holds
+meanwhile.
 
-The step is the third of a walk, as in planner/simulate.py: it begins where the last backward before it ends and lasts until its own last backward ends,
-which is what `Estimate.step_seconds` means. In it, updates of the step before may still run; its own may run on under the next forward. Spans say which.
+The step is the third of a walk, as in planner/simulate.py: it begins where the last backward before it ends and lasts
+until its own last backward ends, which is what `Estimate.step_seconds` means. In it, updates of the step before may
+still run; its own may run on under the next forward. Spans say which.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,12 +25,26 @@ from outsize.planner.simulate import STEPS, Walk
 KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
 """What is allocated for the whole run; activations and transients come and go above it."""
 _KIND_OF = {
-    "weights": "weights", "slot": "slots", "state": "optimizer", "scratch": "optimizer", "gradient": "gradients", "stage": "gradients", "return": "returned",
-}  # fmt: skip
+    "weights": "weights",
+    "slot": "slots",
+    "state": "optimizer",
+    "scratch": "optimizer",
+    "gradient": "gradients",
+    "stage": "gradients",
+    "return": "returned",
+}
 _WHAT = {
-    "F": "forward of", "B": "backward of", "S": "send the activations of", "R": "let go of the sent activations of", "P": "bring back the activations of",
-    "L": "load the weights of", "Q": "load the partial gradient sum of", "G": "send the gradient of", "U": "update", "W": "write the updated weights of",
-}  # fmt: skip
+    "F": "forward of",
+    "B": "backward of",
+    "S": "send the activations of",
+    "R": "let go of the sent activations of",
+    "P": "bring back the activations of",
+    "L": "load the weights of",
+    "Q": "load the partial gradient sum of",
+    "G": "send the gradient of",
+    "U": "update",
+    "W": "write the updated weights of",
+}
 
 
 class StepSpan(NamedTuple):
@@ -94,7 +110,8 @@ def walk_step(place: Placement, spec: HardwareSpec, *, held_bytes: int) -> Step:
     begin, end = ends[STEPS - 2], ends[STEPS - 1]
     shown = [span for span in issued if span.step == STEPS - 1 or (span.end > begin and span.start < end)]
     spans = sorted(
-        (StepSpan(s.lane, s.name, s.start - begin, s.end - begin, s.step - STEPS + 1) for s in shown), key=lambda span: (span.lane, span.start, span.end)
+        (StepSpan(s.lane, s.name, s.start - begin, s.end - begin, s.step - STEPS + 1) for s in shown),
+        key=lambda span: (span.lane, span.start, span.end),
     )
     allocated = dict.fromkeys(KINDS, 0)
     for (kind, _), size in place.gpu.items():
@@ -102,10 +119,18 @@ def walk_step(place: Placement, spec: HardwareSpec, *, held_bytes: int) -> Step:
     allocated["other"] += place.graph.buffer_bytes
     computed = [span for span in spans if span.lane == "compute"]
     moments = tuple(_moments(place, schedule, computed, end - begin, held_bytes))
-    return Step(seconds=end - begin, spans=tuple(spans), moments=moments, phases=tuple(phases_of(computed, end - begin)), allocated=allocated)
+    return Step(
+        seconds=end - begin,
+        spans=tuple(spans),
+        moments=moments,
+        phases=tuple(phases_of(computed, end - begin)),
+        allocated=allocated,
+    )
 
 
-def _issue(place: Placement, schedule: Schedule, spec: HardwareSpec, num_steps: int) -> tuple[list[StepSpan], list[float]]:
+def _issue(
+    place: Placement, schedule: Schedule, spec: HardwareSpec, num_steps: int
+) -> tuple[list[StepSpan], list[float]]:
     """Every action of so many steps, and when the last backward of each ends."""
     walk = Walk(place, spec)
     spans, ends = [], []
@@ -123,9 +148,14 @@ def _issue(place: Placement, schedule: Schedule, spec: HardwareSpec, num_steps: 
     return spans, ends
 
 
-def _moments(place: Placement, schedule: Schedule, computed: list[StepSpan], seconds: float, held_bytes: int) -> Iterator[Moment]:
+def _moments(
+    place: Placement, schedule: Schedule, computed: list[StepSpan], seconds: float, held_bytes: int
+) -> Iterator[Moment]:
     # Micro-batches take the same, and so do all kinds of backward.
-    entries = {str(entry.action): entry for entry in ledger(schedule.forward, next(iter(schedule.backward.values())), place, held_bytes)}
+    entries = {
+        str(entry.action): entry
+        for entry in ledger(schedule.forward, next(iter(schedule.backward.values())), place, held_bytes)
+    }
     level = [*entries.values()][-1].closes if entries else 0
     time = 0.0
     for span in computed:

@@ -1,4 +1,6 @@
-"""Spans of lanes as a trace file for ui.perfetto.dev and chrome://tracing: a track for each lane, an event for each action."""
+"""Spans of lanes as a trace file for ui.perfetto.dev and chrome://tracing: a track for each lane, an event for each
+action.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -26,14 +28,20 @@ def write_trace(spans: Iterable[Span], path: Path, *, describe: Callable[[str], 
     ordered = sorted(spans, key=lambda span: span.start)
     start = min((span.start for span in ordered), default=0.0)
     tracks: list[dict[str, object]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}} for tid, lane in enumerate(LANES)
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}}
+        for tid, lane in enumerate(LANES)
     ]
     events: list[dict[str, object]] = [
         {
-            "ph": "X", "name": span.name, "cat": span.lane, "pid": 0, "tid": LANES.index(span.lane),
-            "ts": round((span.start - start) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3),
+            "ph": "X",
+            "name": span.name,
+            "cat": span.lane,
+            "pid": 0,
+            "tid": LANES.index(span.lane),
+            "ts": round((span.start - start) * 1e6, 3),
+            "dur": round((span.end - span.start) * 1e6, 3),
             **({"args": {"what": describe(span.name)}} if describe is not None else {}),
         }
         for span in ordered
-    ]  # fmt: skip
+    ]
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": tracks + events}))

@@ -18,23 +18,37 @@ def adapt(built: Built, config: RunConfig) -> Built:
     """A PEFT model around this one. Its base keeps its parameters, under PEFT's names."""
     peft = _peft()
     paths = [path for path, _ in built.model.named_modules()]
-    if missing := [name for name in config.lora_modules_to_save if not any(path.endswith(name) for path in paths)]:  # PEFT leaves them out in silence
-        raise ConfigError(tell("lora_modules_to_save names modules of the model", f"there is no {', '.join(missing)}", "Correct it, or leave it out"))
+    if missing := [
+        name for name in config.lora_modules_to_save if not any(path.endswith(name) for path in paths)
+    ]:  # PEFT leaves them out in silence
+        raise ConfigError(
+            tell(
+                "lora_modules_to_save names modules of the model",
+                f"there is no {', '.join(missing)}",
+                "Correct it, or leave it out",
+            )
+        )
     if built.weights is not None:
         # DoRA begins with the norms of the base's weights; modules_to_save are copied. Both need values now.
         _fill(built.model, built.weights, ends=("",) if config.peft_use_dora else config.lora_modules_to_save)
     before = {id(param): name for name, param in built.model.named_parameters()}
     settings = peft.LoraConfig(
-        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
         target_modules="all-linear" if config.lora_target_linear else list(config.lora_target_modules),
-        modules_to_save=list(config.lora_modules_to_save) or None, use_rslora=config.peft_use_rslora, use_dora=config.peft_use_dora,
+        modules_to_save=list(config.lora_modules_to_save) or None,
+        use_rslora=config.peft_use_rslora,
+        use_dora=config.peft_use_dora,
         task_type="SEQ_2_SEQ_LM" if built.model.config.is_encoder_decoder else "CAUSAL_LM",  # type: ignore[union-attr]
-    )  # fmt: skip
+    )
     try:
         model = peft.get_peft_model(built.model, settings)
     except ValueError as error:
         found = first_line(error)
-        raise ConfigError(tell("lora_target_modules names linear layers of the model", found, "Correct it, or use lora_target_linear")) from None
+        raise ConfigError(
+            tell("lora_target_modules names linear layers of the model", found, "Correct it, or use lora_target_linear")
+        ) from None
     if built.weights is None or not any(is_unmaterialized(param) for param in model.parameters()):
         return Built(model, None)
     after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}
@@ -55,7 +69,11 @@ class _Renamed:
 
 def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:
     """Read the parameters of modules whose path ends so. The engine takes them over from there like any other's."""
-    wanted = {id(param) for path, module in model.named_modules() if path.endswith(ends) for param in module.parameters()} if ends else set()
+    wanted = (
+        {id(param) for path, module in model.named_modules() if path.endswith(ends) for param in module.parameters()}
+        if ends
+        else set()
+    )
     for name, param in model.named_parameters():
         if id(param) in wanted and is_unmaterialized(param):
             data = torch.empty(param.shape, dtype=param.dtype)
@@ -67,5 +85,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise ConfigError(tell("adapter: lora needs peft", "it is not installed", "pip install 'outsize[lora]'")) from None
+        raise ConfigError(
+            tell("adapter: lora needs peft", "it is not installed", "pip install 'outsize[lora]'")
+        ) from None
     return peft

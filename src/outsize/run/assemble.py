@@ -1,4 +1,6 @@
-"""From a RunConfig to a Trainer that is ready to start: tokenizer, data, model, adapter, arguments. Config objects end here."""
+"""From a RunConfig to a Trainer that is ready to start: tokenizer, data, model, adapter, arguments. Config objects end
+here.
+"""
 
 import json
 import os
@@ -79,7 +81,9 @@ class RunTrainer(OutsizeTrainer):
             return None
 
     def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[PlannedModel]:
-        """Split every step into the micro-batches that train fastest. `batch_of`: the batch to plan for, of so many rows."""
+        """Split every step into the micro-batches that train fastest. `batch_of`: the batch to plan for, of so many
+        rows.
+        """
 
         def optimizer_for(split: Split) -> AdamW:
             self.args.gradient_accumulation_steps = split.passes
@@ -87,9 +91,18 @@ class RunTrainer(OutsizeTrainer):
 
         of_one_size = ("batch", "optimizer", "accumulate", "max_shape")
         settings = {name: value for name, value in self._preparation(None).items() if name not in of_one_size}
-        choice = choose_micro_batch(self.model, splits, batch_of=lambda rows: self._as_in_training(batch_of(rows)), optimizer_for=optimizer_for, **settings)
+        choice = choose_micro_batch(
+            self.model,
+            splits,
+            batch_of=lambda rows: self._as_in_training(batch_of(rows)),
+            optimizer_for=optimizer_for,
+            **settings,
+        )
         self._plan_batch = batch_of(choice.split.rows)
-        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = choice.split.rows, choice.split.passes
+        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = (
+            choice.split.rows,
+            choice.split.passes,
+        )
         self._train_batch_size = self.args.train_batch_size  # which Trainer keeps for its loaders
         return choice
 
@@ -98,7 +111,9 @@ class RunTrainer(OutsizeTrainer):
         (folder / RECIPE).write_text(json.dumps(self.recipe, indent=1))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loading brings the checkpoint's settings of the optimizer and its learning rate; those that were asked for go on top."""
+        """Loading brings the checkpoint's settings of the optimizer and its learning rate; those that were asked for go
+        on top.
+        """
         groups = self.engine.optimizer.param_groups
         asked = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -107,11 +122,16 @@ class RunTrainer(OutsizeTrainer):
             return
         # The next step is the schedule's, as if it had been this one from the start.
         scheduler.base_lrs = [settings["initial_lr"] for settings in asked]
-        scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        scheduler._last_lr = [
+            base * factor(scheduler.last_epoch)
+            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
         for group, settings, rate in zip(groups, asked, scheduler._last_lr, strict=True):
             group.update(settings, lr=rate)
 
-    def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any) -> Any:
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Trainer makes a step before it looks whether one is left."""
         done = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
         # Trainer goes on with the checkpoint's micro-batch size and steps between saves, evaluations and log lines.
@@ -159,12 +179,24 @@ def assemble(config: RunConfig) -> Assembled:
         return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
 
     trainer = RunTrainer(
-        model=built.model, args=arguments, train_dataset=train, eval_dataset=evaluated, data_collator=collator, processing_class=tokenizer,
+        model=built.model,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=evaluated,
+        data_collator=collator,
+        processing_class=tokenizer,
         callbacks=[*trackers, *([EarlyStoppingCallback(patience)] if patience else [])],
-        gpu_memory=config.gpu_memory, host_memory=config.host_memory, device=config.device, plan=config.plan_file, pins=_pins(config),
-        chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES, weights=built.weights, nonfinite=config.nonfinite, chunked_loss=config.chunked_loss,
+        gpu_memory=config.gpu_memory,
+        host_memory=config.host_memory,
+        device=config.device,
+        plan=config.plan_file,
+        pins=_pins(config),
+        chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
+        weights=built.weights,
+        nonfinite=config.nonfinite,
+        chunked_loss=config.chunked_loss,
         plan_batch=batch_of(splits[0].rows),
-    )  # fmt: skip
+    )
     trainer.remove_callback(PrinterCallback)
     chosen_by = ""
     if len(splits) > 1:
@@ -175,11 +207,18 @@ def assemble(config: RunConfig) -> Assembled:
     trainer.recipe, trainer.changed = recipe(config, fingerprints), tuple(changed)
     if not config.sample_packing and not config.pad_to_sequence_len and config.sequence_len > 3:
         trainer.half_batch = batch_of(trainer.args.per_device_train_batch_size, config.sequence_len // 2)
-    return Assembled(trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by)
+    return Assembled(
+        trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by
+    )
 
 
 def _splits(config: RunConfig) -> list[Split]:
-    return splits_of(config.batch_size, config.micro_batch_size, config.gradient_accumulation_steps, name="gradient_accumulation_steps")
+    return splits_of(
+        config.batch_size,
+        config.micro_batch_size,
+        config.gradient_accumulation_steps,
+        name="gradient_accumulation_steps",
+    )
 
 
 def _split(config: RunConfig, split: Split) -> RunConfig:
@@ -190,16 +229,21 @@ def _build(config: RunConfig, checkpoint: Path | None) -> Built:
     whole = checkpoint is not None and config.adapter is None
     try:
         return build_model(
-            config.base_model, dtype=torch.bfloat16 if config.bf16 else torch.float32, random=config.reinit_weights and not whole,
-            weights_from=str(checkpoint) if whole else None, attn_implementation=config.attn_implementation,
-        )  # fmt: skip
+            config.base_model,
+            dtype=torch.bfloat16 if config.bf16 else torch.float32,
+            random=config.reinit_weights and not whole,
+            weights_from=str(checkpoint) if whole else None,
+            attn_implementation=config.attn_implementation,
+        )
     except OutsizeError:
         raise
     except (ImportError, ValueError) as error:
         if config.attn_implementation is None:
             raise
         expected = f"attn_implementation: {config.attn_implementation} can be used here"
-        raise ConfigError(tell(expected, f"transformers says: {first_line(error)}", "Leave it out, or install what it needs")) from None
+        raise ConfigError(
+            tell(expected, f"transformers says: {first_line(error)}", "Leave it out, or install what it needs")
+        ) from None
 
 
 def start(assembled: Assembled, config: RunConfig) -> None:
@@ -207,23 +251,39 @@ def start(assembled: Assembled, config: RunConfig) -> None:
     trainer = assembled.trainer
     trainer.start_engine()
     vocabulary = trainer.model.config.vocab_size
-    if config.sample_packing and not keeps_documents_apart(trainer.model, vocabulary, rows=trainer.args.per_device_train_batch_size):
+    if config.sample_packing and not keeps_documents_apart(
+        trainer.model, vocabulary, rows=trainer.args.per_device_train_batch_size
+    ):
         do = "Use sample_packing: false, or another attn_implementation"
-        raise ConfigError(tell("documents of a packed row do not see each other", f"in {type(trainer.model).__name__} they do", do))
+        raise ConfigError(
+            tell("documents of a packed row do not see each other", f"in {type(trainer.model).__name__} they do", do)
+        )
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
     wanted = config.resume_from_checkpoint
     if isinstance(wanted, str):
         if not Path(wanted).is_dir():
-            raise ConfigError(tell(f"resume_from_checkpoint names a folder ({wanted})", "there is none", "Correct it; true is the newest in output_dir"))
+            raise ConfigError(
+                tell(
+                    f"resume_from_checkpoint names a folder ({wanted})",
+                    "there is none",
+                    "Correct it; true is the newest in output_dir",
+                )
+            )
         read_manifest(Path(wanted))
         return Path(wanted)
     if not wanted and not config.auto_resume_from_checkpoints:
         return None
     found = newest(Path(config.output_dir))
     if found is None and wanted:
-        raise ConfigError(tell(f"{config.output_dir} has a complete checkpoint", "there is none", "Leave resume_from_checkpoint out, or name the folder"))
+        raise ConfigError(
+            tell(
+                f"{config.output_dir} has a complete checkpoint",
+                "there is none",
+                "Leave resume_from_checkpoint out, or name the folder",
+            )
+        )
     return found
 
 
@@ -245,18 +305,28 @@ def _template(written: str) -> str:
         return Path(written).read_text()
     except (OSError, UnicodeError) as error:
         do = "Correct the path; a template's text has {{ }} or {% %}"
-        raise ConfigError(tell(f"chat_template_jinja is a template, or the path of one ({written})", f"it cannot be read ({error})", do)) from None
+        raise ConfigError(
+            tell(
+                f"chat_template_jinja is a template, or the path of one ({written})", f"it cannot be read ({error})", do
+            )
+        ) from None
 
 
 def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list[str]]:
     """Rows to train on, rows to evaluate on or None, and a fingerprint of each of `datasets`."""
     fingerprints: list[str] = []
     settings: dict[str, Any] = dict(
-        sequence_len=config.sequence_len, pad_id=pad_id, excess_length_strategy=config.excess_length_strategy, sample_packing=config.sample_packing,
-        seed=config.seed if config.data_seed is None else config.data_seed, train_on_inputs=config.train_on_inputs,
-    )  # fmt: skip
+        sequence_len=config.sequence_len,
+        pad_id=pad_id,
+        excess_length_strategy=config.excess_length_strategy,
+        sample_packing=config.sample_packing,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        train_on_inputs=config.train_on_inputs,
+    )
     sources = [Source(**asdict(d)) for d in config.datasets]
-    train, evaluated = load_rows(tokenizer, sources, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings)
+    train, evaluated = load_rows(
+        tokenizer, sources, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
+    )
     if config.test_datasets:
         evaluated, _ = load_rows(tokenizer, [Source(**asdict(d)) for d in config.test_datasets], **settings)
     return train, evaluated, fingerprints
@@ -265,21 +335,49 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list
 def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
     split = _splits(config)[0]
     save_steps = config.save_steps or (config.eval_steps if config.load_best_model_at_end else None) or _NEVER
-    save_strategy = config.evaluates if config.load_best_model_at_end and config.save_steps is None else config.save_strategy
+    save_strategy = (
+        config.evaluates if config.load_best_model_at_end and config.save_steps is None else config.save_strategy
+    )
     return TrainingArguments(
-        output_dir=config.output_dir, per_device_train_batch_size=split.rows,
-        per_device_eval_batch_size=config.eval_batch_size or split.rows, gradient_accumulation_steps=split.passes,
-        num_train_epochs=config.num_epochs, max_steps=config.max_steps or -1, learning_rate=config.learning_rate, lr_scheduler_type=config.lr_scheduler,
-        lr_scheduler_kwargs=config.lr_scheduler_kwargs or {}, warmup_steps=config.warmup_steps or config.warmup_ratio or 0, optim="adamw_torch",
-        adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2, adam_epsilon=config.adam_epsilon, weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm, save_strategy=save_strategy, save_steps=save_steps, save_total_limit=config.save_total_limit,
-        save_only_model=config.save_only_model, eval_strategy=config.evaluates, eval_steps=config.eval_steps,
-        load_best_model_at_end=config.load_best_model_at_end, metric_for_best_model=config.metric_for_best_model, logging_steps=config.logging_steps,
-        report_to=list(config.report_to), seed=config.seed, data_seed=config.data_seed, dataloader_num_workers=config.dataloader_num_workers,
-        full_determinism=config.full_determinism, use_cpu=not on_gpu, remove_unused_columns=False, disable_tqdm=True, bf16=False, dataloader_pin_memory=on_gpu,
-        # It asks the device for two flags after every micro-batch, and the thread that issues the next one waits for them; and it hides a NaN.
+        output_dir=config.output_dir,
+        per_device_train_batch_size=split.rows,
+        per_device_eval_batch_size=config.eval_batch_size or split.rows,
+        gradient_accumulation_steps=split.passes,
+        num_train_epochs=config.num_epochs,
+        max_steps=config.max_steps or -1,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler,
+        lr_scheduler_kwargs=config.lr_scheduler_kwargs or {},
+        warmup_steps=config.warmup_steps or config.warmup_ratio or 0,
+        optim="adamw_torch",
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        save_strategy=save_strategy,
+        save_steps=save_steps,
+        save_total_limit=config.save_total_limit,
+        save_only_model=config.save_only_model,
+        eval_strategy=config.evaluates,
+        eval_steps=config.eval_steps,
+        load_best_model_at_end=config.load_best_model_at_end,
+        metric_for_best_model=config.metric_for_best_model,
+        logging_steps=config.logging_steps,
+        report_to=list(config.report_to),
+        seed=config.seed,
+        data_seed=config.data_seed,
+        dataloader_num_workers=config.dataloader_num_workers,
+        full_determinism=config.full_determinism,
+        use_cpu=not on_gpu,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        bf16=False,
+        dataloader_pin_memory=on_gpu,
+        # It asks the device for two flags after every micro-batch, and the thread that issues the next one waits for
+        # them; and it hides a NaN.
         logging_nan_inf_filter=False,
-    )  # fmt: skip
+    )
 
 
 def _pins(config: RunConfig) -> Pins | None:
@@ -290,15 +388,23 @@ def _pins(config: RunConfig) -> Pins | None:
 
 
 def _tell_of_earlier_run(config: RunConfig) -> None:
-    """Which checkpoints are old is told by their numbers alone: with a limit, those of this run would be deleted before those of a longer one."""
+    """Which checkpoints are old is told by their numbers alone: with a limit, those of this run would be deleted before
+    those of a longer one.
+    """
     found = checkpoints(Path(config.output_dir))
     if not found:
         return
     last = found[-1][1]
     if config.save_total_limit is not None:
         do = "Go on from it with --resume, name another output_dir, or remove the checkpoints"
-        raise ConfigError(tell("a new run with save_total_limit begins without checkpoints", f"an earlier one has left {last}", do))
-    log.warning("%s is of an earlier run: this one replaces checkpoints of the same number, and --resume goes on from the highest", last)
+        raise ConfigError(
+            tell("a new run with save_total_limit begins without checkpoints", f"an earlier one has left {last}", do)
+        )
+    log.warning(
+        "%s is of an earlier run: this one replaces checkpoints of the same number, and --resume goes on from the "
+        "highest",
+        last,
+    )
 
 
 def _require_writable(folder: Path) -> None:
@@ -308,4 +414,6 @@ def _require_writable(folder: Path) -> None:
         probe.touch()
         os.unlink(probe)
     except OSError as error:
-        raise ConfigError(tell(f"output_dir {folder} can be written", str(error.strerror), "Name another one; nothing was trained")) from None
+        raise ConfigError(
+            tell(f"output_dir {folder} can be written", str(error.strerror), "Name another one; nothing was trained")
+        ) from None

@@ -1,4 +1,6 @@
-"""What a benchmark is asked for and what it finds, as records: the JSON that `outsize bench --json` writes is their form. No torch."""
+"""What a benchmark is asked for and what it finds, as records: the JSON that `outsize bench --json` writes is their
+form. No torch.
+"""
 
 import statistics
 from dataclasses import dataclass
@@ -48,9 +50,11 @@ class Speed:
     @staticmethod
     def of(tokens: int, steps: int, window_seconds: float, step_seconds: tuple[float, ...]) -> "Speed":
         return Speed(
-            tokens_per_second=tokens * steps / window_seconds if window_seconds else 0.0, window_seconds=window_seconds, step_seconds=step_seconds,
+            tokens_per_second=tokens * steps / window_seconds if window_seconds else 0.0,
+            window_seconds=window_seconds,
+            step_seconds=step_seconds,
             median_step_seconds=statistics.median(step_seconds),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

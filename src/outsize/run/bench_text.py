@@ -1,4 +1,6 @@
-"""A benchmark's result as text: what was measured beside what the plan had promised, and what the machine would allow."""
+"""A benchmark's result as text: what was measured beside what the plan had promised, and what the machine would
+allow.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +8,10 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.plan.render import BUSY_SHARE
 from outsize.run.bench_record import Baseline, Result
 
-SIMULATED = "No GPU is used: a simulated one computes on the CPU. Seconds below are its clock's, which is simulated; they say nothing about any machine."
+SIMULATED = (
+    "No GPU is used: a simulated one computes on the CPU. Seconds below are its clock's, which is simulated; "
+    "they say nothing about any machine."
+)
 _WORK = {"compute": "computing", "h2d": "copies to the GPU", "d2h": "copies to the host", "host": "host updates"}
 
 
@@ -15,25 +20,39 @@ def show(result: Result) -> str:
     pace = f"median; {show_seconds(speed.window_seconds / bench.steps)} in the mean of {bench.steps}"
     cells = [
         ("", "measured", "predicted", ""),
-        ("tokens/s", f"{speed.tokens_per_second:,.0f}", f"{bench.tokens / plan.step_seconds:,.0f}" if plan.step_seconds else "", "over the whole window"),
+        (
+            "tokens/s",
+            f"{speed.tokens_per_second:,.0f}",
+            f"{bench.tokens / plan.step_seconds:,.0f}" if plan.step_seconds else "",
+            "over the whole window",
+        ),
         ("step", show_seconds(speed.median_step_seconds), show_seconds(plan.step_seconds), pace),
-    ]  # fmt: skip
+    ]
     if memory.gpu_peak_bytes is not None:
-        reserved = f"{show_bytes(memory.gpu_reserved_bytes)} reserved; " if memory.gpu_reserved_bytes is not None else ""
+        reserved = (
+            f"{show_bytes(memory.gpu_reserved_bytes)} reserved; " if memory.gpu_reserved_bytes is not None else ""
+        )
         kept = f"{reserved}{show_bytes(plan.gpu_budget_bytes)} allowed"
         cells.append(("GPU peak", show_bytes(memory.gpu_peak_bytes), show_bytes(plan.gpu_bytes), kept))
-    rss = f"{memory.host_bytes_per_param:.3g} bytes a parameter; {show_bytes(memory.host_before_bytes)} of it before the model"
+    rss = (
+        f"{memory.host_bytes_per_param:.3g} bytes a parameter; {show_bytes(memory.host_before_bytes)} of it before "
+        "the model"
+    )
     cells.append(("host peak", show_bytes(memory.host_peak_bytes), show_bytes(plan.host_bytes), rss))
     start = result.start_up
     lines = [
-        *_head(result), "", *_columns(cells), "",
+        *_head(result),
+        "",
+        *_columns(cells),
+        "",
         f"start-up  build {show_seconds(start.build_seconds)}, prepare {show_seconds(start.prepare_seconds)}, "
         f"first step {show_seconds(start.first_step_seconds)}",
         f"lanes     {_lanes(result)}",
-        f"limit     {result.limit_ratio:.2f} × the limit of {show_seconds(result.limit.seconds)} ({result.limit.bottleneck} {_bind(result.limit.bottleneck)})",
+        f"limit     {result.limit_ratio:.2f} × the limit of {show_seconds(result.limit.seconds)} "
+        f"({result.limit.bottleneck} {_bind(result.limit.bottleneck)})",
         f"plan      {plan.fingerprint}",
         *(f"{name:<9} {_rival(rival)}" for name, rival in result.rivals.items()),
-    ]  # fmt: skip
+    ]
     if not result.losses_finite:
         lines.append("WRONG     a loss is not finite")
     if not result.within_budget:
@@ -43,14 +62,22 @@ def show(result: Result) -> str:
 
 def show_all(results: Sequence[Result]) -> str:
     """One line for each."""
-    cells = [("shape", "tokens/s", "step", "predicted", "GPU peak", "host peak", "B/param", "× limit", "binds")]
+    cells = [("shape", "tokens/s", "step", "predicted", "GPU peak", "host peak", "B/param", "× limit", "bottleneck")]
     for result in results:
         peak = result.memory.gpu_peak_bytes
-        cells.append((
-            result.bench.model, f"{result.speed.tokens_per_second:,.0f}", show_seconds(result.speed.median_step_seconds),
-            show_seconds(result.plan.step_seconds), show_bytes(peak) if peak is not None else "", show_bytes(result.memory.host_peak_bytes),
-            f"{result.memory.host_bytes_per_param:.3g}", f"{result.limit_ratio:.2f}", result.limit.bottleneck,
-        ))  # fmt: skip
+        cells.append(
+            (
+                result.bench.model,
+                f"{result.speed.tokens_per_second:,.0f}",
+                show_seconds(result.speed.median_step_seconds),
+                show_seconds(result.plan.step_seconds),
+                show_bytes(peak) if peak is not None else "",
+                show_bytes(result.memory.host_peak_bytes),
+                f"{result.memory.host_bytes_per_param:.3g}",
+                f"{result.limit_ratio:.2f}",
+                result.limit.bottleneck,
+            )
+        )
     return "\n".join(_columns(cells))
 
 
@@ -60,16 +87,23 @@ def _head(result: Result) -> list[str]:
     clip = f", clipped at {bench.clip:g}" if bench.clip is not None else ""
     update = {"in_backward": "updated in backward", "after_step": "updated after the step"}[bench.update]
     under = f" under {bench.gpu_memory}" if bench.gpu_memory is not None else ""
-    simulated = " (an simulated clock)" if result.is_simulated else ""
+    simulated = " (a simulated clock)" if result.is_simulated else ""
     size = f"{result.num_params / 1e9:.3g} B" if result.num_params >= 1e8 else f"{result.num_params / 1e6:.3g} M"
-    return [f"{bench.model}, {size} parameters, {bench.micro_batch} × {bench.seq} tokens{micro}, {update}{clip}, on {result.machine.device}{under}{simulated}"]
+    return [
+        f"{bench.model}, {size} parameters, {bench.micro_batch} × {bench.seq} tokens{micro}, {update}{clip}, on "
+        f"{result.machine.device}{under}{simulated}"
+    ]
 
 
 def _lanes(result: Result) -> str:
     lanes = result.lanes
     shares = ", ".join(f"{lane} {share:.0%}" for lane, share in lanes.shares.items())
     most = lanes.shares[lanes.bottleneck]
-    busiest = f"{_WORK.get(lanes.bottleneck, lanes.bottleneck)} {_bind(lanes.bottleneck)}" if most >= BUSY_SHARE else "no lane works all the time"
+    busiest = (
+        f"{_WORK.get(lanes.bottleneck, lanes.bottleneck)} {_bind(lanes.bottleneck)}"
+        if most >= BUSY_SHARE
+        else "no lane works all the time"
+    )
     return f"{shares} of a step; {busiest}"
 
 
@@ -81,13 +115,24 @@ def _rival(rival: Baseline) -> str:
     if rival.speed is None:
         return rival.problem
     gpu = f", GPU peak {show_bytes(rival.gpu_peak_bytes)}" if rival.gpu_peak_bytes is not None else " on the CPU"
-    ours = f"ours has {rival.ratio:.2f} × its speed" if rival.ratio is not None else "not compared: our clock is simulated"
-    return f"{rival.speed.tokens_per_second:,.0f} tokens/s, {show_seconds(rival.speed.median_step_seconds)} a step{gpu}; {ours}"
+    ours = (
+        f"ours has {rival.ratio:.2f} × its speed" if rival.ratio is not None else "not compared: our clock is simulated"
+    )
+    return (
+        f"{rival.speed.tokens_per_second:,.0f} tokens/s, {show_seconds(rival.speed.median_step_seconds)} a "
+        f"step{gpu}; {ours}"
+    )
 
 
 def _columns(cells: Sequence[tuple[str, ...]]) -> list[str]:
     """The first and the last column begin at the left, numbers end at the right."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     last = len(widths) - 1
-    lines = ["  ".join(cell.ljust(w) if i in (0, last) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i in (0, last) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
     return [lines[0].rstrip(), "─" * max(len(line.rstrip()) for line in lines), *(line.rstrip() for line in lines[1:])]

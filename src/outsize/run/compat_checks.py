@@ -1,4 +1,6 @@
-"""Whether model, tokenizer, data and settings belong together. Found here in a sentence, not in the first step by an index out of range."""
+"""Whether model, tokenizer, data and settings belong together. Found here in a sentence, not in the first step by an
+index out of range.
+"""
 
 from typing import Any
 
@@ -24,23 +26,39 @@ def make_trackers(names: list[str]) -> list[TrainerCallback]:
         return [kind() for kind in get_reporting_integration_callbacks(names)]
     except (ImportError, RuntimeError, ValueError) as error:
         do = "Install what is missing, or leave it out of report_to"
-        raise ConfigError(tell("report_to names trackers that are installed", f"transformers says: {first_line(error)}", do)) from None
+        raise ConfigError(
+            tell("report_to names trackers that are installed", f"transformers says: {first_line(error)}", do)
+        ) from None
 
 
 def require_scheduler(config: RunConfig) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
     given = dict(config.lr_scheduler_kwargs or {})
     try:
-        get_scheduler(config.lr_scheduler, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=given)
+        get_scheduler(
+            config.lr_scheduler, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=given
+        )
     except (TypeError, ValueError) as error:
         expected = f"lr_scheduler_kwargs are what lr_scheduler: {config.lr_scheduler} takes"
-        raise ConfigError(tell(expected, f"transformers says: {first_line(error)}", "Change lr_scheduler_kwargs, or take another lr_scheduler")) from None
+        raise ConfigError(
+            tell(
+                expected,
+                f"transformers says: {first_line(error)}",
+                "Change lr_scheduler_kwargs, or take another lr_scheduler",
+            )
+        ) from None
 
 
 def require_language_model(model: Any) -> None:
     if model.get_output_embeddings() is None:
         do = "Name a language model as base_model; others train with OutsizeTrainer"
-        raise ModelUnsupported(tell("`outsize train` trains models that predict tokens", f"{type(model).__name__} has no output head for them", do))
+        raise ModelUnsupported(
+            tell(
+                "`outsize train` trains models that predict tokens",
+                f"{type(model).__name__} has no output head for them",
+                do,
+            )
+        )
 
 
 def require_packable(model: Any) -> None:
@@ -50,14 +68,26 @@ def require_packable(model: Any) -> None:
 
 
 def require_positions(model: Any, sequence_len: int) -> None:
-    """A table of positions has an end. Computed positions have none, but beyond those of the config the model was not trained."""
+    """A table of positions has an end. Computed positions have none, but beyond those of the config the model was not
+    trained.
+    """
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if known is None or sequence_len <= known:
         return
     # Some tables begin with a few rows for padding. Of a table of tokens nobody cares how long it is.
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings())
+    tables = (
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
+    )
     if any(known <= table.num_embeddings <= known + 8 for table in tables):
-        raise ConfigError(tell(f"sequence_len is at most the model's {known} positions", f"it is {sequence_len}", "Lower it; longer examples are split"))
+        raise ConfigError(
+            tell(
+                f"sequence_len is at most the model's {known} positions",
+                f"it is {sequence_len}",
+                "Lower it; longer examples are split",
+            )
+        )
     log.warning("sequence_len is %d, but the model's config tells of %d positions", sequence_len, known)
 
 

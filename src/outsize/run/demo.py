@@ -1,8 +1,10 @@
-"""`make train`: a whole run in about two minutes, without a download. A small Llama learns the text beside this file, byte by byte.
+"""`make train`: a whole run in about two minutes, without a download. A small Llama learns the text beside this file,
+byte by byte.
 
-First one plain PyTorch step is timing to see what it takes. Then `outsize train` runs with at most 40 % of that: on the GPU if there is one,
-else on `sim`, which computes on the CPU and refuses to go over its budget. The seed is fixed: the same losses, the same words at the end.
-What it writes can be kept: the folder holds the model, the data and the run.yaml of an ordinary run.
+First one plain PyTorch step is timed to see what it takes. Then `outsize train` runs with at most 40 % of that: on the
+GPU if there is one, else on `sim`, which computes on the CPU and refuses to go over its budget. The seed is fixed: the
+same losses, the same words at the end. What it writes can be kept: the folder holds the model, the data and the
+run.yaml of an ordinary run.
 """
 
 import gc
@@ -38,7 +40,9 @@ class Size:
     rows: int
     tokens: int
     dtype: torch.dtype
-    """Of the weights. A processor without instructions for bf16 (AMD EPYC, 2 cores) trained 29 tokens a second in it, and 484 in fp32."""
+    """Of the weights. A processor without instructions for bf16 (AMD EPYC, 2 cores) trained 29 tokens a second in it,
+    and 484 in fp32.
+    """
 
 
 SIZES = {"cpu": Size(3, 128, torch.float32), "cuda": Size(32, 256, torch.bfloat16)}
@@ -59,36 +63,60 @@ class Outcome:
         return self.peak_bytes <= self.budget_bytes <= SHARE * self.plain_bytes
 
 
-def main(steps: int = STEPS, *, folder: Path = FOLDER, sample_bytes: int = 160, console: Console | None = None) -> Outcome:
+def main(
+    steps: int = STEPS, *, folder: Path = FOLDER, sample_bytes: int = 160, console: Console | None = None
+) -> Outcome:
     console = console or Console(width=None if sys.stdout.isatty() else 104)
     started = time.perf_counter()
     here = choose_device()
     size = SIZES[here.kind]
     if here.kind == "cpu":
-        # Sums depend on the number of threads, so this gives every machine the same losses; and two threads that wait for each other
-        # at every small operator are ten times slower than one as soon as another process wants a core.
+        # Sums depend on the number of threads, so this gives every machine the same losses; and two threads that wait
+        # for each other at every small operator are ten times slower than one as soon as another process wants a core.
         torch.set_num_threads(1)
     run = write_run(folder, steps, size)
     plain = plain_peak_bytes(size, here)
     budget = int(plain * SHARE) // 2**20 * 2**20
-    console.print(f"A Llama of 15.7 M parameters, {size.rows} × {size.tokens} bytes a step; {run} is the run.", highlight=False)
-    console.print(f"A plain PyTorch step takes {show_bytes(plain)} of device memory. The budget here is {show_bytes(budget)}, {budget / plain:.0%} of that.")
-    where = f"gpu_memory={exact_bytes(_with_context(budget, here))}" if here.kind == "cuda" else f"device=sim:{exact_bytes(budget)}"
+    console.print(
+        f"A Llama of 15.7 M parameters, {size.rows} × {size.tokens} bytes a step; {run} is the run.", highlight=False
+    )
+    console.print(
+        f"A plain PyTorch step takes {show_bytes(plain)} of device memory. The budget here is {show_bytes(budget)}, "
+        f"{budget / plain:.0%} of that."
+    )
+    where = (
+        f"gpu_memory={exact_bytes(_with_context(budget, here))}"
+        if here.kind == "cuda"
+        else f"device=sim:{exact_bytes(budget)}"
+    )
     done = train_run(read_config(run, [where]), console)
     outcome = Outcome(
-        losses=[loss for _, loss in done.losses], sample=write_on(folder / "out", PROMPT, sample_bytes), plain_bytes=plain, budget_bytes=budget,
-        planned_bytes=done.planned_gpu_bytes, peak_bytes=done.gpu_peak_bytes,
-    )  # fmt: skip
+        losses=[loss for _, loss in done.losses],
+        sample=write_on(folder / "out", PROMPT, sample_bytes),
+        plain_bytes=plain,
+        budget_bytes=budget,
+        planned_bytes=done.planned_gpu_bytes,
+        peak_bytes=done.gpu_peak_bytes,
+    )
     show(outcome, console, time.perf_counter() - started)
     return outcome
 
 
 def llama_config() -> LlamaConfig:
     return LlamaConfig(
-        hidden_size=512, intermediate_size=1376, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=8, vocab_size=256,
-        max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=256,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
         architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+    )
 
 
 def write_run(folder: Path, steps: int, size: Size) -> Path:
@@ -98,11 +126,23 @@ def write_run(folder: Path, steps: int, size: Size) -> Path:
     byte_tokenizer().save_pretrained(folder / "model")
     (folder / "text.txt").write_text(read_text(), encoding="ascii")
     keys = {
-        "base_model": str(folder / "model"), "reinit_weights": True, "datasets": [str(folder / "text.txt")], "sequence_len": size.tokens,
-        "micro_batch_size": size.rows, "bf16": size.dtype is torch.bfloat16, "max_steps": steps, "learning_rate": 1e-3, "lr_scheduler": "linear",
-        "warmup_steps": max(1, steps // 20), "adam_beta2": 0.95, "weight_decay": 0.1, "logging_steps": max(1, steps // 20),
-        "output_dir": str(folder / "out"), "seed": 0, "chunk_bytes": "2MiB",
-    }  # fmt: skip
+        "base_model": str(folder / "model"),
+        "reinit_weights": True,
+        "datasets": [str(folder / "text.txt")],
+        "sequence_len": size.tokens,
+        "micro_batch_size": size.rows,
+        "bf16": size.dtype is torch.bfloat16,
+        "max_steps": steps,
+        "learning_rate": 1e-3,
+        "lr_scheduler": "linear",
+        "warmup_steps": max(1, steps // 20),
+        "adam_beta2": 0.95,
+        "weight_decay": 0.1,
+        "logging_steps": max(1, steps // 20),
+        "output_dir": str(folder / "out"),
+        "seed": 0,
+        "chunk_bytes": "2MiB",
+    }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(keys, sort_keys=False))
     return path
@@ -110,7 +150,9 @@ def write_run(folder: Path, steps: int, size: Size) -> Path:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token for each byte."""
-    inner = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    inner = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=inner)
@@ -122,10 +164,14 @@ def read_text() -> str:
 
 
 def plain_peak_bytes(size: Size, device: Device) -> int:
-    """What the usual loop holds at most: everything on the device, the same optimizer, no outsize. By the meter that also watches the engine."""
+    """What the usual loop holds at most: everything on the device, the same optimizer, no outsize. By the meter that
+    also watches the engine.
+    """
     ids = torch.arange(size.rows * size.tokens).remainder(256).view(size.rows, size.tokens)
     with torch.random.fork_rng(devices=[]), device.meter() as meter:
-        model: nn.Module = LlamaForCausalLM._from_config(llama_config(), dtype=size.dtype).to(device.torch_device).train()
+        model: nn.Module = (
+            LlamaForCausalLM._from_config(llama_config(), dtype=size.dtype).to(device.torch_device).train()
+        )
         optimizer = Reference(model.parameters(), lr=1e-3, max_grad_norm=1.0)
         for _ in range(2):  # the first one makes the optimizer's state
             batch: Tensor = ids.to(device.torch_device)
@@ -140,7 +186,9 @@ def plain_peak_bytes(size: Size, device: Device) -> int:
 
 
 def _with_context(budget: int, device: Device) -> int:
-    """`gpu_memory` counts the CUDA context too; what is lost beside it depends on the limit itself, so this is approached."""
+    """`gpu_memory` counts the CUDA context too; what is lost beside it depends on the limit itself, so this is
+    approached.
+    """
     total = budget
     for _ in range(4):
         device.limit(total)
@@ -151,7 +199,10 @@ def _with_context(budget: int, device: Device) -> int:
 @torch.no_grad()
 def write_on(folder: Path, prompt: str, num_bytes: int, temperature: float = 0.6) -> str:
     """The exported folder is an ordinary one."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        PreTrainedTokenizerFast.from_pretrained(folder),
+    )
     rng = torch.Generator().manual_seed(2)
     ids = tokenizer(prompt)["input_ids"]
     for _ in range(num_bytes):
@@ -162,8 +213,14 @@ def write_on(folder: Path, prompt: str, num_bytes: int, temperature: float = 0.6
 
 def show(outcome: Outcome, console: Console, seconds: float) -> None:
     console.print(Panel(outcome.sample, title="what it writes", title_align="left", expand=False), markup=False)
-    console.print(f"budget     {show_bytes(outcome.budget_bytes)}: {'kept' if outcome.peak_bytes <= outcome.budget_bytes else '[red]exceeded[/red]'}")
-    console.print(f"plain run  {show_bytes(outcome.plain_bytes)}: this one took {outcome.peak_bytes / outcome.plain_bytes:.0%} of it")
+    console.print(
+        f"budget     {show_bytes(outcome.budget_bytes)}: "
+        f"{'kept' if outcome.peak_bytes <= outcome.budget_bytes else '[red]exceeded[/red]'}"
+    )
+    console.print(
+        f"plain run  {show_bytes(outcome.plain_bytes)}: this one took {outcome.peak_bytes / outcome.plain_bytes:.0%} "
+        "of it"
+    )
     console.print(f"time       {seconds:.0f} s in all")
 
 

@@ -1,4 +1,6 @@
-"""Ctrl-C: the first one lets the step end, saves and stops; the second one leaves at once. SIGTERM, as clusters send it, counts as a first one."""
+"""Ctrl-C: the first one lets the step end, saves and stops; the second one leaves at once. SIGTERM, as clusters send
+it, counts as a first one.
+"""
 
 import os
 import signal

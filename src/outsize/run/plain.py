@@ -1,6 +1,8 @@
-"""What `outsize bench --compare` compares with: the usual loop. bf16 weights, fp32 masters and AdamW all on the GPU, nothing of outsize in it.
+"""What `outsize bench --compare` compares with: the usual loop. bf16 weights, fp32 masters and AdamW all on the GPU,
+nothing of outsize in it.
 
-It runs in a process of its own, so that neither run sees the other's memory: `python -m outsize.run.plain plain <settings as JSON> <file for the result>`.
+It runs in a process of its own, so that neither run sees the other's memory: `python -m outsize.run.plain plain
+<settings as JSON> <file for the result>`.
 """
 
 import itertools
@@ -31,7 +33,13 @@ def run_rival(kind: str, bench: Bench) -> Baseline:
         if out.exists():
             return loads(Baseline, out.read_text(), where=str(out))
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "it said nothing")
-    return Baseline(speed=None, gpu_peak_bytes=None, gpu_reserved_bytes=None, host_peak_bytes=0, problem=f"exit code {done.returncode}: {last}")
+    return Baseline(
+        speed=None,
+        gpu_peak_bytes=None,
+        gpu_reserved_bytes=None,
+        host_peak_bytes=0,
+        problem=f"exit code {done.returncode}: {last}",
+    )
 
 
 def main(kind: str, settings: str, out: str) -> None:
@@ -43,9 +51,12 @@ def main(kind: str, settings: str, out: str) -> None:
         problem = "out of GPU memory"
     has_gpu = bench.device.startswith("cuda")
     rival = Baseline(
-        speed=speed, problem=problem, gpu_peak_bytes=torch.accelerator.max_memory_allocated() if has_gpu else None,
-        gpu_reserved_bytes=torch.accelerator.max_memory_reserved() if has_gpu else None, host_peak_bytes=peak_rss_bytes(),
-    )  # fmt: skip
+        speed=speed,
+        problem=problem,
+        gpu_peak_bytes=torch.accelerator.max_memory_allocated() if has_gpu else None,
+        gpu_reserved_bytes=torch.accelerator.max_memory_reserved() if has_gpu else None,
+        host_peak_bytes=peak_rss_bytes(),
+    )
     Path(out).write_text(dumps(rival))
 
 
@@ -79,7 +90,9 @@ def train(kind: str, bench: Bench) -> Speed:
             param.grad = None
         return loss.detach()
 
-    clock = Clock.of_stream(device, torch.accelerator.synchronize) if device.type == "cuda" else Clock.of_host(lambda: None)
+    clock = (
+        Clock.of_stream(device, torch.accelerator.synchronize) if device.type == "cuda" else Clock.of_host(lambda: None)
+    )
     timed = time_steps(step, clock, warm_up=bench.warm_up, steps=bench.steps)
     return Speed.of(bench.tokens, bench.steps, timed.window_seconds, timed.step_seconds)
 

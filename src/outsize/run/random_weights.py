@@ -1,6 +1,8 @@
-"""A model of random weights, made where they are to live: nothing is drawn twice, and a model of 70 B parameters takes as long as copying it.
+"""A model of random weights, made where they are to live: nothing is drawn twice, and a model of 70 B parameters takes
+as long as copying it.
 
-Speed and memory do not depend on the values, so all matrices are cut out of one random buffer, each from a place of its own.
+Speed and memory do not depend on the values, so all matrices are cut out of one random buffer, each from a place of its
+own.
 """
 
 import zlib
@@ -21,7 +23,7 @@ _DEVIATION = 0.02
 
 
 def random_model(shape: str, *, seq: int, seed: int = 0) -> tuple[nn.Module, "RandomWeights"]:
-    """A unmaterialized bf16 model (its buffers are real) and the values of its parameters."""
+    """An unmaterialized bf16 model (its buffers are real) and the values of its parameters."""
     from accelerate import init_empty_weights
 
     config = shape_config(shape, seq=seq)
@@ -35,15 +37,25 @@ def random_batches(model: Any, bench: Bench, *, number: int = 4) -> list[dict[st
     """Full rows of random text; with images, the text around them is random, and so are they."""
     generator, rows, tokens = torch.Generator().manual_seed(0), bench.micro_batch, bench.seq
     pictures = Images(per_row=bench.images, pixels=bench.image_size)
-    example = example_batch(type(model), model.config, rows=rows, tokens=tokens, images=pictures, model=lambda: model).batch
-    fixed = [token for key in ("image", "vision_start", "vision_end") if (token := getattr(model.config, f"{key}_token_id", None)) is not None]
+    example = example_batch(
+        type(model), model.config, rows=rows, tokens=tokens, images=pictures, model=lambda: model
+    ).batch
+    fixed = [
+        token
+        for key in ("image", "vision_start", "vision_end")
+        if (token := getattr(model.config, f"{key}_token_id", None)) is not None
+    ]
     is_fixed = torch.isin(example["input_ids"], torch.tensor(fixed))
     # Text must not hold tokens that stand for images: of models that see, those are the last of the vocabulary.
     limit = min([model.config.get_text_config().vocab_size, *fixed])
 
     def draw() -> dict[str, Tensor]:
         ids = torch.where(is_fixed, example["input_ids"], torch.randint(0, limit, (rows, tokens), generator=generator))
-        pixels = {name: torch.randn(value.shape, generator=generator) for name, value in example.items() if name == "pixel_values"}
+        pixels = {
+            name: torch.randn(value.shape, generator=generator)
+            for name, value in example.items()
+            if name == "pixel_values"
+        }
         return {**example, **pixels, "input_ids": ids, "labels": ids.masked_fill(is_fixed, -100)}
 
     return [draw() for _ in range(number)]

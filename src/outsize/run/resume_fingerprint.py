@@ -1,11 +1,12 @@
 """The recipe of a run: what its bits depend on. It is kept in every checkpoint, and a resumed run is compared with it.
 
-Settings are of three kinds. Where bytes live and what is saved or logged when is free. The learning rate, its schedule, the length of the run and
-the like change the steps to come: they may be changed on resume, by asking for it with `--set`. Data, seed, model, adapter and precision
-decide the steps that were made: they stay.
+Settings are of three kinds. Where bytes live and what is saved or logged when is free. The learning rate, its schedule,
+the length of the run and the like change the steps to come: they may be changed on resume, by asking for it with
+`--set`. Data, seed, model, adapter and precision decide the steps that were made: they stay.
 
-Data is compared by content, not by path: by a fingerprint of each dataset's tokens and labels, in their order (see `Rows.fingerprint`).
-So a file may move, and a row that is cut, added, changed or moved is noticed, as is another tokenizer or chat template.
+Data is compared by content, not by path: by a fingerprint of each dataset's tokens and labels, in their order (see
+`Rows.fingerprint`). So a file may move, and a row that is cut, added, changed or moved is noticed, as is another
+tokenizer or chat template.
 """
 
 import json
@@ -24,19 +25,61 @@ RECIPE = "run.json"
 DATA = "data"
 """The key of the fingerprints, one for each dataset."""
 _FREE = {
-    "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps",
-    "eval_batch_size", "test_datasets", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience", "logging_steps", "report_to",
-    "dataloader_num_workers", "gpu_memory", "host_memory", "device", "plan_file", "pins", "activation_offloading", "resume_from_checkpoint",
-    "auto_resume_from_checkpoints", "chunk_bytes", "notes", "asked", "base_model", "reinit_weights", "batch_size",
-}  # fmt: skip
-"""`base_model`: the weights are the checkpoint's and are compared tensor by tensor; the folder may have moved. `batch_size`: see `_SPLIT`."""
+    "output_dir",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "save_only_model",
+    "eval_strategy",
+    "eval_steps",
+    "eval_batch_size",
+    "test_datasets",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "early_stopping_patience",
+    "logging_steps",
+    "report_to",
+    "dataloader_num_workers",
+    "gpu_memory",
+    "host_memory",
+    "device",
+    "plan_file",
+    "pins",
+    "activation_offloading",
+    "resume_from_checkpoint",
+    "auto_resume_from_checkpoints",
+    "chunk_bytes",
+    "notes",
+    "asked",
+    "base_model",
+    "reinit_weights",
+    "batch_size",
+}
+"""`base_model`: the weights are the checkpoint's and are compared tensor by tensor; the folder may have moved.
+`batch_size`: see `_SPLIT`.
+"""
 _SPLIT = ("micro_batch_size", "gradient_accumulation_steps")
 _TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio"))
 """Settings that say one thing: whoever asks for one of them asks for what follows for the others."""
 _ON_REQUEST = {
-    *_SPLIT, "num_epochs", "max_steps", "learning_rate", "lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "nonfinite", "chunked_loss", "attn_implementation", "full_determinism",
-}  # fmt: skip
+    *_SPLIT,
+    "num_epochs",
+    "max_steps",
+    "learning_rate",
+    "lr_scheduler",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "warmup_ratio",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "nonfinite",
+    "chunked_loss",
+    "attn_implementation",
+    "full_determinism",
+}
 
 
 def recipe(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
@@ -57,14 +100,20 @@ def split_of(checkpoint: Path, splits: Sequence[Split]) -> Split:
 
 
 def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
-    """Compare a config whose batch is split with the checkpoint's. Returns the names of settings that change because it was asked for, and logs them."""
+    """Compare a config whose batch is split with the checkpoint's. Returns the names of settings that change because it
+    was asked for, and logs them.
+    """
     then, now = _read(checkpoint), _settings(config)
     theirs, mine = _split_in(then), Split(rows=now["micro_batch_size"], passes=now["gradient_accumulation_steps"])
     keeps_batch = theirs.rows * theirs.passes == mine.rows * mine.passes
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
     changed = []
     # What is told of otherwise: by content once the data is read, or above.
-    told = {DATA, "datasets"} | ({"chat_template_jinja"} if DATA in then else set()) | (set() if keeps_batch else set(_SPLIT))
+    told = (
+        {DATA, "datasets"}
+        | ({"chat_template_jinja"} if DATA in then else set())
+        | (set() if keeps_batch else set(_SPLIT))
+    )
     # A setting that the checkpoint does not have is younger than the checkpoint.
     for name in sorted(then.keys() - told):
         if then[name] == now.get(name):
@@ -86,7 +135,11 @@ def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequenc
     """Once the data is read."""
     then = _read(checkpoint)
     if DATA not in then:
-        log.warning("%s has no fingerprint of its data (an earlier outsize wrote it): the paths are compared, the content is not", checkpoint)
+        log.warning(
+            "%s has no fingerprint of its data (an earlier outsize wrote it): the paths are compared, the content is "
+            "not",
+            checkpoint,
+        )
         return
     paths = [dataset.path for dataset in config.datasets]
     if then[DATA] == list(fingerprints):
@@ -100,7 +153,11 @@ def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequenc
         found = ["datasets: they are given in another order."]
     else:
         other = [path for path, was, now in zip(paths, then[DATA], fingerprints, strict=True) if was != now]
-        found = [f"datasets: {path} has other content than when the run began (its rows, their order, the tokenizer or the chat template)." for path in other]
+        found = [
+            f"datasets: {path} has other content than when the run began (its rows, their order, the tokenizer or the "
+            "chat template)."
+            for path in other
+        ]
     raise _refused(checkpoint, [f"{text} Put back what it was." for text in found])
 
 
@@ -113,7 +170,10 @@ def _is_asked(name: str, asked: Sequence[str]) -> bool:
 
 
 def _another_batch(then: Split, now: Split, shown: str) -> str:
-    do = "A resumed run keeps its global batch, by which its place in the data is counted: choose micro_batch_size × gradient_accumulation_steps"
+    do = (
+        "A resumed run keeps its global batch, by which its place in the data is counted: choose micro_batch_size × "
+        "gradient_accumulation_steps"
+    )
     return f"batch_size was {then.rows * then.passes} ({then}) and is {shown}. {do} = {then.rows * then.passes}."
 
 
@@ -147,7 +207,9 @@ def _show(value: Any) -> str:
 
 def _refused(checkpoint: Path, problems: Sequence[str]) -> ConfigError:
     new = f"For a new run from these weights: base_model: {checkpoint}, another output_dir and no --resume."
-    return ConfigError("\n  ".join([f"{checkpoint}: the run cannot be resumed from it as it is asked for.", *problems, new]))
+    return ConfigError(
+        "\n  ".join([f"{checkpoint}: the run cannot be resumed from it as it is asked for.", *problems, new])
+    )
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Seconds of training steps that overlap: the updates of one run under the next one's forward, so a step alone has no length.
+"""Seconds of training steps that overlap: the updates of one run under the next one's forward, so a step alone has no
+length.
 
-The lanes are drained before the window and after it, and never inside. The window holds exactly its steps' work and divides by their number; it is a little
-long, since the last updates have no forward to hide under. The times between steps are those of the run at its pace.
+The lanes are drained before the window and after it, and never inside. The window holds exactly its steps' work and
+divides by their number; it is a little long, since the last updates have no forward to hide under. The times between
+steps are those of the run at its pace.
 """
 
 import itertools
@@ -28,7 +30,9 @@ class Clock:
 
     @staticmethod
     def of_stream(device: torch.device, drain: Callable[[], None]) -> "Clock":
-        """Of an accelerator: marks on the current stream, which computes, since the thread that issues runs ahead of it."""
+        """Of an accelerator: marks on the current stream, which computes, since the thread that issues runs ahead of
+        it.
+        """
 
         def mark() -> torch.Event:
             event = torch.Event(device, enable_timing=True)
@@ -55,7 +59,9 @@ class Timed:
 
 
 def time_steps(step: Callable[[], Tensor | float], clock: Clock, *, warm_up: int, steps: int) -> Timed:
-    """`step` makes one and returns its loss. One that is on a device is read at the end: reading waits for all that was issued."""
+    """`step` makes one and returns its loss. One that is on a device is read at the end: reading waits for all that was
+    issued.
+    """
     assert warm_up >= 1 and steps >= 1
     started = time.perf_counter()
     losses = [step()]
@@ -70,4 +76,9 @@ def time_steps(step: Callable[[], Tensor | float], clock: Clock, *, warm_up: int
     clock.drain()
     window = clock.now() - begin
     between = tuple(clock.between(a, b) for a, b in itertools.pairwise(marks)) or (window,)
-    return Timed(first_step_seconds=first, window_seconds=window, step_seconds=between, losses=tuple(float(loss) for loss in losses))
+    return Timed(
+        first_step_seconds=first,
+        window_seconds=window,
+        step_seconds=between,
+        losses=tuple(float(loss) for loss in losses),
+    )

@@ -46,7 +46,9 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     assembled = assemble(config)
     trainer = assembled.trainer
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
-    console.print(f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False)
+    console.print(
+        f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False
+    )
     half = trainer.trace_half()  # of a model that is not prepared yet
     start(assembled, config)
     engine = trainer.engine
@@ -62,7 +64,9 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
             engine.finish_saving()
         if not showing.seconds:
-            console.print(f"The checkpoint has all {trainer.state.max_steps} steps: nothing was left to train.", highlight=False)
+            console.print(
+                f"The checkpoint has all {trainer.state.max_steps} steps: nothing was left to train.", highlight=False
+            )
         last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)
         result = None
         if not interrupt.asked:
@@ -70,9 +74,13 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             trainer.save_model()
         report = engine.report()
         outcome = Outcome(
-            losses=tuple(showing.losses), result=result, checkpoint=last, gpu_peak_bytes=report.gpu_peak_bytes,
-            planned_gpu_bytes=report.planned_gpu_bytes if engine.device.kind != "cpu" else 0, tokens_per_second=showing.tokens_per_second,
-        )  # fmt: skip
+            losses=tuple(showing.losses),
+            result=result,
+            checkpoint=last,
+            gpu_peak_bytes=report.gpu_peak_bytes,
+            planned_gpu_bytes=report.planned_gpu_bytes if engine.device.kind != "cpu" else 0,
+            tokens_per_second=showing.tokens_per_second,
+        )
     finally:
         showing.stop()
         engine.close()
@@ -106,7 +114,10 @@ def _tell(outcome: Outcome, config: RunConfig, console: Console) -> None:
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     if outcome.losses:
         first, last = outcome.losses[0], outcome.losses[-1]
-        say(f"loss    {first[1]:.4f} at step {first[0]}, {last[1]:.4f} at step {last[0]}; {outcome.tokens_per_second:,.0f} tokens/s")
+        say(
+            f"loss    {first[1]:.4f} at step {first[0]}, {last[1]:.4f} at step {last[0]}; "
+            f"{outcome.tokens_per_second:,.0f} tokens/s"
+        )
     if outcome.planned_gpu_bytes:
         say(f"GPU     {show_bytes(outcome.gpu_peak_bytes)} at most, {show_bytes(outcome.planned_gpu_bytes)} planned")
     if outcome.checkpoint is not None:

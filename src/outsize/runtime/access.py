@@ -1,15 +1,16 @@
 """Reads and writes of a prepared model's parameters while no forward or backward runs.
 
-[Note: Parameters between passes]
-A slot holds a streamed chunk only while a block that uses it runs. Between passes the memory behind a streamed parameter belongs to another
-chunk, and the host may still be updating weights. So between passes every trainable or streamed parameter has the class `PreparedParameter`.
-Its `__torch_function__` sees every use of the parameter from Python: it waits for updates in flight and runs the operator on a tensor over the
-parameter's home instead. On CUDA that tensor maps the pinned home into the GPU's address space, so nothing is copied and writes reach the home.
-In a pass the class is `nn.Parameter` again. In the steady state this costs two class assignments per parameter and pass: with the check for exchanged
-parameters 0.48 ms a step for the 146 parameters of a 1B model (H200, benchmarks/results/between-steps-h200-2026-11-16.md).
+[Note: Parameters between passes] A slot holds a streamed chunk only while a block that uses it runs. Between passes the
+memory behind a streamed parameter belongs to another chunk, and the host may still be updating weights. So between
+passes every trainable or streamed parameter has the class `PreparedParameter`. Its `__torch_function__` sees every use
+of the parameter from Python: it waits for updates in flight and runs the operator on a tensor over the parameter's home
+instead. On CUDA that tensor maps the pinned home into the GPU's address space, so nothing is copied and writes reach
+the home. In a pass the class is `nn.Parameter` again. In the steady state this costs two class assignments per
+parameter and pass: with the check for exchanged parameters 0.48 ms a step for the 146 parameters of a 1B model (H200,
+benchmarks/results/between-steps-h200-2026-11-16.md).
 
-`p.data`, `p.detach()` and views of them are `PreparedTensor`s: tensors over the same memory that synchronize in the same way and record writes.
-`p.grad` is a `PreparedTensor` over the gradient that waits for `step()`.
+`p.data`, `p.detach()` and views of them are `PreparedTensor`s: tensors over the same memory that synchronize in the
+same way and record writes. `p.grad` is a `PreparedTensor` over the gradient that waits for `step()`.
 """
 
 import functools
@@ -45,7 +46,9 @@ class ParameterAccess:
         before_write: Callable[[], None],
         before_grad: Callable[[], None],
     ):
-        """`drain` waits for all lanes, `before_write` for a background save. `before_grad` raises or applies what a read of `.grad` must see."""
+        """`drain` waits for all lanes, `before_write` for a background save. `before_grad` raises or applies what a
+        read of `.grad` must see.
+        """
         self._store, self.gradients = store, gradients
         self._stage, self._drain, self._before_write, self.before_grad = stage, drain, before_write, before_grad
         place = store.place
@@ -56,14 +59,18 @@ class ParameterAccess:
             for piece in chunk.pieces
         }
         self._managed = [(p, type(p), prepared_class(type(p))) for name, p in store.params.items() if name in moves]
-        self._split = {piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces}
+        self._split = {
+            piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces
+        }
         self._is_drained = False
         self._touched: set[int] = set()
         """Chunks whose memory was handed out since the last pass."""
         self._handed_out: dict[str, list[weakref.ref[PreparedTensor]]] = {}
         """Tensors over weights that users may hold, by parameter."""
         self._exported: dict[str, tuple[Tensor, int]] = {}
-        """The plain tensor of each parameter in the last state dict, and its version: a write into it is found by that."""
+        """The plain tensor of each parameter in the last state dict, and its version: a write into it is found
+        by that.
+        """
         for name, param in store.params.items():
             _OWNERS[id(param)] = (weakref.ref(param), weakref.ref(self), name)
 
@@ -80,7 +87,9 @@ class ParameterAccess:
             param.__class__ = prepared
 
     def apply_user_writes(self) -> None:
-        """Before the engine reads or writes weights: wait for the user's operators and bring what they wrote to every copy of a weight."""
+        """Before the engine reads or writes weights: wait for the user's operators and bring what they wrote to every
+        copy of a weight.
+        """
         self._is_drained = False
         for name, (tensor, version) in self._exported.items():
             if tensor._version != version:
@@ -114,9 +123,13 @@ class ParameterAccess:
             return self._store.device_view(name)
 
     def loaded_weight(self, name: str) -> Tensor | None:
-        """The parameter's own memory on the device if it holds its value now: a module that is called by itself has just loaded it."""
+        """The parameter's own memory on the device if it holds its value now: a module that is called by itself has
+        just loaded it.
+        """
         index, store = self._store.place.layout.place[name][0], self._store
-        if index in self._touched or (store.place.streams(index) and store.slot_contents[store.place.slots.slot_of[index]] != index):
+        if index in self._touched or (
+            store.place.streams(index) and store.slot_contents[store.place.slots.slot_of[index]] != index
+        ):
             return None
         self.synchronize()
         return store.params[name].detach()
@@ -142,7 +155,9 @@ class ParameterAccess:
         if value is None:
             self.gradients.remove(name)
         else:
-            self.gradients.assign(name, _plain(value) if isinstance(value, (PreparedTensor, PreparedParameter)) else value)
+            self.gradients.assign(
+                name, _plain(value) if isinstance(value, (PreparedTensor, PreparedParameter)) else value
+            )
 
     def write(self, names: list[str], run: Callable[[], T]) -> T:
         """Run an operator that writes these weights. Where a bf16 value changes, the new value is the master."""
@@ -188,7 +203,9 @@ class ParameterAccess:
         return made
 
     def _give_own_memory(self, name: str) -> None:
-        """Tensors that were handed out keep the present value in memory of their own, as in torch when `p.data` gets other memory."""
+        """Tensors that were handed out keep the present value in memory of their own, as in torch when `p.data` gets
+        other memory.
+        """
         held = [made for ref in self._handed_out.pop(name, []) if (made := ref()) is not None]
         if not held:
             return
@@ -206,10 +223,14 @@ class ParameterAccess:
             value._handle.open()
             if value.data_ptr() == self._store.device_view(name).data_ptr() and value.shape == mine.shape:
                 return  # its own memory
-        if isinstance(value, PreparedParameter) or (isinstance(value, PreparedTensor) and value._handle.kind == "weight"):
+        if isinstance(value, PreparedParameter) or (
+            isinstance(value, PreparedTensor) and value._handle.kind == "weight"
+        ):
             raise EngineMisuse(
-                f"{name}.data: it was set to the memory of another prepared parameter. Copy the value (p.data.copy_(q.data)); "
-                "to tie two parameters, do so before outsize.prepare. A wrapper that takes over a model's memory (FullyShardedDataParallel) cannot "
+                f"{name}.data: it was set to the memory of another prepared parameter. Copy the value "
+                "(p.data.copy_(q.data)); "
+                "to tie two parameters, do so before outsize.prepare. A wrapper that takes over a model's memory "
+                "(FullyShardedDataParallel) cannot "
                 "be used on a prepared model."
             )
         value = _plain(value)
@@ -217,7 +238,8 @@ class ParameterAccess:
             mine_is, theirs = (mine.shape, mine.dtype, mine.device), (value.shape, value.dtype, value.device)
         if mine_is[:2] != theirs[:2] or mine_is[2].type != theirs[2].type:
             raise EngineMisuse(
-                f"{name}.data: a prepared parameter keeps its shape, dtype and device ({_show(*mine_is)}), but {_show(*theirs)} was assigned. "
+                f"{name}.data: a prepared parameter keeps its shape, dtype and device ({_show(*mine_is)}), but "
+                f"{_show(*theirs)} was assigned. "
                 "Call engine.detach(), change the model and prepare it again."
             )
         self._require_writable(name)
@@ -256,12 +278,16 @@ class _Handle:
         owner = owner_of(access._store.params[self.name]) if access is not None else None
         if access is None or owner is None or owner[0] is not access:
             raise StaleParameter(
-                f"{self.name}: this tensor is over memory of an engine that was detached or has re-planned. Read the parameter again, "
+                f"{self.name}: this tensor is over memory of an engine that was detached or has re-planned. Read the "
+                "parameter again, "
                 "or clone() a value that is kept."
             )
         if self.kind == "gradient":
             if access.gradients.generation(self.name) != self.generation or not access.gradients.has(self.name):
-                raise StaleParameter(f"{self.name}.grad: this gradient was cleared by zero_grad() or used up by an update. clone() it to keep it.")
+                raise StaleParameter(
+                    f"{self.name}.grad: this gradient was cleared by zero_grad() or used up by an update. clone() it "
+                    "to keep it."
+                )
             access.before_grad()
         access.synchronize()
         if self.kind == "weight":
@@ -280,7 +306,8 @@ class _OutsideForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise EngineMisuse(
-            f"{ctx.name}: a loss that reads this weight outside of the model's forward was differentiated. Compute that part of the loss inside "
+            f"{ctx.name}: a loss that reads this weight outside of the model's forward was differentiated. Compute "
+            "that part of the loss inside "
             "the forward of the prepared model; for an L2 penalty use weight_decay; for logging use torch.no_grad()."
         )
 
@@ -291,15 +318,57 @@ def _descriptors(*names: str) -> set[Any]:
 
 _METADATA: set[Any] = {
     *_descriptors(
-        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-        "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "nbytes", "itemsize", "names", "name", "output_nr", "retains_grad", "_version",
-        "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn",
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_mps",
+        "is_xpu",
+        "is_mkldnn",
+        "nbytes",
+        "itemsize",
+        "names",
+        "name",
+        "output_nr",
+        "retains_grad",
+        "_version",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_base",
+        "_grad_fn",
     ),
-    vars(TensorBase)["requires_grad"].__set__, Tensor.requires_grad_, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement,
-    Tensor.element_size, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.is_signed, Tensor.get_device, Tensor.register_hook, Tensor.is_inference, Tensor.__len__, Tensor.detach_,
-    torch.is_floating_point, torch.is_complex, torch.numel,
-}  # fmt: skip
+    vars(TensorBase)["requires_grad"].__set__,
+    Tensor.requires_grad_,
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.stride,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_signed,
+    Tensor.get_device,
+    Tensor.register_hook,
+    Tensor.is_inference,
+    Tensor.__len__,
+    Tensor.detach_,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
 """What does not touch a parameter's memory."""
 _REBINDS = {"set_", "resize_", "resize_as_", "share_memory_", "swap_tensors"}
 _data: Any = Tensor.data
@@ -308,7 +377,10 @@ _DATA_GET, _DATA_SET = _data.__get__, _data.__set__
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _grad.__get__, _grad.__set__, _grad.__delete__
 _COMPUTES = {F.linear, F.embedding, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm}
 """What modules do with their weights, with results that are not views of them."""
-_INPLACE_DUNDERS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift")}
+_INPLACE_DUNDERS = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift")
+}
 
 
 class PreparedParameter(nn.Parameter):
@@ -350,7 +422,8 @@ def prepared_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
         return PreparedParameter
     if plain.__torch_function__ is not nn.Parameter.__torch_function__ or "__torch_dispatch__" in vars(plain):
         raise ModelUnsupported(
-            f"parameters of class {plain.__name__} define operators of their own, which a prepared parameter cannot keep. "
+            f"parameters of class {plain.__name__} define operators of their own, which a prepared parameter cannot "
+            "keep. "
             "Prepare the model with plain nn.Parameters."
         )
     return type(f"Prepared{plain.__name__}", (PreparedParameter, plain), {})
@@ -400,10 +473,15 @@ def _source(tensor: Tensor, func: Any, *, is_target: bool) -> _Source | None:
     if func in _COMPUTES and not torch.is_grad_enabled() and (loaded := access.loaded_weight(name)) is not None:
         return _Source(tensor, loaded, _Handle(weakref.ref(access), "weight", name), access)
     memory = access.weight(name)
-    records = torch.is_grad_enabled() and getattr(func, "__module__", None) != "torch.nn.init"  # those turn grad off themselves
+    records = (
+        torch.is_grad_enabled() and getattr(func, "__module__", None) != "torch.nn.init"
+    )  # those turn grad off themselves
     if tensor.requires_grad and records and func != _DATA_GET and func != Tensor.detach:
         if is_target:
-            raise RuntimeError(f"{name}: a leaf Variable that requires grad is being used in an in-place operation. Use torch.no_grad().")
+            raise RuntimeError(
+                f"{name}: a leaf Variable that requires grad is being used in an in-place operation. Use "
+                "torch.no_grad()."
+            )
         memory = _OutsideForward.apply(tensor, memory, name)
     return _Source(tensor, memory, _Handle(weakref.ref(access), "weight", name), access)
 
@@ -428,16 +506,21 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return access.replace_data(key, args[1])
             if func == Tensor.register_post_accumulate_grad_hook:
                 return access.add_gradient_hook(key, lambda: func(*args, **kwargs))
-        if func == _DATA_SET and isinstance(first, PreparedTensor):  # `p.grad.data = ...`: into the memory, as its other writes
+        if func == _DATA_SET and isinstance(
+            first, PreparedTensor
+        ):  # `p.grad.data = ...`: into the memory, as its other writes
             return _dispatch(Tensor.copy_, args, {})
         if isinstance(first, PreparedTensor) and func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
             return func(*args, **kwargs)  # of a leaf that the user made of it
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise EngineMisuse(
-                f"torch.autograd.{name}: the gradients of prepared parameters are collected by the engine. Call loss.backward() and read p.grad."
+                f"torch.autograd.{name}: the gradients of prepared parameters are collected by the engine. Call "
+                "loss.backward() and read p.grad."
             )
         writes = _writes(func, name, kwargs)
-        targets = {id(t) for t in _tensors(((first if args else list(kwargs.values())) if writes else None, kwargs.get("out")))}
+        targets = {
+            id(t) for t in _tensors(((first if args else list(kwargs.values())) if writes else None, kwargs.get("out")))
+        }
         if name in _REBINDS and isinstance(first, (PreparedTensor, PreparedParameter)):
             raise EngineMisuse(f"{name}: a prepared parameter keeps its memory. Call engine.detach() first.")
         sources: dict[int, _Source] = {}
@@ -458,10 +541,17 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator is known to write its first argument. Others that do are found by the version of what they got."""
+    """Whether an operator is known to write its first argument. Others that do are found by the version of what they
+    got.
+    """
     if isinstance(func, OpOverload):
         return func._schema.is_mutable
-    return name == "__setitem__" or name in _INPLACE_DUNDERS or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    return (
+        name == "__setitem__"
+        or name in _INPLACE_DUNDERS
+        or (name.endswith("_") and not name.endswith("__"))
+        or kwargs.get("inplace") is True
+    )
 
 
 def _written(sources: dict[int, _Source], targets: set[int]) -> dict[ParameterAccess, list[str]]:
@@ -498,7 +588,9 @@ def _replaced(value: Any, sources: dict[int, _Source]) -> Any:
 
 
 def _wrapped(result: Any, sources: list[_Source]) -> Any:
-    """Results over the memory of a parameter stay connected to it; an operator that returned its argument returns the user's own object."""
+    """Results over the memory of a parameter stay connected to it; an operator that returned its argument returns the
+    user's own object.
+    """
     if type(result) is tuple or type(result) is list:
         return type(result)(_wrapped(item, sources) for item in result)
     if isinstance(result, np.ndarray) and any(source.memory.device.type == "cpu" for source in sources):
@@ -511,8 +603,15 @@ def _wrapped(result: Any, sources: list[_Source]) -> Any:
     if not result.numel() or result.layout is not torch.strided:
         return result
     for source in sources:  # what is handed out owns its storage
-        if result.untyped_storage().data_ptr() == source.memory.untyped_storage().data_ptr() and result.device == source.memory.device:
-            return source.access.hand_out(result, source.handle) if source.handle.kind == "weight" else _hand_out(result, source.handle)
+        if (
+            result.untyped_storage().data_ptr() == source.memory.untyped_storage().data_ptr()
+            and result.device == source.memory.device
+        ):
+            return (
+                source.access.hand_out(result, source.handle)
+                if source.handle.kind == "weight"
+                else _hand_out(result, source.handle)
+            )
     return result
 
 

@@ -1,8 +1,10 @@
-"""Calibration: a few early steps are timing and held against the plan, lane by lane; what they show of the machine is for later plans.
+"""Calibration: a few early steps are timed and held against the plan, lane by lane; what they show of the machine is
+for later plans.
 
-Nobody asks for it and nothing waits for it: the lanes record their times as they go, and these are read one or more steps later, when they are there.
-Only steps that did what the plan counts with say something about it. An evaluation in between, another number of micro-batches, a second engine on
-the same device or a save: then the next steps are timing. Whoever records a timeline of their own goes before.
+Nobody asks for it and nothing waits for it: the lanes record their times as they go, and these are read one or more
+steps later, when they are there. Only steps that did what the plan counts with say something about it. An evaluation in
+between, another number of micro-batches, a second engine on the same device or a save: then the next steps are timed.
+Whoever records a timeline of their own goes before.
 """
 
 import weakref
@@ -20,16 +22,24 @@ from outsize.plan.schedule import action_seconds, parse_action
 from outsize.runtime.executor import Executor
 
 WARM_UP = 2
-"""Steps from a standstill until one is like all that follow: the first is guarded and has no updates to overlap with, the second starts after such a step."""
+"""Steps from a standstill until one is like all that follow: the first is guarded and has no updates to overlap with,
+the second starts after such a step.
+"""
 WATCHED = 2
 GIVE_UP = 20
 """Steps after which a run that never does what its plan says is left alone."""
 LEAST_SHARE = 0.05
 """Of a step, that a lane must work for its rate to be learnt."""
 LANE_WORDS: dict[Lane, str] = {"compute": "compute", "h2d": "copies in", "d2h": "copies out", "host": "host updates"}
-_RATES: dict[Lane, str] = {"h2d": "h2d_bytes_per_second", "d2h": "d2h_bytes_per_second", "host": "host_adam_params_per_second"}
+_RATES: dict[Lane, str] = {
+    "h2d": "h2d_bytes_per_second",
+    "d2h": "d2h_bytes_per_second",
+    "host": "host_adam_params_per_second",
+}
 _SIZED_BY_PLAN = "LWQGU"
-"""Actions that are as large as their chunk. Activations (S, P) are as large as the batch, which may be smaller than planned."""
+"""Actions that are as large as their chunk. Activations (S, P) are as large as the batch, which may be smaller than
+planned.
+"""
 _MARK = "step"
 """An action that does nothing, at the end of a step."""
 
@@ -50,10 +60,13 @@ class StepTiming:
         planned = plan.estimate
         lanes = [
             f"{LANE_WORDS[lane]} {_difference(self.busy_seconds[lane], planned.busy_seconds[lane])}"
-            for lane in LANES if lane in self.busy_seconds and planned.busy_seconds.get(lane)
-        ]  # fmt: skip
+            for lane in LANES
+            if lane in self.busy_seconds and planned.busy_seconds.get(lane)
+        ]
         whole = f"{show_seconds(self.step_seconds)} each, planned {show_seconds(planned.step_seconds)}"
-        return f"steps {self.first}-{self.last}: {whole} ({_difference(self.step_seconds, planned.step_seconds)})" + (f"; {', '.join(lanes)}" if lanes else "")
+        return f"steps {self.first}-{self.last}: {whole} ({_difference(self.step_seconds, planned.step_seconds)})" + (
+            f"; {', '.join(lanes)}" if lanes else ""
+        )
 
 
 def _difference(found: float, planned: float) -> str:
@@ -72,7 +85,7 @@ class Calibration:
         self._warm = 0
         """Steps since the lanes were last empty."""
         self._timeline: Timeline | None = None
-        """Open while steps are timing; after that until it is read."""
+        """Open while steps are timed; after that until it is read."""
         self._stop: Callable[[], object] = lambda: None
         """Ends the recording, also when the engine is dropped without a word."""
         self._last = 0
@@ -103,7 +116,9 @@ class Calibration:
         self._device.submit("compute", lambda: None, waits=(), reads=(), writes=(), seconds=0.0, name=_MARK)
 
     def reset(self) -> None:
-        """The lanes ran empty, or a forward without a step came between: a step that this happened in is not like others."""
+        """The lanes ran empty, or a forward without a step came between: a step that this happened in is not like
+        others.
+        """
         self.poll()
         self._stop()
         self._timeline = None
@@ -126,22 +141,30 @@ class Calibration:
             self._warm = 0
             return
         seconds = marks[-1] - marks[0]
-        busy = {str(lane): sum(span.end - span.start for span in spans if span.lane == lane) / WATCHED for lane in LANES}
+        busy = {
+            str(lane): sum(span.end - span.start for span in spans if span.lane == lane) / WATCHED for lane in LANES
+        }
         if not self._sees_calls:
             del busy["compute"]
-        self.timing = StepTiming(first=self._last - WATCHED + 1, last=self._last, step_seconds=seconds / WATCHED, busy_seconds=busy)
+        self.timing = StepTiming(
+            first=self._last - WATCHED + 1, last=self._last, step_seconds=seconds / WATCHED, busy_seconds=busy
+        )
         log.info("%s", self.timing.beside(self._plan))
         self._device.save_rates(self._rates(spans, seconds))
 
     def _rates(self, spans: Iterable[Span], seconds: float) -> dict[str, float]:
-        """The rates with which the plan's arithmetic gives the seconds that lanes really worked, of lanes that worked enough to say."""
+        """The rates with which the plan's arithmetic gives the seconds that lanes really worked, of lanes that worked
+        enough to say.
+        """
         spec = self._device.spec
         rates = {}
         for lane, rate in _RATES.items():
             own = [span for span in spans if span.lane == lane and span.name[0] in _SIZED_BY_PLAN]
             # Beyond the fixed cost of each, which is no matter of the rate.
             took = sum(span.end - span.start - spec.launch_seconds for span in own)
-            planned = sum(action_seconds(self._place, parse_action(span.name), spec, lane) - spec.launch_seconds for span in own)
+            planned = sum(
+                action_seconds(self._place, parse_action(span.name), spec, lane) - spec.launch_seconds for span in own
+            )
             if took >= LEAST_SHARE * seconds:
                 rates[rate] = getattr(spec, rate) * planned / took
         return rates

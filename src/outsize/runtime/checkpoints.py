@@ -1,4 +1,6 @@
-"""Checkpoints: the engine's saving, loading and exporting. The engine sees to it that the model is between steps and the lanes are idle."""
+"""Checkpoints: the engine's saving, loading and exporting. The engine sees to it that the model is between steps and
+the lanes are idle.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -11,7 +13,16 @@ from outsize.base.errors import EngineMisuse, tell
 from outsize.base.log import log
 from outsize.checkpoint.folder import StagedDir
 from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
-from outsize.runtime.contents import Contents, add_state, chunks_on_host, describe, is_adapted, needed, saved_buffers, weights_of
+from outsize.runtime.contents import (
+    Contents,
+    add_state,
+    chunks_on_host,
+    describe,
+    is_adapted,
+    needed,
+    saved_buffers,
+    weights_of,
+)
 from outsize.runtime.loading import Checkpoint
 from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.plan_runtime import RuntimeHolder
@@ -27,15 +38,24 @@ class Checkpoints:
         """What a load that broke off has left half old, half new."""
 
     def save(
-        self, place: Path, *, num_steps: int, background: bool, replace: bool, only_model: bool, extra: Callable[[Path], None] | None,
+        self,
+        place: Path,
+        *,
+        num_steps: int,
+        background: bool,
+        replace: bool,
+        only_model: bool,
+        extra: Callable[[Path], None] | None,
         then: Callable[[], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.raise_if_failed()
         now = self._holder.runtime
         contents, files = self._model_contents()
         add_state(contents, self._model, now, only_model=only_model)
         facts = describe(now, self._optimizer.param_groups, contents, num_steps, only_model=only_model)
-        saving = Saving(StagedDir.of(place, replace=replace), contents, later=chunks_on_host(now) if background else set())
+        saving = Saving(
+            StagedDir.of(place, replace=replace), contents, later=chunks_on_host(now) if background else set()
+        )
         with saving.writing() as folder:
             self._write_configs(folder, files)
             if extra is not None:
@@ -65,7 +85,9 @@ class Checkpoints:
         """Of a save in the background, without waiting for one that is on its way; or of a load."""
         if self._half_loaded:
             found = f"loading broke off in the {' and the '.join(sorted(self._half_loaded))}"
-            raise EngineMisuse(tell("weights and optimizer state are of one moment", found, "Load a checkpoint that can be read"))
+            raise EngineMisuse(
+                tell("weights and optimizer state are of one moment", found, "Load a checkpoint that can be read")
+            )
         if self._saving is not None and self._saving.is_done:
             self.finish()
 

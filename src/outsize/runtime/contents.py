@@ -1,6 +1,7 @@
 """Contents: which tensors a saved folder holds, under which key of which file, and which chunk each one comes from.
 
-Weights lie in Hugging Face's own files, the optimizer's state by parameter name beside them. A checkpoint knows nothing of chunks, plans or devices.
+Weights lie in Hugging Face's own files, the optimizer's state by parameter name beside them. A checkpoint knows nothing
+of chunks, plans or devices.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +21,9 @@ ANY_CHUNK = -1
 
 
 def state_key(part: str, name: str) -> str:
-    """`part`: exp_avg, exp_avg_sq, lo (the lower half of a split master), or value (a weight that the model's files do not hold)."""
+    """`part`: exp_avg, exp_avg_sq, lo (the lower half of a split master), or value (a weight that the model's files do
+    not hold).
+    """
     return f"{part}/{name}"
 
 
@@ -53,7 +56,9 @@ class Contents:
 
 def is_adapted(model: nn.Module) -> bool:
     """A PEFT model, or one of transformers with PEFT inside: saved as its adapter, in PEFT's own form."""
-    return (hasattr(model, "peft_config") and hasattr(model, "get_base_model")) or getattr(model, "_hf_peft_config_loaded", False)
+    return (hasattr(model, "peft_config") and hasattr(model, "get_base_model")) or getattr(
+        model, "_hf_peft_config_loaded", False
+    )
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -66,7 +71,11 @@ def weights_of(model: nn.Module, now: PlanRuntime, files: ModelFiles) -> Content
     contents = Contents()
     store, place = now.store, now.place.layout.place
     first = {id(tensor): name for name, tensor in (*store.params.items(), *model.named_buffers())}
-    names = {name: first[id(t)] for pairs in (model.named_parameters, model.named_buffers) for name, t in pairs(remove_duplicate=False)}
+    names = {
+        name: first[id(t)]
+        for pairs in (model.named_parameters, model.named_buffers)
+        for name, t in pairs(remove_duplicate=False)
+    }
     buffers = dict(model.named_buffers())
     where = {key: (file, key, spec) for file, keys in files.files.items() for key, spec in keys.items()}
 
@@ -101,7 +110,9 @@ class _Made:
 
 
 def add_state(contents: Contents, model: nn.Module, now: PlanRuntime, *, only_model: bool) -> None:
-    """The optimizer's state, and values that the model's files do not hold as they are: converted ones, and what trains in a PEFT model."""
+    """The optimizer's state, and values that the model's files do not hold as they are: converted ones, and what trains
+    in a PEFT model.
+    """
     store, place = now.store, now.place.layout.place
     for name in now.updates.steps if not only_model else ():
         for part, view in store.state_views(name).items():
@@ -111,7 +122,12 @@ def add_state(contents: Contents, model: nn.Module, now: PlanRuntime, *, only_mo
         if name not in contents.values:
             view = store.read(name) if name in store.params else buffers[name]
             contents.values[name] = (STATE, state_key("value", name))
-            contents.add(place[name][0] if name in store.params else ANY_CHUNK, *contents.values[name], Spec.of(view), view.detach)
+            contents.add(
+                place[name][0] if name in store.params else ANY_CHUNK,
+                *contents.values[name],
+                Spec.of(view),
+                view.detach,
+            )
 
 
 def needed(model: nn.Module, now: PlanRuntime) -> set[str]:
@@ -122,16 +138,32 @@ def needed(model: nn.Module, now: PlanRuntime) -> set[str]:
 def chunks_on_host(now: PlanRuntime) -> set[int]:
     """Chunks whose weights and state are in host memory: a thread may write them while the device computes."""
     place = now.place
-    return {c.index for c in place.layout.chunks if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))}
-
-
-def describe(now: PlanRuntime, groups: list[dict[str, Any]], contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
-    """The manifest's part about the model."""
-    kept = [{**{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}, "names": group["param_names"]} for group in groups]
     return {
-        "num_steps": num_steps, "steps": dict(now.updates.steps), "groups": kept, "values": contents.values, "only_model": only_model,
+        c.index
+        for c in place.layout.chunks
+        if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))
+    }
+
+
+def describe(
+    now: PlanRuntime, groups: list[dict[str, Any]], contents: Contents, num_steps: int, *, only_model: bool
+) -> dict[str, Any]:
+    """The manifest's part about the model."""
+    kept = [
+        {
+            **{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")},
+            "names": group["param_names"],
+        }
+        for group in groups
+    ]
+    return {
+        "num_steps": num_steps,
+        "steps": dict(now.updates.steps),
+        "groups": kept,
+        "values": contents.values,
+        "only_model": only_model,
         "loss_chunk": now.plan.loss_chunk,
-    }  # fmt: skip
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Engine: what a user holds of a prepared model.
 
-`attach` turns a plain model into a prepared one under a plan, `release` turns it back; a re-plan is one after the other, with the optimizer's state
-and pending gradients carried over by parameter name.
+`attach` turns a plain model into a prepared one under a plan, `release` turns it back; a re-plan is one after the
+other, with the optimizer's state and pending gradients carried over by parameter name.
 """
 
 import os
@@ -38,16 +38,27 @@ from outsize.runtime.training_hooks import TrainingHooks
 
 T = TypeVar("T")
 Planner = Callable[[nn.Module, Any, StepConfig], PlannedModel]
-"""Plans a model on the CPU for a batch: profile, search, check. Given by train/build.py; runtime and planner never meet."""
+"""Plans a model on the CPU for a batch: profile, search, check. Given by train/build.py; runtime and planner never
+meet.
+"""
 
 
 class Engine:
     def __init__(
-        self, model: nn.Module, layers: tuple[Layer, ...], planned: PlannedModel, *, device: Device, optimizer: AdamW, planner: Planner,
-        weights: Weights | None = None, given_dtypes: Mapping[str, torch.dtype] | None = None, takes_all_memory: bool = False,
-    ):  # fmt: skip
-        """`weights`: where the values of unmaterialized parameters are read from, once, into their homes. `given_dtypes`: see `detach`. `takes_all_memory`: no
-        gpu_memory was given."""
+        self,
+        model: nn.Module,
+        layers: tuple[Layer, ...],
+        planned: PlannedModel,
+        *,
+        device: Device,
+        optimizer: AdamW,
+        planner: Planner,
+        weights: Weights | None = None,
+        given_dtypes: Mapping[str, torch.dtype] | None = None,
+        takes_all_memory: bool = False,
+    ):
+        """`weights`: where the values of unmaterialized parameters are read from, once, into their homes.
+        `given_dtypes`: see `detach`. `takes_all_memory`: no gpu_memory was given."""
         self.given_dtypes = dict(given_dtypes or {})
         """Of parameters that are trained in another dtype than the model came with, by name."""
         self.model, self.device, self.takes_all_memory = model, device, takes_all_memory
@@ -57,7 +68,9 @@ class Engine:
         self._names = positional_names(model)
         self._holder = RuntimeHolder()
         self._steps = Steps(optimizer, self._holder, self.drain)
-        self._hooks = TrainingHooks(model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.reset())
+        self._hooks = TrainingHooks(
+            model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.reset()
+        )
         self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
         self._started = time.perf_counter()
         # An engine that is dropped without detach() frees its memory, and the device takes back its budget.
@@ -71,8 +84,16 @@ class Engine:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
             self._holder.attached = PlanRuntime(
-                planned, self.model, self.device, self.optimizer, weights, update_chunk=self._steps.update_work,
-                drain=self._drain_before_read, before_write=self.finish_saving, before_grad=self._steps.before_grad_access, zero_grad=self.zero_grad,
+                planned,
+                self.model,
+                self.device,
+                self.optimizer,
+                weights,
+                update_chunk=self._steps.update_work,
+                drain=self._drain_before_read,
+                before_write=self.finish_saving,
+                before_grad=self._steps.before_grad_access,
+                zero_grad=self.zero_grad,
                 check_finite=check_finite,
             )
         except BaseException:
@@ -83,7 +104,9 @@ class Engine:
         process_hooks.install(self)
 
     def _release(self) -> dict[str, dict[str, Tensor]]:
-        """Back to a plain model; returns the optimizer's state by parameter name. What lived on the host is handed over, not copied."""
+        """Back to a plain model; returns the optimizer's state by parameter name. What lived on the host is handed
+        over, not copied.
+        """
         self.finish_saving()
         self.drain()
         self._calibration.end()
@@ -97,7 +120,8 @@ class Engine:
         return state
 
     def detach(self, *, as_trained: bool = False) -> dict[str, Any]:
-        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the background is waited for.
+        """End the engine: the model is a plain one on the CPU again. Returns the optimizer's state dict. A save in the
+        background is waited for.
 
         Parameters have the dtypes that they came with: what came in fp16 was trained in fp32 and is rounded once, here.
         With `as_trained` they stay in fp32.
@@ -109,21 +133,37 @@ class Engine:
         by_name = self._release()
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
         if self.given_dtypes and not as_trained:
-            log.info("%d trained parameters are rounded from fp32 to fp16, as the model came; detach(as_trained=True) keeps fp32", len(self.given_dtypes))
+            log.info(
+                "%d trained parameters are rounded from fp32 to fp16, as the model came; detach(as_trained=True) "
+                "keeps fp32",
+                len(self.given_dtypes),
+            )
             convert(self.model, self.given_dtypes)
-            if lost := [name for name, param in self.model.named_parameters() if name in self.given_dtypes and not is_finite(param)]:
-                log.warning("%s: %d of the parameters have values beyond the range of fp16, which are infinite now", lost[0], len(lost))
+            if lost := [
+                name
+                for name, param in self.model.named_parameters()
+                if name in self.given_dtypes and not is_finite(param)
+            ]:
+                log.warning(
+                    "%s: %d of the parameters have values beyond the range of fp16, which are infinite now",
+                    lost[0],
+                    len(lost),
+                )
         return saved
 
     def give_way(self, reason: str) -> None:
-        """End the engine for another one: the model is a plain one with its trained weights, what was under way is dropped. `reason` is for errors."""
+        """End the engine for another one: the model is a plain one with its trained weights, what was under way is
+        dropped. `reason` is for errors.
+        """
         self.forget_pass()
         self._steps.abandon()
         self._release()
         self._holder.ended = reason
 
     def close(self) -> None:
-        """End the engine without giving the model back: its parameters are unmaterialized after this, and all memory is free. For the end of a run."""
+        """End the engine without giving the model back: its parameters are unmaterialized after this, and all memory is
+        free. For the end of a run.
+        """
         try:
             self.finish_saving()
             self.drain()
@@ -158,7 +198,9 @@ class Engine:
     # Steps. `engine.optimizer` is their usual door.
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Declare that the backward inside is followed by `step()`: chunks may be updated as soon as their gradient has accumulated."""
+        """Declare that the backward inside is followed by `step()`: chunks may be updated as soon as their gradient has
+        accumulated.
+        """
         return self._steps.last_backward()
 
     def step(self) -> None:
@@ -175,10 +217,12 @@ class Engine:
         self._calibration.step_made(self.num_steps)
 
     def retrying(self, work: Callable[[], T], batch: Any) -> T:
-        """Run a forward with `batch` and its backward; if device memory runs out, plan again and make it again, to the same bits. Twice at most.
+        """Run a forward with `batch` and its backward; if device memory runs out, plan again and make it again, to the
+        same bits. Twice at most.
 
-        It raises, and says what to do, where that cannot be: in the backward of a second micro-batch, and once updates in backward have begun.
-        `work` is not kept for later micro-batches: a closure in a loop would make the wrong batch again.
+        It raises, and says what to do, where that cannot be: in the backward of a second micro-batch, and once updates
+        in backward have begun. `work` is not kept for later micro-batches: a closure in a loop would make the wrong
+        batch again.
         """
         return with_retries(self, work, batch)
 
@@ -194,7 +238,9 @@ class Engine:
             self._hooks.roll_back()
 
     def forget_pass(self) -> None:
-        """Roll back a pass that broke off. Weights and optimizer are as before it; sums of gradients are not, if its backward had begun."""
+        """Roll back a pass that broke off. Weights and optimizer are as before it; sums of gradients are not, if its
+        backward had begun.
+        """
         if self.runtime.executor.stage is not Stage.IDLE:
             self._hooks.roll_back()
 
@@ -207,14 +253,18 @@ class Engine:
         self.runtime.gradients.discard(to_zero=not set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the coming step's gradients, as torch.nn.utils.clip_grad_norm_ does for a plain model. Returns the norm."""
+        """Clip the coming step's gradients, as torch.nn.utils.clip_grad_norm_ does for a plain model. Returns
+        the norm.
+        """
         self._hooks.end_forward()
         self._steps.require_whole("clip_grad_norm_")
         return self._steps.clip(max_norm)
 
     @property
     def grad_norm(self) -> Tensor:
-        """The global gradient norm of the last step, before clipping: a float64 scalar on the device. No synchronisation."""
+        """The global gradient norm of the last step, before clipping: a float64 scalar on the device. No
+        synchronisation.
+        """
         return self.runtime.gradients.total.detach().clone()
 
     @property
@@ -226,11 +276,16 @@ class Engine:
         return self._steps.num_skipped
 
     def report(self) -> StepReport:
-        """Where a run stands. Never waits; steps that were timing are in it once the device is done with them."""
+        """Where a run stands. Never waits; steps that were timed are in it once the device is done with them."""
         self._calibration.poll()
         seconds = time.perf_counter() - self._started
         return StepReport.of(
-            self.plan, self.device, self._calibration.timing, num_steps=self.num_steps, seconds=seconds, slow_kernels=self.runtime.updates.slow_kernels()
+            self.plan,
+            self.device,
+            self._calibration.timing,
+            num_steps=self.num_steps,
+            seconds=seconds,
+            slow_kernels=self.runtime.updates.slow_kernels(),
         )
 
     # Reading and writing.
@@ -261,7 +316,9 @@ class Engine:
         self.drain()
         with torch.no_grad(), self.device.on_host():
             for name, value in values.items():
-                if (given[name][0] is not value or given[name][1] != value._version) and not torch.equal(value, store.read(name).cpu()):
+                if (given[name][0] is not value or given[name][1] != value._version) and not torch.equal(
+                    value, store.read(name).cpu()
+                ):
                     store.write(name, value)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
@@ -273,11 +330,20 @@ class Engine:
         self._drain_before_load()
         if name not in self.runtime.updates.steps:
             if float(state["step"]):
-                raise EngineMisuse(f"{name}: it was frozen when the model was prepared. Prepare the model with it unfrozen, then load its optimizer state.")
+                raise EngineMisuse(
+                    f"{name}: it was frozen when the model was prepared. Prepare the model with it unfrozen, then "
+                    "load its optimizer state."
+                )
             return
         missing = self.runtime.store.state_views(name).keys() - state.keys()
         if missing and float(state["step"]):
-            raise EngineMisuse(tell(f"the state of {name} has {', '.join(sorted(missing))}", "it is missing", "Load a state that outsize saved"))
+            raise EngineMisuse(
+                tell(
+                    f"the state of {name} has {', '.join(sorted(missing))}",
+                    "it is missing",
+                    "Load a state that outsize saved",
+                )
+            )
         self.runtime.updates.load_state(name, {**{key: torch.zeros(()) for key in missing}, **state})
 
     def _drain_before_load(self) -> None:
@@ -287,43 +353,68 @@ class Engine:
         self.runtime.executor.drained()
 
     def state_was_loaded(self) -> None:
-        """The optimizer's state was loaded: a run that broke off in an update may go on from it. Load the weights first."""
+        """The optimizer's state was loaded: a run that broke off in an update may go on from it. Load the weights
+        first.
+        """
         self.runtime.gradients.discard()
         self._steps.state_was_loaded()
 
     def _require_idle(self, verb: str) -> None:
         stage = self._hooks.end_forward()
         if stage is not Stage.IDLE:
-            raise EngineMisuse(tell(f"{verb} comes between steps", f"the engine is {stage.value}", "Finish the backward first, or drop its outputs"))
+            raise EngineMisuse(
+                tell(
+                    f"{verb} comes between steps",
+                    f"the engine is {stage.value}",
+                    "Finish the backward first, or drop its outputs",
+                )
+            )
 
     # Saving and loading.
 
     def save(
-        self, folder: str | Path, *, background: bool = False, replace: bool = False, only_model: bool = False,
-        extra: Callable[[Path], None] | None = None, then: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Write a checkpoint: the model's files as `save_pretrained` lays them out, and the optimizer's state. It is there whole, or not at all.
+        self,
+        folder: str | Path,
+        *,
+        background: bool = False,
+        replace: bool = False,
+        only_model: bool = False,
+        extra: Callable[[Path], None] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint: the model's files as `save_pretrained` lays them out, and the optimizer's state. It is
+        there whole, or not at all.
 
         Weights are written in the dtype that they are trained in: fp32 where they came in fp16.
 
         Args:
             folder: does not exist yet, unless `replace`.
-            background: return as soon as what lives on the device is written; the rest follows while training goes on. `finish_saving` waits.
+            background: return as soon as what lives on the device is written; the rest follows while training goes on.
+            `finish_saving` waits.
             only_model: leave the optimizer's state out; one cannot go on from it.
             extra: writes more files into the folder before it is published.
             then: called when it is published, perhaps from another thread.
         """
         self._require_saveable("save")
         self._checkpoints.save(
-            Path(folder), num_steps=self.num_steps, background=background, replace=replace, only_model=only_model, extra=extra, then=then
+            Path(folder),
+            num_steps=self.num_steps,
+            background=background,
+            replace=replace,
+            only_model=only_model,
+            extra=extra,
+            then=then,
         )
 
     def finish_saving(self) -> None:
-        """Until a save in the background is complete. Raises SaveFailed if it is not; what was saved before is then as it was."""
+        """Until a save in the background is complete. Raises SaveFailed if it is not; what was saved before is then as
+        it was.
+        """
         self._checkpoints.finish()
 
     def load(self, folder: str | Path, *, only_model: bool = False) -> None:
-        """Weights, optimizer state and settings of a checkpoint, saved under whatever plan. A checkpoint that does not fit changes nothing.
+        """Weights, optimizer state and settings of a checkpoint, saved under whatever plan. A checkpoint that does not
+        fit changes nothing.
 
         Args:
             only_model: take the weights alone; optimizer state and settings stay as they are.
@@ -337,7 +428,9 @@ class Engine:
             self.state_was_loaded()
 
     def export(self, folder: str | Path, *, tokenizer: Any = None) -> None:
-        """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the model is made. Dtypes as in `save`."""
+        """A plain Hugging Face folder (of a PEFT model: its adapter), for `from_pretrained`. Streamed: no copy of the
+        model is made. Dtypes as in `save`.
+        """
         self._require_saveable("export")
         self._checkpoints.export(Path(folder), tokenizer=tokenizer)
 
@@ -347,7 +440,13 @@ class Engine:
         self._steps.require_whole(verb)
         self._steps.require_confirmed(f"{verb}() was called before it")
         if self.runtime.gradients.waiting:
-            raise EngineMisuse(tell(f"{verb}() comes between steps", "gradients wait for a step", "Call it after step(), or drop them with zero_grad()"))
+            raise EngineMisuse(
+                tell(
+                    f"{verb}() comes between steps",
+                    "gradients wait for a step",
+                    "Call it after step(), or drop them with zero_grad()",
+                )
+            )
         self.finish_saving()
         self.drain()
 
@@ -357,7 +456,9 @@ class Engine:
     # Another batch than planned, or other parameters.
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Re-plan before a batch that the plan does not hold for (see [Note: When a batch fits] in model/batch.py), and when parameters were unfrozen."""
+        """Re-plan before a batch that the plan does not hold for (see [Note: When a batch fits] in model/batch.py), and
+        when parameters were unfrozen.
+        """
         call = Call(args, kwargs)
         arguments = arguments_of(call, self._names)
         _require_nonempty(arguments)
@@ -375,12 +476,15 @@ class Engine:
         for name in names:
             if self.graph.param[name].dtype not in ("bfloat16", "float32"):
                 raise EngineMisuse(
-                    f"{name} was unfrozen, but it is {self.graph.param[name].dtype}, which is trained in float32: its dtype must change. "
+                    f"{name} was unfrozen, but it is {self.graph.param[name].dtype}, which is trained in float32: its "
+                    "dtype must change. "
                     "Call engine.detach() and prepare the model again."
                 )
 
     def replan(self, batch: Any, step_config: StepConfig) -> None:
-        """Plan again for a batch, or a call of the model, and go on from the same state. If nothing fits, the old plan stays and PlanInfeasible says so."""
+        """Plan again for a batch, or a call of the model, and go on from the same state. If nothing fits, the old plan
+        stays and PlanInfeasible says so.
+        """
         self._require_idle("replan")
         old = self.runtime.planned
         self.drain()
@@ -390,7 +494,10 @@ class Engine:
         gradients.pull_assigned()
         with self.device.on_host():
             pending = {name: gradients.pending(name).detach().cpu().clone() for name in gradients.accumulated}
-            total, was = gradients.total.detach().cpu().clone(), (gradients.broken, gradients.is_applied, gradients.is_consumed)
+            total, was = (
+                gradients.total.detach().cpu().clone(),
+                (gradients.broken, gradients.is_applied, gradients.is_consumed),
+            )
         state = self._release()
         planned = old
         with _requiring_grad(self.model, set(self.optimizer.names)):
@@ -404,7 +511,9 @@ class Engine:
                     self.runtime.updates.load_state(name, values)
                 self.runtime.gradients.restore(pending)
                 self.runtime.gradients.total.copy_(total)
-                self.runtime.gradients.broken, self.runtime.gradients.is_applied, self.runtime.gradients.is_consumed = was
+                self.runtime.gradients.broken, self.runtime.gradients.is_applied, self.runtime.gradients.is_consumed = (
+                    was
+                )
 
 
 @contextmanager
@@ -421,9 +530,16 @@ def _requiring_grad(model: nn.Module, names: set[str]) -> Iterator[None]:
 
 
 def _require_nonempty(arguments: dict[str, Any]) -> None:
-    """Models break off in many ways at a batch of nothing. Beside text, anything may be missing: the boxes of a page, the images of a row."""
+    """Models break off in many ways at a batch of nothing. Beside text, anything may be missing: the boxes of a page,
+    the images of a row.
+    """
     given = {name: tensor for name, tensor in named_tensors(arguments) if tensor.dim()}
     batch = {"input_ids": given["input_ids"]} if "input_ids" in given else given
     if batch and not any(tensor.numel() for tensor in batch.values()):
-        found = "; ".join(f"{f'argument {name}' if name.isdigit() else name} is {' × '.join(map(str, tensor.shape))}" for name, tensor in batch.items())
-        raise EngineMisuse(tell("a batch to train on has rows and tokens", found, "Leave it out; look at the dataset and the collator"))
+        found = "; ".join(
+            f"{f'argument {name}' if name.isdigit() else name} is {' × '.join(map(str, tensor.shape))}"
+            for name, tensor in batch.items()
+        )
+        raise EngineMisuse(
+            tell("a batch to train on has rows and tokens", found, "Leave it out; look at the dataset and the collator")
+        )

@@ -1,12 +1,15 @@
 """Executor: walks the schedule with tensors.
 
-The model's tracker says which call opens; everything the schedule lists before it is issued first, in order, on the device's lanes. What to wait
-for comes from Hazards alone. A forward may leave blocks out (images that a batch has not, a layer that is dropped), and a backward those that no gradient
-reaches: their loads are made, what they would have sent or computed is passed over. A model that runs others, or in another order, stops here, both named.
-Forwards without grad are not in the schedule: they load what they need when they need it.
+The model's tracker says which call opens; everything the schedule lists before it is issued first, in order, on the
+device's lanes. What to wait for comes from Hazards alone. A forward may leave blocks out (images that a batch has not,
+a layer that is dropped), and a backward those that no gradient
+reaches: their loads are made, what they would have sent or computed is passed over. A model that runs others, or in
+another order, stops here, both named. Forwards without grad are not in the schedule: they load what they need when they
+need it.
 
-Under a plain plan (Placement.is_plain) nothing must be issued between calls, so nobody tells of them: the model runs as it would without an engine,
-and the updates of a declared backward come at its end. A device that finds races wants to see them all the same.
+Under a plain plan (Placement.is_plain) nothing must be issued between calls, so nobody tells of them: the model runs as
+it would without an engine, and the updates of a declared backward come at its end. A device that finds races wants to
+see them all the same.
 """
 
 from collections.abc import Callable
@@ -40,7 +43,15 @@ ALL_CALLS = -1
 
 
 class Executor:
-    def __init__(self, place: Placement, schedule: Schedule, store: Store, device: Device, *, update_chunk: Callable[[int, bool], Callable[[], None]]):
+    def __init__(
+        self,
+        place: Placement,
+        schedule: Schedule,
+        store: Store,
+        device: Device,
+        *,
+        update_chunk: Callable[[int, bool], Callable[[], None]],
+    ):
         """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed."""
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.hazards = Hazards()
@@ -78,7 +89,9 @@ class Executor:
         if self.sees_calls:
             planned = graph.blocks[graph.calls[call]] if call < len(graph.calls) else None
             if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
-                raise self._mismatch(Action("F", call) if planned is not None else None, f"ran {layer or 'past its last layer'}")
+                raise self._mismatch(
+                    Action("F", call) if planned is not None else None, f"ran {layer or 'past its last layer'}"
+                )
         self._advance_to(Action("F", call))
 
     def end_forward(self) -> None:
@@ -87,15 +100,28 @@ class Executor:
         self.stage = Stage.WAITING
 
     def _require_landings(self) -> None:
-        """A gradient waits in its stage from the call that the plan has it land in: one that comes earlier would overwrite another's."""
+        """A gradient waits in its stage from the call that the plan has it land in: one that comes earlier would
+        overwrite another's.
+        """
         graph = self.place.graph
         for call in self._left_out:
-            for piece in (piece for chunk in self.place.grads_completed_by.get(call, ()) for piece in self.place.chunk(chunk).pieces):
+            for piece in (
+                piece
+                for chunk in self.place.grads_completed_by.get(call, ())
+                for piece in self.place.chunk(chunk).pieces
+            ):
                 ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
                 if ran and graph.param[piece.name].trainable:
                     found = f"the model left that out and ran {graph.call_name(ran[0])}"
                     do = "Prepare it with a batch that takes this way, or have it leave out neither"
-                    raise OrderMismatch(tell(f"the gradient of {piece.name}, which several blocks use, is complete with {graph.call_name(call)}", found, do))
+                    raise OrderMismatch(
+                        tell(
+                            f"the gradient of {piece.name}, which several blocks use, is complete with "
+                            f"{graph.call_name(call)}",
+                            found,
+                            do,
+                        )
+                    )
 
     def offloaded(self, call: int) -> OffloadedTensors:
         """A fresh offloaded for the activations of a call."""
@@ -107,7 +133,12 @@ class Executor:
         self._without_grad.add(call)
 
     def begin_backward(self, *, pending: bool, update: bool) -> None:
-        self.stage, self._queue, self._next, self._updating = Stage.BACKWARD, self.schedule.backward[backward_key(pending=pending, update=update)], 0, update
+        self.stage, self._queue, self._next, self._updating = (
+            Stage.BACKWARD,
+            self.schedule.backward[backward_key(pending=pending, update=update)],
+            0,
+            update,
+        )
 
     def enter_backward(self, call: int) -> None:
         self._advance_to(Action("B", call))
@@ -163,7 +194,9 @@ class Executor:
                 self._leave_out(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
                 expected = self._walk_to(action.kind)
             if action.kind == "F" and action.index in self._reads_outside_module and not self._is_layer(action.index):
-                raise self._mismatch(first, f"ran {action} ({self.place.graph.call_name(action.index)}), and part of that perhaps before")
+                raise self._mismatch(
+                    first, f"ran {action} ({self.place.graph.call_name(action.index)}), and part of that perhaps before"
+                )
         if expected != action:
             raise self._mismatch(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
         self._next += 1
@@ -175,10 +208,14 @@ class Executor:
         self._begin(*self._effect(action), str(action))
 
     def _walk_to(self, kind: Kind) -> Action | None:
-        """Issue what comes before the next action of this kind, without what is left out. None at the end of the segment."""
+        """Issue what comes before the next action of this kind, without what is left out. None at the end of the
+        segment.
+        """
         while self._next < len(self._queue):
             action = self._queue[self._next]
-            is_left_out = (action.kind in "FBSRP" and action.index in self._left_out) or (action.kind in "SRP" and self._has_no_saved_tensors(action.index))
+            is_left_out = (action.kind in "FBSRP" and action.index in self._left_out) or (
+                action.kind in "SRP" and self._has_no_saved_tensors(action.index)
+            )
             if action.kind == kind and not is_left_out:
                 return action
             if is_left_out and action.kind == "B":
@@ -221,7 +258,9 @@ class Executor:
         self._events = {token: event for token, event in self._events.items() if token in wanted}
 
     def drained(self) -> None:
-        """The lanes are idle, and whatever failed on them is known: there is nothing to wait for, nor to fail over again."""
+        """The lanes are idle, and whatever failed on them is known: there is nothing to wait for, nor to fail over
+        again.
+        """
         self.hazards, self._events = Hazards(), {}
 
     # Issuing.
@@ -236,14 +275,22 @@ class Executor:
 
     def _begin(self, touches: Effect, seconds: float, name: str) -> None:
         waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
-        self.device.begin(touches.lane, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), name=name)
+        self.device.begin(
+            touches.lane,
+            waits=waits,
+            reads=self._tensors(touches.reads),
+            writes=self._tensors(touches.writes),
+            name=name,
+        )
         self._open = (touches, seconds)
 
     def _close_open(self) -> None:
         if self._open is not None:
             touches, seconds = self._open
             self._open = None
-            event = self.device.end(touches.lane, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds)
+            event = self.device.end(
+                touches.lane, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds
+            )
             self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
 
     def _issue(self, action: Action) -> None:
@@ -251,7 +298,13 @@ class Executor:
         waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
         work = self._work(action)
         event = self.device.submit(
-            touches.lane, work, waits=waits, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds, name=str(action)
+            touches.lane,
+            work,
+            waits=waits,
+            reads=self._tensors(touches.reads),
+            writes=self._tensors(touches.writes),
+            seconds=seconds,
+            name=str(action),
         )
         self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
         self.issued.append(str(action))
@@ -282,18 +335,26 @@ class Executor:
                     store.invalidate(i)
                 return self._update_chunk(i, self._updating)
             case "W":
-                return _copy(store.weights(i), store.home(i)) if self.place.updates_on_host(i) else _copy(store.home(i), store.weights(i))
+                return (
+                    _copy(store.weights(i), store.home(i))
+                    if self.place.updates_on_host(i)
+                    else _copy(store.home(i), store.weights(i))
+                )
         raise AssertionError(f"{action} is opened by the model's tracker, not issued")
 
     def _has_no_saved_tensors(self, call: int) -> bool:
-        """A layer that swaps whose input needed no grad this time, since what trains before it was left out; or one that ran without grad."""
+        """A layer that swaps whose input needed no grad this time, since what trains before it was left out; or one
+        that ran without grad.
+        """
         if call in self._without_grad:
             return True
         offloaded = self._offloaded.get(call)
         return offloaded is not None and not offloaded.num_bytes and bool(self._left_out)
 
     def _sent(self, call: int) -> OffloadedTensors:
-        """The offloaded of a call whose activations leave; a strategy that quietly does nothing, or too much, is an error."""
+        """The offloaded of a call whose activations leave; a strategy that quietly does nothing, or too much, is an
+        error.
+        """
         offloaded, planned = self._offloaded.get(call), self.place.work[call].sent_bytes
         size = offloaded.num_bytes if offloaded is not None else 0
         if offloaded is None or not 0 < size <= planned:
@@ -317,7 +378,9 @@ class Executor:
 
     def _made_by(self, call: int) -> list[Tensor]:
         """What a call made and sends. What an earlier call sends too was made before, and this one only reads it."""
-        earlier = {item.data_ptr() for other, offloaded in self._offloaded.items() if other < call for item in offloaded.items}
+        earlier = {
+            item.data_ptr() for other, offloaded in self._offloaded.items() if other < call for item in offloaded.items
+        }
         items = self._offloaded[call].items if call in self._offloaded else []
         return [item for item in items if item.data_ptr() not in earlier]
 

@@ -1,8 +1,9 @@
 """Takes gradients from autograd as they arrive, adds them up on the device, and keeps their norms.
 
-After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py), until zero_grad(). The norm of each
-parameter's sum so far is taken at once, on the device, by one fixed reduction over a 256-byte aligned range, and kept in one vector in the
-order of the optimizer's parameters: chunks, homes and the order of arrival do not enter its bits.
+After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py), until
+zero_grad(). The norm of each parameter's sum so far is taken at once, on the device, by one fixed reduction over a
+256-byte aligned range, and kept in one vector in the order of the optimizer's parameters: chunks, homes and the order
+of arrival do not enter its bits.
 """
 
 import weakref
@@ -28,7 +29,9 @@ class Gradients:
         self._norms = buffer[8:].view(torch.float32) if buffer is not None else torch.zeros(0)
         self._norm_of = {name: self._norms[i] for i, name in enumerate(self._names)}
         self.accumulated: set[str] = set()
-        """Parameters whose gradient is in its buffer: it waits for a step, or was applied by one and not cleared since."""
+        """Parameters whose gradient is in its buffer: it waits for a step, or was applied by one and not
+        cleared since.
+        """
         self.is_applied = False
         """A step has used what has accumulated."""
         self.is_consumed = False
@@ -41,23 +44,32 @@ class Gradients:
         self._zeroed: set[str] = set()
         """After zero_grad(set_to_none=False): gradients that are zero, if anybody looks."""
         self._assigned: dict[str, tuple[Tensor, int]] = {}
-        """What the user assigned to `p.grad`, and its version. In torch it is the gradient's memory, so changes of either reach the other."""
+        """What the user assigned to `p.grad`, and its version. In torch it is the gradient's memory, so changes of
+        either reach the other.
+        """
         self.broken: str | None = None
         """The call in which a backward broke off: what has accumulated is not the gradient of anything."""
         self._landing: dict[str, tuple[int | None, Tensor | None]] = {}
-        """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step. A frozen path has neither."""
+        """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step.
+        A frozen path has neither.
+        """
         for name in self._names:
             expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
             self._landing[name] = expected, store.gradient_view(name) if expected is not None else None
         self._early: dict[str, Tensor] = {}
-        """Gradients that were complete in the backward of another call of their layer than they land in, and wait for that one."""
+        """Gradients that were complete in the backward of another call of their layer than they land in, and wait for
+        that one.
+        """
         self._handles: dict[str, list[Any]] = {}
         for name in self._names:
             self._hook(name)
 
     def _hook(self, name: str) -> None:
-        """Take the gradient after the user's own post-accumulate hooks. They see the sum so far in `param.grad`, as in torch."""
-        # The garbage collector does not see hooks on tensors: one that referred to `self` would keep a dropped engine's memory for ever.
+        """Take the gradient after the user's own post-accumulate hooks. They see the sum so far in `param.grad`, as in
+        torch.
+        """
+        # The garbage collector does not see hooks on tensors: one that referred to `self` would keep a dropped engine's
+        # memory for ever.
         me, param = weakref.ref(self), self._store.params[name]
         with without_torch_function():
             has_others = bool(getattr(param, "_post_accumulate_grad_hooks", None))
@@ -96,8 +108,16 @@ class Gradients:
         call = self._current_call()
         expected, total = self._landing[name]
         if total is None or call not in (expected, ALL_CALLS):
-            is_shown = is_sum and name in self.accumulated  # a hook of the user's was to see the sum, which is not here yet
-            if total is None or expected is None or call is None or is_shown or not self._is_earlier_call(call, expected):
+            is_shown = (
+                is_sum and name in self.accumulated
+            )  # a hook of the user's was to see the sum, which is not here yet
+            if (
+                total is None
+                or expected is None
+                or call is None
+                or is_shown
+                or not self._is_earlier_call(call, expected)
+            ):
                 raise self._mismatch(name, expected, self._where(call))
             self._early[name] = grad
             return
@@ -131,17 +151,24 @@ class Gradients:
         self._early.clear()
 
     def _mismatch(self, name: str, expected: int | None, found: str) -> OrderMismatch:
-        where = f"in the backward of {self._store.place.graph.numbered_call_name(expected)}" if expected is not None else "in no backward, as in the profiling run"
+        where = (
+            f"in the backward of {self._store.place.graph.numbered_call_name(expected)}"
+            if expected is not None
+            else "in no backward, as in the profiling run"
+        )
         return OrderMismatch(
-            f"The plan has the gradient of {name} complete {where}, but {found}: the model uses this weight in other places than in the profiling run. "
-            "Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with blocks= that leaves out the list of "
+            f"The plan has the gradient of {name} complete {where}, but {found}: the model uses this weight in other "
+            "places than in the profiling run. "
+            "Prepare the model with a batch that takes this path. If the path depends on the data, prepare it with "
+            "blocks= that leaves out the list of "
             "layers around this weight (blocks=[] keeps the whole model in one block)."
         )
 
     def _where(self, call: int | None) -> str:
         if call is None:
             return "it came outside of any backward of the model"
-        return f"it came in that of {'the model' if call == ALL_CALLS else self._store.place.graph.numbered_call_name(call)}"
+        name = "the model" if call == ALL_CALLS else self._store.place.graph.numbered_call_name(call)
+        return f"it came in that of {name}"
 
     @property
     def waiting(self) -> bool:
@@ -154,7 +181,9 @@ class Gradients:
         return name in self.accumulated or name in self._zeroed
 
     def generation(self, name: str) -> int:
-        """Changes with zero_grad() and with `p.grad = ...`: tensors handed out as `p.grad` are valid in one generation."""
+        """Changes with zero_grad() and with `p.grad = ...`: tensors handed out as `p.grad` are valid in one
+        generation.
+        """
         return self._generation + self._replaced.get(name, 0)
 
     def hand_out(self, name: str) -> Tensor:
@@ -169,7 +198,9 @@ class Gradients:
         return memory
 
     def make_zeros(self) -> None:
-        """Before a step: gradients that zero_grad(set_to_none=False) made zero, and that no backward has reached, are applied as zeros."""
+        """Before a step: gradients that zero_grad(set_to_none=False) made zero, and that no backward has reached, are
+        applied as zeros.
+        """
         with torch.no_grad():
             for name in sorted(self._zeroed - self.accumulated):
                 self.hand_out(name)
@@ -213,7 +244,8 @@ class Gradients:
             )
         if self._landing.get(name, (None, None))[0] is None:
             raise EngineMisuse(
-                f"{name}.grad: a gradient was assigned to a parameter that got none in the profiling run of prepare, so the plan does not update it. "
+                f"{name}.grad: a gradient was assigned to a parameter that got none in the profiling run of prepare, "
+                "so the plan does not update it. "
                 "Prepare with a batch that trains it."
             )
         self._forget(name)
@@ -240,7 +272,9 @@ class Gradients:
                 self.hand_out(name).mul_(factor)
 
     def hook_before_ours(self, name: str, register: Callable[[], Any]) -> Any:
-        """Register a user's post-accumulate hook so that it runs while `param.grad` still holds the gradient: ours takes it away."""
+        """Register a user's post-accumulate hook so that it runs while `param.grad` still holds the gradient: ours
+        takes it away.
+        """
         ours = self._handles.pop(name, None)
         for handle in ours or ():
             handle.remove()
@@ -254,7 +288,9 @@ class Gradients:
         self.pull_assigned()
         with torch.no_grad():
             for name in sorted(self._handed_out & self.accumulated):
-                torch.linalg.vector_norm(self._store.waiting_gradient_on_device(name), dtype=torch.float32, out=self._norm_of[name])
+                torch.linalg.vector_norm(
+                    self._store.waiting_gradient_on_device(name), dtype=torch.float32, out=self._norm_of[name]
+                )
             for name in self._names:
                 if name not in self.accumulated:
                     self._norm_of[name].zero_()
@@ -262,7 +298,9 @@ class Gradients:
         return self.total
 
     def not_finite(self) -> Callable[[], list[str]]:
-        """Which of the gradients that have accumulated are not finite, once somebody asks: until then nothing is waited for."""
+        """Which of the gradients that have accumulated are not finite, once somebody asks: until then nothing is waited
+        for.
+        """
         # Nothing here refers to `self`: whoever keeps the question would keep device memory.
         norms, names, accumulated = self._store.device.fetch(self._norms), self._names, frozenset(self.accumulated)
 
@@ -275,12 +313,19 @@ class Gradients:
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
         blocks = {place.graph.call_name(place.chunk(place.layout.place[name][0]).calls[0]) for name in names}
-        found = f"that of {names[0]} (block {', '.join(sorted(blocks))}{f', and {len(names) - 1} more parameters' if len(names) > 1 else ''}) is not"
-        do = f"Lower the learning rate or look at the batch; nonfinite='skip' (in YAML: nonfinite: skip) leaves such steps out. {state}"
+        found = (
+            f"that of {names[0]} (block "
+            f"{', '.join(sorted(blocks))}{f', and {len(names) - 1} more parameters' if len(names) > 1 else ''}) "
+            "is not"
+        )
+        do = (
+            "Lower the learning rate or look at the batch; nonfinite='skip' (in YAML: nonfinite: skip) leaves such "
+            f"steps out. {state}"
+        )
         return NonFiniteGradient(tell("every gradient is finite", found, do))
 
     def pending(self, name: str) -> Tensor:
-        """A accumulated gradient, where it waits. The lanes are idle."""
+        """An accumulated gradient, where it waits. The lanes are idle."""
         return self._store.waiting_gradient_view(name)
 
     def restore(self, pending: dict[str, Tensor]) -> None:

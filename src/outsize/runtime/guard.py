@@ -1,9 +1,10 @@
 """The guard: in a pass, no operator reads a parameter while its slot holds another chunk.
 
-Such a read gives finite, wrong numbers and no error, so a dispatch mode checks every operator's arguments: parameters by identity, and any
-other tensor (`p.data`, views, what autograd saved) by its storage, which may be a slot that no chunk owns. Always on for `cpu` and `sim`;
-elsewhere for the first step after prepare or a re-plan, for the first that leaves certain blocks out, and with OUTSIZE_GUARD=1. Between passes
-parameters read their homes (access.py), with and without the guard.
+Such a read gives finite, wrong numbers and no error, so a dispatch mode checks every operator's arguments: parameters
+by identity, and any other tensor (`p.data`, views, what autograd saved) by its storage, which may be a slot that no
+chunk owns. Always on for `cpu` and `sim`; elsewhere for the first step after prepare or a re-plan, for the first that
+leaves certain blocks out, and with OUTSIZE_GUARD=1. Between passes parameters read their homes (access.py), with and
+without the guard.
 """
 
 import weakref
@@ -20,12 +21,18 @@ from outsize.runtime.store import Store
 class Guard(TorchDispatchMode):
     def __init__(self, store: Store):
         super().__init__()
-        # Neither the store itself nor its parameters: a mode lives until it is removed (from its own thread's stack), and would keep a dropped engine's memory.
+        # Neither the store itself nor its parameters: a mode lives until it is removed (from its own thread's stack),
+        # and would keep a dropped engine's memory.
         self._place, self._slot_contents = store.place, store.slot_contents
         self._store = weakref.ref(store)
         place = store.place
         self._where = {
-            id(store.params[piece.name]): (weakref.ref(store.params[piece.name]), piece.name, chunk.index, place.slots.slot_of[chunk.index])
+            id(store.params[piece.name]): (
+                weakref.ref(store.params[piece.name]),
+                piece.name,
+                chunk.index,
+                place.slots.slot_of[chunk.index],
+            )
             for chunk in place.layout.chunks
             if place.streams(chunk.index)
             for piece in chunk.pieces
@@ -43,7 +50,8 @@ class Guard(TorchDispatchMode):
                 slot = self._slot_at.get(leaf.untyped_storage().data_ptr())
                 if slot is not None and self._slot_contents[slot] is None:
                     raise StaleParameter(
-                        f"{func}: it reads {tuple(leaf.shape)} elements of a streamed weight whose slot holds no chunk. "
+                        f"{func}: it reads {tuple(leaf.shape)} elements of a streamed weight whose slot holds no "
+                        "chunk. "
                         "Read weights inside the forward of their own module, or between steps."
                     )
         return func(*args, **(kwargs or {}))
@@ -53,6 +61,8 @@ class Guard(TorchDispatchMode):
         if owner != chunk:
             place = self._place
             block = place.graph.call_name(place.chunk(chunk).calls[0])
-            holds = "nothing yet" if owner is None else f"weights of {place.graph.call_name(place.chunk(owner).calls[0])}"
+            holds = (
+                "nothing yet" if owner is None else f"weights of {place.graph.call_name(place.chunk(owner).calls[0])}"
+            )
             do = "Read it inside the model's forward, or `with engine.gathered(name)`"
             raise StaleParameter(tell(f"{func} reads {name} of {block}", f"its slot holds {holds}", do))

@@ -1,7 +1,8 @@
 """The two faces of the optimizer: `AdamW`, what a user asks for, and `EngineOptimizer`, the torch optimizer they get.
 
-The second is a real `torch.optim.Optimizer`: live param_groups (schedulers work), torch's state-dict layout with integer keys and `param_names`,
-tensors that are views of where the state lives. It holds no state of its own; the engine does.
+The second is a real `torch.optim.Optimizer`: live param_groups (schedulers work), torch's state-dict layout with
+integer keys and `param_names`, tensors that are views of where the state lives. It holds no state of its own; the
+engine does.
 """
 
 import math
@@ -24,7 +25,10 @@ def _is_number(value: Any) -> bool:
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda v: _is_number(v) and v >= 0, "is a number from 0"),
     "eps": (lambda v: _is_number(v) and v > 0, "is a number above 0"),
-    "betas": (lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(_is_number(b) and 0 <= b < 1 for b in v), "are two numbers in [0, 1)"),
+    "betas": (
+        lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(_is_number(b) and 0 <= b < 1 for b in v),
+        "are two numbers in [0, 1)",
+    ),
     "weight_decay": (lambda v: _is_number(v) and v >= 0, "is a number from 0"),
     "max_grad_norm": (lambda v: v is None or (_is_number(v) and v > 0), "is a number above 0, or None for no clipping"),
     "nonfinite": (lambda v: v in ("raise", "skip"), "is raise or skip"),
@@ -38,17 +42,25 @@ def require_valid_groups(groups: list[dict[str, Any]]) -> None:
     for i, group in enumerate(groups):
         if len(group["params"]) != len(group["param_names"]):
             raise ConfigError(
-                f"param_groups[{i}]: it had {len(group['param_names'])} parameters when the model was prepared and has {len(group['params'])} now. "
+                f"param_groups[{i}]: it had {len(group['param_names'])} parameters when the model was prepared and "
+                f"has {len(group['params'])} now. "
                 "To stop training a parameter, set its grad to None before step(), or prepare the model again."
             )
         for name in _GROUP_KEYS - {"params"}:
             value = group[name].item() if isinstance(group[name], Tensor) and group[name].numel() == 1 else group[name]
             if not _RULES[name][0](value):
-                raise ConfigError(f"param_groups[{i}][{name!r}] is {group[name]!r}, but it {_RULES[name][1]}. Set it before step(); nothing was updated.")
+                raise ConfigError(
+                    f"param_groups[{i}][{name!r}] is {group[name]!r}, but it {_RULES[name][1]}. Set it before step(); "
+                    "nothing was updated."
+                )
 
 
 def _problems(settings: dict[str, Any]) -> list[str]:
-    return [f"{name} {_RULES[name][1]} ({value!r} was given)" for name, value in settings.items() if not _RULES[name][0](value)]
+    return [
+        f"{name} {_RULES[name][1]} ({value!r} was given)"
+        for name, value in settings.items()
+        if not _RULES[name][0](value)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,29 +74,45 @@ class AdamW:
     max_grad_norm: float | None = None
     """Clip the global gradient norm at each step."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """What a step does when a gradient is not finite. Either way nothing is changed by it (unless it updates in backward)."""
+    """What a step does when a gradient is not finite. Either way nothing is changed by it (unless it updates in
+    backward).
+    """
     fp32_grads: bool = False
     """Accumulate gradients of bf16 parameters in fp32."""
     update: UpdateMode = "after_step"
-    """`in_backward` plans for loops that declare the last backward of each step (`engine.last_backward()`): no gradient is kept."""
+    """`in_backward` plans for loops that declare the last backward of each step (`engine.last_backward()`): no gradient
+    is kept.
+    """
     groups: Sequence[dict[str, Any]] = field(default=())
-    """Parameters with other settings: `{"params": names or parameters, "weight_decay": 0.0}`. The rest has the settings above."""
+    """Parameters with other settings: `{"params": names or parameters, "weight_decay": 0.0}`. The rest has the settings
+    above.
+    """
 
     def __post_init__(self) -> None:
         problems = _problems({name: getattr(self, name) for name in _RULES})
         for i, group in enumerate(self.groups):
             unknown = sorted(set(group) - _GROUP_KEYS)
-            problems += [f"groups[{i}] has {', '.join(sorted(_GROUP_KEYS))} ({', '.join(unknown)} was given)"] if unknown else []
-            problems += [f"groups[{i}]: {problem}" for problem in _problems({k: v for k, v in group.items() if k in _GROUP_KEYS - {"params"}})]
+            problems += (
+                [f"groups[{i}] has {', '.join(sorted(_GROUP_KEYS))} ({', '.join(unknown)} was given)"]
+                if unknown
+                else []
+            )
+            problems += [
+                f"groups[{i}]: {problem}"
+                for problem in _problems({k: v for k, v in group.items() if k in _GROUP_KEYS - {"params"}})
+            ]
             problems += [] if "params" in group else [f"groups[{i}] names its params (there are none)"]
         if self.update == "in_backward" and (self.max_grad_norm is not None or self.nonfinite == "skip"):
-            problems.append("update='in_backward' goes without max_grad_norm and with nonfinite='raise': both need all gradients before the first update")
+            problems.append(
+                "update='in_backward' goes without max_grad_norm and with nonfinite='raise': both need all gradients "
+                "before the first update"
+            )
         if problems:
             raise ConfigError("AdamW: " + "; ".join(problems) + ".")
 
     def param_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Torch's groups of (name, parameter) pairs, over all trainable parameters; each exactly once. `groups` may name frozen ones: they count when they
-        are unfrozen."""
+        """Torch's groups of (name, parameter) pairs, over all trainable parameters; each exactly once. `groups` may
+        name frozen ones: they count when they are unfrozen."""
         left = dict(named)
         name_of = {id(p): name for name, p in left.items()}
         groups = []
@@ -94,7 +122,10 @@ class AdamW:
                 name = item if isinstance(item, str) else name_of.get(id(item))
                 if name not in left:
                     found = f"{name or 'a parameter'} is not, or is in two groups"
-                    raise ConfigError(f"AdamW: groups name parameters of the model, each once, but {found}. Compare with model.named_parameters().")
+                    raise ConfigError(
+                        f"AdamW: groups name parameters of the model, each once, but {found}. Compare with "
+                        "model.named_parameters()."
+                    )
                 members[name] = left.pop(name)
             groups.append({**group, "params": [(name, p) for name, p in members.items() if p.requires_grad]})
         if not groups or any(p.requires_grad for p in left.values()):
@@ -103,7 +134,9 @@ class AdamW:
 
 
 class _ParamState(dict[str, Tensor]):
-    """The state of one parameter. Its moments are views of where they live; entries that are assigned are copied there."""
+    """The state of one parameter. Its moments are views of where they live; entries that are assigned are
+    copied there.
+    """
 
     def __init__(self, state: dict[str, Tensor], load: Callable[[dict[str, Tensor]], None]):
         super().__init__(state)
@@ -115,7 +148,9 @@ class _ParamState(dict[str, Tensor]):
 
 
 class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
-    """`optimizer.state`: what the engine holds, by parameter. As in torch, a parameter that was never updated has no entry."""
+    """`optimizer.state`: what the engine holds, by parameter. As in torch, a parameter that was never updated has no
+    entry.
+    """
 
     def __init__(self, optimizer: "EngineOptimizer"):
         self._optimizer = weakref.proxy(optimizer)
@@ -123,13 +158,19 @@ class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
     def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
         name = self._optimizer.name_of(param)
         state = self._optimizer.state_of(name)
-        return _ParamState(state if float(state["step"]) else {}, lambda changed: self._optimizer.load_state_of(name, changed))
+        return _ParamState(
+            state if float(state["step"]) else {}, lambda changed: self._optimizer.load_state_of(name, changed)
+        )
 
     def __setitem__(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
-        self._optimizer.load_state_of(self._optimizer.name_of(param), {"step": torch.tensor(0.0), **state})  # {}: as never updated
+        self._optimizer.load_state_of(
+            self._optimizer.name_of(param), {"step": torch.tensor(0.0), **state}
+        )  # {}: as never updated
 
     def __delitem__(self, param: nn.Parameter) -> None:
-        raise ConfigError("optimizer.state: an entry was deleted, but the engine holds the state. Load a state dict to reset it.")
+        raise ConfigError(
+            "optimizer.state: an entry was deleted, but the engine holds the state. Load a state dict to reset it."
+        )
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (p for group in self._optimizer.param_groups for p in group["params"] if self[p])
@@ -155,8 +196,14 @@ class OwnsState(Protocol):
 class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: OwnsState, groups: list[dict[str, Any]], spec: AdamW):
         self._engine, self._spec, self._num_own = engine, spec, len(groups)
-        super().__init__(groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay})
-        self._name_of = {id(p): name for group in self.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        super().__init__(
+            groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay}
+        )
+        self._name_of = {
+            id(p): name
+            for group in self.param_groups
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+        }
         self._state = _State(self)
 
     @property
@@ -170,13 +217,20 @@ class EngineOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if hasattr(self, "_closed"):
-            raise ConfigError("optimizer.state: it was replaced, but the engine holds the state. Load a state dict, or assign to its entries.")
+            raise ConfigError(
+                "optimizer.state: it was replaced, but the engine holds the state. Load a state dict, or assign to "
+                "its entries."
+            )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ConfigError("engine.optimizer: it cannot be copied, since the engine holds its state. Copy its state_dict().")
+        raise ConfigError(
+            "engine.optimizer: it cannot be copied, since the engine holds its state. Copy its state_dict()."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError("engine.optimizer: it cannot be pickled, since the engine holds its state. Save its state_dict().")
+        raise ConfigError(
+            "engine.optimizer: it cannot be pickled, since the engine holds its state. Save its state_dict()."
+        )
 
     def name_of(self, param: nn.Parameter) -> str:
         if id(param) not in self._name_of:
@@ -201,7 +255,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """After prepare: a group of parameters that were frozen. The plan is made again before the next training forward."""
+        """After prepare: a group of parameters that were frozen. The plan is made again before the next training
+        forward.
+        """
         if hasattr(self, "_closed"):
             param_group = {**param_group, "params": self._named(param_group["params"])}
             self._name_of |= {id(param): name for name, param in param_group["params"]}
@@ -213,19 +269,30 @@ class EngineOptimizer(torch.optim.Optimizer):
         for item in [params] if isinstance(params, Tensor) else list(params):
             param: Any = item if isinstance(item, Tensor) else item[1]
             if (name := self._engine.name_of(param)) is None:
-                raise ConfigError("add_param_group: one of the parameters is not the prepared model's. Call engine.detach() and prepare the model again.")
+                raise ConfigError(
+                    "add_param_group: one of the parameters is not the prepared model's. Call engine.detach() and "
+                    "prepare the model again."
+                )
             if id(param) in self._name_of:
-                raise ConfigError(f"add_param_group: {name} is in a group already. Name the groups in prepare: AdamW(groups=[...]).")
+                raise ConfigError(
+                    f"add_param_group: {name} is in a group already. Name the groups in prepare: AdamW(groups=[...])."
+                )
             named.append((name, param))
         return named
 
     def join_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Parameters that were frozen and require grad now join the groups that AdamW has for them. `named`: all parameters, all trained ones with grad."""
+        """Parameters that were frozen and require grad now join the groups that AdamW has for them. `named`: all
+        parameters, all trained ones with grad.
+        """
         added = {name for group in self.param_groups[self._num_own :] for name in group["param_names"]}
-        groups = [group["params"] for group in self._spec.param_groups((name, param) for name, param in named if name not in added)]
+        groups = [
+            group["params"]
+            for group in self._spec.param_groups((name, param) for name, param in named if name not in added)
+        ]
         if len(groups) > self._num_own:
             raise ConfigError(
-                f"{groups[-1][0][0]}: it was frozen when the model was prepared, and no group of AdamW(groups=...) has it. "
+                f"{groups[-1][0][0]}: it was frozen when the model was prepared, and no group of AdamW(groups=...) "
+                "has it. "
                 "Name it in one of the groups, or give it to engine.optimizer.add_param_group(...)."
             )
         for group, members in zip(self.param_groups, groups, strict=False):
@@ -249,7 +316,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         state: dict[int, dict[str, Tensor]] = {}
         for group in self.param_groups:
             names = group["param_names"]
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(number, number + len(names)))})
+            groups.append(
+                {
+                    **{k: v for k, v in group.items() if k != "params"},
+                    "params": list(range(number, number + len(names))),
+                }
+            )
             for name in names:
                 views = self._engine.optimizer_state(name)
                 if float(views["step"]):
@@ -268,16 +340,30 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         theirs = [name for group in state_dict["param_groups"] for name in group.get("param_names", ())]
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != [len(group["params"]) for group in self.param_groups] or (theirs and sorted(theirs) != sorted(self.names)):
+        if sizes != [len(group["params"]) for group in self.param_groups] or (
+            theirs and sorted(theirs) != sorted(self.names)
+        ):
             mine = f"{len(self.names)} parameters in {len(self.param_groups)} groups"
             found = f"the state dict has {sum(sizes)} in {len(sizes)}, or others"
-            raise ConfigError(tell(f"a state of {mine}, the same ones", found, "Prepare with the model and groups it was saved from"))
-        shapes = {name: p.shape for group in self.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+            raise ConfigError(
+                tell(f"a state of {mine}, the same ones", found, "Prepare with the model and groups it was saved from")
+            )
+        shapes = {
+            name: p.shape
+            for group in self.param_groups
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+        }
         for number, name in enumerate(theirs or self.names):
             for key, value in state_dict["state"].get(number, {}).items():
                 if key != "step" and value.shape != shapes[name]:
                     found = f"it is {tuple(value.shape)}"
-                    raise ConfigError(tell(f"{key} of {name} has the shape {tuple(shapes[name])}", found, "Prepare with the model it was saved from"))
+                    raise ConfigError(
+                        tell(
+                            f"{key} of {name} has the shape {tuple(shapes[name])}",
+                            found,
+                            "Prepare with the model it was saved from",
+                        )
+                    )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
         order = theirs or self.names

@@ -1,7 +1,8 @@
-"""What users do to a prepared model from outside: saving, loading, copying, moving. Each goes through the engine or is refused.
+"""What users do to a prepared model from outside: saving, loading, copying, moving. Each goes through the engine or is
+refused.
 
-Slots hold bytes of other layers, so the model's own methods would read and write wrong weights without an error. All changes are instance attributes and
-hooks, and `undo` takes them back; names and the module tree are never touched.
+Slots hold bytes of other layers, so the model's own methods would read and write wrong weights without an error. All
+changes are instance attributes and hooks, and `undo` takes them back; names and the module tree are never touched.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +19,14 @@ from outsize.runtime.store import Store
 
 class Patches:
     def __init__(
-        self, model: nn.Module, store: Store, *, drain: Callable[[], None], export: Callable[[str], Tensor], zero_grad: Callable[[bool], None]
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        store: Store,
+        *,
+        drain: Callable[[], None],
+        export: Callable[[str], Tensor],
+        zero_grad: Callable[[bool], None],
+    ):
         self._model, self._store, self._drain, self._export = model, store, drain, export
         self._handles: list[Any] = []
         self._attributes: list[tuple[nn.Module, str]] = []
@@ -29,7 +36,9 @@ class Patches:
             self._set(module, "__reduce_ex__", _refuse("pickle", path))
             self._set(module, "_apply", _keeps_place(module, path))
             self._set(module, "compile", _refuse_compile)
-            if hasattr(type(module), "merge") and hasattr(type(module), "unmerge"):  # an adapter that writes into its base by `.data`
+            if hasattr(type(module), "merge") and hasattr(
+                type(module), "unmerge"
+            ):  # an adapter that writes into its base by `.data`
                 self._set(module, "merge", _refuse("merge", path))
                 self._set(module, "unmerge", _refuse("unmerge", path))
             owned = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
@@ -69,7 +78,10 @@ class Patches:
 
 
 def _refuse_compile(*_: Any, **__: Any) -> None:
-    raise EngineMisuse("compile: the schedule needs the model's own layers, which torch.compile replaces. Use the prepared model without torch.compile.")
+    raise EngineMisuse(
+        "compile: the schedule needs the model's own layers, which torch.compile replaces. Use the prepared model "
+        "without torch.compile."
+    )
 
 
 def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -81,7 +93,13 @@ def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metada
 def _refuse(what: str, path: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         do = "Call engine.detach() first, or save with save_pretrained or state_dict, which read from home"
-        raise EngineMisuse(tell(f"{path or 'the model'} is prepared and its weights are not in its tensors", f"{what} would copy whatever passes by", do))
+        raise EngineMisuse(
+            tell(
+                f"{path or 'the model'} is prepared and its weights are not in its tensors",
+                f"{what} would copy whatever passes by",
+                do,
+            )
+        )
 
     return refuse
 
@@ -94,7 +112,10 @@ def _keeps_place(module: nn.Module, path: str) -> Callable[..., nn.Module]:
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
-                found = f"a move to {result.device}, {result.dtype} was asked for {path or 'the model'} ({name} is {tensor.device}, {tensor.dtype})"
+                found = (
+                    f"a move to {result.device}, {result.dtype} was asked for {path or 'the model'} ({name} is "
+                    f"{tensor.device}, {tensor.dtype})"
+                )
                 do = "Prepare it with the device and dtype you want, or engine.detach() first"
                 raise EngineMisuse(tell("a prepared model stays where its plan put it", found, do))
         return module

@@ -1,11 +1,13 @@
-"""Hooks for the whole process, installed while an engine is attached: what other libraries do to prepared parameters without calling the engine.
+"""Hooks for the whole process, installed while an engine is attached: what other libraries do to prepared parameters
+without calling the engine.
 
-- `torch.nn.utils.clip_grad_norm_` over all parameters of a prepared model is the engine's clipping. (A reference to torch's own function that was
-  imported earlier works too, through `p.grad`, but reads and writes every gradient.)
+- `torch.nn.utils.clip_grad_norm_` over all parameters of a prepared model is the engine's clipping. (A reference to
+  torch's own function that was imported earlier works too, through `p.grad`, but reads and writes every gradient.)
 - A backward that breaks off is rolled back.
 - A step of another optimizer over prepared parameters is refused.
-- A wrapper that replicates a prepared model (DDP, DataParallel) or compiles it is refused when it takes the model. FSDP fails at its first write to
-  a parameter (access.py), fully_shard at the next forward, which finds other parameters in the model (store.py).
+- A wrapper that replicates a prepared model (DDP, DataParallel) or compiles it is refused when it takes the model. FSDP
+  fails at its first write to a parameter (access.py), fully_shard at the next forward, which finds other parameters in
+  the model (store.py).
 """
 
 import math
@@ -36,7 +38,8 @@ class Clips(Protocol):
 _REFUSED = {
     "DistributedDataParallel": "outsize trains on one device: start one process, without a launcher.",
     "DataParallel": "outsize trains on one device: use the prepared model itself.",
-    "OptimizedModule": "The schedule needs the model's own layers, which torch.compile replaces: use the prepared model without torch.compile.",
+    "OptimizedModule": "The schedule needs the model's own layers, which torch.compile replaces: use the prepared "
+    "model without torch.compile.",
 }
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _handles: list[Any] = []
@@ -91,7 +94,11 @@ def _backward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _clip_through_engine(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_, by the engine where the parameters are all that one engine trains."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -100,7 +107,10 @@ def _clip_through_engine(
         return _originals["clip_grad_norm_"](params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = engine.clip_grad_norm_(float(max_norm))
     if error_if_nonfinite and not math.isfinite(float(norm)):
-        raise RuntimeError(f"The total norm of order 2.0 for gradients from `parameters` is non-finite ({float(norm)}), so it cannot be clipped.")
+        raise RuntimeError(
+            f"The total norm of order 2.0 for gradients from `parameters` is non-finite ({float(norm)}), so it cannot "
+            "be clipped."
+        )
     return norm
 
 
@@ -123,12 +133,15 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
         for param in group["params"]:
             if (owner := owner_of(param)) is not None:
                 raise EngineMisuse(
-                    f"{type(optimizer).__name__}.step: it holds {owner[1]} of a prepared model, whose weights and gradients are the engine's. "
+                    f"{type(optimizer).__name__}.step: it holds {owner[1]} of a prepared model, whose weights and "
+                    "gradients are the engine's. "
                     "Use engine.optimizer (outsize.AdamW sets its hyperparameters), or call engine.detach() first."
                 )
 
 
 def _refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    kinds = [kind for kind in type(parent).__mro__ if kind.__module__.startswith("torch.") and kind.__name__ in _REFUSED]
+    kinds = [
+        kind for kind in type(parent).__mro__ if kind.__module__.startswith("torch.") and kind.__name__ in _REFUSED
+    ]
     if kinds and module is not None and any(owner_of(param) is not None for param in module.parameters()):
         raise EngineMisuse(f"{kinds[0].__name__}: it was given a prepared model. {_REFUSED[kinds[0].__name__]}")

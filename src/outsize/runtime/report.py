@@ -21,21 +21,35 @@ class StepReport:
     """In the mean of a few early steps; None before they were made. On `sim`: as planned."""
     planned_step_seconds: float
     busy_seconds: dict[str, float]
-    """Per lane (compute, h2d, d2h, host) and step, of the same steps; empty before. Without `compute` where everything stays on the GPU."""
+    """Per lane (compute, h2d, d2h, host) and step, of the same steps; empty before. Without `compute` where everything
+    stays on the GPU.
+    """
     planned_busy_seconds: dict[str, float]
     slow_kernels: tuple[str, ...] = ()
     """Updates that run without a compiled kernel, and why."""
 
     @staticmethod
     def of(
-        plan: Plan, device: Device, timing: StepTiming | None, *, num_steps: int, seconds: float, slow_kernels: tuple[str, ...] = ()
+        plan: Plan,
+        device: Device,
+        timing: StepTiming | None,
+        *,
+        num_steps: int,
+        seconds: float,
+        slow_kernels: tuple[str, ...] = (),
     ) -> "StepReport":
         return StepReport(
-            num_steps=num_steps, seconds=device.elapsed(seconds), gpu_peak_bytes=device.peak_bytes, planned_gpu_bytes=plan.estimate.gpu_bytes,
-            gpu_budget_bytes=plan.gpu_budget_bytes, step_seconds=timing.step_seconds if timing else None,
-            planned_step_seconds=plan.estimate.step_seconds, busy_seconds=dict(timing.busy_seconds) if timing else {},
-            planned_busy_seconds=dict(plan.estimate.busy_seconds), slow_kernels=slow_kernels,
-        )  # fmt: skip
+            num_steps=num_steps,
+            seconds=device.elapsed(seconds),
+            gpu_peak_bytes=device.peak_bytes,
+            planned_gpu_bytes=plan.estimate.gpu_bytes,
+            gpu_budget_bytes=plan.gpu_budget_bytes,
+            step_seconds=timing.step_seconds if timing else None,
+            planned_step_seconds=plan.estimate.step_seconds,
+            busy_seconds=dict(timing.busy_seconds) if timing else {},
+            planned_busy_seconds=dict(plan.estimate.busy_seconds),
+            slow_kernels=slow_kernels,
+        )
 
     def __str__(self) -> str:
         lines = [
@@ -45,9 +59,14 @@ class StepReport:
         ]
         for lane in LANES:
             if self.planned_busy_seconds.get(lane):
-                lines.append(_beside(f"  {LANE_WORDS[lane]}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane]))
+                lines.append(
+                    _beside(f"  {LANE_WORDS[lane]}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane])
+                )
         return "\n".join([*lines, *self.slow_kernels])
 
 
 def _beside(what: str, found: float | None, planned: float) -> str:
-    return f"{what:<14} {show_seconds(found) if found is not None else 'not measured':<12}  planned {show_seconds(planned)}"
+    return (
+        f"{what:<14} {show_seconds(found) if found is not None else 'not measured':<12}  planned "
+        f"{show_seconds(planned)}"
+    )

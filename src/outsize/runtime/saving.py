@@ -1,7 +1,8 @@
 """Saving: one save on its way to the disk.
 
-No copy is made. Tensors that live on the device are written at once, one after the other; what lies in host memory may be written by a thread
-while training goes on, chunk by chunk in the order of use, and a chunk's next update waits until the chunk is written.
+No copy is made. Tensors that live on the device are written at once, one after the other; what lies in host memory may
+be written by a thread while training goes on, chunk by chunk in the order of use, and a chunk's next update waits until
+the chunk is written.
 """
 
 import contextlib
@@ -37,8 +38,12 @@ class Saving:
             self._draft.discard()
             raise
 
-    def write(self, publish: Callable[[StagedDir], None], then: Callable[[], None] | None = None, *, background: bool = False) -> None:
-        """Write all tensors, publish the folder, and call `then`. In the background this returns before the chunks that are `later` are written."""
+    def write(
+        self, publish: Callable[[StagedDir], None], then: Callable[[], None] | None = None, *, background: bool = False
+    ) -> None:
+        """Write all tensors, publish the folder, and call `then`. In the background this returns before the chunks that
+        are `later` are written.
+        """
         files: dict[str, TensorFile] = {}
         try:
             with self.writing() as folder:
@@ -60,7 +65,9 @@ class Saving:
         self._write_rest(files, publish, then)
         self.finish()
 
-    def _write_rest(self, files: dict[str, TensorFile], publish: Callable[[StagedDir], None], then: Callable[[], None] | None) -> None:
+    def _write_rest(
+        self, files: dict[str, TensorFile], publish: Callable[[StagedDir], None], then: Callable[[], None] | None
+    ) -> None:
         try:
             with self.writing():
                 for chunk, written in self._written.items():

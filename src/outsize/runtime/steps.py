@@ -1,7 +1,8 @@
 """Steps: when and with what a step updates the weights.
 
-*After step* (the default): gradients wait for `step()`, which fixes the hyperparameters and the clipping factor, issues the updates and returns. *In
-backward*: inside `last_backward()` chunks are updated as their gradients land or soon after (schedule.py says which when), and `step()` only confirms it.
+*After step* (the default): gradients wait for `step()`, which fixes the hyperparameters and the clipping factor, issues
+the updates and returns. *In backward*: inside `last_backward()` chunks are updated as their gradients land or soon
+after (schedule.py says which when), and `step()` only confirms it.
 """
 
 import math
@@ -26,19 +27,24 @@ class Steps:
         """Chunks that a declared backward has updated, until `step()` confirms it."""
         self._step: Step | None = None
         self._clip_at: float | None = None
-        """What `clip_grad_norm_` was called with. The gradients are clipped when somebody looks at them, or by the step."""
+        """What `clip_grad_norm_` was called with. The gradients are clipped when somebody looks at them, or by the
+        step.
+        """
         self._broke_in: str | None = None
         """The block in which a declared backward broke off after it had updated some weights."""
         self._failed: str | None = None
         """What went wrong in an update: some weights are new, some old."""
         self._not_finite: Callable[[], list[str]] = list
-        """Of the last step that was made in its backward: looked at when the next one is, so that nothing waits for it."""
+        """Of the last step that was made in its backward: looked at when the next one is, so that nothing waits
+        for it.
+        """
         self.num_made = 0
         self.num_skipped = 0
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        # Clipping and skipping need all gradients before the first update: then `step()` does the work, to the same bits.
+        # Clipping and skipping need all gradients before the first update: then `step()` does the work, to the same
+        # bits.
         self._declared = self._spec.max_grad_norm is None and self._clip_at is None and self._spec.nonfinite == "raise"
         try:
             yield
@@ -50,7 +56,13 @@ class Steps:
         self.apply_clipping()
         if not self._declared and not self._holder.runtime.plan.step_config.hold_gradients:
             do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or AdamW(update='after_step')"
-            raise EngineMisuse(tell("this plan keeps no gradients, so every backward is declared to be the last before step()", "this one is not", do))
+            raise EngineMisuse(
+                tell(
+                    "this plan keeps no gradients, so every backward is declared to be the last before step()",
+                    "this one is not",
+                    do,
+                )
+            )
         return self._declared
 
     def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
@@ -67,8 +79,13 @@ class Steps:
             try:
                 updates.update_chunk(chunk, step)
             except BaseException as error:
-                found = f"chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with {type(error).__name__}: {error}"
-                self._failed = tell("every update completes", found, "Load weights and optimizer state from the last checkpoint")
+                found = (
+                    f"chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with "
+                    f"{type(error).__name__}: {error}"
+                )
+                self._failed = tell(
+                    "every update completes", found, "Load weights and optimizer state from the last checkpoint"
+                )
                 if not isinstance(error, Exception):
                     raise  # Ctrl-C stays what it is; it leaves half a chunk new all the same
                 raise UpdateFailed(self._failed) from None
@@ -82,7 +99,8 @@ class Steps:
             now.gradients.make_zeros()
         if not self._made and not now.gradients.accumulated:
             raise EngineMisuse(
-                "step: no gradient has arrived since the last zero_grad(), so there is nothing to apply. Call loss.backward() before step()."
+                "step: no gradient has arrived since the last zero_grad(), so there is nothing to apply. Call "
+                "loss.backward() before step()."
             )
         clip_at = self._take_clipping()
         total = now.gradients.norm()
@@ -114,13 +132,17 @@ class Steps:
         """Clip the coming step; returns the norm of what has accumulated."""
         if self._made and not math.isinf(max_norm):
             do = "Give prepare AdamW(max_grad_norm=...), or leave last_backward() out"
-            raise EngineMisuse(tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do))
+            raise EngineMisuse(
+                tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do)
+            )
         self.apply_clipping()
         self._clip_at = None if math.isinf(max_norm) else max_norm
         return self._holder.runtime.gradients.norm().clone()
 
     def _take_clipping(self) -> float | None:
-        """The norm at which the step clips. Of clipping that was asked for and the optimizer's own, the smaller is the result of both."""
+        """The norm at which the step clips. Of clipping that was asked for and the optimizer's own, the smaller is the
+        result of both.
+        """
         asked, own = self._clip_at, self._spec.max_grad_norm
         if asked is not None and own is not None and asked > own:
             self.apply_clipping()
@@ -144,7 +166,9 @@ class Steps:
         self._clip_at = None
 
     def before_grad_access(self) -> None:
-        """`p.grad` is about to be read or written: gradients must still be there, and clipped if clipping was asked for."""
+        """`p.grad` is about to be read or written: gradients must still be there, and clipped if clipping was asked
+        for.
+        """
         gradients = self._holder.runtime.gradients
         if self._made or gradients.is_consumed:
             raise EngineMisuse(
@@ -188,10 +212,14 @@ class Steps:
             log.warning("%s", error)
 
     def _look_back(self) -> NonFiniteGradient | None:
-        """Whether the last step, made in its backward, was made with gradients that are not finite. Told once; nothing can be trained or saved after it."""
+        """Whether the last step, made in its backward, was made with gradients that are not finite. Told once; nothing
+        can be trained or saved after it.
+        """
         if self._failed is not None or not (names := self._not_finite()):
             return None
-        error = self._holder.runtime.gradients.error(names, "The last step was made with it: load weights and optimizer state from the last checkpoint")
+        error = self._holder.runtime.gradients.error(
+            names, "The last step was made with it: load weights and optimizer state from the last checkpoint"
+        )
         self._failed = str(error)
         return error
 
@@ -202,7 +230,13 @@ class Steps:
         broken = self._holder.runtime.gradients.broken
         if self._broke_in is not None:
             found = f"the last one broke off in {self._broke_in} after some weights were updated"
-            raise EngineMisuse(tell(f"{verb}() follows a complete backward", found, "Load weights and optimizer state from the last checkpoint"))
+            raise EngineMisuse(
+                tell(
+                    f"{verb}() follows a complete backward",
+                    found,
+                    "Load weights and optimizer state from the last checkpoint",
+                )
+            )
         if broken is not None:
             do = "Call zero_grad(); weights and optimizer are as before it"
             raise EngineMisuse(tell(f"{verb}() follows a complete backward", f"the last one broke off in {broken}", do))

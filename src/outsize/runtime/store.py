@@ -1,12 +1,12 @@
-"""Store: the bytes of a prepared model. Allocates what the placement names, moves parameters in, and reads and writes them by name.
+"""Store: the bytes of a prepared model. Allocates what the placement names, moves parameters in, and reads and writes
+them by name.
 
-[Note: The lives of a chunk]
-home      its weights on the host, if it streams or is updated there; the canonical between uses
-weights   its weights on the device for good, if it is resident; the canonical if no home exists
-slot      device memory it passes through, if it streams; owned by one chunk at a time
-state     moments and the lower half of split masters, where the optimizer lives
-gradient  where backward leaves gradients: a buffer of its own, or a staging slot from which they leave for the host
-A parameter's `.data` is set once, to a view into `weights` or `slot`, and never again. Only the flat buffers are written.
+[Note: The lives of a chunk] home      its weights on the host, if it streams or is updated there; the canonical between
+uses weights   its weights on the device for good, if it is resident; the canonical if no home exists slot      device
+memory it passes through, if it streams; owned by one chunk at a time state     moments and the lower half of split
+masters, where the optimizer lives gradient  where backward leaves gradients: a buffer of its own, or a staging slot
+from which they leave for the host A parameter's `.data` is set once, to a view into `weights` or `slot`, and never
+again. Only the flat buffers are written.
 """
 
 import math
@@ -26,8 +26,18 @@ from outsize.progress import counted
 
 
 class Store:
-    def __init__(self, model: nn.Module, place: Placement, device: Device, weights: Weights | None = None, *, check_finite: bool = False):
-        """`weights`: where the values of unmaterialized parameters are read from. `check_finite`: refuse NaN and infinity in what is moved in."""
+    def __init__(
+        self,
+        model: nn.Module,
+        place: Placement,
+        device: Device,
+        weights: Weights | None = None,
+        *,
+        check_finite: bool = False,
+    ):
+        """`weights`: where the values of unmaterialized parameters are read from. `check_finite`: refuse NaN and
+        infinity in what is moved in.
+        """
         self._check_finite = check_finite
         self.place, self.device = place, device
         self.params = dict(model.named_parameters())
@@ -50,18 +60,24 @@ class Store:
                 tensor.zero_()
         moved: list[int] = []
         try:
-            for chunk in counted(place.layout.chunks, "Bringing weights to their homes", total=len(place.layout.chunks)):
+            for chunk in counted(
+                place.layout.chunks, "Bringing weights to their homes", total=len(place.layout.chunks)
+            ):
                 self._move_in(chunk.index, weights)
                 moved.append(chunk.index)
             rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != "home"}
             for buffer, num_bytes in counted(rest.items(), "Making room on the host", total=len(rest)):
-                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena"))
+                self.host[buffer] = device.host_empty(
+                    num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena")
+                )
         except BaseException:
             self.release(moved)
             raise
 
     def _move_in(self, index: int, weights: Weights | None) -> None:
-        """Bring a chunk's parameters to where they live: copied, each one's old storage freed as it moves, or read from their files."""
+        """Bring a chunk's parameters to where they live: copied, each one's old storage freed as it moves, or read from
+        their files.
+        """
         buffers = []
         if ("home", index) in self.place.host:
             self.host["home", index] = self.device.host_empty(self.place.host["home", index], pinned=True)
@@ -110,8 +126,12 @@ class Store:
             if view is not first:
                 view.copy_(first)
 
-    def _view(self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None, owns: bool = False) -> Tensor:
-        """A parameter-shaped view into a chunk-shaped buffer. `owns`: behind a storage of its own, for code that looks at storages."""
+    def _view(
+        self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None, owns: bool = False
+    ) -> Tensor:
+        """A parameter-shaped view into a chunk-shaped buffer. `owns`: behind a storage of its own, for code that looks
+        at storages.
+        """
         flat = self.flat(buffer, index, dtype=dtype)[piece.offset : piece.offset + piece.numel]
         flat = own_storage(flat) if owns else flat
         shape = self.place.graph.param[piece.name].shape
@@ -221,7 +241,9 @@ class Store:
             lo.masked_fill_(changed.to(lo.device), 0)
 
     def refresh_copies(self, index: int) -> None:
-        """A chunk's home was written from outside: bring it to the resident copy, if there is one, and mark slots that hold it as stale."""
+        """A chunk's home was written from outside: bring it to the resident copy, if there is one, and mark slots that
+        hold it as stale.
+        """
         if self.place.has_host_weights(index) and not self.place.streams(index):
             with torch.no_grad(), self.device.on_host():
                 self.gpu["weights", index].copy_(self.home(index))
@@ -263,7 +285,8 @@ class Store:
             return [name for name, param in self.params.items() if param.data_ptr() != self._addresses[name]]
 
     def release(self, chunks: Iterable[int] | None = None, *, keep: bool = True) -> None:
-        """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one chunk after the other.
+        """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one
+        chunk after the other.
 
         Without `keep` they get unmaterialized ones.
         """
@@ -284,9 +307,15 @@ class Store:
 
 
 def own_storage(flat: Tensor) -> Tensor:
-    """The same memory behind a storage of its own. Buffers hold tensors of several dtypes, and torch.save refuses a storage that is read as two."""
+    """The same memory behind a storage of its own. Buffers hold tensors of several dtypes, and torch.save refuses a
+    storage that is read as two.
+    """
     start = flat.storage_offset() * flat.itemsize
-    storage = flat.untyped_storage()[start : start + flat.nbytes] if flat.numel() else torch.UntypedStorage(0, device=flat.device)
+    storage = (
+        flat.untyped_storage()[start : start + flat.nbytes]
+        if flat.numel()
+        else torch.UntypedStorage(0, device=flat.device)
+    )
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, flat.shape)  # type: ignore[call-overload]
 
 
@@ -300,8 +329,15 @@ def _dense_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
     """None for a contiguous parameter, its strides for one that is merely permuted."""
     if param.is_contiguous():
         return None
-    extent = 1 + sum((size - 1) * host_update_interval for size, host_update_interval in zip(param.shape, param.stride(), strict=True))
+    extent = 1 + sum(
+        (size - 1) * host_update_interval
+        for size, host_update_interval in zip(param.shape, param.stride(), strict=True)
+    )
     if extent != math.prod(param.shape):
         found = f"{name} has shape {tuple(param.shape)} and strides {param.stride()}"
-        raise ModelUnsupported(tell("every parameter owns its elements, without gaps or overlap", found, "Make it contiguous before prepare"))
+        raise ModelUnsupported(
+            tell(
+                "every parameter owns its elements, without gaps or overlap", found, "Make it contiguous before prepare"
+            )
+        )
     return tuple(param.stride())

@@ -1,7 +1,8 @@
 """TrainingHooks: what the engine does as the model runs. Listens to the model's tracker and drives the executor.
 
-A forward with grad is a training pass and follows the schedule; it waits for its backward. Any other forward (evaluation, generation, a reference
-pass) loads what it needs as it goes and may come between any two of these. What breaks off is rolled back by whoever comes next.
+A forward with grad is a training pass and follows the schedule; it waits for its backward. Any other forward
+(evaluation, generation, a reference pass) loads what it needs as it goes and may come between any two of these. What
+breaks off is rolled back by whoever comes next.
 """
 
 import sys
@@ -30,13 +31,31 @@ from outsize.runtime.steps import Steps
 
 class TrainingHooks:
     def __init__(
-        self, model: nn.Module, layers: tuple[Layer, ...], device: Device, holder: RuntimeHolder, steps: Steps, *,
-        fit: Callable[[tuple[Any, ...], dict[str, Any]], None], beside: Callable[[], None],
-    ):  # fmt: skip
-        """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch, `beside()` before any other."""
-        self._model, self._device, self._holder, self._steps, self._fit, self._beside = model, device, holder, steps, fit, beside
+        self,
+        model: nn.Module,
+        layers: tuple[Layer, ...],
+        device: Device,
+        holder: RuntimeHolder,
+        steps: Steps,
+        *,
+        fit: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        beside: Callable[[], None],
+    ):
+        """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch, `beside()` before
+        any other.
+        """
+        self._model, self._device, self._holder, self._steps, self._fit, self._beside = (
+            model,
+            device,
+            holder,
+            steps,
+            fit,
+            beside,
+        )
         self._found, self._layers = layers, layers
-        """Those of the module tree, and of them those that the plan knows as such: the trial run may have seen that a list is no stack."""
+        """Those of the module tree, and of them those that the plan knows as such: the trial run may have seen that a
+        list is no stack.
+        """
         self._tracker = BlockTracker(model, self)
         self._non_layer_hooks: list[Any] = []
         self._training = False
@@ -56,9 +75,14 @@ class TrainingHooks:
             self._tracker.attach(())
             return
         self._layers = layers_in_graph(self._found, {block.name for block in self._holder.runtime.planned.graph.blocks})
-        # Modules outside layers that own weights open themselves when they are called outside the model's forward (an encoder by itself).
+        # Modules outside layers that own weights open themselves when they are called outside the model's forward (an
+        # encoder by itself).
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
-        non_layer = (m for m in self._model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values()))
+        non_layer = (
+            m
+            for m in self._model.modules()
+            if id(m) not in inside and any(p is not None for p in m._parameters.values())
+        )
         self._non_layer_hooks = [module.register_forward_pre_hook(self._non_layer_module_runs) for module in non_layer]
         self._tracker.attach(self._layers, looks_around=bool(self._holder.runtime.planned.graph.detours))
 
@@ -85,7 +109,8 @@ class TrainingHooks:
         else:
             if torch.is_grad_enabled() and with_grad((args, kwargs)):
                 raise EngineMisuse(
-                    "No parameter of the prepared model requires grad, but an input does: gradients through a model that is not trained are not supported. "
+                    "No parameter of the prepared model requires grad, but an input does: gradients through a model "
+                    "that is not trained are not supported. "
                     "Call it under torch.no_grad(), or detach its inputs."
                 )
             self._beside()
@@ -106,7 +131,8 @@ class TrainingHooks:
     def _begin_training(self) -> None:
         if (name := self._holder.runtime.store.replaced()) is not None:
             raise EngineMisuse(
-                f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the model, and prepare it again."
+                f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the "
+                "model, and prepare it again."
             )
         executor = self._holder.runtime.executor
         self._steps.require_usable()
@@ -115,8 +141,10 @@ class TrainingHooks:
             raise EngineMisuse(rerun_in_backward("The model"))
         if executor.stage is Stage.WAITING and self._outputs_are_held():
             raise EngineMisuse(
-                f"Training forward {self._tracker.number} begins before the backward of forward {self._forward_number}, whose outputs are still held: the plan "
-                f"keeps the activations of one. {SEVERAL_FORWARDS} Run forwards that need no backward under torch.no_grad(), "
+                f"Training forward {self._tracker.number} begins before the backward of forward "
+                f"{self._forward_number}, whose outputs are still held: the plan "
+                f"keeps the activations of one. {SEVERAL_FORWARDS} Run forwards that need no backward under "
+                "torch.no_grad(), "
                 "and drop outputs that are not used (`del out`)."
             )
         if executor.stage is not Stage.IDLE:
@@ -137,7 +165,9 @@ class TrainingHooks:
                 raise EngineMisuse(rerun_in_backward(name))
             if torch.is_grad_enabled():
                 do = "Call the prepared model itself; for inference use torch.no_grad()"
-                raise EngineMisuse(tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do))
+                raise EngineMisuse(
+                    tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do)
+                )
             now.access.apply_user_writes()
             now.executor.enter_unscheduled(now.layer_chunks(name))
         elif self._training:
@@ -154,7 +184,9 @@ class TrainingHooks:
                 now.access.apply_user_writes()
             now.executor.enter_unscheduled(now.store.chunks_with(module._parameters.values()))
 
-    def runs(self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def runs(
+        self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not self._training or call < 0:
             return forward(*args, **kwargs)
         now = self._holder.runtime
@@ -182,7 +214,9 @@ class TrainingHooks:
                     self._holder.runtime.require_seen(self._free_call, len(self._holder.runtime.planned.graph.calls))
             elif failed:
                 self.check_profile()
-                if executor.stage is Stage.FORWARD:  # else it was refused before it began, and an earlier one still waits
+                if (
+                    executor.stage is Stage.FORWARD
+                ):  # else it was refused before it began, and an earlier one still waits
                     executor.roll_back()
             else:
                 try:
@@ -217,11 +251,18 @@ class TrainingHooks:
             where = now.planned.graph.call_name(call) if executor.sees_calls else "the model"
             if forward_id == self._forward_number and not self._has_outputs:
                 raise EngineMisuse(
-                    f"A backward reaches {where}, but the forward returned no tensor with grad that outsize found, and its activations are gone. Return the "
+                    f"A backward reaches {where}, but the forward returned no tensor with grad that outsize found, "
+                    "and its activations are gone. Return the "
                     "tensors that a loss is made of in a tuple, list, dict, dataclass or in attributes of an object."
                 )
             found = f"another one reaches {where}; its activations are gone"
-            raise EngineMisuse(tell("one backward follows each forward of a prepared model", found, "Run the forward again; retain_graph is not supported"))
+            raise EngineMisuse(
+                tell(
+                    "one backward follows each forward of a prepared model",
+                    found,
+                    "Run the forward again; retain_graph is not supported",
+                )
+            )
         if call != executor.current_call:
             now.gradients.require_landed(call)
             executor.enter_backward(call)
@@ -240,7 +281,9 @@ class TrainingHooks:
     # Between passes.
 
     def check_profile(self) -> None:
-        """A pass has just failed. If it ran out of memory or took another path than planned, the cached profile may be of other code: delete it."""
+        """A pass has just failed. If it ran out of memory or took another path than planned, the cached profile may be
+        of other code: delete it.
+        """
         if isinstance(sys.exc_info()[1], (torch.OutOfMemoryError, DeviceOutOfMemory, OrderMismatch)):
             drop_profiles(self._holder.runtime.plan.profile_keys)
 
@@ -249,7 +292,13 @@ class TrainingHooks:
         now = self._holder.runtime
         if now.executor.stage is Stage.BACKWARD:
             call = now.executor.current_call
-            where = "its first block" if call is None else "the model" if call == ALL_CALLS else now.planned.graph.call_name(call)
+            where = (
+                "its first block"
+                if call is None
+                else "the model"
+                if call == ALL_CALLS
+                else now.planned.graph.call_name(call)
+            )
             now.gradients.broken = where
             self._steps.backward_broke(where)
         now.gradients.forget_early()

@@ -1,7 +1,8 @@
 """Updates: the engine's side of the optimizer. Turns a step into AdamW over flat ranges of chunks.
 
-Neighbouring parameters of a chunk with the same group and step count, and no padding between them, are one range. A parameter without a
-gradient is not touched: no decay, no step, as in torch. Hyperparameters are read once, when the step is made.
+Neighbouring parameters of a chunk with the same group and step count, and no padding between them, are one range. A
+parameter without a gradient is not touched: no decay, no step, as in torch. Hyperparameters are read once, when the
+step is made.
 """
 
 from collections.abc import Callable
@@ -47,8 +48,12 @@ class Updates:
             if key not in made:
                 group = groups[key[0]]
                 made[key] = Hyper.at(
-                    lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], weight_decay=float(group["weight_decay"]), step=key[1]
-                )  # fmt: skip
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=float(group["weight_decay"]),
+                    step=key[1],
+                )
             hypers[name] = made[key]
         return Step(hypers, clip)
 
@@ -64,12 +69,23 @@ class Updates:
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
         weights = store.flat(store.home(index) if on_host else store.weights(index), index)
-        grads = store.flat(store.host_gradient(index) if on_host else store.gradient(index), index, dtype=store.gradient_dtype(index))
+        grads = store.flat(
+            store.host_gradient(index) if on_host else store.gradient(index), index, dtype=store.gradient_dtype(index)
+        )
         m, v, lo = store.state(index)
         scratch = self._scratch["host" if on_host else "gpu"]
         for start, end, hyper in self._ranges(index, step):
             part = slice(start, end)
-            update(weights[part], None if lo is None else lo[part], m[part], v[part], grads[part], hyper=hyper, clip=step.clip, scratch=scratch)
+            update(
+                weights[part],
+                None if lo is None else lo[part],
+                m[part],
+                v[part],
+                grads[part],
+                hyper=hyper,
+                clip=step.clip,
+                scratch=scratch,
+            )
 
     def _ranges(self, index: int, step: Step) -> list[tuple[int, int, Hyper]]:
         ranges: list[tuple[int, int, Hyper]] = []
@@ -99,10 +115,16 @@ class Updates:
         return {"step": torch.tensor(float(self.steps[name])), **self._store.state_views(name)}
 
     def state_to_keep(self, name: str) -> dict[str, Tensor]:
-        """The same for after the engine: what lives on the host is handed over as it is, what lives on the device is copied from it."""
+        """The same for after the engine: what lives on the host is handed over as it is, what lives on the device is
+        copied from it.
+        """
         index, _ = self._store.place.layout.place[name]
         state = self.state(name)
-        return state if self._store.place.updates_on_host(index) else {key: value.detach().cpu().clone() for key, value in state.items()}
+        return (
+            state
+            if self._store.place.updates_on_host(index)
+            else {key: value.detach().cpu().clone() for key, value in state.items()}
+        )
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.steps[name] = int(state["step"])

@@ -1,5 +1,6 @@
-"""Refuses parameters that share memory with others, or with buffers: outsize gives each parameter memory of its own, and a write to one would no longer be
-one to the other. Views into different parts of one storage (flattened weights, a file mapped as one) are separate tensors and pass."""
+"""Refuses parameters that share memory with others, or with buffers: outsize gives each parameter memory of its own,
+and a write to one would no longer be one to the other. Views into different parts of one storage (flattened weights, a
+file mapped as one) are separate tensors and pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,13 +36,16 @@ def require_own_memory(model: nn.Module) -> None:
             if isinstance(one.tensor, nn.Parameter) and isinstance(other.tensor, nn.Parameter):
                 first, second = one.name, other.name
                 raise ModelUnsupported(
-                    f"{first} and {second} are two parameters over the same memory: an optimizer would update it twice, with a state for each. To train "
-                    f"one weight, assign the parameter itself ({_path(second)} = {_path(first)}); to train two, give one a copy "
+                    f"{first} and {second} are two parameters over the same memory: an optimizer would update it "
+                    "twice, with a state for each. To train "
+                    f"one weight, assign the parameter itself ({_path(second)} = {_path(first)}); to train two, give "
+                    "one a copy "
                     f"(nn.Parameter({_path(second)}.detach().clone()))."
                 )
             param, buffer = (one, other) if isinstance(one.tensor, nn.Parameter) else (other, one)
             raise ModelUnsupported(
-                f"{param.name} and the buffer {buffer.name} share memory, and outsize moves the parameter to memory of its own: the buffer would keep the old "
+                f"{param.name} and the buffer {buffer.name} share memory, and outsize moves the parameter to memory "
+                "of its own: the buffer would keep the old "
                 "values. Read the parameter where the buffer is read, or give the buffer a copy."
             )
 
@@ -55,11 +59,19 @@ def _path(name: str) -> str:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() > 0 and not is_unmaterialized(tensor) and tensor.untyped_storage().nbytes() > 0
+    return (
+        not tensor.is_meta
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and not is_unmaterialized(tensor)
+        and tensor.untyped_storage().nbytes() > 0
+    )
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * host_update_interval for n, host_update_interval in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (n - 1) * host_update_interval for n, host_update_interval in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 

@@ -24,11 +24,19 @@ def detached(batch: Any) -> Any:
 
 
 def pad_to_shape(batch: Any, max_shape: tuple[int, int] | None) -> Any:
-    """The batch at its largest: rows and tokens repeated up to `max_shape`; with a mask, one that masks something, since that is dearer."""
+    """The batch at its largest: rows and tokens repeated up to `max_shape`; with a mask, one that masks something,
+    since that is dearer.
+    """
     if max_shape is None:
         return batch
     if not isinstance(max_shape, (tuple, list)) or len(max_shape) != 2 or not all(map(is_count, max_shape)):
-        raise ConfigError(tell("max_shape is the rows and the tokens of the largest batch", f"it is {max_shape!r}", "Give two whole numbers from 1"))
+        raise ConfigError(
+            tell(
+                "max_shape is the rows and the tokens of the largest batch",
+                f"it is {max_shape!r}",
+                "Give two whole numbers from 1",
+            )
+        )
     lead = _lead(batch)
     if lead is None:
         return batch
@@ -48,7 +56,9 @@ def pad_to_shape(batch: Any, max_shape: tuple[int, int] | None) -> Any:
 
 
 def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None:
-    """A call at the larger of its own sizes and another's, in every dimension. None where that is no other call, or where the two are too different."""
+    """A call at the larger of its own sizes and another's, in every dimension. None where that is no other call, or
+    where the two are too different.
+    """
     tensors = dict(named_tensors(arguments))
     sizes: dict[str, tuple[int, ...]] = {}
     changed: dict[tuple[int, int], int] = {}
@@ -84,7 +94,11 @@ def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None
 
 def num_elements(inputs: Any) -> int:
     """Of a batch or a signature."""
-    shapes = [one.shape for one in inputs.values()] if isinstance(inputs, Mapping) and all(isinstance(v, Input) for v in inputs.values()) else None
+    shapes = (
+        [one.shape for one in inputs.values()]
+        if isinstance(inputs, Mapping) and all(isinstance(v, Input) for v in inputs.values())
+        else None
+    )
     return sum(map(math.prod, shapes if shapes is not None else [t.shape for _, t in named_tensors(inputs)]))
 
 
@@ -107,7 +121,9 @@ def _resized(batch: Any, size_of: Callable[[str, Tensor], tuple[int, ...]], irre
 
 
 def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tuple[int, int]) -> dict[str, Any]:
-    """Whole rows are repeated with their images, and text is added behind them: tokens that stand for images must be as many as the images have."""
+    """Whole rows are repeated with their images, and text is added behind them: tokens that stand for images must be as
+    many as the images have.
+    """
     times = -(-max_shape[0] // old[0])
     extra = max(0, max_shape[1] - old[1])
     labels = batch.get("labels")
@@ -126,8 +142,8 @@ def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tupl
 
 
 class Images:
-    """The latest batch with images that was planned for. A plan that grows for longer text without any is made for both: else the two would be planned for by
-    turns, for ever."""
+    """The latest batch with images that was planned for. A plan that grows for longer text without any is made for
+    both: else the two would be planned for by turns, for ever."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] | None = None
@@ -135,7 +151,10 @@ class Images:
     def keep(self, batch: Any) -> None:
         """A copy, on the CPU: what a loop lets go of shall be gone."""
         if isinstance(batch, dict) and _has_images(batch):
-            self._latest = {name: value.detach().cpu().clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+            self._latest = {
+                name: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+            }
 
     def added_to(self, batch: Any) -> dict[str, Any] | None:
         """That batch at this one's rows and tokens; None where this one has images itself, or there were none."""
@@ -152,7 +171,13 @@ def require_nonempty(batch: Any) -> None:
     empty = [f"{name} is {' × '.join(map(str, shape))}" for name, shape in shapes.items() if 0 in shape]
     if empty or not shapes:
         found = "; ".join(empty) or "it holds no tensors"
-        raise ConfigError(tell("a batch to plan for has rows and tokens", found, "Give one real batch; look at the dataset and the collator"))
+        raise ConfigError(
+            tell(
+                "a batch to plan for has rows and tokens",
+                found,
+                "Give one real batch; look at the dataset and the collator",
+            )
+        )
 
 
 def lead_shape(batch: Any) -> tuple[int, int] | None:
@@ -168,12 +193,21 @@ def num_rows(batch: Any) -> int | None:
 
 
 def take_rows(batch: Any, rows: int) -> dict[str, Any] | None:
-    """The first rows of a batch; None where it is not rows alone. What had a mask that masks something still has one: models take another way by it."""
+    """The first rows of a batch; None where it is not rows alone. What had a mask that masks something still has one:
+    models take another way by it.
+    """
     old = num_rows(batch)
     values = dict(named_tensors(batch))
-    if old is None or _has_images(batch) or any(value.dim() and (name not in batch or value.shape[0] != old) for name, value in values.items()):
+    if (
+        old is None
+        or _has_images(batch)
+        or any(value.dim() and (name not in batch or value.shape[0] != old) for name, value in values.items())
+    ):
         return None
-    cut = {name: value[:rows].clone() if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()}
+    cut = {
+        name: value[:rows].clone() if isinstance(value, Tensor) and value.dim() else value
+        for name, value in batch.items()
+    }
     return cut if _is_full(batch.get("attention_mask")) else _masked(cut)
 
 

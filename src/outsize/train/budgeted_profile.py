@@ -22,13 +22,17 @@ Found = tuple[BlockGraph, ModelTrace]
 def profile_within_budget(trace: Callable[[Any], Found], batch: Any, *, device: Device, budget_bytes: int) -> Found:
     """The trace of a batch; where memory runs out, the one on the line through two of fewer rows.
 
-    If there are no two (of one row or two, or where a batch is not rows alone), a device that is larger than the budget may lend what is missing, as long as
-    the trial lasts. Raises DeviceOutOfMemory where that is not enough. The caller sets the device's limit back.
+    If there are no two (of one row or two, or where a batch is not rows alone), a device that is larger than the budget
+    may lend what is missing, as long as the trial lasts. Raises DeviceOutOfMemory where that is not enough. The caller
+    sets the device's limit back.
     """
     device.limit(budget_bytes)
     found, ran_out = _of_fewer_rows(trace, batch)
     if found is None and budget_bytes < device.spec.gpu_bytes:
-        log.info("the trial run does not fit %s: it may use more of the device, and the plan may not", show_bytes(budget_bytes))
+        log.info(
+            "the trial run does not fit %s: it may use more of the device, and the plan may not",
+            show_bytes(budget_bytes),
+        )
         device.limit(device.spec.gpu_bytes)
         found = trace(batch)
     if found is None:
@@ -59,5 +63,10 @@ def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | N
     made = scaled(larger, smaller, rows)
     if made is None:
         return None, ran_out
-    log.warning("the trial run of %d rows does not fit the device: its numbers are scaled from %d and %d rows", rows, larger.rows, smaller.rows)
+    log.warning(
+        "the trial run of %d rows does not fit the device: its numbers are scaled from %d and %d rows",
+        rows,
+        larger.rows,
+        smaller.rows,
+    )
     return (graph, made), ""

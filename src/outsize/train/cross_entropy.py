@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head over chunks of tokens: the loss and its gradients, and never all logits at once.
 
-The gradients are made along with the loss, while a chunk's logits are there: none are kept, none are made twice, and backward only scales.
-This gives up a second backward through the same graph, and gradients of gradients. Nothing here waits for the device or looks at a value, so it
-also runs on shapes alone.
+The gradients are made along with the loss, while a chunk's logits are there: none are kept, none are made twice, and
+backward only scales. This gives up a second backward through the same graph, and gradients of gradients. Nothing here
+waits for the device or looks at a value, so it also runs on shapes alone.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,29 @@ MIN_TOKENS = 1024
 def chunk_tokens(vocab_size: int) -> int:
     """Tokens of a chunk: so many that their logits take about 512 MiB in fp32.
 
-    A function of the vocabulary alone: if it came from the plan or the budget, plans would differ in their bits. At least 1024, since every chunk reads the
-    head's weight and reads and writes its gradient: with fewer rows that takes as long as the products. The hidden size makes both larger alike.
+    A function of the vocabulary alone: if it came from the plan or the budget, plans would differ in their bits. At
+    least 1024, since every chunk reads the head's weight and reads and writes its gradient: with fewer rows that takes
+    as long as the products. The hidden size makes both larger alike.
     """
     return max(MIN_TOKENS, CHUNK_BYTES // (4 * vocab_size) // 256 * 256)
 
 
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, chunk: int, steps: Sequence[Step] = (), ignore_index: int = -100,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    chunk: int,
+    steps: Sequence[Step] = (),
+    ignore_index: int = -100,
     num_items: Tensor | float | None = None,
-) -> Tensor:  # fmt: skip
-    """The cross-entropy of `steps(hidden @ weight.T + bias)`, in fp32: the mean over the targets that count, or their sum divided by `num_items`.
+) -> Tensor:
+    """The cross-entropy of `steps(hidden @ weight.T + bias)`, in fp32: the mean over the targets that count, or their
+    sum divided by `num_items`.
 
-    `hidden` is (tokens, hidden), `weight` (vocab, hidden), `targets` (tokens); all but the targets are of one dtype. `chunk`: tokens at once.
+    `hidden` is (tokens, hidden), `weight` (vocab, hidden), `targets` (tokens); all but the targets are of one dtype.
+    `chunk`: tokens at once.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, chunk, steps, ignore_index, num_items)
@@ -45,12 +55,21 @@ def cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, steps: Sequence[Step], ignore_index: int,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk: int,
+        steps: Sequence[Step],
+        ignore_index: int,
         num_items: Tensor | float | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         counts = targets != ignore_index
         number = _number(counts, num_items)
-        shares = torch.where(counts, 1 / number, 0.0)  # (tokens), fp32; of a batch in which nothing counts: zeros, as torch has it
+        shares = torch.where(
+            counts, 1 / number, 0.0
+        )  # (tokens), fp32; of a batch in which nothing counts: zeros, as torch has it
         targets = torch.where(counts, targets, 0)
         losses = torch.empty_like(shares)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -72,9 +91,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a copy of the weight's gradient may be a gigabyte. The factor has a dimension, so that bf16 gradients are multiplied by all of it.
+        # In place: a copy of the weight's gradient may be a gigabyte. The factor has a dimension, so that bf16
+        # gradients are multiplied by all of it.
         factor = incoming.reshape(1)
-        return *(grad if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors), None, None, None, None, None
+        return (
+            *(grad if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _number(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
@@ -87,7 +114,9 @@ def _number(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
 
 
 def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shares: Tensor, losses: Tensor) -> Tensor:
-    """The gradient of one chunk's logits, in their memory; `losses` gets each token's loss. Beside bf16 logits one fp32 tensor of their size is made."""
+    """The gradient of one chunk's logits, in their memory; `losses` gets each token's loss. Beside bf16 logits one fp32
+    tensor of their size is made.
+    """
     logits, kept = _apply(steps, logits)
     targets, shares = targets.unsqueeze(-1), shares.unsqueeze(-1)  # (tokens, 1)
     top = logits.amax(-1, keepdim=True).float()
@@ -95,7 +124,8 @@ def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shar
     picked = exps.gather(-1, targets)
     total = exps.exp_().sum(-1, keepdim=True)
     torch.sub(total.log(), picked, out=losses.unsqueeze(-1))
-    # (probability - one at the target) × share. The target's is made in fp32: where the model is sure, rounding the probability first would leave nothing.
+    # (probability - one at the target) × share. The target's is made in fp32: where the model is sure, rounding the
+    # probability first would leave nothing.
     at_target = (picked.exp_().div_(total) - 1).mul_(shares)
     grad = torch.mul(exps, shares / total, out=logits)
     grad.scatter_(-1, targets, at_target.to(grad.dtype))

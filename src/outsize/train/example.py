@@ -1,9 +1,10 @@
 """A batch as a model of transformers takes it: full rows without padding, and images where the model sees.
 
-Images take part as a processor gives them. There are five forms: flat patches with a grid for each picture, of any size (the Qwen-VL families, GLM-4V);
-tiles, beside the text (Llama 3.2 Vision); pictures of any size (Pixtral, Mistral 3), or cut into crops (Llava-NeXT), with their sizes; and pictures of the one
-size that the vision tower is made for (Llava, PaliGemma, Gemma 3, InternVL: where a processor cuts them, each piece is an image here). How many tokens stand
-for one is the model's own affair: it is asked. What has another form is refused by name.
+Images take part as a processor gives them. There are five forms: flat patches with a grid for each picture, of any size
+(the Qwen-VL families, GLM-4V); tiles, beside the text (Llama 3.2 Vision); pictures of any size (Pixtral, Mistral 3), or
+cut into crops (Llava-NeXT), with their sizes; and pictures of the one size that the vision tower is made for (Llava,
+PaliGemma, Gemma 3, InternVL: where a processor cuts them, each piece is an image here). How many tokens stand for one
+is the model's own affair: it is asked. What has another form is refused by name.
 """
 
 import inspect
@@ -17,7 +18,9 @@ from torch import Tensor
 from outsize.base.errors import ConfigError, ModelUnsupported, tell
 from outsize.model.tensors import tensors_in
 
-_INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with a real batch, and engine.plan is the plan"
+_INSTEAD = (
+    "Plan it where it runs: outsize.prepare(model, batch) measures with a real batch, and engine.plan is the plan"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +34,11 @@ class Images:
 
     def __post_init__(self) -> None:
         given = (("images", 0 if self.per_row is None else self.per_row, 0), ("image_size", self.pixels, 1))
-        wrong = [f"{name} is {value!r}" for name, value, least in given if isinstance(value, bool) or not isinstance(value, int) or value < least]
+        wrong = [
+            f"{name} is {value!r}"
+            for name, value, least in given
+            if isinstance(value, bool) or not isinstance(value, int) or value < least
+        ]
         if wrong:
             expected = "images is a whole number from 0 and image_size, in pixels, one from 1"
             raise ConfigError(tell(expected, "; ".join(wrong), "Correct it"))
@@ -47,10 +54,17 @@ class Example:
 def batch_for(kind: Any, rows: int, tokens: int) -> dict[str, Tensor]:
     """Text alone."""
     ids = torch.ones(rows, tokens, dtype=torch.int64)
-    return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if kind.__name__.endswith("ForSequenceClassification") else ids.clone()}
+    return {
+        "input_ids": ids,
+        "labels": torch.zeros(rows, dtype=torch.int64)
+        if kind.__name__.endswith("ForSequenceClassification")
+        else ids.clone(),
+    }
 
 
-def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Images, model: Callable[[], Any]) -> Example:
+def example_batch(
+    kind: Any, config: Any, *, rows: int, tokens: int, images: Images, model: Callable[[], Any]
+) -> Example:
     """`model`: makes it, if its vision tower must be asked."""
     batch = batch_for(kind, rows, tokens)
     vision = getattr(config, "vision_config", None)
@@ -64,15 +78,27 @@ def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Ima
     num = num or 1
     token: Any = getattr(config, "image_token_id", None)
     known = vision is not None and token is not None
-    form = _form(kind, config, vision, takes, rows=rows, tokens=tokens, num=num, pixels=images.pixels) if known else None
+    form = (
+        _form(kind, config, vision, takes, rows=rows, tokens=tokens, num=num, pixels=images.pixels) if known else None
+    )
     if form is None:
         found = f"{kind.__name__} takes them in a form that it does not know"
-        raise ModelUnsupported(tell("outsize's own example batch has a model's images as patches, tiles, crops or pictures", found, _INSTEAD))
+        raise ModelUnsupported(
+            tell(
+                "outsize's own example batch has a model's images as patches, tiles, crops or pictures", found, _INSTEAD
+            )
+        )
     length = form.tokens or _asked(model(), form.inputs) // (rows * num)
     around = _around(config) if form.is_framed else ()
     if num * (length + len(around)) >= tokens:
         found = f"{num} of {form.size} take {num * length} of {tokens} tokens"
-        raise ConfigError(tell("the images of a row and some text fit into sequence_len", found, "Raise sequence_len, or lower images or image_size"))
+        raise ConfigError(
+            tell(
+                "the images of a row and some text fit into sequence_len",
+                found,
+                "Raise sequence_len, or lower images or image_size",
+            )
+        )
     ids = batch["input_ids"]
     for image in range(num):
         start = 1 + image * (length + len(around))
@@ -82,7 +108,9 @@ def example_batch(kind: Any, config: Any, *, rows: int, tokens: int, images: Ima
     batch |= form.inputs
     if "mm_token_type_ids" in takes:
         batch["mm_token_type_ids"] = (ids == token).int()
-    if form.is_framed and "position_ids" in takes:  # in three dimensions: how they are computed is not always possible on shapes alone
+    if (
+        form.is_framed and "position_ids" in takes
+    ):  # in three dimensions: how they are computed is not always possible on shapes alone
         batch["position_ids"] = torch.arange(tokens).expand(3, rows, tokens).contiguous()
     if "token_type_ids" in takes:
         batch["token_type_ids"] = (ids == token).long()
@@ -101,10 +129,13 @@ class _Form:
     """By a token before and one after each image."""
 
 
-def _form(kind: Any, config: Any, vision: Any, takes: Any, *, rows: int, tokens: int, num: int, pixels: int) -> _Form | None:
+def _form(
+    kind: Any, config: Any, vision: Any, takes: Any, *, rows: int, tokens: int, num: int, pixels: int
+) -> _Form | None:
     edge = getattr(vision, "image_size", None)
     edge = edge[0] if isinstance(edge, (list, tuple)) and len({*edge}) == 1 else edge
-    # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that look for empty ones (Idefics, SmolVLM).
+    # With a mask of pixels go crops, of which the image's size and the processor decide the number, and models that
+    # look for empty ones (Idefics, SmolVLM).
     if "pixel_values" not in takes or "pixel_attention_mask" in takes:
         return None
     if "image_grid_thw" in takes:
@@ -122,7 +153,10 @@ def _form(kind: Any, config: Any, vision: Any, takes: Any, *, rows: int, tokens:
 
 
 def _patches(vision: Any, num: int, pixels: int) -> _Form | None:
-    if not all(isinstance(getattr(vision, name, None), int) for name in ("spatial_merge_size", "temporal_patch_size", "patch_size")):
+    if not all(
+        isinstance(getattr(vision, name, None), int)
+        for name in ("spatial_merge_size", "temporal_patch_size", "patch_size")
+    ):
         return None
     merge = vision.spatial_merge_size
     side = max(1, round(pixels / (vision.patch_size * merge))) * merge  # in patches
@@ -130,17 +164,26 @@ def _patches(vision: Any, num: int, pixels: int) -> _Form | None:
     patches = torch.zeros(num * side * side, channels * vision.temporal_patch_size * vision.patch_size**2)
     grid = torch.tensor([[1, side, side]] * num)
     edge = side * vision.patch_size
-    return _Form(inputs={"pixel_values": patches, "image_grid_thw": grid}, size=f"{edge}×{edge} pixels", tokens=(side // merge) ** 2, is_framed=True)
+    return _Form(
+        inputs={"pixel_values": patches, "image_grid_thw": grid},
+        size=f"{edge}×{edge} pixels",
+        tokens=(side // merge) ** 2,
+        is_framed=True,
+    )
 
 
 def _tiles(vision: Any, rows: int, tokens: int, images: int) -> _Form:
-    """As many as there can be, since smaller images are filled up to that. The text sees them in layers of their own, and one token stands for an image."""
+    """As many as there can be, since smaller images are filled up to that. The text sees them in layers of their own,
+    and one token stands for an image.
+    """
     edge, tiles = vision.image_size, vision.max_num_tiles
     known = torch.ones(rows, images, tiles, dtype=torch.int64)
     inputs = {
-        "pixel_values": torch.zeros(rows, images, tiles, 3, edge, edge), "aspect_ratio_ids": known[..., 0].clone(), "aspect_ratio_mask": known,
+        "pixel_values": torch.zeros(rows, images, tiles, 3, edge, edge),
+        "aspect_ratio_ids": known[..., 0].clone(),
+        "aspect_ratio_mask": known,
         "cross_attention_mask": torch.ones(rows, tokens, images, tiles, dtype=torch.int64),
-    }  # fmt: skip
+    }
     return _Form(inputs=inputs, size=f"{tiles} tiles of {edge}×{edge} pixels", tokens=1)
 
 
@@ -148,7 +191,10 @@ def _sized(config: Any, vision: Any, num: int, pixels: int) -> _Form:
     """At most as large as the tower's own size, in whole patches, or such as are merged."""
     step = vision.patch_size * getattr(config, "spatial_merge_size", 1)
     edge = -(-min(pixels, vision.image_size) // step) * step
-    return _Form(inputs={"pixel_values": torch.zeros(num, 3, edge, edge), "image_sizes": torch.tensor([[edge, edge]] * num)}, size=f"{edge}×{edge} pixels")
+    return _Form(
+        inputs={"pixel_values": torch.zeros(num, 3, edge, edge), "image_sizes": torch.tensor([[edge, edge]] * num)},
+        size=f"{edge}×{edge} pixels",
+    )
 
 
 def _crops(kind: Any, crops: Any, edge: int, num: int, pixels: int) -> _Form | None:
@@ -157,14 +203,19 @@ def _crops(kind: Any, crops: Any, edge: int, num: int, pixels: int) -> _Form | N
     if number_of is None:
         return None
     many = number_of(image_size=(pixels, pixels), grid_pinpoints=crops, patch_size=edge)
-    inputs = {"pixel_values": torch.zeros(num, many, 3, edge, edge), "image_sizes": torch.tensor([[pixels, pixels]] * num)}
+    inputs = {
+        "pixel_values": torch.zeros(num, many, 3, edge, edge),
+        "image_sizes": torch.tensor([[pixels, pixels]] * num),
+    }
     return _Form(inputs=inputs, size=f"{pixels}×{pixels} pixels, in {many} crops of {edge}×{edge}")
 
 
 def _around(config: Any) -> tuple[int, ...]:
     """The tokens before and after an image, where a config names them."""
     for prefix in ("vision", "image"):
-        found = tuple(id for end in ("start", "end") if (id := getattr(config, f"{prefix}_{end}_token_id", None)) is not None)
+        found = tuple(
+            id for end in ("start", "end") if (id := getattr(config, f"{prefix}_{end}_token_id", None)) is not None
+        )
         if len(found) == 2:
             return found
     return ()

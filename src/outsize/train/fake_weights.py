@@ -10,16 +10,16 @@ from torch import Tensor
 from outsize.compat import fake_tensor, tree_leaves
 
 LARGE = 2**24
-"""Elements. Nothing is computed that has so many: a mask of tokens × tokens at thousands of tokens would take longer than all else, and models decide by masks
-of rows × tokens."""
+"""Elements. Nothing is computed that has so many: a mask of tokens × tokens at thousands of tokens would take longer
+than all else, and models decide by masks of rows × tokens."""
 
 
 class FakeWeights(fake_tensor.FakeTensorMode):
     """Fake tensors, but for what follows from the batch alone, or from chance.
 
-    Token ids, positions and masks are whole numbers that do not depend on weights, and models look into them (is anything masked? is
-    this batch packed?) to choose between ways that save different tensors. So do they with single random numbers (shall this layer be dropped?).
-    These are computed unless they are large, all else is shapes.
+    Token ids, positions and masks are whole numbers that do not depend on weights, and models look into them (is
+    anything masked? is this batch packed?) to choose between ways that save different tensors. So do they with single
+    random numbers (shall this layer be dropped?). These are computed unless they are large, all else is shapes.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,9 @@ class FakeWeights(fake_tensor.FakeTensorMode):
             args = (args[0], _places(args[1]), *args[2:])
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_made = func._overloadpacket in _FILLED
-        is_known = (given or is_made) and not any(isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given)
+        is_known = (given or is_made) and not any(
+            isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given
+        )
         if is_known and _num_elements(given, args if is_made else ()) < LARGE:
             out = func(*args, **(kwargs or {}))
             if not any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
@@ -38,12 +40,17 @@ class FakeWeights(fake_tensor.FakeTensorMode):
         if func is torch.ops.aten._to_copy.default and (mask := _mask_of(args[0], kwargs or {})) is not None:
             return mask
         # The cache of results would hold on to a storage among the arguments, which then never dies.
-        self.cache_enabled, was = self.cache_enabled and func is not torch.ops.aten.set_.source_Storage, self.cache_enabled
+        self.cache_enabled, was = (
+            self.cache_enabled and func is not torch.ops.aten.set_.source_Storage,
+            self.cache_enabled,
+        )
         try:
             shape: Any = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = was
-        if func._overloadpacket in _DRAWN and shape.numel() == 1:  # to torch a constant: what follows from such alone is computed
+        if (
+            func._overloadpacket in _DRAWN and shape.numel() == 1
+        ):  # to torch a constant: what follows from such alone is computed
             return self.fake_tensor_converter.from_real_tensor(self, func(*args, **(kwargs or {})), make_constant=True)
         if is_made:
             shape.filled = partial(func, *args, **(kwargs or {})), shape._version
@@ -51,14 +58,22 @@ class FakeWeights(fake_tensor.FakeTensorMode):
 
 
 def _num_elements(given: list[Tensor], sizes: tuple[Any, ...]) -> int:
-    """Of what an operator makes of these, as it is if it makes one shape of all of theirs; `sizes`: of what is made out of nothing."""
+    """Of what an operator makes of these, as it is if it makes one shape of all of theirs; `sizes`: of what is made out
+    of nothing.
+    """
     if not given:
         return math.prod(sizes[0]) if sizes and isinstance(sizes[0], (list, tuple)) else 0
     dims = max(t.dim() for t in given)
     return math.prod(max((t.shape[-i] for t in given if t.dim() >= i), default=1) for i in range(1, dims + 1))
 
 
-_INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_, torch.ops.aten._unsafe_index}
+_INDEXED = {
+    torch.ops.aten.index,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten._index_put_impl_,
+    torch.ops.aten._unsafe_index,
+}
 
 
 def _places(indices: Any) -> list[Tensor | None]:
@@ -73,7 +88,8 @@ def _places(indices: Any) -> list[Tensor | None]:
 
 
 def _mask_of(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Numbers of known contents, cast to whole ones: decoders make masks of `torch.ones`, and look whether anything is masked.
+    """Numbers of known contents, cast to whole ones: decoders make masks of `torch.ones`, and look whether anything is
+    masked.
 
     They are made again, for they have been shapes so far: sums begin with `torch.zeros`, and are written to.
     """
@@ -84,6 +100,14 @@ def _mask_of(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     return torch.ops.aten._to_copy.default(fill(), **kwargs)
 
 
-_FILLED = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros, torch.ops.aten.scalar_tensor}
-"""Make tensors of known contents out of nothing. `empty` is not among them: it makes room, and room shall cost nothing here."""
+_FILLED = {
+    torch.ops.aten.arange,
+    torch.ops.aten.full,
+    torch.ops.aten.ones,
+    torch.ops.aten.zeros,
+    torch.ops.aten.scalar_tensor,
+}
+"""Make tensors of known contents out of nothing. `empty` is not among them: it makes room, and room shall cost nothing
+here.
+"""
 _DRAWN = {torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint}

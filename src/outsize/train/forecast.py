@@ -1,9 +1,10 @@
-"""`outsize.plan`: what a run would need and how fast it would be, from a model's config alone. No weights, no GPU, next to no memory.
+"""`outsize.plan`: what a run would need and how fast it would be, from a model's config alone. No weights, no GPU, next
+to no memory.
 
-The same tracer and planner as in `prepare` run here, on fake tensors: shapes and lifetimes without contents. So bytes are counted and not
-guessed (of CPU operators, which save the same tensors as CUDA's to within small change), and seconds are a roofline of the machine asked about, with what
-issuing takes its Python.
-What depends on a model's weights has no value here: a model that branches on them (some routers do) is refused, and `prepare` measures it.
+The same tracer and planner as in `prepare` run here, on fake tensors: shapes and lifetimes without contents. So bytes
+are counted and not guessed (of CPU operators, which save the same tensors as CUDA's to within small change), and
+seconds are a roofline of the machine asked about, with what issuing takes its Python. What depends on a model's weights
+has no value here: a model that branches on them (some routers do) is refused, and `prepare` measures it.
 """
 
 import copy
@@ -53,13 +54,20 @@ from outsize.train.micro_batch import Split, Traced, fastest, splits_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANY_TOKENS = 2**18
-"""Of a batch. The operators of a loss that is made in chunks grow with them, and with those the time to trace it; beyond, a batch is scaled from two others."""
+"""Of a batch. The operators of a loss that is made in chunks grow with them, and with those the time to trace it;
+beyond, a batch is scaled from two others.
+"""
 _UNKNOWABLE = (
-    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
-)  # fmt: skip
+)
 _HERE = Path(__file__).resolve().parents[1]
-_INSTEAD = "Plan it where it runs: outsize.prepare(model, batch) measures with real weights and a real batch, and engine.plan is the plan"
+_INSTEAD = (
+    "Plan it where it runs: outsize.prepare(model, batch) measures with real weights and a real batch, and "
+    "engine.plan is the plan"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +97,9 @@ class Forecast:
         """What 4 GiB more would buy, the least that would do, and what shorter batches leave free."""
         half = self.trace_half()
         short = of_half_length(self.plan, self.graph, self.layout, half) if half is not None else ""
-        return "\n".join([what_if(self.problem, self.plan, self.smallest_machine()), *([f"short {short}"] if short else [])])
+        return "\n".join(
+            [what_if(self.problem, self.plan, self.smallest_machine()), *([f"short {short}"] if short else [])]
+        )
 
     def smallest_machine(self) -> str | None:
         """Of the catalog, by GPU memory and then by name; None if no one is large enough."""
@@ -135,11 +145,13 @@ def plan(
     """Plan the training of a model on a machine, neither of which needs to be at hand.
 
     Args:
-        model: a folder with a config.json, that file, a hub id whose config can be loaded, or a transformers config object.
+        model: a folder with a config.json, that file, a hub id whose config can be loaded, or a transformers config
+        object.
         sequence_len: tokens of a row; batches are taken to be full, without padding.
         micro_batch_size: rows of a batch. Default: 1; with `batch_size`, the fastest.
         batch_size: rows of an optimizer step. Micro-batches and accumulation follow from it.
-        hardware: a machine of the catalog, a .yaml file of one (`outsize probe --save`), or a size such as "64MiB" for a small simulated one.
+        hardware: a machine of the catalog, a .yaml file of one (`outsize probe --save`), or a size such as "64MiB" for
+        a small simulated one.
         gpu_memory: most GPU memory to use, CUDA context included. Default: all of the machine's.
         host_memory: most host memory to use. Default: the machine's, less a tenth.
         accumulate: backward passes per step. Default: 1, or what `batch_size` makes of it.
@@ -148,18 +160,26 @@ def plan(
         dtype: of the weights, "bfloat16" or "float32".
         chunk_bytes: upper bound of a chunk.
         chunked_loss: whether the loss is made in chunks of tokens, as in `prepare`.
-        images: of a row, for models that see; their tokens are part of `sequence_len`. Default: 1 for those. 0: text alone.
+        images: of a row, for models that see; their tokens are part of `sequence_len`. Default: 1 for those. 0: text
+        alone.
         image_size: height and width of an image in pixels, where the model takes any size.
 
     Raises:
         PlanInfeasible: with the smallest memory that would do.
         ModelUnsupported: the model branches on values that only real weights give.
     """
-    given = {"sequence_len": sequence_len, "micro_batch_size": micro_batch_size, "batch_size": batch_size, "accumulate": accumulate}
+    given = {
+        "sequence_len": sequence_len,
+        "micro_batch_size": micro_batch_size,
+        "batch_size": batch_size,
+        "accumulate": accumulate,
+    }
     wrong = [f"{name} is {value!r}" for name, value in given.items() if value is not None and not is_count(value)]
     if wrong or dtype not in DTYPES:
         found = "; ".join([*wrong, *([] if dtype in DTYPES else [f"dtype is {dtype!r}"])])
-        raise ConfigError(tell(f"{', '.join(given)} are whole numbers from 1, and dtype is bfloat16 or float32", found, "Correct it"))
+        raise ConfigError(
+            tell(f"{', '.join(given)} are whole numbers from 1, and dtype is bfloat16 or float32", found, "Correct it")
+        )
     splits = splits_of(batch_size, micro_batch_size, accumulate)
     spec = lookup(hardware)
     allowance, host_budget = _allowance(spec, gpu_memory), _host_budget(spec, host_memory)
@@ -175,7 +195,15 @@ def plan(
             many = scaled(one.point, other.point, rows)
             if many is not None and other.makes_its_loss_alike(rows):
                 return replace(other, rows=rows, trace=many)
-        graph, found, loss = fake_trace(copy.deepcopy(config), spec, rows=rows, tokens=tokens, dtype=DTYPES[dtype], chunked_loss=in_chunks, images=pictures)
+        graph, found, loss = fake_trace(
+            copy.deepcopy(config),
+            spec,
+            rows=rows,
+            tokens=tokens,
+            dtype=DTYPES[dtype],
+            chunked_loss=in_chunks,
+            images=pictures,
+        )
         is_real = spec.context_bytes > 0  # else it is for `sim`, which counts as we do
         return Traced(rows=rows, graph=graph, trace=added_in_place(found, graph) if is_real else found, loss=loss)
 
@@ -190,16 +218,32 @@ def plan(
         layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
         step_config = StepConfig(update=settings.update, accumulate=split.passes, fp32_grads=settings.fp32_grads)
         problem = Problem(
-            graph=graph, layout=layout, trace=found.trace, spec=spec, step_config=step_config, gpu=allowance, host_bytes=host_budget, pins=pins or Pins()
+            graph=graph,
+            layout=layout,
+            trace=found.trace,
+            spec=spec,
+            step_config=step_config,
+            gpu=allowance,
+            host_bytes=host_budget,
+            pins=pins or Pins(),
         )
         made = problem.solve()
         check(made, graph, layout)
         told = replace(made, loss=loss.text, loss_chunk=loss.chunk)
-        return Forecast(plan=told, graph=graph, layout=layout, problem=problem, trace_half=lambda: trace_half(split.rows, loss), host_memory=host_memory)
+        return Forecast(
+            plan=told,
+            graph=graph,
+            layout=layout,
+            problem=problem,
+            trace_half=lambda: trace_half(split.rows, loss),
+            host_memory=host_memory,
+        )
 
     choice = fastest(splits, trace, solve)
     made = choice.answer
-    return replace(made, plan=replace(made.plan, search=f"{made.plan.search}; {choice.words}")) if choice.words else made
+    return (
+        replace(made, plan=replace(made.plan, search=f"{made.plan.search}; {choice.words}")) if choice.words else made
+    )
 
 
 # The machine.
@@ -210,7 +254,13 @@ def _allowance(spec: HardwareSpec, gpu_memory: str | int | None) -> GpuBudget:
     asked = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
     if asked > spec.gpu_bytes:
         found = f"{exact_bytes(asked)} was asked for"
-        raise ConfigError(tell(f"gpu_memory is at most the {show_bytes(spec.gpu_bytes)} of {spec.name}", found, "Ask for less, or name other hardware"))
+        raise ConfigError(
+            tell(
+                f"gpu_memory is at most the {show_bytes(spec.gpu_bytes)} of {spec.name}",
+                found,
+                "Ask for less, or name other hardware",
+            )
+        )
     allowance = GpuBudget(total_bytes=asked, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
     if allowance.usable_bytes <= 0:
         least = f"gpu_memory is more than the {show_bytes(spec.context_bytes)} that a CUDA process takes by itself"
@@ -233,15 +283,32 @@ def _config(model: Any) -> Any:
         return copy.deepcopy(model)
     if not isinstance(model, (str, Path)):
         found = f"{type(model).__name__} was given"
-        raise ConfigError(tell("model is a path, a hub id or a transformers config", found, "For a model object use outsize.prepare, or give its config"))
+        raise ConfigError(
+            tell(
+                "model is a path, a hub id or a transformers config",
+                found,
+                "For a model object use outsize.prepare, or give its config",
+            )
+        )
     config = load_config(model, may_be_quantized=True)
     if (method := quantization_of(config.to_dict())) is not None:
-        log.warning("%s: its weights are quantized with %s. The plan is for the unquantized model, which training needs.", model, method)
+        log.warning(
+            "%s: its weights are quantized with %s. The plan is for the unquantized model, which training needs.",
+            model,
+            method,
+        )
     return config
 
 
 def fake_trace(
-    config: Any, spec: HardwareSpec, *, rows: int, tokens: int, dtype: torch.dtype, chunked_loss: bool | None = None, images: Images | None = None
+    config: Any,
+    spec: HardwareSpec,
+    *,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    chunked_loss: bool | None = None,
+    images: Images | None = None,
 ) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
     """Trace a model that exists as shapes alone, and tell how its loss is made. The config is changed: it is ours."""
     kind = trainable_class(config)
@@ -258,12 +325,16 @@ def fake_trace(
             example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images(), model=built)
             batch, model = example.batch, built()
             layers = find_layers(model)
-            (graph, trace), loss = trace_with_loss(model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss)
+            (graph, trace), loss = trace_with_loss(
+                model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss
+            )
     except OutsizeError:
         raise
     except _UNKNOWABLE as error:
         found = f"{kind.__name__} needs the result of {getattr(error, 'func', None) or error}"
-        raise ModelUnsupported(tell("what a model runs does not depend on the values in its weights", found, _INSTEAD)) from error
+        raise ModelUnsupported(
+            tell("what a model runs does not depend on the values in its weights", found, _INSTEAD)
+        ) from error
     except Exception as error:
         if _is_ours(error):
             raise
@@ -273,7 +344,9 @@ def fake_trace(
             raise ModelUnsupported(tell(expected, found, _INSTEAD)) from error
         if too_long:
             found = f"sequence_len is {tokens} and the model breaks off: {error}"
-            raise ConfigError(tell(f"sequence_len is at most the model's max_position_embeddings of {limit}", found, "Shorten it")) from error
+            raise ConfigError(
+                tell(f"sequence_len is at most the model's max_position_embeddings of {limit}", found, "Shorten it")
+            ) from error
         raise ModelUnsupported(tell(f"{kind.__name__} runs on shapes alone", found, _INSTEAD)) from error
     finally:
         complaints.disabled = was
@@ -281,8 +354,14 @@ def fake_trace(
         log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
     of_what = "FLOPs, bytes and operators" if trace.counts_launches else "FLOPs and bytes"
     provenance = f"bytes of {kind.__name__} counted on fake tensors (CPU operators), seconds estimated from {of_what}"
-    inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # which models make themselves
-    return graph, replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance), loss
+    inputs = {
+        name: shape for name, shape in trace.inputs.items() if name != "position_ids"
+    }  # which models make themselves
+    return (
+        graph,
+        replace(trace, inputs=inputs, provenance=f"{example.text}; {provenance}" if example.text else provenance),
+        loss,
+    )
 
 
 def _is_ours(error: Exception) -> bool:
@@ -292,12 +371,20 @@ def _is_ours(error: Exception) -> bool:
 
 
 def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model whose weights are not drawn: some draws look at what they drew, and weights of shapes alone have nothing to look at."""
+    """A model whose weights are not drawn: some draws look at what they drew, and weights of shapes alone have nothing
+    to look at.
+    """
     try:
         with compat.transformers().no_init_weights():
             model: Any = kind._from_config(config, dtype=dtype)
     except (KeyError, TypeError, AttributeError, ImportError) as error:
         found = f"{type(error).__name__}: {error}"
-        raise ConfigError(tell(f"transformers makes a {kind.__name__} of the config", found, "Correct the config, or install what is missing")) from error
+        raise ConfigError(
+            tell(
+                f"transformers makes a {kind.__name__} of the config",
+                found,
+                "Correct the config, or install what is missing",
+            )
+        ) from error
     model.tie_weights()  # which transformers does when it draws
     return model

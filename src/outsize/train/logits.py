@@ -1,7 +1,8 @@
-"""Logits that are not there: a tensor that knows of which product it would be, and what a model does to it before its loss.
+"""Logits that are not there: a tensor that knows of which product it would be, and what a model does to it before its
+loss.
 
-What can be done chunk by chunk is written down: products with a number, tanh, casts, ranges of the last dimension. Anything else raises, in the trial
-run (where it means that the model keeps its own way) as in training.
+What can be done chunk by chunk is written down: products with a number, tanh, casts, ranges of the last dimension.
+Anything else raises, in the trial run (where it means that the model keeps its own way) as in training.
 """
 
 from dataclasses import dataclass
@@ -16,16 +17,45 @@ from outsize.train.cross_entropy import Step, cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16)
 """In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""
-_FACTS = {"dim", "ndimension", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
-_PROPERTIES = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested"}
+_FACTS = {
+    "dim",
+    "ndimension",
+    "size",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "__len__",
+}
+_PROPERTIES = {
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_nested",
+}
 
 
 class LogitsNotMaterialized(EngineMisuse):
     """Logits were used while the loss is made in chunks."""
 
     def __init__(self, use: str):
-        do = "Give prepare chunked_loss=False (in YAML: chunked_loss: false), or read them in evaluation or under torch.no_grad()"
-        super().__init__(tell("the loss is made in chunks and nobody needs all logits in training", f"there is {use}", do))
+        do = (
+            "Give prepare chunked_loss=False (in YAML: chunked_loss: false), or read them in evaluation or under "
+            "torch.no_grad()"
+        )
+        super().__init__(
+            tell("the loss is made in chunks and nobody needs all logits in training", f"there is {use}", do)
+        )
         self.use = use
 
 
@@ -53,7 +83,15 @@ class Logits(Tensor):
     _steps: tuple[Step, ...]
 
     @staticmethod
-    def __new__(cls, product: Product, device: torch.device, rows: torch.Size, columns: slice, dtype: torch.dtype, steps: tuple[Step, ...] = ()) -> "Logits":
+    def __new__(
+        cls,
+        product: Product,
+        device: torch.device,
+        rows: torch.Size,
+        columns: slice,
+        dtype: torch.dtype,
+        steps: tuple[Step, ...] = (),
+    ) -> "Logits":
         made: Logits = make_wrapper_subclass(cls, (*rows, columns.stop - columns.start), dtype=dtype, device=device)
         made._product, made._columns, made._steps = product, columns, steps
         return made
@@ -72,7 +110,9 @@ class Logits(Tensor):
         me = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
         made = me._after(name, args[1:], kwargs) if args and args[0] is me else None
         if made is None:
-            raise LogitsNotMaterialized(f"{name} {'after the loss' if me._product.hidden is None else 'between the head and the loss'}")
+            raise LogitsNotMaterialized(
+                f"{name} {'after the loss' if me._product.hidden is None else 'between the head and the loss'}"
+            )
         return made
 
     @classmethod
@@ -93,7 +133,14 @@ class Logits(Tensor):
         return self._narrowed(args[0]) if name == "__getitem__" else None
 
     def _then(self, *steps: Step, dtype: torch.dtype | None = None, columns: slice | None = None) -> "Logits":
-        return Logits(self._product, self.device, self.shape[:-1], columns or self._columns, dtype or self.dtype, (*self._steps, *steps))
+        return Logits(
+            self._product,
+            self.device,
+            self.shape[:-1],
+            columns or self._columns,
+            dtype or self.dtype,
+            (*self._steps, *steps),
+        )
 
     def _cast(self, dtype: torch.dtype) -> "Logits | None":
         if dtype == self.dtype:
@@ -104,7 +151,11 @@ class Logits(Tensor):
         """By an index that takes a range of the last dimension and all of the others."""
         *others, last = index if isinstance(index, tuple) else (index,)
         is_last = len(others) == self.dim() - 1 or any(i is Ellipsis for i in others)
-        if not is_last or not isinstance(last, slice) or not all(i is Ellipsis or (isinstance(i, slice) and i == slice(None)) for i in others):
+        if (
+            not is_last
+            or not isinstance(last, slice)
+            or not all(i is Ellipsis or (isinstance(i, slice) and i == slice(None)) for i in others)
+        ):
             return None
         start, stop, host_update_interval = last.indices(self.shape[-1])
         if host_update_interval != 1 or stop <= start:
@@ -119,15 +170,27 @@ class Logits(Tensor):
         if hidden is None:
             raise LogitsNotMaterialized("a second loss of the same logits")
         if targets.numel() != self.shape[:-1].numel():
-            raise ValueError(f"Expected one target for each of {self.shape[:-1].numel()} tokens, but there are {targets.numel()}")
+            raise ValueError(
+                f"Expected one target for each of {self.shape[:-1].numel()} tokens, but there are {targets.numel()}"
+            )
         product.hidden = None
         weight: Tensor = product.head.weight
         bias: Tensor | None = product.head.bias
         if self.shape[-1] != len(weight):
             weight, bias = weight[self._columns], bias if bias is None else bias[self._columns]
         # As autocast would; without it nothing happens here.
-        hidden, weight, bias = hidden.to(product.dtype), weight.to(product.dtype), bias if bias is None else bias.to(product.dtype)
+        hidden, weight, bias = (
+            hidden.to(product.dtype),
+            weight.to(product.dtype),
+            bias if bias is None else bias.to(product.dtype),
+        )
         return cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1).to(hidden.device), chunk=chunk, steps=self._steps,
-            ignore_index=ignore_index, num_items=num_items,
-        )  # fmt: skip
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            bias,
+            targets.reshape(-1).to(hidden.device),
+            chunk=chunk,
+            steps=self._steps,
+            ignore_index=ignore_index,
+            num_items=num_items,
+        )

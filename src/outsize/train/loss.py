@@ -1,7 +1,8 @@
 """The loss of a language model in chunks of tokens, without code for any model family.
 
-While a `ChunkedLossPatch` is attached and on, the output embedding returns logits that are not there (logits.py), and the model's `loss_function` makes the loss of
-them chunk by chunk (cross_entropy.py). Whether a model can be trained so is not read off a list: the trial run shows it, and the plan says it.
+While a `ChunkedLossPatch` is attached and on, the output embedding returns logits that are not there (logits.py), and
+the model's `loss_function` makes the loss of them chunk by chunk (cross_entropy.py). Whether a model can be trained so
+is not read off a list: the trial run shows it, and the plan says it.
 """
 
 import functools
@@ -25,16 +26,23 @@ class ChunkedLossUnsupported(ModelUnsupported):
     """A model whose loss cannot be made in chunks."""
 
     def __init__(self, reason: str):
-        expected = "the loss in chunks is for language models with the loss of transformers, whose logits are at most scaled, capped and cast before it"
+        expected = (
+            "the loss in chunks is for language models with the loss of transformers, whose logits are at most "
+            "scaled, capped and cast before it"
+        )
         super().__init__(tell(expected, reason, "Leave chunked_loss out, or give chunked_loss=False"))
         self.reason = reason
 
 
 class ChunkedLossPatch:
-    """Where a model's loss can be made in chunks: its forward, its output embedding, its loss_function. Changes are attributes of these instances alone."""
+    """Where a model's loss can be made in chunks: its forward, its output embedding, its loss_function. Changes are
+    attributes of these instances alone.
+    """
 
     def __init__(self, model: nn.Module, chunk: int | None = None):
-        """Raises ChunkedLossUnsupported where the model has no such place. `chunk`: tokens at once; None: what `chunk_tokens` says."""
+        """Raises ChunkedLossUnsupported where the model has no such place. `chunk`: tokens at once; None: what
+        `chunk_tokens` says.
+        """
         self._owner = _owner(model)
         self._head = _head(self._owner)
         self.chunk = chunk or chunk_tokens(self._head.out_features)
@@ -46,14 +54,18 @@ class ChunkedLossPatch:
         """What of ours is set where, and what was there before."""
 
     def attach(self, *, on: bool = True) -> None:
-        """Without `on`, all is as before. But a forward that has begun can still be turned on: the engine plans again for a larger batch in its first hook."""
+        """Without `on`, all is as before. But a forward that has begun can still be turned on: the engine plans again
+        for a larger batch in its first hook.
+        """
         self.is_on = on
         self._wrap(self._owner, "forward", self._forward)
         self._wrap(self._head, "forward", self._multiply)
         self._set(self._owner, "_loss_function", self._loss)
 
     def detach(self) -> None:
-        """What somebody has wrapped since (accelerate does it to a model's forward) stays under that wrapper, where it passes everything on."""
+        """What somebody has wrapped since (accelerate does it to a model's forward) stays under that wrapper, where it
+        passes everything on.
+        """
         self.is_on = False
         left = []
         for module, name, ours, before in reversed(self._installed):
@@ -100,16 +112,24 @@ class ChunkedLossPatch:
         return product.logits()
 
     def _loss(
-        self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
-        shift_labels: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """As ForCausalLMLoss of transformers."""
         if not isinstance(logits, Logits):
             given = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return self._own_loss(logits, labels, vocab_size, **given, **kwargs)
         if logits.shape[-1] != vocab_size:
             raise LogitsNotMaterialized(f"a loss over {vocab_size} columns of {logits.shape[-1]}")
-        targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        targets = (
+            nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        )
         return logits.loss(targets, ignore_index=ignore_index, num_items=num_items_in_batch, chunk=self.chunk)
 
 
@@ -133,7 +153,9 @@ def _head(owner: Any) -> nn.Linear:
         raise ChunkedLossUnsupported("it has no output embedding")
     # What PEFT puts around a head is no Linear, and what quantizes one has a forward of its own.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        raise ChunkedLossUnsupported(f"its output embedding is no plain Linear but a {type(head).__module__}.{type(head).__qualname__}")
+        raise ChunkedLossUnsupported(
+            f"its output embedding is no plain Linear but a {type(head).__module__}.{type(head).__qualname__}"
+        )
     return head
 
 
@@ -171,14 +193,21 @@ class ChosenLoss:
 
 
 def trace_with_loss(
-    model: nn.Module, batch: Any, trace: Callable[[str], T], *, wanted: bool | None, is_custom: bool = False, before: ChosenLoss | None = None
+    model: nn.Module,
+    batch: Any,
+    trace: Callable[[str], T],
+    *,
+    wanted: bool | None,
+    is_custom: bool = False,
+    before: ChosenLoss | None = None,
 ) -> tuple[T, ChosenLoss]:
     """Take a trace with the loss in chunks where that is wanted and possible, else with the model's own loss.
 
     Args:
         batch: the largest one.
         trace: takes the trace; is given the words for a loss in chunks, or none.
-        wanted: None: where the batch is larger than a chunk and the model allows it. True: raises ChunkedLossUnsupported where it cannot be.
+        wanted: None: where the batch is larger than a chunk and the model allows it. True: raises
+        ChunkedLossUnsupported where it cannot be.
         is_custom: the loop makes a loss of its own, which may read the logits.
         before: what was chosen for the same model: a loss that was made in chunks stays so.
     """
@@ -197,7 +226,9 @@ def trace_with_loss(
     return trace(""), ChosenLoss(text=f"full logits: {reason}")
 
 
-def choose_loss(model: nn.Module, batch: Any, *, wanted: bool | None, is_custom: bool, before: ChosenLoss | None = None) -> ChosenLoss:
+def choose_loss(
+    model: nn.Module, batch: Any, *, wanted: bool | None, is_custom: bool, before: ChosenLoss | None = None
+) -> ChosenLoss:
     """As far as it can be told without a trial. The arguments are those of `trace_with_loss`."""
     if wanted is False:
         return ChosenLoss(text="full logits, as asked")

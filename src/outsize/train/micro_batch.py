@@ -1,8 +1,8 @@
 """The rows of an optimizer step, split into micro-batches: which split is the fastest.
 
-Two sizes are traced, the others are scaled from them, and each is planned. Beyond what was traced, bytes that are scaled are never too many, so a split that
-does not fit by them does not fit; the one that wins is traced itself before it is taken. Fewer rows save memory, more rows share one pass over the weights:
-the plan knows what either is worth.
+Two sizes are traced, the others are scaled from them, and each is planned. Beyond what was traced, bytes that are
+scaled are never too many, so a split that does not fit by them does not fit; the one that wins is traced itself before
+it is taken. Fewer rows save memory, more rows share one pass over the weights: the plan knows what either is worth.
 """
 
 import math
@@ -32,18 +32,35 @@ class Split:
         return f"{self.rows} × {self.passes}"
 
 
-def splits_of(batch_size: int | None, micro_batch_size: int | None, passes: int | None, *, name: str = "accumulate") -> list[Split]:
-    """The splits that are left to choose from, the smallest micro-batch first. `name`: what `passes` is called where the user gives it."""
+def splits_of(
+    batch_size: int | None, micro_batch_size: int | None, passes: int | None, *, name: str = "accumulate"
+) -> list[Split]:
+    """The splits that are left to choose from, the smallest micro-batch first. `name`: what `passes` is called where
+    the user gives it.
+    """
     if batch_size is None:
         return [Split(rows=micro_batch_size or 1, passes=passes or 1)]
     small = [rows for rows in range(1, math.isqrt(batch_size) + 1) if batch_size % rows == 0]
-    every = [Split(rows=rows, passes=batch_size // rows) for rows in sorted({*small, *(batch_size // rows for rows in small)})]
-    left = [split for split in every if split.rows == (micro_batch_size or split.rows) and split.passes == (passes or split.passes)]
+    every = [
+        Split(rows=rows, passes=batch_size // rows)
+        for rows in sorted({*small, *(batch_size // rows for rows in small)})
+    ]
+    left = [
+        split
+        for split in every
+        if split.rows == (micro_batch_size or split.rows) and split.passes == (passes or split.passes)
+    ]
     if not left:
-        given = [f"{what} {value}" for what, value in (("micro_batch_size", micro_batch_size), (name, passes)) if value is not None]
+        given = [
+            f"{what} {value}"
+            for what, value in (("micro_batch_size", micro_batch_size), (name, passes))
+            if value is not None
+        ]
         divisors = ", ".join(str(split.rows) for split in every)
         do = f"Leave one of them out, or correct it: {batch_size} is divided by {divisors}"
-        raise ConfigError(tell(f"batch_size = micro_batch_size × {name}", f"batch_size is {batch_size} and {', '.join(given)}", do))
+        raise ConfigError(
+            tell(f"batch_size = micro_batch_size × {name}", f"batch_size is {batch_size} and {', '.join(given)}", do)
+        )
     return left
 
 
@@ -109,7 +126,9 @@ def fastest(splits: Sequence[Split], trace: Callable[[int], Traced], solve: Call
         except (PlanInfeasible, DeviceOutOfMemory):
             del found[best]
     # By its own trace, so that it may fit after all, and else says what would do.
-    return Choice(split=splits[0], answer=solve(sizes.take(splits[0].rows), splits[0]), words=_words(splits, {}, splits[0]))
+    return Choice(
+        split=splits[0], answer=solve(sizes.take(splits[0].rows), splits[0]), words=_words(splits, {}, splits[0])
+    )
 
 
 class _Sizes:
@@ -130,7 +149,10 @@ class _Sizes:
         return self.taken[rows]
 
     def estimated(self, rows: int) -> Traced:
-        near = sorted((one for one in self.taken.values() if one.rows > 1 and one.makes_its_loss_alike(rows)), key=lambda one: abs(one.rows - rows))[:2]
+        near = sorted(
+            (one for one in self.taken.values() if one.rows > 1 and one.makes_its_loss_alike(rows)),
+            key=lambda one: abs(one.rows - rows),
+        )[:2]
         if rows not in self.taken and len(near) == 2 and near[0].loss.chunk == near[1].loss.chunk:
             trace = scaled(near[0].point, near[1].point, rows)
             if trace is not None:

@@ -1,8 +1,9 @@
-"""Plans for one batch after the other. Each plan also holds for the batches before it, as far as they fit the memory together.
+"""Plans for one batch after the other. Each plan also holds for the batches before it, as far as they fit the memory
+together.
 
-Else a loop whose batches differ would be planned for by turns, for ever. A batch that is larger than planned in some dimensions and smaller in others is
-planned for at the larger of both in every dimension, if that is not much more than either. If it is, both are measured, and the plan is made for the larger
-of both block by block (profile/merge.py).
+Else a loop whose batches differ would be planned for by turns, for ever. A batch that is larger than planned in some
+dimensions and smaller in others is planned for at the larger of both in every dimension, if that is not much more than
+either. If it is, both are measured, and the plan is made for the larger of both block by block (profile/merge.py).
 """
 
 import math
@@ -15,7 +16,19 @@ from torch import nn
 
 from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, OutsizeError, PlanInfeasible
 from outsize.base.log import log
-from outsize.model.batch import Call, Measured, Signature, arguments_of, as_call, by_name, covers, fits, positional_names, signature, with_longer_lists
+from outsize.model.batch import (
+    Call,
+    Measured,
+    Signature,
+    arguments_of,
+    as_call,
+    by_name,
+    covers,
+    fits,
+    positional_names,
+    signature,
+    with_longer_lists,
+)
 from outsize.model.tensors import map_tensors
 from outsize.plan.plan import StepConfig
 from outsize.profile.calling import Loss
@@ -31,11 +44,22 @@ _MOST_GROWTH = 2.0
 
 class PlannedBatches:
     def __init__(
-        self, model: nn.Module, measure: Callable[[Any, ChosenLoss | None], Traced], solve: Callable[[Traced, StepConfig], PlannedModel], *,
-        max_shape: tuple[int, int] | None, has_loss: bool,
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        measure: Callable[[Any, ChosenLoss | None], Traced],
+        solve: Callable[[Traced, StepConfig], PlannedModel],
+        *,
+        max_shape: tuple[int, int] | None,
+        has_loss: bool,
+    ):
         """`has_loss`: the loop makes its own loss of a batch, of which the model's arguments are a part."""
-        self._model, self._measure, self._solve, self._max_shape, self._has_loss = model, measure, solve, max_shape, has_loss
+        self._model, self._measure, self._solve, self._max_shape, self._has_loss = (
+            model,
+            measure,
+            solve,
+            max_shape,
+            has_loss,
+        )
         self._held: list[Traced] = []
         """Of the batches that the present plan holds for, the latest first."""
         self._loss: ChosenLoss | None = None
@@ -72,12 +96,17 @@ class PlannedBatches:
 
     def _plan_beside(self, call: Call, given: Signature, step_config: StepConfig) -> PlannedModel:
         """For a call that the loss does not make, and for those that it makes."""
-        log.warning("the loop signatures the model otherwise than loss= does (%s): planning for both, with the loss that loss= makes", _text(given))
+        log.warning(
+            "the loop calls the model otherwise than loss= does (%s): planning for both, with the loss that "
+            "loss= makes",
+            _text(given),
+        )
         planned = self._plan_all(self._measure(call, self._loss), step_config)
         if planned is None:
             raise EngineMisuse(
-                f"The loop signatures the model otherwise than loss= does ({_text(given)}), and the model then takes another way through its blocks: the plan does "
-                "not hold for both. Prepare the model with a loss= that signatures it as the loop does."
+                f"The loop calls the model otherwise than loss= does ({_text(given)}), and the model then takes "
+                "another way through its blocks: the plan does "
+                "not hold for both. Prepare the model with a loss= that calls it as the loop does."
             )
         return planned
 
@@ -92,7 +121,8 @@ class PlannedBatches:
             raise
         except Exception as error:
             raise EngineMisuse(
-                f"This batch is larger than planned ({_text(signature(batch))}), and loss= failed in its trial run: {type(error).__name__}: {error}. "
+                f"This batch is larger than planned ({_text(signature(batch))}), and loss= failed in its trial run: "
+                f"{type(error).__name__}: {error}. "
                 "Prepare the model with the largest batch, or with max_shape."
             ) from error
 
@@ -102,7 +132,10 @@ class PlannedBatches:
             try:
                 return self._plan_one(both, step_config)
             except (PlanInfeasible, DeviceOutOfMemory) as error:
-                log.warning("this batch does not fit together with the images of earlier ones, and is planned for alone: %s", str(error))
+                log.warning(
+                    "this batch does not fit together with the images of earlier ones, and is planned for alone: %s",
+                    str(error),
+                )
         self._images.keep(batch)
         return self._plan_one(batch, step_config)
 
@@ -123,11 +156,16 @@ class PlannedBatches:
         if planned is not None:
             return planned
         alone = self._solve(found, step_config)
-        log.warning("this batch is planned for alone: no plan was found for it and for earlier ones, which are planned for again if they come back")
+        log.warning(
+            "this batch is planned for alone: no plan was found for it and for earlier ones, which are planned for "
+            "again if they come back"
+        )
         return self._now(found, [], alone)
 
     def _joined(self, batch: Any) -> tuple[Any, float]:
-        """The batch at the larger of its own and an earlier one's sizes, and how much larger than both that is. Infinite: there is none."""
+        """The batch at the larger of its own and an earlier one's sizes, and how much larger than both that is.
+        Infinite: there is none.
+        """
         best: tuple[Any, float] = None, math.inf
         measured = [one.measured for one in self._held if one.measured is not None]
         if self._has_loss:
@@ -159,14 +197,24 @@ class PlannedBatches:
         return found
 
     def _plan_all(self, found: Traced, step_config: StepConfig) -> PlannedModel | None:
-        """For this batch and the earlier ones. None where the model takes another way through its blocks with one of them."""
-        kept = [one for one in self._held if one.measured is not None and not (found.measured is not None and found.measured.covers(one.measured))]
+        """For this batch and the earlier ones. None where the model takes another way through its blocks with one of
+        them.
+        """
+        kept = [
+            one
+            for one in self._held
+            if one.measured is not None and not (found.measured is not None and found.measured.covers(one.measured))
+        ]
         # What was measured under another choice of trained parameters says nothing now.
         kept = [one for one in kept if one.graph.params == found.graph.params]
         widest = max([found, *kept], key=lambda one: len(one.graph.calls))
         trace = widest.trace
         for one in (one for one in [found, *kept] if one is not widest):
-            other = one.trace if one.trace.graph == trace.graph else projected(one.trace, one.graph, widest.trace, widest.graph)
+            other = (
+                one.trace
+                if one.trace.graph == trace.graph
+                else projected(one.trace, one.graph, widest.trace, widest.graph)
+            )
             both = merged(trace, other) if other is not None else None
             if both is None:
                 return None
@@ -179,7 +227,7 @@ class PlannedBatches:
 
 
 def recording(loss: Loss | None, signatures: list[Signature]) -> Loss | None:
-    """The loss, which also notes the training signatures that it makes of the model."""
+    """The loss, which also notes the training calls that it makes of the model."""
     if loss is None:
         return None
 

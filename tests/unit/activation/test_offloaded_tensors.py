@@ -13,9 +13,19 @@ from outsize.activation.offloaded_tensors import Handle, OffloadedTensors
 from outsize.base.units import ALIGN_BYTES
 
 DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.bool, torch.complex64,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -43,7 +53,9 @@ class View:
 
 @st.composite
 def storages_and_views(draw: st.DrawFn) -> tuple[list[tuple[torch.dtype, int]], list[View]]:
-    """Some storages, and views of them with any strides that stay inside: sliced, transposed, expanded (host_update_interval 0), overlapping."""
+    """Some storages, and views of them with any strides that stay inside: sliced, transposed, expanded
+    (host_update_interval 0), overlapping.
+    """
     storages = draw(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 90)), min_size=1, max_size=3))
     views = []
     for _ in range(draw(st.integers(1, 5))):
@@ -65,20 +77,26 @@ def storages_and_views(draw: st.DrawFn) -> tuple[list[tuple[torch.dtype, int]], 
 
 
 @given(storages_and_views(), st.integers(0, 2**31))
-def test_any_views_of_any_storages_come_back_with_their_bits_and_their_geometry(case: tuple[list[tuple[torch.dtype, int]], list[View]], seed: int) -> None:
+def test_any_views_of_any_storages_come_back_with_their_bits_and_their_geometry(
+    case: tuple[list[tuple[torch.dtype, int]], list[View]], seed: int
+) -> None:
     """Traps A2, A3, A19, D40."""
     specs, views = case
     rng = torch.Generator().manual_seed(seed)
     storages = []
     for dtype, numel in specs:
         highest = 2 if dtype is torch.bool else 256
-        storages.append(torch.randint(0, highest, (numel * dtype.itemsize,), dtype=torch.uint8, generator=rng).view(dtype))
+        storages.append(
+            torch.randint(0, highest, (numel * dtype.itemsize,), dtype=torch.uint8, generator=rng).view(dtype)
+        )
     saved = [storages[v.storage].as_strided(v.shape, v.host_update_interval, v.offset) for v in views]
     expected = [(bits(t), t.shape, t.stride(), t.dtype) for t in saved]
     offloaded = OffloadedTensors()
     handles = [offloaded.pack(t) for t in saved]
     used = {v.storage for v in views}
-    assert offloaded.num_bytes == sum(-(-storages[i].nbytes // ALIGN_BYTES) * ALIGN_BYTES for i in used), "a storage travels once, however many views"
+    assert offloaded.num_bytes == sum(-(-storages[i].nbytes // ALIGN_BYTES) * ALIGN_BYTES for i in used), (
+        "a storage travels once, however many views"
+    )
     del storages, saved
     travel(offloaded)
     for handle, facts in zip(handles, expected, strict=True):
@@ -105,9 +123,12 @@ def test_a_view_of_each_kind_comes_back(view) -> None:
     base = torch.randn(6, 8)
     saved = view(base)
     offloaded = OffloadedTensors()
-    first, handle = offloaded.pack(torch.ones(3, dtype=torch.uint8)), offloaded.pack(saved)  # not at the start of the arena
+    first, handle = (
+        offloaded.pack(torch.ones(3, dtype=torch.uint8)),
+        offloaded.pack(saved),
+    )  # not at the start of the arena
     expected = (bits(saved), saved.shape, saved.stride(), saved.dtype, saved.storage_offset())
-    assert (handle.shape, handle.host_update_interval, handle.offset) == (saved.shape, saved.stride(), saved.storage_offset())
+    assert (handle.shape, handle.stride, handle.offset) == (saved.shape, saved.stride(), saved.storage_offset())
     travel(offloaded)
     back = offloaded.unpack(handle)
     assert (bits(back), back.shape, back.stride(), back.dtype, handle.offset) == expected
@@ -116,7 +137,9 @@ def test_a_view_of_each_kind_comes_back(view) -> None:
 
 @pytest.mark.parametrize("view", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conjugate", "negative"])
 def test_lazily_conjugated_and_negated_tensors_come_back_as_they_were(view) -> None:
-    """Trap A3: a view's metadata is more than strides. Autograd saves such tensors in models with complex rotary tables."""
+    """Trap A3: a view's metadata is more than strides. Autograd saves such tensors in models with complex rotary
+    tables.
+    """
     saved = view(torch.randn(4, dtype=torch.complex64))
     expected = saved.resolve_conj().resolve_neg().clone()
     offloaded = OffloadedTensors()

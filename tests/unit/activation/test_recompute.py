@@ -56,7 +56,9 @@ def test_the_same_operators_run_in_backward_and_hold_the_same_memory(kind: str) 
             parameter.grad = torch.zeros_like(parameter)
         stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
         inputs: list[tuple[Any, Any]] = []
-        handle = stack[1].register_forward_pre_hook(lambda _, args, kwargs, inputs=inputs: inputs.append((args, kwargs)), with_kwargs=True)
+        handle = stack[1].register_forward_pre_hook(
+            lambda _, args, kwargs, inputs=inputs: inputs.append((args, kwargs)), with_kwargs=True
+        )
         model(**zoo.batch(kind))
         handle.remove()
         (args, kwargs), layer = inputs[0], stack[1]
@@ -75,7 +77,10 @@ def test_backward_outside_of_autocast_makes_the_forward_as_it_was(enabled: bool)
     grads = []
     for again in (ours, theirs, lambda forward: forward()):
         torch.manual_seed(0)
-        layer, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+        layer, x = (
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 8)),
+            torch.randn(4, 8, requires_grad=True),
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             out = again(lambda layer=layer, x=x: layer(x))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not enabled):
@@ -140,7 +145,10 @@ def test_a_forward_that_is_another_one_the_second_time_is_refused(how: str) -> N
         return x.sin() if calls == 1 else x + 1
 
     out = ours(forward)
-    with pytest.raises(ModelUnsupported, match=r"saves the same tensors both times.*(is float32 \(2, 6\) on cpu|1 tensors were saved in forward and fewer)"):
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"saves the same tensors both times.*(is float32 \(2, 6\) on cpu|1 tensors were saved in forward and fewer)",
+    ):
         out.sum().backward()
 
 
@@ -201,7 +209,10 @@ def test_gradients_are_of_the_first_run() -> None:
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        (lambda x: x[:1].exp(), "saved tensor 0 is float32 (3,) on cpu in the first run and float32 (1,) on cpu in the second"),
+        (
+            lambda x: x[:1].exp(),
+            "saved tensor 0 is float32 (3,) on cpu in the first run and float32 (1,) on cpu in the second",
+        ),
         (lambda x: x + 0.0, "the first run saves 1 tensors and the second 0"),
         (lambda x: {}["task"], "a second run raises KeyError: 'task'"),
         (lambda x: x.exp() + 1, "the second run returns other values"),
@@ -250,4 +261,6 @@ def test_a_difference_is_reported_also_by_a_model_that_catches_everything() -> N
         except Exception:
             return x.exp()
 
-    assert differences(forward) == ["saved tensor 0 is float32 (3,) on cpu in the first run and float32 (2,) on cpu in the second"]
+    assert differences(forward) == [
+        "saved tensor 0 is float32 (3,) on cpu in the first run and float32 (2,) on cpu in the second"
+    ]

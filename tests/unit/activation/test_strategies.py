@@ -1,4 +1,6 @@
-"""Strategies: whatever a block does with its activations, its gradients and the random stream are those of the plain block, and what leaves is what should."""
+"""Strategies: whatever a block does with its activations, its gradients and the random stream are those of the plain
+block, and what leaves is what should.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -64,12 +66,16 @@ def run(block: nn.Module, strategy: str, *args: Any, leaves: list[Tensor] | None
     else:
         assert offloaded.num_bytes == 0
     output.square().sum().backward()
-    return Result(output.detach(), [leaf.grad for leaf in leaves], offloaded.num_bytes, num_items, after_forward, torch.rand(1))
+    return Result(
+        output.detach(), [leaf.grad for leaf in leaves], offloaded.num_bytes, num_items, after_forward, torch.rand(1)
+    )
 
 
 def same(found: Result, expected: Result) -> bool:
     grads = zip(found.grads, expected.grads, strict=True)
-    return torch.equal(found.output, expected.output) and all((a is None and b is None) or torch.equal(a, b) for a, b in grads)
+    return torch.equal(found.output, expected.output) and all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in grads
+    )
 
 
 # --- what leaves
@@ -88,7 +94,9 @@ class ReadsWeights(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (4, 64)
         y = x @ self.matrix.t()  # saves x and a transposed weight
         y = torch.tanh(y * self.gain[64:])  # saves y, a slice of a weight, and the result
-        y = y * self.gain[:64].expand(4, 64) * self.scalar * self.table[1]  # an expanded slice, a scalar, a row of a buffer; and y twice
+        y = (
+            y * self.gain[:64].expand(4, 64) * self.scalar * self.table[1]
+        )  # an expanded slice, a scalar, a row of a buffer; and y twice
         return y
 
 
@@ -97,7 +105,8 @@ def test_swap_sends_no_parameter_no_buffer_and_no_view_of_one_of_any_size() -> N
     torch.manual_seed(0)
     block, x = ReadsWeights(), torch.randn(4, 64, requires_grad=True)
     found = run(block, "swap", x, leaves=[x])
-    # x, x @ W.T, the tanh, and the product with the expanded gain; the products with the scalar save their input, the one with the buffer only the buffer.
+    # x, x @ W.T, the tanh, and the product with the expanded gain; the products with the scalar save their input, the
+    # one with the buffer only the buffer.
     saved: dict[int, int] = {}
     is_static = statics(block)
 
@@ -191,7 +200,9 @@ def test_offload_sends_exactly_the_input_once() -> None:
     assert same(found, run(block, "keep", x, mask, residual=x, leaves=[x]))
 
 
-@pytest.mark.parametrize("view", [lambda b: b.t(), lambda b: b[:1].expand(64, 64), lambda b: b[:, ::2].repeat(1, 2)[3:].t()[:, 1:]])
+@pytest.mark.parametrize(
+    "view", [lambda b: b.t(), lambda b: b[:1].expand(64, 64), lambda b: b[:, ::2].repeat(1, 2)[3:].t()[:, 1:]]
+)
 def test_offload_brings_back_inputs_of_any_strides(view: Callable[[Tensor], Tensor]) -> None:
     """Trap D40."""
 
@@ -272,7 +283,10 @@ WRAPPED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
     "tuple in dict in list": (lambda x, m: [{"a": (x, None)}, 3, m], lambda w: (w[0]["a"][0], w[2])),
     "namedtuple": (Pair, lambda w: (w.hidden, w.mask)),
     "dataclass": (Record, lambda w: (w.hidden, w.mask)),
-    "ModelOutput": (lambda x, m: BaseModelOutput(last_hidden_state=x, attentions=(m,)), lambda w: (w.last_hidden_state, w.attentions[0])),
+    "ModelOutput": (
+        lambda x, m: BaseModelOutput(last_hidden_state=x, attentions=(m,)),
+        lambda w: (w.last_hidden_state, w.attentions[0]),
+    ),
 }
 
 
@@ -316,7 +330,9 @@ def test_the_dropout_mask_and_the_global_random_stream_are_the_plain_ones(strate
     block, x = Dropped(), torch.randn(4, 64, requires_grad=True)
     expected, found = run(block, "keep", x, leaves=[x]), run(block, strategy, x, leaves=[x])
     assert same(found, expected)
-    assert torch.equal(found.after_forward, expected.after_forward) and torch.equal(found.after_backward, expected.after_backward)
+    assert torch.equal(found.after_forward, expected.after_forward) and torch.equal(
+        found.after_backward, expected.after_backward
+    )
 
 
 @EVERY
@@ -388,7 +404,9 @@ def test_a_model_whose_layers_take_keywords_trains_to_the_bit_and_really_sends(s
 
     plain = ByKeyword()
     expected = train(plain, cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1))
-    engine = cells.prepare_by_hand(ByKeyword(), data[0], spec=SPEC, weights="host", optimizer="host", strategy=strategy, device="sim:1MiB")
+    engine = cells.prepare_by_hand(
+        ByKeyword(), data[0], spec=SPEC, weights="host", optimizer="host", strategy=strategy, device="sim:1MiB"
+    )
     with cells.closing(engine):
         assert train(engine.model, engine.optimizer) == expected
         sent = [w.sent_bytes for w in engine.plan.work]

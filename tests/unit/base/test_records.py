@@ -32,12 +32,22 @@ class Branch:
 
 
 leaves = st.builds(
-    Leaf, name=st.text(), size=st.integers(), rate=st.floats(allow_nan=False, allow_infinity=False), kind=st.sampled_from(["gpu", "host"]), on=st.booleans()
+    Leaf,
+    name=st.text(),
+    size=st.integers(),
+    rate=st.floats(allow_nan=False, allow_infinity=False),
+    kind=st.sampled_from(["gpu", "host"]),
+    on=st.booleans(),
 )
 branches = st.builds(
-    Branch, leaves=st.lists(leaves, max_size=3).map(tuple), pair=st.tuples(st.integers(), st.text()), by_name=st.dictionaries(st.text(), leaves, max_size=3),
-    nested=st.lists(st.lists(st.integers(), max_size=3).map(tuple), max_size=3).map(tuple), best=st.none() | leaves, limit=st.none() | st.integers(),
-)  # fmt: skip
+    Branch,
+    leaves=st.lists(leaves, max_size=3).map(tuple),
+    pair=st.tuples(st.integers(), st.text()),
+    by_name=st.dictionaries(st.text(), leaves, max_size=3),
+    nested=st.lists(st.lists(st.integers(), max_size=3).map(tuple), max_size=3).map(tuple),
+    best=st.none() | leaves,
+    limit=st.none() | st.integers(),
+)
 
 LEAF = Leaf(name="a", size=1, rate=0.5, kind="gpu", on=True)
 BRANCH = Branch(leaves=(LEAF,), pair=(1, "x"), by_name={"a": LEAF}, nested=((1, 2), ()), best=None, limit=3)
@@ -54,12 +64,16 @@ def test_every_record_comes_back_equal_with_the_same_fingerprint(record: Branch)
 @given(branches, branches)
 def test_different_records_have_different_fingerprints(one: Branch, other: Branch) -> None:
     # Compared by their JSON: 0.0 and -0.0 are equal but are not the same record.
-    assert (fingerprint(one) == fingerprint(other)) == (json.dumps(to_json(one), sort_keys=True) == json.dumps(to_json(other), sort_keys=True))
+    assert (fingerprint(one) == fingerprint(other)) == (
+        json.dumps(to_json(one), sort_keys=True) == json.dumps(to_json(other), sort_keys=True)
+    )
 
 
 def test_the_fingerprint_does_not_depend_on_the_order_of_a_dictionary() -> None:
     other = replace(LEAF, name="b")
-    assert fingerprint(replace(BRANCH, by_name={"a": LEAF, "b": other})) == fingerprint(replace(BRANCH, by_name={"b": other, "a": LEAF}))
+    assert fingerprint(replace(BRANCH, by_name={"a": LEAF, "b": other})) == fingerprint(
+        replace(BRANCH, by_name={"b": other, "a": LEAF})
+    )
 
 
 def test_any_changed_field_changes_the_fingerprint() -> None:

@@ -22,13 +22,24 @@ def test_what_is_said_to_be_enough_is(num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("written", "num_bytes"),
-    [("123456B", 123456), ("64MiB", 64 * 2**20), ("24GiB", 24 * 2**30), ("1.5KiB", 1536), ("2 TiB", 2**41), (" 8gib ", 2**33), (77, 77), ("0.5GiB", 2**29)],
+    [
+        ("123456B", 123456),
+        ("64MiB", 64 * 2**20),
+        ("24GiB", 24 * 2**30),
+        ("1.5KiB", 1536),
+        ("2 TiB", 2**41),
+        (" 8gib ", 2**33),
+        (77, 77),
+        ("0.5GiB", 2**29),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(written: str | int, num_bytes: int) -> None:
     assert parse_bytes(written) == num_bytes
 
 
-@pytest.mark.parametrize("written", ["", "GiB", "24", "24 G", "-1GiB", "1e3MiB", "1,5GiB", "0GiB", "0.1B", 0, -5, 2.5, None, True, ["1GiB"]])
+@pytest.mark.parametrize(
+    "written", ["", "GiB", "24", "24 G", "-1GiB", "1e3MiB", "1,5GiB", "0GiB", "0.1B", 0, -5, 2.5, None, True, ["1GiB"]]
+)
 def test_what_is_no_size_is_refused_with_the_name_of_the_setting(written: object) -> None:
     with pytest.raises(ConfigError, match="gpu_memory") as caught:
         parse_bytes(written, name="gpu_memory")  # type: ignore[arg-type]
@@ -41,18 +52,34 @@ def test_gigabytes_are_refused_because_they_mean_two_things() -> None:
 
 
 def test_the_exact_form_uses_the_largest_unit_that_divides() -> None:
-    assert [exact_bytes(n) for n in (1, 1023, 1024, 1536, 3 * 2**20, 2**40)] == ["1B", "1023B", "1KiB", "1536B", "3MiB", "1TiB"]
+    assert [exact_bytes(n) for n in (1, 1023, 1024, 1536, 3 * 2**20, 2**40)] == [
+        "1B",
+        "1023B",
+        "1KiB",
+        "1536B",
+        "3MiB",
+        "1TiB",
+    ]
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "shown"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (21.4 * 2**30, "21.4 GiB"), (139 * 2**30, "139 GiB"), (3.25 * 2**40, "3.25 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (21.4 * 2**30, "21.4 GiB"),
+        (139 * 2**30, "139 GiB"),
+        (3.25 * 2**40, "3.25 TiB"),
+    ],
 )
 def test_shown_sizes_have_three_digits(num_bytes: float, shown: str) -> None:
     assert show_bytes(num_bytes) == shown
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0.0, "0 s"), (2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (3e-9, "3 ns")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0, "0 s"), (2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (3e-9, "3 ns")]
+)
 def test_shown_seconds_pick_a_readable_unit(seconds: float, shown: str) -> None:
     assert show_seconds(seconds) == shown
 

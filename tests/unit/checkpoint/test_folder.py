@@ -1,4 +1,6 @@
-"""Folders that are whole or not there: drafts, manifests, replacing, rotating, and what is left of runs that were killed."""
+"""Folders that are whole or not there: drafts, manifests, replacing, rotating, and what is left of runs that were
+killed.
+"""
 
 import errno
 import json
@@ -14,7 +16,16 @@ import pytest
 from safetensors import SafetensorError
 
 from outsize.base.errors import BadFile, SaveFailed
-from outsize.checkpoint.folder import MANIFEST, StagedDir, checkpoints, newest, os_errors_as_save_failed, read_manifest, rotate, recover_partial_saves
+from outsize.checkpoint.folder import (
+    MANIFEST,
+    StagedDir,
+    checkpoints,
+    newest,
+    os_errors_as_save_failed,
+    read_manifest,
+    recover_partial_saves,
+    rotate,
+)
 
 
 def publish(place: Path, text: str = "x", *, replace: bool = False, **facts: Any) -> Path:
@@ -57,7 +68,20 @@ def test_a_discarded_draft_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a b", "größe 数", "line\nbreak", "x-old", ".hidden", "a@b-1-2-3", ".partial-x@y-1-2-3-old", "100%s {}", "\udcff", "-rf", "a'\"b"]
+    "name",
+    [
+        "a b",
+        "größe 数",
+        "line\nbreak",
+        "x-old",
+        ".hidden",
+        "a@b-1-2-3",
+        ".partial-x@y-1-2-3-old",
+        "100%s {}",
+        "\udcff",
+        "-rf",
+        "a'\"b",
+    ],
 )
 def test_a_place_may_have_any_name(tmp_path: Path, name: str) -> None:
     place = publish(tmp_path / name, "old")
@@ -69,7 +93,9 @@ def test_a_place_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert read_manifest(tmp_path / f"{name}2")["files"] == {name: 3}
 
 
-def test_a_relative_place_means_the_folder_it_meant_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_place_means_the_folder_it_meant_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     draft = StagedDir.of(Path("checkpoint-1"))
@@ -85,7 +111,9 @@ def test_links_are_followed_and_stay(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("disk/checkpoint-1")
     publish(tmp_path / "latest", "new", replace=True)
     assert (tmp_path / "latest").is_symlink() and (tmp_path / "out").is_symlink()
-    assert (tmp_path / "disk" / "checkpoint-1" / "weights").read_text() == "new" and names(tmp_path / "disk") == ["checkpoint-1"]
+    assert (tmp_path / "disk" / "checkpoint-1" / "weights").read_text() == "new" and names(tmp_path / "disk") == [
+        "checkpoint-1"
+    ]
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
@@ -134,7 +162,10 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path) -> None:
         with pytest.raises(SaveFailed, match="is a checkpoint that may be replaced"):
             StagedDir.of(tmp_path / name, replace=True)
     assert names(tmp_path) == ["dangling", "file", "home"] and (tmp_path / "home" / "letters").exists()
-    for name in ("checkpoint-7", "empty"):  # one that another trainer left without a manifest, and one that holds nothing
+    for name in (
+        "checkpoint-7",
+        "empty",
+    ):  # one that another trainer left without a manifest, and one that holds nothing
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-7" / "model.safetensors").touch()
     for name in ("checkpoint-7", "empty"):
@@ -143,7 +174,9 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("when", [1, 2])
-def test_a_replacing_that_breaks_off_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, when: int) -> None:
+def test_a_replacing_that_breaks_off_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, when: int
+) -> None:
     """`when`: before the old one is renamed, or after that and before the new one is."""
     place = publish(tmp_path / "a", "old")
     draft = StagedDir.of(place, replace=True)
@@ -167,7 +200,12 @@ def test_a_replacing_that_breaks_off_leaves_the_old_one(tmp_path: Path, monkeypa
 
 def test_places_that_cannot_be_written_are_told_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file" / "a", tmp_path / "file" / "deep" / "a", Path("/proc/nothing/a"), tmp_path / ("n" * 250)):
+    for place in (
+        tmp_path / "file" / "a",
+        tmp_path / "file" / "deep" / "a",
+        Path("/proc/nothing/a"),
+        tmp_path / ("n" * 250),
+    ):
         with pytest.raises(SaveFailed, match=r"can be written, but .*what was saved before is as it was"):
             StagedDir.of(place)
     assert names(tmp_path) == ["file"]
@@ -233,14 +271,23 @@ def damage(folder: Path, how: str) -> None:
 
 
 DAMAGES = {
-    "no manifest": MANIFEST, "half a manifest": MANIFEST, "no text": MANIFEST, "a list": MANIFEST, "files that are a number": MANIFEST,
-    "another format": "format", "a file is gone": "weights has 1 bytes, but it is not there", "a file is shorter": "weights has 1 bytes, but 0 are there",
-    "a file is longer": "weights has 1 bytes, but 2 are there", "a file is a folder": "weights has 1 bytes, but it is not there",
-}  # fmt: skip
+    "no manifest": MANIFEST,
+    "half a manifest": MANIFEST,
+    "no text": MANIFEST,
+    "a list": MANIFEST,
+    "files that are a number": MANIFEST,
+    "another format": "format",
+    "a file is gone": "weights has 1 bytes, but it is not there",
+    "a file is shorter": "weights has 1 bytes, but 0 are there",
+    "a file is longer": "weights has 1 bytes, but 2 are there",
+    "a file is a folder": "weights has 1 bytes, but it is not there",
+}
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_folder_that_is_not_whole_is_refused_and_passed_over(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_is_not_whole_is_refused_and_passed_over(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     before, damaged = publish(tmp_path / "checkpoint-1"), publish(tmp_path / "checkpoint-2")
     damage(damaged, how)
     with pytest.raises(BadFile, match=DAMAGES[how]):
@@ -255,7 +302,9 @@ def test_the_newest_is_the_one_of_most_steps(tmp_path: Path) -> None:
     for name in ("checkpoint-", "checkpoint-1000-old", "checkpoint-1e9", "other-1000"):
         publish(tmp_path / name)
     (tmp_path / "checkpoint-1001").write_text("a file")
-    assert [step for step, _ in checkpoints(tmp_path)] == [2, 9, 10, 100] and newest(tmp_path) == tmp_path / "checkpoint-100"
+    assert [step for step, _ in checkpoints(tmp_path)] == [2, 9, 10, 100] and newest(
+        tmp_path
+    ) == tmp_path / "checkpoint-100"
 
 
 # --- rotation
@@ -264,11 +313,23 @@ def test_the_newest_is_the_one_of_most_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
     [
-        (None, None, [1, 2, 3, 4, 5]), (0, None, [1, 2, 3, 4, 5]), (9, None, [1, 2, 3, 4, 5]), (1, None, [5]), (2, None, [4, 5]), (5, None, [1, 2, 3, 4, 5]),
-        (1, 5, [5]), (2, 5, [4, 5]), (1, 2, [2, 5]), (2, 2, [2, 5]), (3, 2, [2, 4, 5]), (2, 9, [4, 5]),
+        (None, None, [1, 2, 3, 4, 5]),
+        (0, None, [1, 2, 3, 4, 5]),
+        (9, None, [1, 2, 3, 4, 5]),
+        (1, None, [5]),
+        (2, None, [4, 5]),
+        (5, None, [1, 2, 3, 4, 5]),
+        (1, 5, [5]),
+        (2, 5, [4, 5]),
+        (1, 2, [2, 5]),
+        (2, 2, [2, 5]),
+        (3, 2, [2, 4, 5]),
+        (2, 9, [4, 5]),
     ],
-)  # fmt: skip
-def test_rotation_leaves_the_newest_and_the_one_to_keep(tmp_path: Path, limit: int | None, keep: int | None, left: list[int]) -> None:
+)
+def test_rotation_leaves_the_newest_and_the_one_to_keep(
+    tmp_path: Path, limit: int | None, keep: int | None, left: list[int]
+) -> None:
     for step in range(1, 6):
         publish(tmp_path / f"checkpoint-{step}")
     (tmp_path / "other").mkdir()
@@ -318,7 +379,9 @@ sys.stdin.read()
 
 
 def start(place: Path, what: str) -> "subprocess.Popen[str]":
-    run = subprocess.Popen([sys.executable, "-c", SCRIPT, str(place), what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(place), what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     assert (run.stdout.readline() == "ready\n") == (what == "draft")
     return run
@@ -331,7 +394,9 @@ def end(run: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.parametrize("when", [0, 1])
 def test_a_replacing_that_is_killed_leaves_one_whole_checkpoint(tmp_path: Path, when: int) -> None:
-    """Killed at its first rename, the old one is there; at its second, neither is, and the new one is put into its place."""
+    """Killed at its first rename, the old one is there; at its second, neither is, and the new one is put into its
+    place.
+    """
     place = publish(tmp_path / "checkpoint-3", "old")
     end(start(place, f"rename {when}"))
     assert place.exists() == (when == 0) and len(drafts(tmp_path)) == 1 + when
@@ -345,7 +410,9 @@ def test_if_the_new_one_is_not_whole_the_old_one_is_put_back(tmp_path: Path) -> 
     end(start(place, "rename 1"))
     fresh = next(tmp_path / name for name in drafts(tmp_path) if not name.endswith("-old"))
     (fresh / "weights").write_text("")
-    assert newest(tmp_path) == place and (place / "weights").read_text() == "old" and names(tmp_path) == ["checkpoint-3"]
+    assert (
+        newest(tmp_path) == place and (place / "weights").read_text() == "old" and names(tmp_path) == ["checkpoint-3"]
+    )
 
 
 def test_drafts_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> None:
@@ -435,7 +502,9 @@ def test_folders_inside_are_merged(tmp_path: Path) -> None:
 
 
 def test_what_names_other_files_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a folder in which this broke off has an index of nothing else than what is there: here it breaks off between two shards."""
+    """So that a folder in which this broke off has an index of nothing else than what is there: here it breaks off
+    between two shards.
+    """
     bring(tmp_path, model_1="a", model_2="b", model_json="index")
     replace, count = Path.replace, iter(range(9))
 
@@ -457,7 +526,9 @@ def test_a_file_is_not_taken_for_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_draft_for_a_folder_that_is_there_lies_inside(tmp_path: Path) -> None:
-    """It may be a disk of its own, and files are renamed within one disk only; what a killed one left there is cleared."""
+    """It may be a disk of its own, and files are renamed within one disk only; what a killed one left there is
+    cleared.
+    """
     (tmp_path / "disk").mkdir()
     stale = StagedDir.into(tmp_path / "disk")
     stale.path.rename(stale.path.with_name(stale.path.name.replace(f"-{os.getpid()}-", "-999999999-")))

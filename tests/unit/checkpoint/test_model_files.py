@@ -1,4 +1,6 @@
-"""Which tensor goes into which file under which key: to the byte what save_pretrained writes, decided without a weight."""
+"""Which tensor goes into which file under which key: to the byte what save_pretrained writes, decided without a
+weight.
+"""
 
 import json
 from pathlib import Path
@@ -15,14 +17,23 @@ from outsize.model.tensorfile import Spec, TensorFile
 from outsize.model.weights import SINGLE
 
 HUGGING_FACE = [kind for kind in zoo.NAMES if isinstance(zoo.make(kind), PreTrainedModel)]
-KINDS = [(kind, tied) for kind in HUGGING_FACE for tied in (True, False) if not (kind in ("bert", "llama-classes", "modernbert") and tied)]
+KINDS = [
+    (kind, tied)
+    for kind in HUGGING_FACE
+    for tied in (True, False)
+    if not (kind in ("bert", "llama-classes", "modernbert") and tied)
+]
 
 
 def written(model: nn.Module, folder: Path, files: ModelFiles) -> Path:
     """The files as they say themselves, one tensor after the other."""
     folder.mkdir()
     state = model.state_dict()
-    made = {key: tensor for recipe in files.recipes for key, tensor in recipe.convert({name: state[name] for name in recipe.inputs}).items()}
+    made = {
+        key: tensor
+        for recipe in files.recipes
+        for key, tensor in recipe.convert({name: state[name] for name in recipe.inputs}).items()
+    }
     for name, specs in files.files.items():
         with TensorFile.create(folder / name, specs, {"format": "pt"}) as file:
             for key in specs:
@@ -39,7 +50,9 @@ def assert_same_files(found: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, "20KB", "3KB"])
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
-def test_files_are_those_of_save_pretrained_to_the_byte(tmp_path: Path, kind: str, tied: bool, size: str | None) -> None:
+def test_files_are_those_of_save_pretrained_to_the_byte(
+    tmp_path: Path, kind: str, tied: bool, size: str | None
+) -> None:
     model = zoo.make(kind, torch.bfloat16 if tied else torch.float32, tied)
     files = model_files(model, max_shard_size=size)
     assert (len(files.files) > 1) == (size is not None) == (files.index is not None)
@@ -97,7 +110,10 @@ def test_any_other_module_is_one_file_with_every_tensor_once(tmp_path: Path) -> 
     files = model_files(model)
     expected = {"a.weight": (3, 2), "a.bias": (3,), "scalar": (), "nothing": (0, 2), "count": ()}
     assert {key: spec.shape for key, spec in files.files[SINGLE].items()} == expected
-    assert files.files[SINGLE]["a.weight"] == Spec(torch.bfloat16, (3, 2)) and files.files[SINGLE]["count"].dtype == torch.int64
+    assert (
+        files.files[SINGLE]["a.weight"] == Spec(torch.bfloat16, (3, 2))
+        and files.files[SINGLE]["count"].dtype == torch.int64
+    )
     assert files.source == {name: name for name in expected} and files.recipes == () and files.index is None
     assert [path.name for path in written(model, tmp_path / "ours", files).iterdir()] == [SINGLE]
 
@@ -127,7 +143,15 @@ def test_a_config_that_some_other_module_has_is_not_written(tmp_path: Path) -> N
 def test_weight_files_are_known_by_name() -> None:
     for name in ("model.safetensors", "model.safetensors.index.json", "model-00002-of-00005.safetensors"):
         assert is_weight_file(name)
-    for name in ("adapter_model.safetensors", "config.json", "model.bin", "my-model.safetensors", "model-1-of-2.safetensors", "tokenizer.json", "modeling.py"):
+    for name in (
+        "adapter_model.safetensors",
+        "config.json",
+        "model.bin",
+        "my-model.safetensors",
+        "model-1-of-2.safetensors",
+        "tokenizer.json",
+        "modeling.py",
+    ):
         assert not is_weight_file(name)
 
 

@@ -13,7 +13,20 @@ import outsize
 from outsize.cli.main import app
 
 runner = CliRunner()
-SMALL = ["--device", "sim:8MiB", "--micro-batch", "2", "--seq", "16", "--steps", "2", "--warm-up", "1", "--host-memory", "1GiB"]
+SMALL = [
+    "--device",
+    "sim:8MiB",
+    "--micro-batch",
+    "2",
+    "--seq",
+    "16",
+    "--steps",
+    "2",
+    "--warm-up",
+    "1",
+    "--host-memory",
+    "1GiB",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -23,16 +36,28 @@ def _children_find_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tiny_on_sim_prints_a_table_and_writes_everything(tmp_path: Path) -> None:
     found, trace = tmp_path / "found.json", tmp_path / "trace.json"
-    result = runner.invoke(app, ["bench", "--model", "tiny", *SMALL, "--compare", "plain", "--json", str(found), "--trace", str(trace)])
+    result = runner.invoke(
+        app, ["bench", "--model", "tiny", *SMALL, "--compare", "plain", "--json", str(found), "--trace", str(trace)]
+    )
     assert result.exit_code == 0, result.output
-    for words in ("simulated", "measured", "predicted", "tokens/s", "GPU peak", "start-up", "lanes", "× the limit", "not compared"):
+    for words in (
+        "simulated",
+        "measured",
+        "predicted",
+        "tokens/s",
+        "GPU peak",
+        "start-up",
+        "lanes",
+        "× the limit",
+        "not compared",
+    ):
         assert words in result.output
     data = json.loads(found.read_text())
     assert data["bench"]["model"] == "tiny" and data["bench"]["update"] == "in_backward"
     assert data["speed"]["tokens_per_second"] > 0 and len(data["speed"]["step_seconds"]) == 1
     assert data["plan"]["fingerprint"] in result.output and data["date"] and data["command"].startswith("outsize")
     assert {"outsize", "torch", "transformers"} <= data["machine"]["versions"].keys()
-    assert data["limit"]["seconds"] > 0 and data["limit"]["binds"] in data["limit"]["bounds"]
+    assert data["limit"]["seconds"] > 0 and data["limit"]["bottleneck"] in data["limit"]["bounds"]
     assert data["rivals"]["plain"]["speed"]["tokens_per_second"] > 0 and data["rivals"]["plain"]["ratio"] is None
     events = json.loads(trace.read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
@@ -61,7 +86,9 @@ def test_several_models_have_a_process_each_and_one_table(tmp_path: Path, monkey
     result = runner.invoke(app, ["bench", "--model", "tiny,tiny", *SMALL, "--json", str(found)])
     assert result.exit_code == 0, result.output
     assert len(json.loads(found.read_text())) == 2 and started == [[sys.executable, "-m", "outsize.cli.main"]] * 2
-    assert [line.split()[0] for line in result.output.splitlines() if "host updates" in line or "compute" in line][-2:] == ["tiny", "tiny"]
+    assert [line.split()[0] for line in result.output.splitlines() if "host updates" in line or "compute" in line][
+        -2:
+    ] == ["tiny", "tiny"]
 
 
 @pytest.mark.parametrize(

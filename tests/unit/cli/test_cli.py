@@ -18,7 +18,14 @@ from outsize.hardware.host import container_limit
 from outsize.plan.check import load
 
 runner = CliRunner()
-SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
 
 
 @pytest.fixture
@@ -31,12 +38,23 @@ def model(tmp_path: Path) -> str:
 def test_help_needs_no_torch() -> None:
     code = "import sys, outsize.cli.main; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     source = str(Path(doctor_module.__file__).parents[2])
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source})
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": source},
+    )
     assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
-    ("args", "words"), [(["--help"], ["plan", "doctor"]), (["plan", "--help"], ["Examples", "--hardware"]), (["doctor", "--help"], ["exit code"])]
+    ("args", "words"),
+    [
+        (["--help"], ["plan", "doctor"]),
+        (["plan", "--help"], ["Examples", "--hardware"]),
+        (["doctor", "--help"], ["exit code"]),
+    ],
 )
 def test_help_shows_what_to_type(args: list[str], words: list[str]) -> None:
     result = runner.invoke(app, args)
@@ -46,10 +64,27 @@ def test_help_shows_what_to_type(args: list[str], words: list[str]) -> None:
 
 def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    args = ["--hardware", "1MiB", "--sequence-len", "32", "--micro-batch-size", "3", "--gpu-memory", "512KiB", "--accumulate", "2", "--host-memory", "1GiB"]
+    args = [
+        "--hardware",
+        "1MiB",
+        "--sequence-len",
+        "32",
+        "--micro-batch-size",
+        "3",
+        "--gpu-memory",
+        "512KiB",
+        "--accumulate",
+        "2",
+        "--host-memory",
+        "1GiB",
+    ]
     result = runner.invoke(app, ["plan", model, *args, "--save", str(path)])
     assert result.exit_code == 0, result.output
-    assert "model.layers.0" in result.output and "input_ids 3×32" in result.output and "2 micro-batches a step" in result.output
+    assert (
+        "model.layers.0" in result.output
+        and "input_ids 3×32" in result.output
+        and "2 micro-batches a step" in result.output
+    )
     made = load(path)
     assert (made.gpu_budget_bytes, made.host_budget_bytes, made.step_config.accumulate) == (512 * 2**10, 2**30, 2)
     assert made.inputs["input_ids"] == (3, 32)
@@ -62,25 +97,47 @@ def test_plan_says_what_more_memory_would_buy_and_how_little_would_do(model: str
     result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--update", "in-backward"])
     assert result.exit_code == 0, result.output
     more, least, short = result.output.strip().splitlines()[-3:]
-    assert more.startswith("more  4.00 GiB more GPU memory: ") and "that does: rtx3090" in least and short.startswith("short batches half as long leave ")
+    assert (
+        more.startswith("more  4.00 GiB more GPU memory: ")
+        and "that does: rtx3090" in least
+        and short.startswith("short batches half as long leave ")
+    )
 
 
 def test_explain_shows_the_usual_recipes_and_what_a_better_machine_is_worth(model: str) -> None:
-    result = runner.invoke(app, ["explain", model, "--sequence-len", "32", "--hardware", "512KiB", "--host-memory", "1GiB"])
+    result = runner.invoke(
+        app, ["explain", model, "--sequence-len", "32", "--hardware", "512KiB", "--host-memory", "1GiB"]
+    )
     assert result.exit_code == 0, result.output
-    assert all(words in result.output for words in ("by hand  everything on the GPU", "worth    4.00 GiB more", "copies twice as fast", "least  "))
+    assert all(
+        words in result.output
+        for words in ("by hand  everything on the GPU", "worth    4.00 GiB more", "copies twice as fast", "least  ")
+    )
     assert runner.invoke(app, ["explain", model, "--update", "sometimes"]).exit_code == 2
 
 
 def test_plan_writes_a_page_and_a_trace(model: str, tmp_path: Path) -> None:
     page, trace = tmp_path / "report.html", tmp_path / "lanes.json"
-    args = ["--hardware", "1MiB", "--sequence-len", "32", "--gpu-memory", "512KiB", "--html", str(page), "--trace", str(trace)]
+    args = [
+        "--hardware",
+        "1MiB",
+        "--sequence-len",
+        "32",
+        "--gpu-memory",
+        "512KiB",
+        "--html",
+        str(page),
+        "--trace",
+        str(trace),
+    ]
     result = runner.invoke(app, ["plan", model, *args])
     assert result.exit_code == 0, result.output
     assert str(page) in result.output and str(trace) in result.output
     assert "<h1>model <span" in page.read_text(), "it is called what its folder is"
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {"forward of model.layers.0", "backward of head"} <= {event["args"]["what"] for event in events if event["ph"] == "X"}
+    assert {"forward of model.layers.0", "backward of head"} <= {
+        event["args"]["what"] for event in events if event["ph"] == "X"
+    }
 
 
 def test_plan_compares_machines_in_one_line_each(model: str) -> None:
@@ -89,7 +146,10 @@ def test_plan_compares_machines_in_one_line_each(model: str) -> None:
     lines = result.output.strip().splitlines()
     assert [line.split()[0] for line in lines[:1] + lines[2:5]] == ["machine", "rtx4090", "1MiB", "4KiB"]
     assert "tokens/s" in lines[0] and "does not fit" in lines[4]
-    assert lines[6:8] == ["rates of rtx4090: estimated from the datasheet", f"rates of 1MiB: {lookup('1MiB').provenance}"]
+    assert lines[6:8] == [
+        "rates of rtx4090: estimated from the datasheet",
+        f"rates of 1MiB: {lookup('1MiB').provenance}",
+    ]
     assert lines[8].startswith("4KiB: training this model"), "the whole sentence follows"
     assert runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "4KiB,2KiB"]).exit_code == 2
 
@@ -129,11 +189,19 @@ def test_doctor_shows_everything_and_fails_when_something_is_broken(monkeypatch:
     def breaks() -> None:
         raise RuntimeError("libsomething.so [is] not there")
 
-    checks = {"first": lambda: iter([Finding("ok", "fine")]), "second": breaks, "third": lambda: iter([Finding("note", "[still] looked at")])}
+    checks = {
+        "first": lambda: iter([Finding("ok", "fine")]),
+        "second": breaks,
+        "third": lambda: iter([Finding("note", "[still] looked at")]),
+    }
     monkeypatch.setattr(doctor_module, "CHECKS", checks)
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert "RuntimeError: libsomething.so [is] not there" in result.output and "[still] looked at" in result.output and "Ready" not in result.output
+    assert (
+        "RuntimeError: libsomething.so [is] not there" in result.output
+        and "[still] looked at" in result.output
+        and "Ready" not in result.output
+    )
 
 
 def test_doctor_finds_a_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +209,9 @@ def test_doctor_finds_a_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     from outsize import reference
 
     honest = reference.AdamW.__init__
-    monkeypatch.setattr(reference.AdamW, "__init__", lambda self, params, **how: honest(self, params, **{**how, "weight_decay": 0.02}))
+    monkeypatch.setattr(
+        reference.AdamW, "__init__", lambda self, params, **how: honest(self, params, **{**how, "weight_decay": 0.02})
+    )
     monkeypatch.setattr(doctor_module, "CHECKS", {"self-test": doctor_module._self_test})
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1 and "differ" in result.output
@@ -167,5 +237,7 @@ def test_the_tightest_limit_of_a_container_counts(tmp_path: Path) -> None:
     (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text(f"{4 * 2**30}\n")
     own.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/0123\n")  # the host's path, which is not visible here
     assert container_limit(tmp_path / "v1", own) == 4 * 2**30
-    (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # version 1 says "no limit" so
+    (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text(
+        "9223372036854771712\n"
+    )  # version 1 says "no limit" so
     assert container_limit(tmp_path / "v1", own) is None

@@ -16,7 +16,14 @@ from outsize.hardware.machine import Machine, write_machine
 from outsize.hardware.probed import Identity, keep_probe
 
 runner = CliRunner()
-SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
 
 
 def test_the_host_is_measured_and_the_file_plans(tmp_path: Path) -> None:
@@ -24,7 +31,11 @@ def test_the_host_is_measured_and_the_file_plans(tmp_path: Path) -> None:
     choose_device("cpu").promised.clear()  # of engines that other tests of this process have left behind
     result = runner.invoke(app, ["probe", "--device", "cpu", "--save", str(box)])
     assert result.exit_code == 0, result.output
-    assert "only the host was measured" in result.output and "G parameters/s alone" in result.output and str(box) in result.output
+    assert (
+        "only the host was measured" in result.output
+        and "G parameters/s alone" in result.output
+        and str(box) in result.output
+    )
     transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
     planned = runner.invoke(app, ["plan", str(tmp_path / "model"), "--sequence-len", "32", "--hardware", str(box)])
     assert planned.exit_code == 0, planned.output
@@ -35,15 +46,24 @@ def test_a_machines_file_has_the_budget_of_its_card(tmp_path: Path) -> None:
     """Context and allocator come off the memory of a card from a file as of one from the catalog."""
     from outsize.train.forecast import plan
 
-    (tmp_path / "box.yaml").write_text(write_machine(Machine(spec=dataclasses.replace(CATALOG["rtx4090"], name="box"), measured={})))
+    (tmp_path / "box.yaml").write_text(
+        write_machine(Machine(spec=dataclasses.replace(CATALOG["rtx4090"], name="box"), measured={}))
+    )
     config = transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"])
-    budgets = [plan(config, sequence_len=32, hardware=name).plan.gpu_budget_bytes for name in ("rtx4090", str(tmp_path / "box.yaml"))]
+    budgets = [
+        plan(config, sequence_len=32, hardware=name).plan.gpu_budget_bytes
+        for name in ("rtx4090", str(tmp_path / "box.yaml"))
+    ]
     assert budgets[0] == budgets[1] < 24 * 2**30
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [(["--device", "sim:64MiB"], "--device is cuda"), (["--save", "no/such/box.yaml"], "a folder that exists"), (["--save", "."], "is a folder")],
+    [
+        (["--device", "sim:64MiB"], "--device is cuda"),
+        (["--save", "no/such/box.yaml"], "a folder that exists"),
+        (["--save", "."], "is a folder"),
+    ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_measured(args: list[str], words: str) -> None:
     result = runner.invoke(app, ["probe", *args])
@@ -54,7 +74,10 @@ def test_a_machines_file_with_nonsense_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "box.yaml").write_text("name: box\ngpu_byte: 24GiB\n")
     result = runner.invoke(app, ["plan", str(tmp_path), "--hardware", str(tmp_path / "box.yaml")])
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert "gpu_byte: unknown key; did you mean gpu_bytes?" in result.stderr and "flops: expected a number such as 25.0e+9" in result.stderr
+    assert (
+        "gpu_byte: unknown key; did you mean gpu_bytes?" in result.stderr
+        and "flops: expected a number such as 25.0e+9" in result.stderr
+    )
 
 
 def test_doctor_tells_whether_the_machine_was_probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,5 +90,8 @@ def test_doctor_tells_whether_the_machine_was_probed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("outsize.device.choose.choose_device", lambda: Card())
     assert [(f.state, "outsize probe" in f.text) for f in doctor._probe()] == [("note", True)]
-    keep_probe(Machine(spec=dataclasses.replace(lookup("rtx4090"), provenance="probed on 2026-11-16"), measured={}), Card.identity)
+    keep_probe(
+        Machine(spec=dataclasses.replace(lookup("rtx4090"), provenance="probed on 2026-11-16"), measured={}),
+        Card.identity,
+    )
     assert [(f.state, f.text) for f in doctor._probe()] == [("ok", "yes, plans take the rates probed on 2026-11-16")]

@@ -47,7 +47,11 @@ def test_the_least_file_has_the_defaults(tmp_path: Path) -> None:
         ("learning_rate: 2e-5", "learning_rate", 2e-5),
         ("learning_rate: '2e-5'", "learning_rate", 2e-5),
         ("learning_rate: 1", "learning_rate", 1.0),
-        ("lr_scheduler_kwargs: {min_lr: 1e-6, decay_type: linear}", "lr_scheduler_kwargs", {"min_lr": 1e-6, "decay_type": "linear"}),
+        (
+            "lr_scheduler_kwargs: {min_lr: 1e-6, decay_type: linear}",
+            "lr_scheduler_kwargs",
+            {"min_lr": 1e-6, "decay_type": "linear"},
+        ),
         ("num_epochs: 3", "num_epochs", 3.0),
         ("max_steps:", "max_steps", None),
         ("sequence_len: null", "sequence_len", 2048),
@@ -66,7 +70,11 @@ def test_the_least_file_has_the_defaults(tmp_path: Path) -> None:
         ("resume_from_checkpoint: out/checkpoint-3", "resume_from_checkpoint", "out/checkpoint-3"),
         ("plan: plan.json", "plan_file", "plan.json"),
         ("plan: {n_persist: 3, n_swap: 0}", "pins", {"n_persist": 3, "n_swap": 0}),
-        ("test_datasets: [x.jsonl, {path: y, type: completion}]", "test_datasets", (DatasetConfig(path="x.jsonl"), DatasetConfig(path="y", type="completion"))),
+        (
+            "test_datasets: [x.jsonl, {path: y, type: completion}]",
+            "test_datasets",
+            (DatasetConfig(path="x.jsonl"), DatasetConfig(path="y", type="completion")),
+        ),
         ("test_datasets: x.jsonl", "test_datasets", (DatasetConfig(path="x.jsonl"),)),
         ("test_datasets: [{path: x, split: test, name:}]", "test_datasets", (DatasetConfig(path="x", split="test"),)),
     ],
@@ -91,8 +99,14 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
         ({"datasets": ["a", 5]}, "datasets.1: expected a mapping, or its path alone, found 5"),
         ({"datasets": [{"path": "d", "pth": "e"}]}, "datasets.0.pth: unknown key; did you mean path?"),
         ({"datasets": [{"type": "completion"}]}, "datasets.0.path: expected a text that is not empty, found nothing"),
-        ({"datasets": [{"path": "d", "type": "alpaca"}]}, "datasets.0.type: expected completion or chat_template, found 'alpaca'"),
-        ({"datasets": [{"path": "d", "ds_type": "csv"}]}, "datasets.0.ds_type: expected one of json, jsonl, text, parquet, found 'csv'"),
+        (
+            {"datasets": [{"path": "d", "type": "alpaca"}]},
+            "datasets.0.type: expected completion or chat_template, found 'alpaca'",
+        ),
+        (
+            {"datasets": [{"path": "d", "ds_type": "csv"}]},
+            "datasets.0.ds_type: expected one of json, jsonl, text, parquet, found 'csv'",
+        ),
         ({"learning_rate": "fast"}, "learning_rate: expected a number above 0, found 'fast'"),
         ({"learning_rate": "nan"}, "learning_rate: expected a number above 0, found 'nan'"),
         ({"learning_rate": float("inf")}, "learning_rate: expected a number above 0, found inf"),
@@ -105,29 +119,50 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: expected a whole number from 1, found 0"),
         ({"sample_packing": "yes please"}, "sample_packing: expected true or false, found 'yes please'"),
         ({"output_dir": 5}, "output_dir: expected a text that is not empty, found 5"),
-        ({"val_set_size": 1.5}, "val_set_size: expected a share from 0 to below 1, or a whole number of examples, found 1.5"),
+        (
+            {"val_set_size": 1.5},
+            "val_set_size: expected a share from 0 to below 1, or a whole number of examples, found 1.5",
+        ),
         ({"warmup_ratio": 1.1}, "warmup_ratio: expected a number from 0 to 1, found 1.1"),
         ({"adam_beta2": 1}, "adam_beta2: expected a number from 0 to below 1, found 1"),
         ({"seed": -1}, "seed: expected a whole number from 0 to 4294967295, found -1"),
-        ({"excess_length_strategy": "cut"}, "excess_length_strategy: expected one of split, truncate, drop, raise, found 'cut'"),
+        (
+            {"excess_length_strategy": "cut"},
+            "excess_length_strategy: expected one of split, truncate, drop, raise, found 'cut'",
+        ),
         ({"save_strategy": True}, "save_strategy: expected no, steps or epoch, found true"),
-        ({"optimizer": "adamw_8bit"}, "optimizer: expected adamw (outsize has AdamW with exact fp32 masters, wherever they live), found 'adamw_8bit'"),
-        ({"optim": "lion"}, "optim: expected adamw (outsize has AdamW with exact fp32 masters, wherever they live), found 'lion'"),
-        ({"adapter": "qlora", "lora_r": 4}, "adapter: expected lora (base weights stay as they are, not quantised), found 'qlora'"),
+        (
+            {"optimizer": "adamw_8bit"},
+            "optimizer: expected adamw (outsize has AdamW with exact fp32 masters, wherever they live), found "
+            "'adamw_8bit'",
+        ),
+        (
+            {"optim": "lion"},
+            "optim: expected adamw (outsize has AdamW with exact fp32 masters, wherever they live), found 'lion'",
+        ),
+        (
+            {"adapter": "qlora", "lora_r": 4},
+            "adapter: expected lora (base weights stay as they are, not quantised), found 'qlora'",
+        ),
         (
             {**LORA, "lora_target_modules": "all-linear"},
-            "lora_target_modules: expected a list of module names (for all linear layers: lora_target_linear: true), found 'all-linear'",
+            "lora_target_modules: expected a list of module names (for all linear layers: lora_target_linear: true), "
+            "found 'all-linear'",
         ),
         ({"gpu_memory": 2.5}, "gpu_memory: expected a size such as '24GiB', or a number of bytes, found 2.5"),
         (
             {"gpu_memory": "24GB"},
-            "gpu_memory: it is a size such as '24GiB' or '123456B', but '24GB' was given. GB means 10^9 to some and 2^30 to others; use GiB.",
+            "gpu_memory: it is a size such as '24GiB' or '123456B', but '24GB' was given. GB means 10^9 to some and "
+            "2^30 to others; use GiB.",
         ),
         ({"plan": 3}, "plan: expected the path of a plan file, or a mapping of pins, found 3"),
         ({"plan": {"n_persit": 3}}, "plan.n_persit: unknown key; did you mean n_persist?"),
         ({"plan": {"n_persist": -1}}, "plan.n_persist: expected a whole number from 0, found -1"),
         ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs: expected a mapping, found [1]"),
-        ({"resume_from_checkpoint": 5}, "resume_from_checkpoint: expected the folder of a checkpoint, or true for the newest one, found 5"),
+        (
+            {"resume_from_checkpoint": 5},
+            "resume_from_checkpoint: expected the folder of a checkpoint, or true for the newest one, found 5",
+        ),
     ],
 )
 def test_one_fault_is_one_line_with_its_key(change: dict[str, Any], line: str) -> None:
@@ -139,7 +174,11 @@ def test_one_fault_is_one_line_with_its_key(change: dict[str, Any], line: str) -
     [
         ({"max_steps": 3, "num_epochs": 1}, "max_steps", "num_epochs is given too"),
         ({"batch_size": 6, "micro_batch_size": 4}, "batch_size", "it is 6 and they are 4 and None"),
-        ({"batch_size": 6, "micro_batch_size": 3, "gradient_accumulation_steps": 3}, "batch_size", "it is 6 and they are 3 and 3"),
+        (
+            {"batch_size": 6, "micro_batch_size": 3, "gradient_accumulation_steps": 3},
+            "batch_size",
+            "it is 6 and they are 3 and 3",
+        ),
         ({"batch_size": 6, "plan": "plan.json"}, "batch_size", "a plan is for one micro-batch"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_steps", "warmup_ratio is given too"),
         ({"warmup_steps": 3, "lr_scheduler": "constant"}, "lr_scheduler", "constant_with_warmup"),
@@ -151,7 +190,11 @@ def test_one_fault_is_one_line_with_its_key(change: dict[str, Any], line: str) -
         ({"save_strategy": "epoch", "save_steps": 5}, "save_steps", "save_strategy is epoch"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end", "none is given"),
         ({**BEST, "save_strategy": "epoch"}, "load_best_model_at_end", "it saves by epoch and evaluates by steps"),
-        ({**EVAL, "load_best_model_at_end": True, "save_strategy": "no", "eval_strategy": "no"}, "load_best_model_at_end", "saves by no and evaluates by no"),
+        (
+            {**EVAL, "load_best_model_at_end": True, "save_strategy": "no", "eval_strategy": "no"},
+            "load_best_model_at_end",
+            "saves by no and evaluates by no",
+        ),
         ({**BEST, "save_steps": 15}, "load_best_model_at_end", "they are 15 and 10"),
         ({**EVAL, "early_stopping_patience": 3}, "early_stopping_patience", "Write load_best_model_at_end: true"),
         ({**EVAL, "metric_for_best_model": "loss"}, "metric_for_best_model", "Write load_best_model_at_end: true"),
@@ -184,18 +227,35 @@ def test_keys_that_go_together_are_taken(change: dict[str, Any]) -> None:
 
 
 def test_a_wrong_value_is_not_taken_for_one_that_is_missing() -> None:
-    assert [line.split(":")[0] for line in problems_of({**LEAST, "val_set_size": "lots", "load_best_model_at_end": True, "eval_steps": 3})] == ["val_set_size"]
+    assert [
+        line.split(":")[0]
+        for line in problems_of({**LEAST, "val_set_size": "lots", "load_best_model_at_end": True, "eval_steps": 3})
+    ] == ["val_set_size"]
 
 
 def test_all_mistakes_of_a_file_and_of_the_command_line_are_told_at_once(tmp_path: Path) -> None:
-    path = write(tmp_path, "datasets: []\nlearning_rte: 1e-4\nseed: x\nseed: y\nmax_steps: 5\nnum_epochs: 1\ndeepspeed: zero3.json\n")
+    path = write(
+        tmp_path,
+        "datasets: []\nlearning_rte: 1e-4\nseed: x\nseed: y\nmax_steps: 5\nnum_epochs: 1\ndeepspeed: zero3.json\n",
+    )
     with pytest.raises(ConfigError) as caught:
         read_config(path, ["no_equals", "plan.n_swop=1"])
     heading, *lines = str(caught.value).split("\n  ")
-    assert heading == f"{path} describes a run, but 9 things in it are wrong. Correct this; docs/config.md tells of every key."
+    assert (
+        heading
+        == f"{path} describes a run, but 9 things in it are wrong. Correct this; docs/config.md tells of every key."
+    )
     assert [line.split(":")[0] for line in lines] == [
-        "seed", "--set no_equals", "deepspeed", "datasets", "learning_rte", "seed", "plan.n_swop", "base_model", "max_steps",
-    ]  # fmt: skip
+        "seed",
+        "--set no_equals",
+        "deepspeed",
+        "datasets",
+        "learning_rte",
+        "seed",
+        "plan.n_swop",
+        "base_model",
+        "max_steps",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -217,13 +277,25 @@ def test_a_name_from_elsewhere_is_ours(alias: str, name: str, value: object) -> 
     others = {key: item for key, item in LEAST.items() if key != name}
     config = parse_config({**others, alias: value}, "here")
     assert getattr(config, name) == value and config.notes == ()
-    assert problems_of({**others, name: value, alias: value}) == [f"{alias}: a setting is given by one name, but {name} is given too. Keep {name}."]
+    assert problems_of({**others, name: value, alias: value}) == [
+        f"{alias}: a setting is given by one name, but {name} is given too. Keep {name}."
+    ]
     assert problems_of({**others, name: value, alias: None}) == problems_of({**others, alias: value, name: None}) == []
 
 
 KEYS = st.sampled_from([*fields_by_key(RunConfig), *fields_by_key(DatasetConfig), *ALIASES, *REFUSED, "no_key"])
-SCALARS = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.sampled_from(["", "no", "steps", "2e-5", "24GiB", "lora", "1e999"])
-ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS | st.integers(), inner, max_size=3), max_leaves=5)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2**70)
+    | st.floats()
+    | st.sampled_from(["", "no", "steps", "2e-5", "24GiB", "lora", "1e999"])
+)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
 
 
 @given(st.dictionaries(KEYS, ANYTHING, max_size=6))
@@ -250,8 +322,8 @@ def test_what_outsize_does_not_do_is_refused_unless_it_is_off(key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("seed: 1\nseed: 1\n", "seed: a key is given once, but it is in line 3 and in line 4."),
-        ("plan: {n_swap: 1,\n n_swap: 2}", "n_swap: a key is given once, but it is in line 3 and in line 4."),
+        ("seed: 1\nseed: 1\n", "seed: given twice, in line 3 and in line 4."),
+        ("plan: {n_swap: 1,\n n_swap: 2}", "n_swap: given twice, in line 3 and in line 4."),
     ],
 )
 def test_a_key_given_twice_is_told_with_its_lines(tmp_path: Path, text: str, place: str) -> None:
@@ -261,7 +333,10 @@ def test_a_key_given_twice_is_told_with_its_lines(tmp_path: Path, text: str, pla
 
 
 def test_a_merge_key_may_repeat_what_it_merges(tmp_path: Path) -> None:
-    text = "base_model: m\ndatasets: [&one {path: d, split: a}]\ntest_datasets: [&two {<<: *one, split: b}, {<<: *two, split: c}]\n"
+    text = (
+        "base_model: m\ndatasets: [&one {path: d, split: a}]\ntest_datasets: [&two {<<: *one, split: b}, {<<: "
+        "*two, split: c}]\n"
+    )
     assert [data.split for data in read_config(write(tmp_path, text)).test_datasets] == ["b", "c"]
 
 
@@ -323,7 +398,7 @@ def test_overrides_change_what_the_file_says(tmp_path: Path, overrides: list[str
         ("=3", "a part of its key is empty"),
         ("plan..n_swap=3", "a part of its key is empty"),
         ("report_to=[a", "its value is YAML, but in line 1, column 3"),
-        ("plan={n_swap: 1, n_swap: 1}", "a key is given once"),
+        ("plan={n_swap: 1, n_swap: 1}", "given twice"),
         ("datasets.2.path=x", "a number from 0 to 1"),
         ("datasets.last.path=x", "'last' was given"),
         ("base_model.x=1", "it would be in 'm'"),

@@ -19,12 +19,20 @@ TEXTS = [{"text": f"The sun rises and the sun sets, {number} times."} for number
 
 
 def load(tokenizer: Any, *paths: Path, sequence_len: int = 64, **options: Any) -> tuple[Any, Any]:
-    return load_rows(tokenizer, [Source(path=str(path)) for path in paths], sequence_len=sequence_len, pad_id=tokenizer.pad_token_id, **options)
+    return load_rows(
+        tokenizer,
+        [Source(path=str(path)) for path in paths],
+        sequence_len=sequence_len,
+        pad_id=tokenizer.pad_token_id,
+        **options,
+    )
 
 
 def test_the_first_record_tells_what_kind_a_dataset_is(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     chat = write_jsonl({"messages": [QUESTION, ANSWER]}, name="chat.jsonl")
-    share = write_jsonl({"conversations": [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "No."}]}, name="share.jsonl")
+    share = write_jsonl(
+        {"conversations": [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "No."}]}, name="share.jsonl"
+    )
     text = write_jsonl({"text": "The sun rises."}, name="text.jsonl")
     rows, validation = load(tokenizer, chat, share, text)
     assert isinstance(rows, Rows) and validation is None
@@ -38,7 +46,9 @@ def test_a_type_that_is_given_is_not_guessed(tokenizer: Any, write_jsonl: Callab
     assert tokenizer.decode(rows[0]["input_ids"]) == "The sun.<|end|>"
 
 
-def test_packed_rows_and_validation_hold_all_documents_between_them(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
+def test_packed_rows_and_validation_hold_all_documents_between_them(
+    tokenizer: Any, write_jsonl: Callable[..., Path]
+) -> None:
     path = write_jsonl(*TEXTS)
     everything, _ = load(tokenizer, path)
     train, validation = load(tokenizer, path, sample_packing=True, val_set_size=0.2, seed=3)
@@ -60,13 +70,18 @@ def test_long_documents_are_told_once_for_training_and_validation_together(
     assert max(train.lengths) <= 8 and max(validation.lengths) <= 8
 
 
-def test_what_no_loss_comes_from_is_left_out_and_told(tokenizer: Any, write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_loss_comes_from_is_left_out_and_told(
+    tokenizer: Any, write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_jsonl({"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]})
     rows, _ = load(tokenizer, path)
     assert len(rows) == 1 and caplog.messages == ["1 of 2 documents have no token to train on and are left out"]
     long = [{"role": "user", "content": "Is the sea full? " * 20}, ANSWER]
     rows, _ = load(tokenizer, write_jsonl({"messages": long}), sequence_len=16)
-    assert len(rows) == 1 and "pieces of the training data have no token to train on and are left out" in caplog.messages[-1]
+    assert (
+        len(rows) == 1
+        and "pieces of the training data have no token to train on and are left out" in caplog.messages[-1]
+    )
 
 
 def test_data_without_a_token_to_train_on_is_refused(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
@@ -78,23 +93,32 @@ def test_data_without_a_token_to_train_on_is_refused(tokenizer: Any, write_jsonl
 
 def test_a_strategy_that_leaves_nothing_is_refused(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*TEXTS)
-    with pytest.raises(DataError, match=r"there are no pieces of the training data left\. .*sequence_len.*excess_length_strategy"):
+    with pytest.raises(
+        DataError, match=r"there are no pieces of the training data left\. .*sequence_len.*excess_length_strategy"
+    ):
         load(tokenizer, path, sequence_len=4, excess_length_strategy="drop")
 
 
 def test_columns_that_fit_no_kind_are_named(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"prompt": "x", "answer": "y"})
-    with pytest.raises(DataError, match=r"data\.jsonl:1 has messages in 'messages' or text in 'text', but its columns are prompt, answer\."):
+    with pytest.raises(
+        DataError,
+        match=r"data\.jsonl:1 has messages in 'messages' or text in 'text', but its columns are prompt, answer\.",
+    ):
         load(tokenizer, path)
 
 
-def test_a_record_that_lacks_the_column_is_named_wherever_it_is(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
+def test_a_record_that_lacks_the_column_is_named_wherever_it_is(
+    tokenizer: Any, write_jsonl: Callable[..., Path]
+) -> None:
     path = write_jsonl(*TEXTS, {"body": "x"})
     with pytest.raises(DataError, match=r"data\.jsonl:21 has the column 'text', but its columns are body"):
         load(tokenizer, path)
 
 
-def test_the_last_dataset_is_opened_before_the_first_is_tokenized(tokenizer: Any, tokenizer_with: Callable[..., Any], write_jsonl: Callable[..., Path]) -> None:
+def test_the_last_dataset_is_opened_before_the_first_is_tokenized(
+    tokenizer: Any, tokenizer_with: Callable[..., Any], write_jsonl: Callable[..., Path]
+) -> None:
     broken = write_jsonl({"text": 3}, name="broken.jsonl")
     with pytest.raises(ConfigError, match=r"missing\.jsonl"):
         load(tokenizer, broken, broken.with_name("missing.jsonl"))

@@ -34,14 +34,26 @@ def trained(tokenizer: Any, messages: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_without_marks_the_assistants_turns_are_trained_to_their_end(tokenizer_with: Callable[..., Any], trim_offsets: bool) -> None:
-    assert trained(tokenizer_with(trim_offsets=trim_offsets), TWO_TURNS) == ["Not yet. <|im_end|>\n", " It rises. 😀<|im_end|>\n"]
+def test_without_marks_the_assistants_turns_are_trained_to_their_end(
+    tokenizer_with: Callable[..., Any], trim_offsets: bool
+) -> None:
+    assert trained(tokenizer_with(trim_offsets=trim_offsets), TWO_TURNS) == [
+        "Not yet. <|im_end|>\n",
+        " It rises. 😀<|im_end|>\n",
+    ]
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_with_marks_exactly_what_is_marked_is_trained(tokenizer_with: Callable[..., Any], marked_template: str, trim_offsets: bool) -> None:
-    """Trimmed offsets have no character for the space at the end of a span: transformers' own mask would go on to the end of the conversation."""
-    assert trained(tokenizer_with(marked_template, trim_offsets=trim_offsets), TWO_TURNS) == ["Not yet. ", " It rises. 😀"]
+def test_with_marks_exactly_what_is_marked_is_trained(
+    tokenizer_with: Callable[..., Any], marked_template: str, trim_offsets: bool
+) -> None:
+    """Trimmed offsets have no character for the space at the end of a span: transformers' own mask would go on to the
+    end of the conversation.
+    """
+    assert trained(tokenizer_with(marked_template, trim_offsets=trim_offsets), TWO_TURNS) == [
+        "Not yet. ",
+        " It rises. 😀",
+    ]
 
 
 def test_the_whole_is_tokenized_as_the_template_writes_it(tokenizer: Any) -> None:
@@ -58,29 +70,42 @@ def test_train_on_inputs_trains_every_token(tokenizer: Any) -> None:
 def test_a_token_that_is_partly_the_prompts_is_not_trained(tokenizer_with: Callable[..., Any]) -> None:
     tokenizer = tokenizer_with("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     merged = " sea" if len(tokenizer.tokenize(" sea")) == 1 else pytest.fail("the tokenizer should know ' sea'")
-    assert trained(tokenizer, [{"role": "user", "content": merged[:2]}, {"role": "assistant", "content": merged[2:] + "."}]) == ["."]
+    assert trained(
+        tokenizer, [{"role": "user", "content": merged[:2]}, {"role": "assistant", "content": merged[2:] + "."}]
+    ) == ["."]
 
 
 def test_sharegpt_is_another_way_to_write_messages(tokenizer: Any) -> None:
-    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Is the sea full?"}, {"from": "gpt", "value": "Not yet. "}]
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Is the sea full?"},
+        {"from": "gpt", "value": "Not yet. "},
+    ]
     assert messages_of(record(turns, "conversations")) == TWO_TURNS[:3]
 
 
 def test_a_column_that_is_named_is_the_only_one_looked_at() -> None:
     both = Record(fields={"talk": TWO_TURNS[:1], "messages": TWO_TURNS}, place="data.jsonl:7")
     assert messages_of(both, "talk") == TWO_TURNS[:1]
-    with pytest.raises(DataError, match=r"data\.jsonl:7 has the column 'chat', but its columns are talk, messages\. .*`field_messages`"):
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:7 has the column 'chat', but its columns are talk, messages\. .*`field_messages`"
+    ):
         messages_of(both, "chat")
 
 
 def test_keys_without_a_value_do_not_reach_the_template() -> None:
     """Parquet gives every message every key."""
-    (message,) = messages_of(record([{"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}], "name": None}]))
+    (message,) = messages_of(
+        record([{"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}], "name": None}])
+    )
     assert message == {"role": "assistant", "tool_calls": [{"name": "sum"}]}
 
 
 def test_tools_reach_the_template(tokenizer_with: Callable[..., Any]) -> None:
-    tokenizer = tokenizer_with("{{ tools[0]['name'] }}{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt %}|{% endif %}")
+    tokenizer = tokenizer_with(
+        "{{ tools[0]['name'] }}{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt "
+        "%}|{% endif %}"
+    )
     (document,) = chat_documents(tokenizer, [record(TWO_TURNS[1:3], tools=[{"name": "sum"}])])
     assert tokenizer.decode(document.ids) == "sum|Is the sea full?|Not yet. "
 
@@ -88,22 +113,31 @@ def test_tools_reach_the_template(tokenizer_with: Callable[..., Any]) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out(tokenizer_with: Callable[..., Any]) -> None:
     """As templates of reasoning models do: only the last turn keeps its thoughts."""
     thinking = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
-        "{{ m['content'] + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last "
+        "%}{{ '<think></think>' }}{% endif %}"
+        "{{ m['content'] + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% "
+        "endif %}"
     )
     tokenizer = tokenizer_with(thinking)
     assert trained(tokenizer, TWO_TURNS[:3]) == ["<think></think>Not yet. <|im_end|>"]
-    with pytest.raises(DataError, match=r"in data\.jsonl:7 .* writes message 3 otherwise when more messages follow\. .*chat_template_jinja.*generation"):
+    with pytest.raises(
+        DataError,
+        match=r"in data\.jsonl:7 .* writes message 3 otherwise when more messages follow\. .*chat_template_jinja.*generation",
+    ):
         trained(tokenizer, TWO_TURNS)
 
 
 def test_a_template_whose_prompt_is_not_how_answers_begin_is_refused(tokenizer_with: Callable[..., Any]) -> None:
-    tokenizer = tokenizer_with("{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}")
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
+    )
     with pytest.raises(DataError, match=r"data\.jsonl:7 .* writes message 3 otherwise than as an answer"):
         trained(tokenizer, TWO_TURNS)
 
 
-def test_a_conversation_that_the_assistant_begins_needs_marks(tokenizer: Any, tokenizer_with: Callable[..., Any], marked_template: str) -> None:
+def test_a_conversation_that_the_assistant_begins_needs_marks(
+    tokenizer: Any, tokenizer_with: Callable[..., Any], marked_template: str
+) -> None:
     with pytest.raises(DataError, match=r"data\.jsonl:7 .* begins with the assistant"):
         trained(tokenizer, TWO_TURNS[2:3])
     assert trained(tokenizer_with(marked_template), TWO_TURNS[2:3]) == ["Not yet. "]
@@ -123,10 +157,16 @@ def test_a_tokenizer_without_a_template_is_told_with_the_key(tokenizer_with: Cal
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        ([{"role": "narrator", "content": "x"}], r"the role of message 1 of data\.jsonl:7 is one of .* but it is 'narrator'"),
+        (
+            [{"role": "narrator", "content": "x"}],
+            r"the role of message 1 of data\.jsonl:7 is one of .* but it is 'narrator'",
+        ),
         ([{"from": "bing", "value": "x"}], r"the role of message 1 of data\.jsonl:7 is one of .* but it is 'bing'"),
         ([{"content": "x"}], r"the role of message 1 of data\.jsonl:7 .* none among content"),
-        ([TWO_TURNS[0], {"role": "user"}], r"the content of message 2 of data\.jsonl:7 is text, but there is none among role"),
+        (
+            [TWO_TURNS[0], {"role": "user"}],
+            r"the content of message 2 of data\.jsonl:7 is text, but there is none among role",
+        ),
         ([{"role": "user", "content": 3}], r"the content of message 1 of data\.jsonl:7 is text, but it is a number"),
         (["hello"], r"message 1 of data\.jsonl:7 is an object with role and content, but it is text"),
         ("hello", r"data\.jsonl:7 has a list of messages, but it is text"),

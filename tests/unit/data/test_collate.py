@@ -27,7 +27,10 @@ def test_rows_are_padded_on_the_right(pad_to: int | None, more: int) -> None:
 
 
 def test_packed_rows_are_stacked_as_they_are() -> None:
-    rows = [lay_out([row(1, 2), row(3)], sequence_len=4, pad_id=9), lay_out([row(4, 5, 6, 7)], sequence_len=4, pad_id=9)]
+    rows = [
+        lay_out([row(1, 2), row(3)], sequence_len=4, pad_id=9),
+        lay_out([row(4, 5, 6, 7)], sequence_len=4, pad_id=9),
+    ]
     batch = Collator(9, 4)(rows)
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[1, 2, 3, 9], [4, 5, 6, 7]],
@@ -36,7 +39,9 @@ def test_packed_rows_are_stacked_as_they_are() -> None:
     }
 
 
-def test_padding_is_the_pad_token_or_eos_with_a_word_or_zero(tokenizer_with: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_is_the_pad_token_or_eos_with_a_word_or_zero(
+    tokenizer_with: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "outsize"):
         full = tokenizer_with()
         assert pad_id_of(full) == full.convert_tokens_to_ids("<|pad|>") != 0
@@ -55,7 +60,9 @@ def test_the_widest_packed_batch_has_two_documents_in_each_row() -> None:
 
 
 @pytest.mark.parametrize(("rows", "pad_to", "padding"), [(1, None, 0), (2, None, 1), (1, 4, 1), (3, 4, 1)])
-def test_the_widest_unpacked_batch_has_padding_where_batches_may_have_it(rows: int, pad_to: int | None, padding: int) -> None:
+def test_the_widest_unpacked_batch_has_padding_where_batches_may_have_it(
+    rows: int, pad_to: int | None, padding: int
+) -> None:
     batch = widest_batch(Collator(0, pad_to), rows=rows, tokens=4, packed=False, vocab_size=100)
     assert {tuple(tensor.shape) for tensor in batch.values()} == {(rows, 4)}
     assert int((batch["attention_mask"] == 0).sum()) == padding == 1 - int(batch["attention_mask"][-1, -1])

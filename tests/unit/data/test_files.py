@@ -29,14 +29,22 @@ def told(path: Path) -> str:
 
 def test_each_line_of_json_is_a_record_that_knows_its_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n\n{"text": "two"}')  # a byte order mark, a blank line, no newline at the end
-    assert records_of(path) == [Record(fields={"text": "one"}, place=f"{path}:1"), Record(fields={"text": "two"}, place=f"{path}:3")]
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one"}\n\n{"text": "two"}'
+    )  # a byte order mark, a blank line, no newline at the end
+    assert records_of(path) == [
+        Record(fields={"text": "one"}, place=f"{path}:1"),
+        Record(fields={"text": "two"}, place=f"{path}:3"),
+    ]
 
 
 def test_a_list_of_json_may_span_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=2))
-    assert [(record.fields["text"], record.place) for record in records_of(path)] == [("one", f"{path} item 1"), ("two", f"{path} item 2")]
+    assert [(record.fields["text"], record.place) for record in records_of(path)] == [
+        ("one", f"{path} item 1"),
+        ("two", f"{path} item 2"),
+    ]
 
 
 def test_lines_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
@@ -55,7 +63,10 @@ def test_rows_of_parquet_are_records_with_their_number(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     messages = [{"role": "user", "content": "hi"}]
     write_parquet(path, {"messages": messages}, {"messages": []})
-    assert records_of(path) == [Record(fields={"messages": messages}, place=f"{path}:1"), Record(fields={"messages": []}, place=f"{path}:2")]
+    assert records_of(path) == [
+        Record(fields={"messages": messages}, place=f"{path}:1"),
+        Record(fields={"messages": []}, place=f"{path}:2"),
+    ]
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
@@ -72,7 +83,9 @@ CUT = [
 
 
 @pytest.mark.parametrize(("content", "found"), CUT)
-def test_a_file_that_stops_in_the_middle_seems_cut_off_and_nothing_was_trained(tmp_path: Path, content: bytes, found: str) -> None:
+def test_a_file_that_stops_in_the_middle_seems_cut_off_and_nothing_was_trained(
+    tmp_path: Path, content: bytes, found: str
+) -> None:
     path = tmp_path / "data.json"
     path.write_bytes(content)
     message = told(path)
@@ -86,7 +99,9 @@ def test_a_parquet_file_without_its_end_seems_cut_off(tmp_path: Path) -> None:
     assert f"{path} is whole" in (message := told(path)) and "seems cut off" in message
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("b.json", "[]"), ("c.txt", " \n"), ("d.jsonl", "\n\n")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", ""), ("b.json", "[]"), ("c.txt", " \n"), ("d.jsonl", "\n\n")]
+)
 def test_an_empty_file_is_named(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / name
     path.write_text(content)
@@ -110,12 +125,16 @@ def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
 def test_a_missing_column_is_told_with_those_that_are_there(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"body": "one", "title": "two"})
     (record,) = records_of(path)
-    with pytest.raises(DataError, match=r"data\.jsonl:1 has the column 'text', but its columns are body, title\. .*`field`"):
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:1 has the column 'text', but its columns are body, title\. .*`field`"
+    ):
         record.get_text("text", key="field")
 
 
 @pytest.mark.parametrize(("value", "kind"), [(3, "a number"), (["one"], "a list"), (None, "null")])
-def test_a_value_of_the_wrong_type_is_told_with_its_place(write_jsonl: Callable[..., Path], value: Any, kind: str) -> None:
+def test_a_value_of_the_wrong_type_is_told_with_its_place(
+    write_jsonl: Callable[..., Path], value: Any, kind: str
+) -> None:
     (record,) = records_of(write_jsonl({"text": value}))
     with pytest.raises(DataError, match=rf"'text' of .*data\.jsonl:1 is text, but it is {kind}"):
         record.get_text("text", key="field")

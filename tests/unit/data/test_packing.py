@@ -24,7 +24,9 @@ def rows_of(lengths: list[int]) -> Rows:
     return Rows.of(Document(ids=ids, labels=[-id for id in ids], place="data.jsonl:1") for ids in spans)
 
 
-cases = st.integers(1, 12).flatmap(lambda longest: st.tuples(st.lists(st.integers(1, longest), min_size=1, max_size=30), st.integers(longest, 14)))
+cases = st.integers(1, 12).flatmap(
+    lambda longest: st.tuples(st.lists(st.integers(1, longest), min_size=1, max_size=30), st.integers(longest, 14))
+)
 
 
 @given(cases)
@@ -34,12 +36,18 @@ def test_every_token_is_in_exactly_one_row_and_documents_stay_whole(case: tuple[
     packed = pack(rows, sequence_len=sequence_len, pad_id=PAD)
     found = []
     for row in packed:
-        assert {name: len(values) for name, values in row.items()} == dict.fromkeys(("input_ids", "labels", "position_ids"), sequence_len)
+        assert {name: len(values) for name, values in row.items()} == dict.fromkeys(
+            ("input_ids", "labels", "position_ids"), sequence_len
+        )
         starts = np.flatnonzero(row["position_ids"] == 0)
-        for ids, labels, positions in zip(*(np.split(row[name], starts[1:]) for name in ("input_ids", "labels", "position_ids")), strict=True):
+        for ids, labels, positions in zip(
+            *(np.split(row[name], starts[1:]) for name in ("input_ids", "labels", "position_ids")), strict=True
+        ):
             assert positions.tolist() == list(range(len(ids))), "positions restart with each document"
             if ids[0] == PAD:
-                assert set(ids) == {PAD} and set(labels) == {IGNORED}, "filling is a document of its own, without labels"
+                assert set(ids) == {PAD} and set(labels) == {IGNORED}, (
+                    "filling is a document of its own, without labels"
+                )
                 continue
             assert labels.tolist() == [IGNORED, *(-ids[1:]).tolist()], "a first token has no label"
             found.append(ids.tolist())
@@ -63,8 +71,17 @@ def test_the_fullest_row_with_room_is_taken() -> None:
 
 def llama(attention: str = "sdpa", **options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=160)
-    return LlamaForCausalLM._from_config(LlamaConfig(**shape, **{"use_cache": False, **options}), attn_implementation=attention).eval()
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=160,
+    )
+    return LlamaForCausalLM._from_config(
+        LlamaConfig(**shape, **{"use_cache": False, **options}), attn_implementation=attention
+    ).eval()
 
 
 def two_packed_rows() -> tuple[Rows, PackedRows]:
@@ -101,7 +118,9 @@ def test_another_first_document_leaves_the_second_exactly_as_it_was(attention: s
     firsts = [int(rows.lengths[documents[0]]) for documents in packed.rows]
     for index, length in enumerate(firsts):
         changed[index, :length] = 7
-    before, after = (model(input_ids=ids, position_ids=batch["position_ids"]).logits for ids in (batch["input_ids"], changed))
+    before, after = (
+        model(input_ids=ids, position_ids=batch["position_ids"]).logits for ids in (batch["input_ids"], changed)
+    )
     for index, length in enumerate(firsts):
         assert torch.equal(before[index, length:], after[index, length:])
         assert not torch.equal(before[index, :length], after[index, :length])
@@ -122,7 +141,14 @@ def test_with_a_cache_documents_are_not_kept_apart() -> None:
 
 def test_experts_that_only_round_otherwise_keep_documents_apart() -> None:
     torch.manual_seed(0)
-    shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000)
+    shape = dict(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+    )
     model = MixtralForCausalLM._from_config(MixtralConfig(**shape, num_local_experts=8, use_cache=False))
     assert keeps_documents_apart(model, 1000)
 

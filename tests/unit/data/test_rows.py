@@ -1,4 +1,6 @@
-"""Rows: documents as spans of flat arrays. Cutting them loses no token, and validation never sees a part of a document that is trained on."""
+"""Rows: documents as spans of flat arrays. Cutting them loses no token, and validation never sees a part of a document
+that is trained on.
+"""
 
 import logging
 from itertools import chain
@@ -47,7 +49,9 @@ def test_truncate_keeps_the_beginning_and_drop_keeps_the_short() -> None:
     assert tokens(cut(rows, sequence_len=3, strategy="drop")) == [[0, 1], [7, 8, 9]]
 
 
-@pytest.mark.parametrize(("strategy", "done"), [("split", "no token is lost"), ("truncate", "cut off"), ("drop", "left out")])
+@pytest.mark.parametrize(
+    ("strategy", "done"), [("split", "no token is lost"), ("truncate", "cut off"), ("drop", "left out")]
+)
 def test_documents_that_are_too_long_are_told_once(caplog: pytest.LogCaptureFixture, strategy: str, done: str) -> None:
     with caplog.at_level(logging.WARNING, "outsize"):
         check_lengths(rows_of(2, 5, 9, 3), sequence_len=4, strategy=strategy)  # type: ignore[arg-type]

@@ -29,7 +29,9 @@ def test_it_is_given_back_with_the_last_view() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at /proc")
 def test_a_forked_child_does_not_have_it() -> None:
-    """A loader's worker would keep the memory of an old plan alive; and pages that are copied on a write must not be under a DMA."""
+    """A loader's worker would keep the memory of an old plan alive; and pages that are copied on a write must not be
+    under a DMA.
+    """
     tensor = arena(8 * MiB)
     where = f"{tensor.data_ptr():x}"[:8]
     assert any(line.startswith(where) for line in Path("/proc/self/maps").read_text().splitlines())

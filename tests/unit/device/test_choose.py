@@ -18,7 +18,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_give_devices_of_their_kind() -> None:
     cpu, sim = choose_device("cpu"), choose_device("sim:64MiB")
     assert type(cpu) is CpuDevice and cpu.kind == "cpu"
-    assert type(sim) is SimDevice and sim.kind == "sim" and sim.spec.gpu_bytes == 64 * 2**20 and sim.torch_device == torch.device("cpu")
+    assert (
+        type(sim) is SimDevice
+        and sim.kind == "sim"
+        and sim.spec.gpu_bytes == 64 * 2**20
+        and sim.torch_device == torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))

@@ -203,7 +203,11 @@ def test_operators_count_by_what_issuing_them_takes() -> None:
     a = torch.ones(1, 2, 4, 8)
     counts = []
     with seen:
-        for work in (lambda: a.transpose(1, 2), lambda: a + a, lambda: torch.nn.functional.scaled_dot_product_attention(a, a, a)):
+        for work in (
+            lambda: a.transpose(1, 2),
+            lambda: a + a,
+            lambda: torch.nn.functional.scaled_dot_product_attention(a, a, a),
+        ):
             before = seen.issued
             work()
             counts.append(seen.issued - before)
@@ -224,7 +228,12 @@ def test_a_mode_leaves_from_the_middle_of_the_stack_and_the_others_stay_in_order
     for mode in (below, middle, above, top):
         push_mode(mode)
     remove_mode(middle)
-    assert _get_current_dispatch_mode_stack() == [top, above, below, *before]  # each is pushed below those of the caller
+    assert _get_current_dispatch_mode_stack() == [
+        top,
+        above,
+        below,
+        *before,
+    ]  # each is pushed below those of the caller
     x = torch.zeros(10)
     assert middle.live_bytes == 0 and top.live_bytes == 40
     for mode in (below, top, above):

@@ -129,7 +129,10 @@ def test_an_engine_promises_its_budget_and_takes_it_back() -> None:
 def test_two_engines_may_each_use_what_they_were_promised() -> None:
     """Both plans are exact to the byte and fit the machine side by side, so neither may run out of memory."""
     sim = SimDevice(lookup("64MiB"))
-    engines = [cells.prepare(cells.Cell(kind=kind, weights="host", optimizer="host"), sim, budget=None) for kind in ("llama", "plain")]
+    engines = [
+        cells.prepare(cells.Cell(kind=kind, weights="host", optimizer="host"), sim, budget=None)
+        for kind in ("llama", "plain")
+    ]
     try:
         for engine, kind in zip(engines, ("llama", "plain"), strict=True):
             engine.model(**zoo.batch(kind)).loss.backward()
@@ -265,12 +268,16 @@ def test_the_work_is_done_and_what_a_host_update_allocates_is_not_counted(device
     device.submit("host", lambda: done.append(torch.zeros(5000).numel()), waits=[], reads=[], writes=[], seconds=1.0)
     assert done == [5000]
     with pytest.raises(DeviceOutOfMemory):
-        device.submit("compute", lambda: done.append(torch.zeros(5000).numel()), waits=[], reads=[], writes=[], seconds=1.0)
+        device.submit(
+            "compute", lambda: done.append(torch.zeros(5000).numel()), waits=[], reads=[], writes=[], seconds=1.0
+        )
 
 
 # --- time
 
-work = st.lists(st.tuples(st.sampled_from(LANES), st.floats(0, 10), st.lists(st.integers(0, 20), max_size=3)), max_size=20)
+work = st.lists(
+    st.tuples(st.sampled_from(LANES), st.floats(0, 10), st.lists(st.integers(0, 20), max_size=3)), max_size=20
+)
 
 
 @given(work)
@@ -280,7 +287,9 @@ def test_virtual_time_is_that_of_the_lane_clock(items: list[tuple[str, float, li
     events, ends = [], []
     for lane, seconds, waits in items:
         known = [i for i in waits if i < len(events)]
-        events.append(sim.submit(lane, lambda: None, waits=[events[i] for i in known], reads=[], writes=[], seconds=seconds))
+        events.append(
+            sim.submit(lane, lambda: None, waits=[events[i] for i in known], reads=[], writes=[], seconds=seconds)
+        )
         ends.append(clock.run(lane, seconds, [ends[i] for i in known]))
     assert [event.ends for event in events] == ends
     assert (sim.clock.free, sim.clock.busy, sim.elapsed(123.0)) == (clock.free, clock.busy, clock.now)

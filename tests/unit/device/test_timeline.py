@@ -11,9 +11,18 @@ def test_on_sim_a_step_of_the_timeline_is_the_step_of_the_plan_lane_by_lane() ->
         cells.train_cell(CELL, engine, steps=2)
         with engine.device.timeline() as timeline:
             cells.train_cell(CELL, engine, steps=1)
-        issued = [str(action) for segment in (engine.runtime.executor.schedule.forward, *engine.runtime.executor.schedule.backward.values()) for action in segment]
+        issued = [
+            str(action)
+            for segment in (
+                engine.runtime.executor.schedule.forward,
+                *engine.runtime.executor.schedule.backward.values(),
+            )
+            for action in segment
+        ]
         busy = timeline.busy_seconds()
-        assert {lane: round(seconds, 12) for lane, seconds in engine.plan.estimate.busy_seconds.items()} == {k: round(v, 12) for k, v in busy.items()}
+        assert {lane: round(seconds, 12) for lane, seconds in engine.plan.estimate.busy_seconds.items()} == {
+            k: round(v, 12) for k, v in busy.items()
+        }
         assert {span.name for span in timeline.spans if span.lane != "host"} <= set(issued)
         assert min(span.start for span in timeline.spans) >= 0.0 and timeline.seconds >= max(busy.values())
         before = len(timeline.spans)

@@ -49,7 +49,11 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
 
 
 def test_case_and_spaces_do_not_matter_and_all_that_begins_so_is_offered() -> None:
-    assert lookup("H100") == lookup("h100") and lookup("RTX 4090") == lookup("rtx4090") and lookup("A100_80GB") == lookup("a100-80gb")
+    assert (
+        lookup("H100") == lookup("h100")
+        and lookup("RTX 4090") == lookup("rtx4090")
+        and lookup("A100_80GB") == lookup("a100-80gb")
+    )
     with pytest.raises(ConfigError, match="Did you mean a100-40gb or a100-80gb"):
         lookup("a100")
     with pytest.raises(ConfigError, match="hardware is a name"):

@@ -10,9 +10,15 @@ from outsize.hardware.catalog import lookup
 from outsize.hardware.lanes import LANES, LaneClock, compute_seconds, copy_seconds, together, update_seconds
 
 MACHINE = dataclasses.replace(
-    lookup("64MiB"), flops=1e12, gpu_bytes_per_second=100e9, h2d_bytes_per_second=10e9, d2h_bytes_per_second=5e9, host_adam_params_per_second=1e9,
-    gpu_adam_params_per_second=4e9, launch_seconds=1e-3,
-)  # fmt: skip
+    lookup("64MiB"),
+    flops=1e12,
+    gpu_bytes_per_second=100e9,
+    h2d_bytes_per_second=10e9,
+    d2h_bytes_per_second=5e9,
+    host_adam_params_per_second=1e9,
+    gpu_adam_params_per_second=4e9,
+    launch_seconds=1e-3,
+)
 
 
 def test_a_lane_does_one_thing_after_another_and_lanes_run_side_by_side() -> None:
@@ -37,7 +43,9 @@ def test_waiting_is_not_work() -> None:
     assert clock.busy["compute"] == 1.0 and clock.free["compute"] == 6.0
 
 
-work = st.lists(st.tuples(st.sampled_from(LANES), st.floats(0, 10), st.lists(st.integers(0, 20), max_size=3)), max_size=20)
+work = st.lists(
+    st.tuples(st.sampled_from(LANES), st.floats(0, 10), st.lists(st.integers(0, 20), max_size=3)), max_size=20
+)
 
 
 @given(work)
@@ -73,4 +81,9 @@ def test_compute_is_bound_by_arithmetic_or_by_memory_whichever_is_longer() -> No
 
 
 def test_lanes_at_work_have_one_name_in_any_order() -> None:
-    assert [together(lanes) for lanes in (["h2d"], ["d2h", "h2d"], ["host", "h2d"], ["h2d", "host", "d2h"])] == ["h2d", "h2d+d2h", "h2d+host", "h2d+d2h+host"]
+    assert [together(lanes) for lanes in (["h2d"], ["d2h", "h2d"], ["host", "h2d"], ["h2d", "host", "d2h"])] == [
+        "h2d",
+        "h2d+d2h",
+        "h2d+host",
+        "h2d+d2h+host",
+    ]

@@ -8,9 +8,16 @@ from outsize.hardware.catalog import lookup
 from outsize.hardware.limits import Demand, limit
 
 SPEC = dataclasses.replace(
-    lookup("1GiB"), h2d_bytes_per_second=10.0, d2h_bytes_per_second=5.0, host_adam_params_per_second=2.0, gpu_adam_params_per_second=100.0, launch_seconds=9.0
+    lookup("1GiB"),
+    h2d_bytes_per_second=10.0,
+    d2h_bytes_per_second=5.0,
+    host_adam_params_per_second=2.0,
+    gpu_adam_params_per_second=100.0,
+    launch_seconds=9.0,
 )
-DEMAND = Demand(compute_seconds=3.0, hiding_seconds=3.0, h2d_bytes=20.0, d2h_bytes=5.0, host_params=4.0, gpu_params=50.0)
+DEMAND = Demand(
+    compute_seconds=3.0, hiding_seconds=3.0, h2d_bytes=20.0, d2h_bytes=5.0, host_params=4.0, gpu_params=50.0
+)
 
 
 def test_every_lane_has_its_seconds_and_launches_count_nothing() -> None:
@@ -20,7 +27,7 @@ def test_every_lane_has_its_seconds_and_launches_count_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "seconds", "binds"),
+    ("change", "seconds", "bottleneck"),
     [
         ({}, 3.5, "compute"),
         ({"h2d_bytes": 60.0}, 6.0, "copies to the GPU"),
@@ -36,4 +43,4 @@ def test_every_lane_has_its_seconds_and_launches_count_nothing() -> None:
 )
 def test_the_largest_bound_binds(change: dict, seconds: float, bottleneck: str) -> None:
     found = limit(dataclasses.replace(DEMAND, **change), SPEC)
-    assert (found.seconds, found.bottleneck) == (pytest.approx(seconds), binds)
+    assert (found.seconds, found.bottleneck) == (pytest.approx(seconds), bottleneck)

@@ -15,7 +15,9 @@ from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
 
 RATES, SECONDS = st.floats(min_value=1e6, max_value=1e19), st.floats(min_value=1e-9, max_value=0.09)
 SIZES = st.integers(min_value=2**20, max_value=2**50 - 1)
-WORDS = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=8)  # PyYAML writes U+0085 as a line's end
+WORDS = st.text(
+    st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=8
+)  # PyYAML writes U+0085 as a line's end
 FIGURES = st.dictionaries(WORDS, st.one_of(RATES, st.integers(), WORDS, st.lists(RATES, max_size=2)), max_size=3)
 
 
@@ -23,12 +25,32 @@ def a_spec(**change: object) -> HardwareSpec:
     return dataclasses.replace(CATALOG["rtx4090"], **change)  # type: ignore[arg-type]
 
 
-@given(gpu=SIZES, context=st.one_of(st.just(0), SIZES), flops=RATES, launch=SECONDS, share=st.floats(0, 0.99), figures=FIGURES)
+@given(
+    gpu=SIZES,
+    context=st.one_of(st.just(0), SIZES),
+    flops=RATES,
+    launch=SECONDS,
+    share=st.floats(0, 0.99),
+    figures=FIGURES,
+)
 def test_what_is_written_reads_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, gpu: int, context: int, flops: float, launch: float, share: float, figures: dict
+    tmp_path_factory: pytest.TempPathFactory,
+    gpu: int,
+    context: int,
+    flops: float,
+    launch: float,
+    share: float,
+    figures: dict,
 ) -> None:
     assume(context < gpu)
-    spec = a_spec(gpu_bytes=gpu, context_bytes=context, flops=flops, launch_seconds=launch, allocator_share=share, provenance="#1: 'odd' \"words\" é")
+    spec = a_spec(
+        gpu_bytes=gpu,
+        context_bytes=context,
+        flops=flops,
+        launch_seconds=launch,
+        allocator_share=share,
+        provenance="#1: 'odd' \"words\" é",
+    )
     path = tmp_path_factory.mktemp("machine") / "m.yaml"
     path.write_text(write_machine(Machine(spec=spec, measured=figures)), encoding="utf-8")
     assert read_machine(path) == Machine(spec=spec, measured=figures)
@@ -43,36 +65,100 @@ def test_every_file_of_the_catalog_is_named_as_its_machine_and_reads_back(name: 
 
 
 def test_numbers_are_written_as_people_read_them() -> None:
-    text = write_machine(Machine(spec=a_spec(h2d_bytes_per_second=54.3e9, launch_seconds=12e-6, gpu_bytes=24 * 2**30), measured={}))
-    assert "h2d_bytes_per_second: 54.3e+9\n" in text and "launch_seconds: 12.0e-6\n" in text and "gpu_bytes: 24GiB\n" in text and "measured" not in text
+    text = write_machine(
+        Machine(spec=a_spec(h2d_bytes_per_second=54.3e9, launch_seconds=12e-6, gpu_bytes=24 * 2**30), measured={})
+    )
+    assert (
+        "h2d_bytes_per_second: 54.3e+9\n" in text
+        and "launch_seconds: 12.0e-6\n" in text
+        and "gpu_bytes: 24GiB\n" in text
+        and "measured" not in text
+    )
 
 
 GOOD = write_machine(Machine(spec=a_spec(), measured={}))
 NONSENSE = {
-    "a missing key": (GOOD.replace("flops: ", "# "), ["1 thing", "flops: expected a number such as 25.0e+9", "FLOPs a second, found nothing"]),
+    "a missing key": (
+        GOOD.replace("flops: ", "# "),
+        ["1 thing", "flops: expected a number such as 25.0e+9", "FLOPs a second, found nothing"],
+    ),
     "a key without a value": (GOOD.replace("name: rtx4090", "name:"), ["name: expected a text, found nothing"]),
-    "a string for a number": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: fast"), ["launch_seconds: expected a number from", "found 'fast'"]),
-    "a negative rate": (GOOD.replace("flops: ", "flops: -"), ["flops: expected a number such as 25.0e+9", "found -1155"]),
-    "no rate at all": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 0"), ["launch_seconds: expected a number from 1e-09", "found 0"]),
-    "NaN": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: .nan"), ["launch_seconds: expected a number", "found nan"]),
+    "a string for a number": (
+        GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: fast"),
+        ["launch_seconds: expected a number from", "found 'fast'"],
+    ),
+    "a negative rate": (
+        GOOD.replace("flops: ", "flops: -"),
+        ["flops: expected a number such as 25.0e+9", "found -1155"],
+    ),
+    "no rate at all": (
+        GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 0"),
+        ["launch_seconds: expected a number from 1e-09", "found 0"],
+    ),
+    "NaN": (
+        GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: .nan"),
+        ["launch_seconds: expected a number", "found nan"],
+    ),
     "infinity": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: .inf"), ["launch_seconds", "found inf"]),
-    "a number beyond floats": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 1" + "0" * 400), ["launch_seconds: expected a number"]),
-    "true for a number": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: yes"), ["launch_seconds: expected a number", "found True"]),
-    "microseconds": (GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 10"), ["launch_seconds: expected a number", "found 10"]),
-    "faster while busy": (GOOD + "launch_slowdown: 0.1\n", ["launch_slowdown: expected a number from 1 to below 100, found 0.1"]),
-    "a sustained_clock_ratio that is none": (GOOD + "sustained_clock_ratio: 0.01\n", ["sustained_clock_ratio: expected a number from 0.5", "found 0.01"]),
-    "more than any machine": (GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: 9999999TiB"), ["gpu_bytes: expected a size", "9999999TiB"]),
-    "a context without a card": (GOOD.replace("context_bytes: 600MiB", "context_bytes: 30GiB"), ["less than gpu_bytes (24GiB), found 30GiB"]),
-    "GB a second": (GOOD.replace("h2d_bytes_per_second: 25.0e+9", "h2d_bytes_per_second: 25"), ["h2d_bytes_per_second: expected a number", "found 25"]),
+    "a number beyond floats": (
+        GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 1" + "0" * 400),
+        ["launch_seconds: expected a number"],
+    ),
+    "true for a number": (
+        GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: yes"),
+        ["launch_seconds: expected a number", "found True"],
+    ),
+    "microseconds": (
+        GOOD.replace("launch_seconds: 10.0e-6", "launch_seconds: 10"),
+        ["launch_seconds: expected a number", "found 10"],
+    ),
+    "faster while busy": (
+        GOOD + "launch_slowdown: 0.1\n",
+        ["launch_slowdown: expected a number from 1 to below 100, found 0.1"],
+    ),
+    "a sustained_clock_ratio that is none": (
+        GOOD + "sustained_clock_ratio: 0.01\n",
+        ["sustained_clock_ratio: expected a number from 0.5", "found 0.01"],
+    ),
+    "more than any machine": (
+        GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: 9999999TiB"),
+        ["gpu_bytes: expected a size", "9999999TiB"],
+    ),
+    "a context without a card": (
+        GOOD.replace("context_bytes: 600MiB", "context_bytes: 30GiB"),
+        ["less than gpu_bytes (24GiB), found 30GiB"],
+    ),
+    "GB a second": (
+        GOOD.replace("h2d_bytes_per_second: 25.0e+9", "h2d_bytes_per_second: 25"),
+        ["h2d_bytes_per_second: expected a number", "found 25"],
+    ),
     "GB": (GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: 24GB"), ["gpu_bytes: ", "use GiB"]),
-    "a size without its unit": (GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: 24"), ["gpu_bytes: expected a size such as 24GiB, found 24"]),
-    "a negative size": (GOOD.replace("context_bytes: 600MiB", "context_bytes: -600"), ["context_bytes: expected a size", "-600"]),
-    "false for a size": (GOOD.replace("context_bytes: 600MiB", "context_bytes: false"), ["context_bytes: expected a size", "False"]),
-    "a list for a size": (GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: [24GiB]"), ["gpu_bytes: expected a size", "['24GiB']"]),
-    "all of the memory lost": (GOOD.replace("allocator_share: 0.02", "allocator_share: 1"), ["allocator_share: expected a number from 0 to below 1, found 1"]),
-    "an unknown key": (GOOD + "h2d_bytes_per_sec: 1\n", ["h2d_bytes_per_sec: unknown key; did you mean h2d_bytes_per_second?"]),
+    "a size without its unit": (
+        GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: 24"),
+        ["gpu_bytes: expected a size such as 24GiB, found 24"],
+    ),
+    "a negative size": (
+        GOOD.replace("context_bytes: 600MiB", "context_bytes: -600"),
+        ["context_bytes: expected a size", "-600"],
+    ),
+    "false for a size": (
+        GOOD.replace("context_bytes: 600MiB", "context_bytes: false"),
+        ["context_bytes: expected a size", "False"],
+    ),
+    "a list for a size": (
+        GOOD.replace("gpu_bytes: 24GiB", "gpu_bytes: [24GiB]"),
+        ["gpu_bytes: expected a size", "['24GiB']"],
+    ),
+    "all of the memory lost": (
+        GOOD.replace("allocator_share: 0.02", "allocator_share: 1"),
+        ["allocator_share: expected a number from 0 to below 1, found 1"],
+    ),
+    "an unknown key": (
+        GOOD + "h2d_bytes_per_sec: 1\n",
+        ["h2d_bytes_per_sec: unknown key; did you mean h2d_bytes_per_second?"],
+    ),
     "a key that is no word": (GOOD + "7: 1\n", ["7: unknown key"]),
-    "a key twice": (GOOD + "name: other\n", ["name: a key is given once"]),
+    "a key twice": (GOOD + "name: other\n", ["name: given twice"]),
     "figures that are none": (GOOD + "measured: much\n", ["measured: expected a mapping, found 'much'"]),
     "not YAML": ("name: [\n", ["is YAML", "in line"]),
     "a list": ("- 1\n- 2\n", ["is a mapping of keys to values", "it is a list", "outsize probe --save"]),
@@ -102,7 +188,11 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         lookup(str(path))
     text = str(caught.value)
     given = ("name", "gpu_bytes", "h2d_bytes_per_second")
-    missing = [field.name for field in dataclasses.fields(HardwareSpec) if field.default is dataclasses.MISSING and field.name not in given]
+    missing = [
+        field.name
+        for field in dataclasses.fields(HardwareSpec)
+        if field.default is dataclasses.MISSING and field.name not in given
+    ]
     assert f"{len(missing) + 3} things in it are wrong" in text
     assert all(f"{name}: expected" in text for name in missing)
     assert "gpu_bytes: " in text and "flop: unknown key; did you mean flops?" in text and "found -1" in text
@@ -129,5 +219,7 @@ def test_a_path_stands_wherever_a_name_does(tmp_path: Path, monkeypatch: pytest.
 
 def test_numbers_in_the_style_of_yaml_and_of_people_are_the_same(tmp_path: Path) -> None:
     for written in ("55e9", "55.0e+9", "55000000000", "55_000_000_000"):
-        (tmp_path / "m.yaml").write_text(GOOD.replace("h2d_bytes_per_second: 25.0e+9", f"h2d_bytes_per_second: {written}"))
+        (tmp_path / "m.yaml").write_text(
+            GOOD.replace("h2d_bytes_per_second: 25.0e+9", f"h2d_bytes_per_second: {written}")
+        )
         assert math.isclose(read_machine(tmp_path / "m.yaml").spec.h2d_bytes_per_second, 55e9)

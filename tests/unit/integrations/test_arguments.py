@@ -66,20 +66,31 @@ def test_what_the_plan_decides_is_turned_off_with_a_note(tmp_path: Path, caplog:
     with caplog.at_level("INFO", logger="outsize"):
         take_over(args)
     assert not args.gradient_checkpointing and not args.activation_offloading  # type: ignore[attr-defined]
-    assert "gradient_checkpointing is turned off" in caplog.text and "activation_offloading is turned off" in caplog.text
+    assert (
+        "gradient_checkpointing is turned off" in caplog.text and "activation_offloading is turned off" in caplog.text
+    )
 
 
 def test_every_adamw_of_torch_is_ours_and_the_usual_arguments_pass(tmp_path: Path) -> None:
     for optim in ("adamw_torch", "adamw_torch_fused"):
-        take_over(trainers.arguments(tmp_path, optim=optim, bf16=True, label_smoothing_factor=0.1, neftune_noise_alpha=1.0))
+        take_over(
+            trainers.arguments(tmp_path, optim=optim, bf16=True, label_smoothing_factor=0.1, neftune_noise_alpha=1.0)
+        )
 
 
 def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
-    args = trainers.arguments(tmp_path, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1, learning_rate=0.5)
+    args = trainers.arguments(
+        tmp_path, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1, learning_rate=0.5
+    )
     spec = adamw(args, decay=["a", "c"], trainable=["a", "a.bias", "norm"])
-    assert [(group["params"], group["weight_decay"]) for group in spec.groups] == [(["a"], 0.1), (["a.bias", "norm"], 0.0)]
+    assert [(group["params"], group["weight_decay"]) for group in spec.groups] == [
+        (["a"], 0.1),
+        (["a.bias", "norm"], 0.0),
+    ]
     assert (spec.lr, spec.betas, spec.eps, spec.max_grad_norm) == (0.5, (0.8, 0.95), 1e-6, trainers.MAX_GRAD_NORM)
-    assert [group["params"] for group in adamw(args, decay=[], trainable=["norm"]).groups] == [["norm"]], "no empty group"
+    assert [group["params"] for group in adamw(args, decay=[], trainable=["norm"]).groups] == [["norm"]], (
+        "no empty group"
+    )
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("inf")])

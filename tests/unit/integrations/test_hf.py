@@ -1,4 +1,6 @@
-"""OutsizeTrainer does what transformers' Trainer does, wherever a training script touches it. That its bits are the same: tests/parity/test_trainer.py."""
+"""OutsizeTrainer does what transformers' Trainer does, wherever a training script touches it. That its bits are the
+same: tests/parity/test_trainer.py.
+"""
 
 import inspect
 import json
@@ -16,7 +18,13 @@ import zoo
 from accelerate import init_empty_weights
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+)
 
 from outsize.base.errors import BadFile, ConfigError, EngineMisuse
 from outsize.device.choose import choose_device
@@ -113,7 +121,10 @@ SIGNATURES = """
     store_flos(self)
 """
 """Of Trainer, in 5.17 and in 5.22: what we override or call."""
-TABLE = {line.partition("(")[0].strip(): " ".join(line.split()) for line in SIGNATURES.replace(",\n        ", ", ").strip().splitlines()}
+TABLE = {
+    line.partition("(")[0].strip(): " ".join(line.split())
+    for line in SIGNATURES.replace(",\n        ", ", ").strip().splitlines()
+}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -124,7 +135,9 @@ def test_the_installed_trainer_has_the_method_that_we_rely_on(name: str) -> None
 
 
 def test_every_override_is_in_the_table_and_can_be_called_as_the_original() -> None:
-    overrides = {name for name, value in vars(OutsizeMixin).items() if inspect.isfunction(value) and name in dir(Trainer)}
+    overrides = {
+        name for name, value in vars(OutsizeMixin).items() if inspect.isfunction(value) and name in dir(Trainer)
+    }
     assert overrides <= TABLE.keys()
     for name in overrides - {"__init__"}:
         parameters = inspect.signature(getattr(Trainer, name)).parameters
@@ -156,7 +169,9 @@ def test_accelerates_autocast_keeps_no_casts_of_weights(ours: Any) -> None:
     """Its cache would hold a bf16 copy of every layer until the forward ends, streamed or not."""
     trainer = ours(args={"bf16": True})
     seen = set()
-    trainer.model.model.layers[0].register_forward_pre_hook(lambda *_: seen.add((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled())))
+    trainer.model.model.layers[0].register_forward_pre_hook(
+        lambda *_: seen.add((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+    )
     trainer.train()
     assert seen == {(True, False)} and torch.is_autocast_cache_enabled()
 
@@ -164,11 +179,15 @@ def test_accelerates_autocast_keeps_no_casts_of_weights(ours: Any) -> None:
 def test_the_plan_is_made_for_the_longest_rows_and_not_for_the_first_batch(ours: Any) -> None:
     short = trainers.rows(KIND, 2, tokens=6)
     wanted = {"input_ids": (2, 16), "labels": (2, 16), "num_items_in_batch": ()}
-    trainer = ours(train_dataset=short + trainers.rows(KIND, 6), sequence_len=16, args={"train_sampling_strategy": "sequential"})
+    trainer = ours(
+        train_dataset=short + trainers.rows(KIND, 6), sequence_len=16, args={"train_sampling_strategy": "sequential"}
+    )
     assert trainer.preview().plan.inputs == wanted
     trainer.train()
     assert trainer.engine.plan.inputs == wanted
-    assert ours(train_dataset=short[:1], sequence_len=4).preview().plan.inputs["input_ids"] == (2, 6), "what is seen to be longer counts"
+    assert ours(train_dataset=short[:1], sequence_len=4).preview().plan.inputs["input_ids"] == (2, 6), (
+        "what is seen to be longer counts"
+    )
 
 
 def test_the_length_in_the_arguments_is_a_habit_that_the_model_may_cut_short(ours: Any) -> None:
@@ -193,7 +212,10 @@ def mean_of_squares(outputs: Any, labels: Any, num_items_in_batch: Any) -> Tenso
     return outputs.logits.float().square().sum() / num_items_in_batch
 
 
-@pytest.mark.parametrize("how", [{}, {"compute_loss_func": mean_of_squares}, {"args": {"label_smoothing_factor": 0.1}}, {"args": {"bf16": True}}])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"compute_loss_func": mean_of_squares}, {"args": {"label_smoothing_factor": 0.1}}, {"args": {"bf16": True}}],
+)
 def test_a_larger_batch_than_planned_is_planned_for_when_it_comes(how: dict[str, Any], ours: Any, plain: Any) -> None:
     data = trainers.rows(KIND, 2, tokens=6) + trainers.rows(KIND, 2, tokens=16) + trainers.rows(KIND, 4, tokens=9)
     settings = {**how, "train_dataset": data, "args": {"train_sampling_strategy": "sequential", **how.get("args", {})}}
@@ -204,14 +226,23 @@ def test_a_larger_batch_than_planned_is_planned_for_when_it_comes(how: dict[str,
 
 
 def test_a_plan_that_is_made_again_is_measured_at_the_size_it_is_for(ours: Any) -> None:
-    """The last batch is one long row; a later one may have two. What the loss takes outside of the model is part of it."""
-    given = {"compute_loss_func": mean_of_squares, "device": trainers.machine(), "args": {"train_sampling_strategy": "sequential", "max_steps": 2}}
+    """The last batch is one long row; a later one may have two. What the loss takes outside of the model is
+    part of it.
+    """
+    given = {
+        "compute_loss_func": mean_of_squares,
+        "device": trainers.machine(),
+        "args": {"train_sampling_strategy": "sequential", "max_steps": 2},
+    }
     trainer = ours(train_dataset=trainers.rows(KIND, 2) + trainers.rows(KIND, 1, tokens=40), sequence_len=16, **given)
     trainer.train()
     made = trainer.engine.plan
     trainer.stop_engine()
     expected = ours(train_dataset=trainers.rows(KIND, 2, tokens=40), **given).preview().plan
-    assert made.inputs["input_ids"] == expected.inputs["input_ids"] == (2, 40) and made.estimate.gpu_bytes == expected.estimate.gpu_bytes
+    assert (
+        made.inputs["input_ids"] == expected.inputs["input_ids"] == (2, 40)
+        and made.estimate.gpu_bytes == expected.estimate.gpu_bytes
+    )
 
 
 def test_the_device_is_where_the_trainer_puts_its_batches(ours: Any) -> None:
@@ -260,8 +291,13 @@ def test_looking_leaves_all_random_generators_as_they_were(kind: str, ours: Any)
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 
-@pytest.mark.parametrize(("kind", "before"), [*((kind, "nothing") for kind in KINDS_OF_DATA), ("one pass", "preview"), ("one pass", "evaluate")])
-def test_every_row_is_trained_on_once_and_in_the_plain_order(kind: str, before: str, ours: Any, plain: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [*((kind, "nothing") for kind in KINDS_OF_DATA), ("one pass", "preview"), ("one pass", "evaluate")],
+)
+def test_every_row_is_trained_on_once_and_in_the_plain_order(
+    kind: str, before: str, ours: Any, plain: Any, tmp_path: Path
+) -> None:
     expected = plain(train_dataset=data_of(kind))
     expected.train()
     given = {"train_dataset": data_of(kind), "eval_dataset": trainers.rows(KIND, 3), **trainers.planned("resident")}
@@ -270,7 +306,9 @@ def test_every_row_is_trained_on_once_and_in_the_plain_order(kind: str, before: 
         trainer.train()
         rows = [row["input_ids"].tolist() for row in trainers.rows(KIND, 8)]
         assert sorted(trainer.trained_on) == sorted(rows)
-        assert [e["loss"] for e in trainers.logged(trainer) if "loss" in e] == [e["loss"] for e in trainers.logged(expected) if "loss" in e]
+        assert [e["loss"] for e in trainers.logged(trainer) if "loss" in e] == [
+            e["loss"] for e in trainers.logged(expected) if "loss" in e
+        ]
 
 
 def test_a_stream_to_evaluate_on_loses_nothing_either(ours: Any) -> None:
@@ -284,14 +322,20 @@ class Sized(Stream):
 
 
 def test_a_stream_with_a_length_tells_how_many_steps_an_epoch_has(ours: Any) -> None:
-    trainer = ours(train_dataset=Sized(trainers.rows(KIND, 8), once=False), args={"max_steps": -1, "num_train_epochs": 2})
+    trainer = ours(
+        train_dataset=Sized(trainers.rows(KIND, 8), once=False), args={"max_steps": -1, "num_train_epochs": 2}
+    )
     assert trainer.train().global_step == 8
 
 
-def test_batches_at_the_end_of_a_stream_that_fill_no_step_stop_no_save(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_at_the_end_of_a_stream_that_fill_no_step_stop_no_save(
+    ours: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Three batches in steps of two: Trainer leaves the third one's gradients lying, and saves."""
     data = Stream(trainers.rows(KIND, 6), once=False)
-    trainer = ours(train_dataset=data, args={"gradient_accumulation_steps": 2, "save_strategy": "epoch", "max_steps": 2})
+    trainer = ours(
+        train_dataset=data, args={"gradient_accumulation_steps": 2, "save_strategy": "epoch", "max_steps": 2}
+    )
     trainer.train()
     assert checkpoints(trainer) == ["checkpoint-1", "checkpoint-2"] and caplog.text.count("fill no step") == 1
 
@@ -308,8 +352,17 @@ ALIKE: dict[str, dict[str, Any]] = {
     "tokens": {"include_num_input_tokens_seen": "all"},
     "tokens_without_padding": {"include_num_input_tokens_seen": "non_padding"},
     "cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 1},
-    "warmup_stable_decay": {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2}, "warmup_steps": 1},
-    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, "metric_for_best_model": "rows", "eval_strategy": "steps"},
+    "warmup_stable_decay": {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 2},
+        "warmup_steps": 1,
+    },
+    "plateau": {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0},
+        "metric_for_best_model": "rows",
+        "eval_strategy": "steps",
+    },
     "epochs": {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "logging_strategy": "epoch"},
     "workers": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     "averaged": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
@@ -320,7 +373,9 @@ RARELY_DIFFERENT = {"sequential", "keep_last", "data_seed", "tokens", "cosine", 
 """In `make test-all`: each has its like among the others, or in tests/parity/test_trainer.py."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] if name in RARELY_DIFFERENT else []) for name in ALIKE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in RARELY_DIFFERENT else []) for name in ALIKE]
+)
 def test_the_log_is_a_plain_trainers(name: str, ours: Any, plain: Any) -> None:
     logs = []
     for make in (ours, plain):
@@ -352,7 +407,10 @@ def test_a_second_run_goes_on_as_a_plain_one_does(ours: Any, plain: Any) -> None
 def test_a_second_run_with_other_terms_has_another_plan_and_the_same_optimizer(ours: Any, plain: Any) -> None:
     """Without clipping no gradient is kept; a window of two needs them."""
     outcomes = []
-    for trainer in (ours(args={"max_steps": 2, "max_grad_norm": 0.0}), plain(args={"max_steps": 2, "max_grad_norm": 0.0})):
+    for trainer in (
+        ours(args={"max_steps": 2, "max_grad_norm": 0.0}),
+        plain(args={"max_steps": 2, "max_grad_norm": 0.0}),
+    ):
         trainer.train()
         trainer.args.gradient_accumulation_steps = 2
         outcomes.append(trainers.train(trainer))
@@ -396,7 +454,11 @@ def test_evaluation_and_prediction_are_a_plain_trainers_before_and_after_trainin
         trainer = make(eval_dataset=held_out, compute_metrics=lambda p: {"mean": float(p.predictions.mean())})
         for _ in range(2):
             prediction = trainer.predict(held_out)
-            found += [trainer.evaluate()["eval_loss"], trainer.evaluate({"a": held_out[:2]})["eval_a_loss"], prediction.metrics["test_mean"]]
+            found += [
+                trainer.evaluate()["eval_loss"],
+                trainer.evaluate({"a": held_out[:2]})["eval_a_loss"],
+                prediction.metrics["test_mean"],
+            ]
             found += [prediction.predictions.tolist(), trainer.predict(unlabelled).predictions.tolist()]
             trainer.train()
         found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -437,7 +499,10 @@ def test_a_callback_finds_the_checkpoint_it_is_told_of(ours: Any) -> None:
     trainer = ours(args=SAVING, callbacks=[watching])
     trainer.train()
     assert not trainer._may_save_in_background and len(watching.found) == 4
-    assert all({"model.safetensors", "config.json", "state.safetensors", "outsize.json", "trainer_state.json"} <= names for names in watching.found)
+    assert all(
+        {"model.safetensors", "config.json", "state.safetensors", "outsize.json", "trainer_state.json"} <= names
+        for names in watching.found
+    )
 
 
 def test_no_state_of_a_checkpoint_is_in_a_pickle(ours: Any) -> None:
@@ -448,7 +513,9 @@ def test_no_state_of_a_checkpoint_is_in_a_pickle(ours: Any) -> None:
     trainer.train()
     trainer.save_model()
     files = [path for path in Path(trainer.args.output_dir).rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".safetensors", ".json", ".md", ".pt"} and checkpoints(trainer) == [f"checkpoint-{i}" for i in (1, 2, 3, 4)]
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".md", ".pt"} and checkpoints(trainer) == [
+        f"checkpoint-{i}" for i in (1, 2, 3, 4)
+    ]
     assert json.loads((Path(trainer.args.output_dir) / "training_args.json").read_text())["learning_rate"] == 1e-2
     assert {path.name for path in files if path.suffix == ".pt"} == {"optimizer.pt", "scheduler.pt"}
     assert not any(path.parent == Path(trainer.args.output_dir) for path in files if path.suffix in (".pt", ".md"))
@@ -460,9 +527,10 @@ def test_the_oldest_checkpoints_go_and_the_best_stays(limit: int, left: list[str
     """The metric falls until step 2 and rises after it."""
     score = iter([3.0, 1.0, 2.0, 4.0])
     trainer = ours(
-        eval_dataset=trainers.rows(KIND, 2), compute_metrics=lambda _: {"score": next(score)},
+        eval_dataset=trainers.rows(KIND, 2),
+        compute_metrics=lambda _: {"score": next(score)},
         args={**SAVING, "save_total_limit": limit, "eval_strategy": "steps", "eval_steps": 1, **BEST},
-    )  # fmt: skip
+    )
     trainer.train()
     assert checkpoints(trainer) == left and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
     best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
@@ -475,9 +543,18 @@ def test_training_stops_early_and_a_resumed_run_remembers_its_patience(ours: Any
     def make(scores: list[float]) -> Any:
         score = iter(scores)
         return ours(
-            eval_dataset=trainers.rows(KIND, 2), compute_metrics=lambda _: {"score": next(score)}, callbacks=[EarlyStoppingCallback(2)],
-            args={**SAVING, **BEST, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 8, "restore_callback_states_from_checkpoint": True},
-        )  # fmt: skip
+            eval_dataset=trainers.rows(KIND, 2),
+            compute_metrics=lambda _: {"score": next(score)},
+            callbacks=[EarlyStoppingCallback(2)],
+            args={
+                **SAVING,
+                **BEST,
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "max_steps": 8,
+                "restore_callback_states_from_checkpoint": True,
+            },
+        )
 
     assert make([3.0, 1.0, 2.0, 4.0, 0.0]).train().global_step == 4
     resumed = make([5.0, 0.0])
@@ -558,7 +635,9 @@ def test_an_engine_that_was_stopped_leaves_a_plain_model_and_is_started_again(ou
     trainer.train()
     trained = weights_of(trainer)
     trainer.stop_engine()
-    assert_equal(dict(trainer.model.named_parameters()), {name: trained[name] for name, _ in trainer.model.named_parameters()})
+    assert_equal(
+        dict(trainer.model.named_parameters()), {name: trained[name] for name, _ in trainer.model.named_parameters()}
+    )
     loss = trainer.evaluate(trainers.rows(KIND, 2))["eval_loss"]
     trainer.train()
     assert loss > 0 and trainer.engine.num_steps == 4
@@ -579,7 +658,12 @@ class OwnOptimizer(OutsizeTrainer):
 
 
 def test_an_optimizer_that_a_subclass_makes_is_refused(tmp_path: Path) -> None:
-    trainer = OwnOptimizer(model=zoo.make(KIND), args=trainers.arguments(tmp_path), train_dataset=trainers.rows(KIND), **trainers.planned("resident"))
+    trainer = OwnOptimizer(
+        model=zoo.make(KIND),
+        args=trainers.arguments(tmp_path),
+        train_dataset=trainers.rows(KIND),
+        **trainers.planned("resident"),
+    )
     with trainers.closing(trainer), pytest.raises(ConfigError, match="get_decay_parameter_names"):
         trainer.train()
 
@@ -591,7 +675,9 @@ class Counter(OutsizeTrainer):
         super().__init__(*args, **kwargs)
         self.calls, self.metrics, self.total = 0, {"train": [], "eval": []}, torch.zeros(())
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.calls += 1
         self.metrics["train"].append(num_items_in_batch)
@@ -601,7 +687,12 @@ class Counter(OutsizeTrainer):
 
 @pytest.mark.usefixtures("_profiles_anew")
 def test_what_a_loss_counts_is_not_counted_in_the_trial_run(tmp_path: Path) -> None:
-    trainer = Counter(model=zoo.make(KIND), args=trainers.arguments(tmp_path), train_dataset=trainers.rows(KIND), **trainers.planned("resident"))
+    trainer = Counter(
+        model=zoo.make(KIND),
+        args=trainers.arguments(tmp_path),
+        train_dataset=trainers.rows(KIND),
+        **trainers.planned("resident"),
+    )
     metrics = trainer.metrics
     with trainers.closing(trainer):
         trainer.train()

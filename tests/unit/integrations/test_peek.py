@@ -83,7 +83,9 @@ def test_a_look_in_the_middle_of_a_pass_is_a_new_pass() -> None:
 
 
 def test_a_stream_that_draws_random_numbers_draws_the_same_ones() -> None:
-    """The caller puts the generators back after the look, and the stream must not draw its first numbers a second time."""
+    """The caller puts the generators back after the look, and the stream must not draw its first numbers a
+    second time.
+    """
 
     def numbers(look: bool) -> list[float]:
         torch.manual_seed(0), random.seed(0)

@@ -24,7 +24,14 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 def draw() -> tuple[Any, ...]:
     """A number of every generator, normal ones too: those are drawn in pairs, and one may wait."""
-    return random.random(), random.gauss(), np.random.rand(), np.random.randn(), torch.rand(()).item(), torch.randn(()).item()
+    return (
+        random.random(),
+        random.gauss(),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+        torch.randn(()).item(),
+    )
 
 
 def test_what_is_drawn_inside_is_as_if_it_had_not_been() -> None:
@@ -60,7 +67,9 @@ def test_generators_know_whether_they_have_moved() -> None:
 
 def scheduler_of(kind: str, steps: int) -> Any:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=2, num_training_steps=9, scheduler_specific_kwargs=SETTINGS.get(kind, {}))
+    scheduler = get_scheduler(
+        kind, optimizer, num_warmup_steps=2, num_training_steps=9, scheduler_specific_kwargs=SETTINGS.get(kind, {})
+    )
     advance(scheduler, kind, steps)
     return scheduler
 

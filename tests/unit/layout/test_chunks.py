@@ -22,9 +22,17 @@ class Spec:
 
 
 def graph_of(specs: list[Spec], num_blocks: int = 3, calls: tuple[int, ...] | None = None) -> BlockGraph:
-    params = tuple(Param(name=f"p{i}", shape=(s.numel,), dtype=s.dtype, trainable=s.trainable) for i, s in enumerate(specs))
+    params = tuple(
+        Param(name=f"p{i}", shape=(s.numel,), dtype=s.dtype, trainable=s.trainable) for i, s in enumerate(specs)
+    )
     blocks = tuple(
-        Block(name=f"b{b}", kind="layer", structure="x", params=tuple(f"p{i}" for i, s in enumerate(specs) if b in s.blocks)) for b in range(num_blocks)
+        Block(
+            name=f"b{b}",
+            kind="layer",
+            structure="x",
+            params=tuple(f"p{i}" for i, s in enumerate(specs) if b in s.blocks),
+        )
+        for b in range(num_blocks)
     )
     calls = calls or tuple(range(num_blocks))
     return BlockGraph(blocks=blocks, calls=calls, has_backward=(True,) * len(calls), params=params, buffer_bytes=0)
@@ -32,15 +40,22 @@ def graph_of(specs: list[Spec], num_blocks: int = 3, calls: tuple[int, ...] | No
 
 specs = st.lists(
     st.builds(
-        Spec, numel=st.integers(1, 700), dtype=st.sampled_from(["bfloat16", "float32", "uint8"]), trainable=st.booleans(),
+        Spec,
+        numel=st.integers(1, 700),
+        dtype=st.sampled_from(["bfloat16", "float32", "uint8"]),
+        trainable=st.booleans(),
         blocks=st.sets(st.integers(0, 2), max_size=3).map(lambda s: tuple(sorted(s))),
-    ), min_size=1, max_size=12,
-)  # fmt: skip
+    ),
+    min_size=1,
+    max_size=12,
+)
 calls = st.lists(st.integers(0, 2), min_size=0, max_size=3).map(lambda more: (0, 1, 2, *more))
 
 
 @given(specs, calls, st.sampled_from([1, 256, 1000, 4096, 2**20]))
-def test_any_graph_is_packed_without_gap_overlap_or_mixture(wanted: list[Spec], order: tuple[int, ...], chunk_bytes: int) -> None:
+def test_any_graph_is_packed_without_gap_overlap_or_mixture(
+    wanted: list[Spec], order: tuple[int, ...], chunk_bytes: int
+) -> None:
     """C1, C2, C5, C13 and C19 at once: alignment, one kind per chunk, oversized, tied and unused parameters."""
     graph = graph_of(wanted, calls=order)
     layout = pack(graph, chunk_bytes)
@@ -83,7 +98,14 @@ def test_a_layout_survives_json(wanted: list[Spec], order: tuple[int, ...]) -> N
 
 
 def test_c1_parameters_begin_at_multiples_of_256_bytes_whatever_their_dtype() -> None:
-    wanted = [Spec(3), Spec(5), Spec(3, "float32"), Spec(5, "float32"), Spec(7, "uint8", trainable=False), Spec(9, "uint8", trainable=False)]
+    wanted = [
+        Spec(3),
+        Spec(5),
+        Spec(3, "float32"),
+        Spec(5, "float32"),
+        Spec(7, "uint8", trainable=False),
+        Spec(9, "uint8", trainable=False),
+    ]
     layout = pack(graph_of(wanted))
     assert [(chunk.dtype, [piece.offset for piece in chunk.pieces], chunk.nbytes) for chunk in layout.chunks] == [
         ("bfloat16", [0, 128], 512),
@@ -95,7 +117,10 @@ def test_c1_parameters_begin_at_multiples_of_256_bytes_whatever_their_dtype() ->
 def test_c2_frozen_and_trainable_parameters_never_share_a_chunk_and_frozen_ones_have_no_state() -> None:
     layout = pack(graph_of([Spec(100), Spec(100, trainable=False), Spec(100), Spec(100, trainable=False)]))
     frozen, trained = (next(chunk for chunk in layout.chunks if chunk.trainable is value) for value in (False, True))
-    assert [piece.name for piece in frozen.pieces] == ["p1", "p3"] and [piece.name for piece in trained.pieces] == ["p0", "p2"]
+    assert [piece.name for piece in frozen.pieces] == ["p1", "p3"] and [piece.name for piece in trained.pieces] == [
+        "p0",
+        "p2",
+    ]
     assert frozen.state_bytes == 0 and frozen.grad_bytes(True) == frozen.grad_bytes(False) == 0 and not frozen.is_split
 
 
@@ -106,15 +131,21 @@ def test_c5_a_parameter_larger_than_a_chunk_has_a_chunk_of_its_own() -> None:
 
 
 def test_c13_a_tied_parameter_is_placed_once_with_all_its_visits() -> None:
-    layout = pack(graph_of([Spec(100, blocks=(0, 2)), Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))]))
+    layout = pack(
+        graph_of([Spec(100, blocks=(0, 2)), Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))])
+    )
     index, _ = layout.place["p0"]
     assert layout.chunks[index].calls == (0, 2)
-    assert [piece.name for piece in layout.chunks[index].pieces] == ["p0"], "what only the stem uses does not wait for the head"
+    assert [piece.name for piece in layout.chunks[index].pieces] == ["p0"], (
+        "what only the stem uses does not wait for the head"
+    )
     assert index in layout.used_by(0) and index in layout.used_by(2) and index not in layout.used_by(1)
 
 
 def test_c13_a_block_that_runs_three_times_has_one_chunk_with_three_visits() -> None:
-    layout = pack(graph_of([Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))], calls=(0, 1, 1, 1, 2)))
+    layout = pack(
+        graph_of([Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))], calls=(0, 1, 1, 1, 2))
+    )
     assert [chunk.calls for chunk in layout.chunks] == [(0,), (1, 2, 3), (4,)]
 
 
@@ -124,7 +155,9 @@ def test_c19_a_parameter_that_nobody_reads_is_packed_with_the_last_visit() -> No
     assert layout.chunks[layout.place["p0"][0]].calls == (2,)
 
 
-@pytest.mark.parametrize(("dtype", "state", "grad", "grad_fp32", "split"), [("bfloat16", 10, 2, 4, True), ("float32", 8, 4, 4, False)])
+@pytest.mark.parametrize(
+    ("dtype", "state", "grad", "grad_fp32", "split"), [("bfloat16", 10, 2, 4, True), ("float32", 8, 4, 4, False)]
+)
 def test_bytes_beside_the_weights(dtype: str, state: int, grad: int, grad_fp32: int, split: bool) -> None:
     """12 bytes a parameter: 2 + 2 + 4 + 4 for a split bf16 master, 4 + 4 + 4 for fp32."""
     (chunk,) = pack(graph_of([Spec(256, dtype)])).chunks

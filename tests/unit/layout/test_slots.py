@@ -1,4 +1,6 @@
-"""Slots: the colouring that decides who may lie where. What it must never do is checked for any layout, streamed set and depth."""
+"""Slots: the colouring that decides who may lie where. What it must never do is checked for any layout, streamed set
+and depth.
+"""
 
 from itertools import combinations
 
@@ -13,11 +15,16 @@ from outsize.layout.slots import assign_slots
 def layout_of(chunks: list[tuple[tuple[int, ...], int]]) -> ChunkLayout:
     """(calls, KiB) per chunk, in the order of first use as `pack` gives them."""
     chunks = sorted(chunks, key=lambda c: c[0])
-    made = (Chunk(index=i, calls=calls, dtype="uint8", trainable=False, numel=kib * 1024, pieces=()) for i, (calls, kib) in enumerate(chunks))
+    made = (
+        Chunk(index=i, calls=calls, dtype="uint8", trainable=False, numel=kib * 1024, pieces=())
+        for i, (calls, kib) in enumerate(chunks)
+    )
     return ChunkLayout(chunk_bytes=2**20, chunks=tuple(made))
 
 
-calls = st.integers(0, 9).map(lambda v: (v,)) | st.sets(st.integers(0, 9), min_size=2, max_size=3).map(lambda s: tuple(sorted(s)))
+calls = st.integers(0, 9).map(lambda v: (v,)) | st.sets(st.integers(0, 9), min_size=2, max_size=3).map(
+    lambda s: tuple(sorted(s))
+)
 layouts = st.lists(st.tuples(calls, st.integers(1, 8)), min_size=1, max_size=16).map(layout_of)
 
 
@@ -54,16 +61,23 @@ def test_a_slot_is_exactly_as_large_as_its_largest_chunk(case: tuple[ChunkLayout
 
 @given(cases())
 def test_there_are_no_more_slots_than_chunks_that_may_be_there_at_once(case: tuple[ChunkLayout, set[int], int]) -> None:
-    """Greedy in the order of calls is optimal for intervals: the slots of single-call chunks are the fullest window of depth + 1 calls."""
+    """Greedy in the order of calls is optimal for intervals: the slots of single-call chunks are the fullest window of
+    depth + 1 calls.
+    """
     layout, streamed, depth = case
     order = sorted({call for index in streamed for call in layout.chunks[index].calls})
     single = [index for index in streamed if len(layout.chunks[index].calls) == 1]
-    fullest = max((sum(layout.chunks[i].calls[0] in order[k : k + depth + 1] for i in single) for k in range(len(order))), default=0)
+    fullest = max(
+        (sum(layout.chunks[i].calls[0] in order[k : k + depth + 1] for i in single) for k in range(len(order))),
+        default=0,
+    )
     assert len(assign_slots(layout, streamed, depth).slot_bytes) == fullest + len(streamed) - len(single)
 
 
 @given(cases())
-def test_the_assignment_does_not_depend_on_the_order_in_which_chunks_are_named(case: tuple[ChunkLayout, set[int], int]) -> None:
+def test_the_assignment_does_not_depend_on_the_order_in_which_chunks_are_named(
+    case: tuple[ChunkLayout, set[int], int],
+) -> None:
     layout, streamed, depth = case
     assert assign_slots(layout, sorted(streamed), depth) == assign_slots(layout, sorted(streamed, reverse=True), depth)
 
@@ -82,7 +96,9 @@ def test_equal_blocks_of_several_chunks_take_turns_as_well(depth: int) -> None:
 
 
 def test_resident_visits_between_streamed_ones_do_not_count_as_distance() -> None:
-    """Depth counts streamed calls: the prefetch looks past the resident ones, so the chunks on both sides of them are neighbours."""
+    """Depth counts streamed calls: the prefetch looks past the resident ones, so the chunks on both sides of them are
+    neighbours.
+    """
     layout = layout_of([((i,), 1) for i in range(10)])
     slots = assign_slots(layout, {0, 9}, depth=1)
     assert slots.slot_of[0] != slots.slot_of[9]

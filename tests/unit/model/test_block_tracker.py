@@ -36,7 +36,9 @@ class Recorder:
         self.forward.append((call, layer))
         self.log.append(f"F{call}")
 
-    def runs(self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def runs(
+        self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self.log.append(f"run{layer}")
         return forward(*args, **kwargs)
 
@@ -124,7 +126,24 @@ def test_visits_open_in_order_and_backward_in_reverse_whatever_layers_return(wra
     model(torch.ones(2, 4)).sum().backward()
     assert recorder.forward == ORDER
     assert recorder.opened == [4, 3, 2, 1, 0]
-    assert recorder.log == ["begin", "F0", "F1", "run0", "F2", "run1", "F3", "run2", "F4", "end", "B4", "B3", "B2", "B1", "B0", "done"]
+    assert recorder.log == [
+        "begin",
+        "F0",
+        "F1",
+        "run0",
+        "F2",
+        "run1",
+        "F3",
+        "run2",
+        "F4",
+        "end",
+        "B4",
+        "B3",
+        "B2",
+        "B1",
+        "B0",
+        "done",
+    ]
 
 
 def test_a_backward_opens_before_any_gradient_of_its_own_weights_arrives() -> None:
@@ -142,9 +161,12 @@ def test_a_backward_opens_before_any_gradient_of_its_own_weights_arrives() -> No
         else:
             found[word] = owner
     assert found == {
-        "head.weight": "B4", "head.bias": "B4", **{f"layers.{i}.proj.{p}": f"B{i + 1}" for i in range(3) for p in ("weight", "bias")},
-        "embed.weight": "B0", "embed.bias": "B0",
-    }  # fmt: skip
+        "head.weight": "B4",
+        "head.bias": "B4",
+        **{f"layers.{i}.proj.{p}": f"B{i + 1}" for i in range(3) for p in ("weight", "bias")},
+        "embed.weight": "B0",
+        "embed.bias": "B0",
+    }
     assert recorder.log[-1] == "done"
 
 
@@ -403,7 +425,9 @@ def test_a_patched_forward_is_what_runs_while_the_course_is_attached() -> None:
 
 def test_arguments_may_be_replaced_where_the_forward_begins() -> None:
     class Moves(Recorder):
-        def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def forward_begins(
+            self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return tuple(a * 0 for a in args), {k: v * 0 for k, v in kwargs.items()}
 
     model = Model()

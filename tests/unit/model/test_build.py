@@ -1,4 +1,6 @@
-"""Building a model from its folder: the one that from_pretrained gives, without holding its weights twice; or a reason."""
+"""Building a model from its folder: the one that from_pretrained gives, without holding its weights twice; or a
+reason.
+"""
 
 import json
 import os
@@ -11,7 +13,16 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, LlamaModel, ViTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    ViTConfig,
+)
 
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
@@ -20,7 +31,9 @@ from outsize.model.weights import SINGLE, is_unmaterialized
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 STREAMED = ["llama", "llama-untied", "qwen3", "gemma2", "gpt2", "t5", "one-block"]
-"""Kinds that are stored as they are run. (BERT is a classifier here: build_model makes it from its architecture's name.)"""
+"""Kinds that are stored as they are run. (BERT is a classifier here: build_model makes it from its architecture's
+name.)
+"""
 
 
 def saved(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> nn.Module:
@@ -31,7 +44,9 @@ def saved(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **how: An
 
 def trained(model: nn.Module, kind: str, weights: Any = None, **how: Any) -> cells.Outcome:
     data = cells.batches(kind, 3)
-    engine = outsize.prepare(model, data[0], optimizer=SPEC, device="sim:64MiB", chunk_bytes="8KiB", weights=weights, **how)
+    engine = outsize.prepare(
+        model, data[0], optimizer=SPEC, device="sim:64MiB", chunk_bytes="8KiB", weights=weights, **how
+    )
     with cells.closing(engine):
         return cells.train(model, engine.optimizer, data, steps=3, accumulate=1, engine=engine)
 
@@ -39,10 +54,14 @@ def trained(model: nn.Module, kind: str, weights: Any = None, **how: Any) -> cel
 def same_but_for_weights(a: nn.Module, b: nn.Module) -> None:
     """Structure, ties, dtypes, and the buffers' values, which are in no file."""
     assert type(a) is type(b) and a.training == b.training
-    assert [(n, type(m), m.extra_repr()) for n, m in a.named_modules()] == [(n, type(m), m.extra_repr()) for n, m in b.named_modules()]
+    assert [(n, type(m), m.extra_repr()) for n, m in a.named_modules()] == [
+        (n, type(m), m.extra_repr()) for n, m in b.named_modules()
+    ]
     for tensors in ("named_parameters", "named_buffers"):
         mine, theirs = (list(getattr(m, tensors)()) for m in (a, b))
-        assert [(n, t.shape, t.dtype, t.requires_grad) for n, t in mine] == [(n, t.shape, t.dtype, t.requires_grad) for n, t in theirs]
+        assert [(n, t.shape, t.dtype, t.requires_grad) for n, t in mine] == [
+            (n, t.shape, t.dtype, t.requires_grad) for n, t in theirs
+        ]
     assert all(torch.equal(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True))
     assert a.config.to_dict() == {**b.config.to_dict(), "_name_or_path": a.config.to_dict().get("_name_or_path")}
 
@@ -127,7 +146,10 @@ def test_random_weights_are_those_of_torchs_generator_and_need_no_files(tmp_path
 
 def test_attention_is_the_one_that_is_asked_for(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
-    assert build_model(str(tmp_path), dtype=torch.float32, attn_implementation="eager").model.config._attn_implementation == "eager"
+    assert (
+        build_model(str(tmp_path), dtype=torch.float32, attn_implementation="eager").model.config._attn_implementation
+        == "eager"
+    )
 
 
 def test_an_export_of_what_was_built_is_what_save_pretrained_writes(tmp_path: Path) -> None:
@@ -140,7 +162,9 @@ def test_an_export_of_what_was_built_is_what_save_pretrained_writes(tmp_path: Pa
     engine = outsize.prepare(built.model, zoo.batch("llama"), device="cpu", weights=built.weights)
     engine.export(tmp_path / "ours")
     engine.detach()
-    assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == sorted(p.name for p in (tmp_path / "theirs").iterdir())
+    assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == sorted(
+        p.name for p in (tmp_path / "theirs").iterdir()
+    )
     for path in (tmp_path / "ours").iterdir():
         assert path.read_bytes() == (tmp_path / "theirs" / path.name).read_bytes(), path.name
 
@@ -159,7 +183,9 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
 
 def test_a_base_without_its_head_is_not_trained_with_a_random_one(tmp_path: Path) -> None:
     untied = zoo.make("llama-untied", seed=3)
-    LlamaModel.from_pretrained(None, config=untied.config, state_dict=untied.model.state_dict()).save_pretrained(tmp_path)
+    LlamaModel.from_pretrained(None, config=untied.config, state_dict=untied.model.state_dict()).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(BadFile, match=r"lacks lm_head\.weight"):
         build_model(str(tmp_path), dtype=torch.float32)
 
@@ -167,7 +193,10 @@ def test_a_base_without_its_head_is_not_trained_with_a_random_one(tmp_path: Path
 def test_old_names_and_a_base_without_its_prefix_are_found_by_transformers(tmp_path: Path) -> None:
     saved(tmp_path / "bert", "bert")
     state = load_file(tmp_path / "bert" / SINGLE)
-    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value for name, value in state.items()}
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in state.items()
+    }
     save_file(old, tmp_path / "bert" / SINGLE, metadata={"format": "pt"})
     assert old.keys() != state.keys()
     built = build_model(str(tmp_path / "bert"), dtype=torch.float32)
@@ -224,5 +253,7 @@ def test_the_class_is_the_one_that_was_saved_or_the_language_model_of_that_kind(
 
 @pytest.mark.parametrize("name", ["BertForQuestionAnswering", "BertForRewardOfMyOwn"])
 def test_a_head_that_cannot_be_trained_or_is_not_known_is_not_exchanged_for_another(name: str) -> None:
-    with pytest.raises(ModelUnsupported, match=f"names {name} .*prepare, or name BertLMHeadModel in its architectures if that is meant"):
+    with pytest.raises(
+        ModelUnsupported, match=f"names {name} .*prepare, or name BertLMHeadModel in its architectures if that is meant"
+    ):
         trainable_class(BertConfig(architectures=[name]))

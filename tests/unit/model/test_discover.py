@@ -46,9 +46,21 @@ def test_the_layers_of_every_kind_are_found(kind: str) -> None:
 
 def bart() -> nn.Module:
     config = transformers.BartConfig(
-        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-        decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=97,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=2,
+    )
     return transformers.BartForConditionalGeneration(config)
 
 
@@ -98,7 +110,9 @@ def test_of_twelve_blocks_the_second_is_not_taken_for_the_eleventh() -> None:
     model = Toy(*(nn.Linear(2, 2, bias=i == 10) for i in range(12)))
     layers = find_layers(model)
     assert [layer.name for layer in layers] == numbered("h", 12)
-    assert len({id(layer.module) for layer in layers}) == 12 and all(layer.module is model.h[i] for i, layer in enumerate(layers))
+    assert len({id(layer.module) for layer in layers}) == 12 and all(
+        layer.module is model.h[i] for i, layer in enumerate(layers)
+    )
     assert [i for i, layer in enumerate(layers) if layer.structure != layers[1].structure] == [10]
 
 
@@ -115,7 +129,9 @@ def test_lists_are_found_at_any_depth_and_in_the_order_of_the_tree() -> None:
 def test_a_model_without_lists_has_no_layers() -> None:
     assert find_layers(nn.Linear(2, 2)) == ()
     assert find_layers(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))) == ()
-    assert find_layers(Toy()) == () and find_layers(Toy(nn.ReLU(), nn.GELU())) == (), "a list without parameters is no stack"
+    assert find_layers(Toy()) == () and find_layers(Toy(nn.ReLU(), nn.GELU())) == (), (
+        "a list without parameters is no stack"
+    )
 
 
 # --- equal work
@@ -151,13 +167,19 @@ def structure_after(change: Any) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda b: b[0].weight.requires_grad_(False), lambda b: b.to(torch.bfloat16), lambda b: setattr(b[1], "p", 0.2), lambda b: b.__setitem__(1, nn.ReLU()),
-        lambda b: b.__setitem__(0, nn.Linear(4, 4, bias=False)), lambda b: b[0].register_buffer("table", torch.ones(3)),
-        lambda b: setattr(b[0], "layer_idx", 5), lambda b: setattr(b[0], "kind", "sliding"), lambda b: setattr(b[0], "sizes", (1, 2)),
+        lambda b: b[0].weight.requires_grad_(False),
+        lambda b: b.to(torch.bfloat16),
+        lambda b: setattr(b[1], "p", 0.2),
+        lambda b: b.__setitem__(1, nn.ReLU()),
+        lambda b: b.__setitem__(0, nn.Linear(4, 4, bias=False)),
+        lambda b: b[0].register_buffer("table", torch.ones(3)),
+        lambda b: setattr(b[0], "layer_idx", 5),
+        lambda b: setattr(b[0], "kind", "sliding"),
+        lambda b: setattr(b[0], "sizes", (1, 2)),
         lambda b: setattr(b[0], "scale", None),
     ],
     ids=["frozen", "dtype", "setting", "class", "shape", "buffer", "number", "text", "tuple", "none"],
-)  # fmt: skip
+)
 def test_whatever_may_change_the_work_changes_the_structure(change: Any) -> None:
     assert structure_after(change) != structure_after(lambda b: None)
 
@@ -183,7 +205,9 @@ def test_a_number_that_counts_by_another_step_is_not_a_layer_number() -> None:
 def test_named_lists_replace_discovery() -> None:
     model = Toy(Experts(), Experts())
     assert names(model, ["h.1.experts"]) == numbered("h.1.experts", 3)
-    assert names(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), ["0"]) == ["0.0", "0.1"], "a Sequential may be named"
+    assert names(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), ["0"]) == ["0.0", "0.1"], (
+        "a Sequential may be named"
+    )
     t5 = zoo.make("t5")
     assert names(t5, ["decoder.block", "encoder.block"]) == numbered("decoder.block", 3) + numbered("encoder.block", 3)
 
@@ -211,7 +235,9 @@ class Borrows(nn.Module):
 
 
 def test_layers_may_share_a_module() -> None:
-    """VeRA's projections are in every layer. What sharing means for gradients is found when the model runs (profile/sharing.py)."""
+    """VeRA's projections are in every layer. What sharing means for gradients is found when the model runs
+    (profile/sharing.py).
+    """
     layers = find_layers(Toy(*(Borrows(lent) for lent in [nn.Linear(2, 2).requires_grad_(False)] * 4)))
     assert [layer.name for layer in layers] == numbered("h", 4)
     assert len({layer.structure for layer in layers}) == 1

@@ -1,4 +1,6 @@
-"""TensorFile: the library's files to the byte, in any order and from any thread; what is not whole is refused by name."""
+"""TensorFile: the library's files to the byte, in any order and from any thread; what is not whole is refused
+by name.
+"""
 
 import gc
 import json
@@ -19,9 +21,25 @@ from outsize.base.errors import BadFile
 from outsize.model.tensorfile import Spec, TensorFile
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int16, torch.uint16,
-    torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.complex64, torch.float64, torch.int64, torch.uint64,
-]  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.float8_e5m2,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.int16,
+    torch.uint16,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.uint32,
+    torch.float32,
+    torch.complex64,
+    torch.float64,
+    torch.int64,
+    torch.uint64,
+]
 
 
 def some(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -32,7 +50,9 @@ def some(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    return (
+        tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    )
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -52,10 +72,15 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | Non
 
 
 MANY = {
-    **{f"t{i}": some(dtype, 2 + i % 3, 3) for i, dtype in enumerate(DTYPES)}, "scalar": torch.tensor(1.5), "count": torch.tensor(7), "none": torch.empty(0),
-    "nothing by three": torch.empty(0, 3, dtype=torch.bfloat16), 'a "name" with\ttabs\nand \\ and /': torch.ones(2), "größe 数 🙂": torch.zeros(3),
+    **{f"t{i}": some(dtype, 2 + i % 3, 3) for i, dtype in enumerate(DTYPES)},
+    "scalar": torch.tensor(1.5),
+    "count": torch.tensor(7),
+    "none": torch.empty(0),
+    "nothing by three": torch.empty(0, 3, dtype=torch.bfloat16),
+    'a "name" with\ttabs\nand \\ and /': torch.ones(2),
+    "größe 数 🙂": torch.zeros(3),
     "\x7f\x01": torch.ones(1),
-}  # fmt: skip
+}
 
 
 # --- the same files
@@ -68,17 +93,26 @@ def test_a_file_is_the_librarys_to_the_byte(tmp_path: Path, metadata: dict[str, 
 
 
 @given(
-    names=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(lambda name: name != "__metadata__"), unique=True, max_size=5),
+    names=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(lambda name: name != "__metadata__"),
+        unique=True,
+        max_size=5,
+    ),
     shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=5, max_size=5),
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=5, max_size=5),
 )
-def test_a_file_of_any_tensors_is_the_librarys_to_the_byte(tmp_path_factory: Any, names: list[str], shapes: list[list[int]], dtypes: list[torch.dtype]) -> None:
+def test_a_file_of_any_tensors_is_the_librarys_to_the_byte(
+    tmp_path_factory: Any, names: list[str], shapes: list[list[int]], dtypes: list[torch.dtype]
+) -> None:
     folder = tmp_path_factory.mktemp("files")
     tensors = {name: some(dtype, *shape) for name, shape, dtype in zip(names, shapes, dtypes, strict=False)}
     save_file(tensors, folder / "theirs")
     assert write(folder / "ours", tensors).read_bytes() == (folder / "theirs").read_bytes()
     with TensorFile(folder / "theirs") as file:
-        assert all(same(file.read(name), tensor) for name, tensor in tensors.items()) and file.entries.keys() == tensors.keys()
+        assert (
+            all(same(file.read(name), tensor) for name, tensor in tensors.items())
+            and file.entries.keys() == tensors.keys()
+        )
 
 
 def test_what_is_written_is_read_back_by_us_and_by_the_library(tmp_path: Path) -> None:
@@ -124,7 +158,9 @@ def test_reading_into_a_part_of_a_buffer_leaves_the_rest(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_reading_into_another_dtype_is_what_tensor_to_does_for_every_bit_pattern(tmp_path: Path, dtype: torch.dtype, to: torch.dtype) -> None:
+def test_reading_into_another_dtype_is_what_tensor_to_does_for_every_bit_pattern(
+    tmp_path: Path, dtype: torch.dtype, to: torch.dtype
+) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     write(tmp_path / "f", {"t": every})
     with TensorFile(tmp_path / "f") as file:
@@ -202,7 +238,9 @@ def test_a_damaged_header_is_refused_by_name(damage: str, tmp_path: Path) -> Non
 
 
 def test_every_flipped_bit_of_a_header_is_refused_or_still_a_file_of_its_size(tmp_path: Path) -> None:
-    """A name or a dtype of the same size may change without a trace; nothing else may pass, and nothing but BadFile may come."""
+    """A name or a dtype of the same size may change without a trace; nothing else may pass, and nothing but BadFile may
+    come.
+    """
     path = write(tmp_path / "f", {"a": torch.ones(2), "b": torch.ones(1)})
     whole = path.read_bytes()
     for at in range(len(whole) - 12):

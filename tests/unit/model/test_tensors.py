@@ -1,4 +1,6 @@
-"""Tensors inside what modules take and return: found in order, replaced in place, everything around them left as it is."""
+"""Tensors inside what modules take and return: found in order, replaced in place, everything around them left
+as it is.
+"""
 
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple

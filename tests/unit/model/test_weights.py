@@ -1,4 +1,6 @@
-"""Weights in files: matched by name under any alias, refused by name, read once into place; training from them has the same bits and no second copy."""
+"""Weights in files: matched by name under any alias, refused by name, read once into place; training from them has the
+same bits and no second copy.
+"""
 
 import json
 import os
@@ -28,7 +30,9 @@ def emptied(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None:
-                module._parameters[key] = made.setdefault(id(param), nn.Parameter(param.detach().to("meta"), param.requires_grad))
+                module._parameters[key] = made.setdefault(
+                    id(param), nn.Parameter(param.detach().to("meta"), param.requires_grad)
+                )
     return model
 
 
@@ -50,11 +54,15 @@ def test_a_hollow_model_has_shapes_and_ties_and_no_memory() -> None:
     full = zoo.make("llama", torch.bfloat16)
     full.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     model = unmaterialize(emptied(zoo.make("llama", torch.bfloat16)))
-    assert [(n, p.shape, p.dtype, p.device) for n, p in model.named_parameters()] == [(n, p.shape, p.dtype, p.device) for n, p in full.named_parameters()]
+    assert [(n, p.shape, p.dtype, p.device) for n, p in model.named_parameters()] == [
+        (n, p.shape, p.dtype, p.device) for n, p in full.named_parameters()
+    ]
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(is_unmaterialized(p) and p.untyped_storage().nbytes() == 0 for p in model.parameters())
     frozen = emptied(full)
-    assert [p.requires_grad for p in unmaterialize(frozen).parameters()] == [n != "model.layers.1.mlp.up_proj.weight" for n, _ in frozen.named_parameters()]
+    assert [p.requires_grad for p in unmaterialize(frozen).parameters()] == [
+        n != "model.layers.1.mlp.up_proj.weight" for n, _ in frozen.named_parameters()
+    ]
 
 
 def test_what_has_memory_or_needs_none_is_not_hollow() -> None:
@@ -63,7 +71,12 @@ def test_what_has_memory_or_needs_none_is_not_hollow() -> None:
     module.register_parameter("real", nn.Parameter(torch.ones(2)))
     module.register_parameter("absent", None)
     real = module.real
-    assert unmaterialize(module).real is real and not is_unmaterialized(real) and not is_unmaterialized(module.empty) and module.empty.device.type == "cpu"
+    assert (
+        unmaterialize(module).real is real
+        and not is_unmaterialized(real)
+        and not is_unmaterialized(module.empty)
+        and module.empty.device.type == "cpu"
+    )
 
 
 # --- matching
@@ -86,7 +99,11 @@ def test_every_weight_is_found_and_read_as_it_was_saved(tmp_path: Path, kind: st
 @pytest.mark.parametrize("alias", ["lm_head.weight", "model.embed_tokens.weight"])
 def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path, alias: str) -> None:
     model = zoo.make("llama")
-    state = {name: value.contiguous() for name, value in model.state_dict().items() if name not in ("lm_head.weight", "model.embed_tokens.weight")}
+    state = {
+        name: value.contiguous()
+        for name, value in model.state_dict().items()
+        if name not in ("lm_head.weight", "model.embed_tokens.weight")
+    }
     save_file({**state, alias: model.lm_head.weight.detach()}, tmp_path / SINGLE)
     weights = FileWeights(tmp_path, emptied(zoo.make("llama")))
     weights.require_whole()
@@ -118,22 +135,32 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 
 def test_unexpected_tensors_are_named_and_left_where_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = load_file(write(tmp_path, zoo.make("gpt2")) / SINGLE)
-    extra = {"tower.weight": torch.ones(2), "transformer.h.0.attn.bias": torch.ones(2)}  # the second is one that GPT-2's class says to ignore
+    extra = {
+        "tower.weight": torch.ones(2),
+        "transformer.h.0.attn.bias": torch.ones(2),
+    }  # the second is one that GPT-2's class says to ignore
     save_file({**state, **extra}, tmp_path / SINGLE)
     weights = FileWeights(tmp_path, emptied(zoo.make("gpt2")))
     weights.require_whole()
-    assert weights.unexpected == ["tower.weight"] and any("no place for: tower.weight" in text for text in caplog.messages)
+    assert weights.unexpected == ["tower.weight"] and any(
+        "no place for: tower.weight" in text for text in caplog.messages
+    )
 
 
 def test_another_shape_is_named_with_both(tmp_path: Path) -> None:
     state = load_file(write(tmp_path, zoo.make("llama")) / SINGLE)
     state["model.norm.weight"] = torch.ones(33)
     save_file(state, tmp_path / SINGLE)
-    with pytest.raises(BadFile, match=rf"model\.norm\.weight has the shape \(32,\), but {tmp_path / SINGLE} has \(33,\)"):
+    with pytest.raises(
+        BadFile, match=rf"model\.norm\.weight has the shape \(32,\), but {tmp_path / SINGLE} has \(33,\)"
+    ):
         FileWeights(tmp_path, emptied(zoo.make("llama")))
 
 
-@pytest.mark.parametrize(("there", "here"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+)
 def test_another_dtype_is_converted_as_tensor_to_does(tmp_path: Path, there: torch.dtype, here: torch.dtype) -> None:
     full = zoo.make("llama", there)
     weights = FileWeights(write(tmp_path, full), emptied(zoo.make("llama", here)))
@@ -182,14 +209,18 @@ def test_buffers_are_filled_but_for_those_that_a_model_makes_itself(tmp_path: Pa
     assert float(model.scale) == 5 and model.scale is model.scale_again and torch.equal(model.table, torch.arange(4.0))
 
 
-def test_buffers_that_the_files_lack_stay_as_they_were_made_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_buffers_that_the_files_lack_stay_as_they_were_made_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = load_file(write(tmp_path, norms(5)) / SINGLE)
     save_file({name: value for name, value in state.items() if "running_mean" not in name}, tmp_path / SINGLE)
     model = emptied(norms(1))
     weights = FileWeights(tmp_path, model)
     weights.require_whole()
     weights.fill_buffers(model)
-    assert torch.equal(model.stats.running_mean, norms(1).stats.running_mean) and any("stats.running_mean" in text for text in caplog.messages)
+    assert torch.equal(model.stats.running_mean, norms(1).stats.running_mean) and any(
+        "stats.running_mean" in text for text in caplog.messages
+    )
 
 
 def test_a_buffer_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
@@ -205,8 +236,12 @@ def test_a_model_with_buffers_trains_from_files_as_it_does_from_memory(tmp_path:
     plain = norms(5)
     expected = cells.plain(plain, data, spec=SPEC, steps=STEPS)
     model = emptied(norms(1))
-    with cells.closing(outsize.prepare(model, data[0], optimizer=SPEC, device="sim:64MiB", chunk_bytes="8KiB", weights=tmp_path)) as engine:
-        cells.assert_same(cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected)
+    with cells.closing(
+        outsize.prepare(model, data[0], optimizer=SPEC, device="sim:64MiB", chunk_bytes="8KiB", weights=tmp_path)
+    ) as engine:
+        cells.assert_same(
+            cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected
+        )
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
 
@@ -228,7 +263,9 @@ def test_an_index_that_names_a_missing_shard_is_refused_with_its_name(tmp_path: 
         weight_files(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/a.safetensors", "a\0b", 7, None, ["a"]])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/a.safetensors", "a\0b", 7, None, ["a"]]
+)
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
     save_file({"t": torch.ones(1)}, tmp_path / "secret.safetensors")
     folder = tmp_path / "model"
@@ -291,7 +328,9 @@ def _widen(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "sim:64MiB"])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.999])
-def test_a_truncated_file_is_refused_by_name_before_anything_is_touched(tmp_path: Path, share: float, device: str) -> None:
+def test_a_truncated_file_is_refused_by_name_before_anything_is_touched(
+    tmp_path: Path, share: float, device: str
+) -> None:
     path = write(tmp_path, zoo.make("llama")) / SINGLE
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -310,8 +349,13 @@ def test_a_model_on_meta_without_weights_is_refused_with_what_to_give() -> None:
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "resident": {"device": "sim:64MiB"},  # on `cpu` seconds are measured, and a busy machine may find another plan faster
-    "streamed": {"device": "sim:64MiB", "pins": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_swap=2, n_checkpoint=1, n_buffer=1)},
+    "resident": {
+        "device": "sim:64MiB"
+    },  # on `cpu` seconds are measured, and a busy machine may find another plan faster
+    "streamed": {
+        "device": "sim:64MiB",
+        "pins": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_swap=2, n_checkpoint=1, n_buffer=1),
+    },
 }
 
 
@@ -319,11 +363,16 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "dtype", "tied", "shard"),
     [
-        ("llama", torch.bfloat16, True, None), ("llama", torch.float32, False, "20KB"), ("gpt2", torch.bfloat16, True, "20KB"),
-        ("gpt2", torch.float32, False, None), ("t5", torch.float32, True, "20KB"), ("bert", torch.bfloat16, False, None),
-        ("gemma2", torch.bfloat16, True, "20KB"), ("mixed", torch.bfloat16, True, None),
+        ("llama", torch.bfloat16, True, None),
+        ("llama", torch.float32, False, "20KB"),
+        ("gpt2", torch.bfloat16, True, "20KB"),
+        ("gpt2", torch.float32, False, None),
+        ("t5", torch.float32, True, "20KB"),
+        ("bert", torch.bfloat16, False, None),
+        ("gemma2", torch.bfloat16, True, "20KB"),
+        ("mixed", torch.bfloat16, True, None),
     ],
-)  # fmt: skip
+)
 def test_training_from_streamed_weights_equals_training_from_memory(
     tmp_path: Path, kind: str, dtype: torch.dtype, tied: bool, shard: str | None, plan: str
 ) -> None:
@@ -334,22 +383,32 @@ def test_training_from_streamed_weights_equals_training_from_memory(
     data = cells.batches(kind, 3)
     expected = cells.plain(plain, data, spec=SPEC, steps=STEPS, accumulate=2)
     model = emptied(zoo.make(kind, dtype, tied))
-    engine = outsize.prepare(model, data[0], optimizer=SPEC, accumulate=2, chunk_bytes="8KiB", weights=tmp_path, **PLANS[plan])
+    engine = outsize.prepare(
+        model, data[0], optimizer=SPEC, accumulate=2, chunk_bytes="8KiB", weights=tmp_path, **PLANS[plan]
+    )
     with cells.closing(engine):
         assert (len(engine.runtime.place.slots.slot_of) > 3) == (plan == "streamed")
-        cells.assert_same(cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=2, engine=engine), expected)
+        cells.assert_same(
+            cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=2, engine=engine), expected
+        )
     assert all(torch.equal(param, plain.get_parameter(name)) for name, param in model.named_parameters())
 
 
 @pytest.mark.parametrize(("dtype", "trained_in"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
-def test_fp16_files_train_a_model_as_their_conversion_does(tmp_path: Path, dtype: torch.dtype, trained_in: torch.dtype) -> None:
+def test_fp16_files_train_a_model_as_their_conversion_does(
+    tmp_path: Path, dtype: torch.dtype, trained_in: torch.dtype
+) -> None:
     write(tmp_path, zoo.make("llama", torch.float16))
     plain = type(zoo.make("llama")).from_pretrained(tmp_path, dtype=trained_in).train()
     data = cells.batches("llama", 3)
     expected = cells.plain(plain, data, spec=SPEC, steps=STEPS)
     model = emptied(zoo.make("llama", dtype))
-    with cells.closing(outsize.prepare(model, data[0], optimizer=SPEC, device="cpu", chunk_bytes="8KiB", weights=tmp_path)) as engine:
-        cells.assert_same(cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected)
+    with cells.closing(
+        outsize.prepare(model, data[0], optimizer=SPEC, device="cpu", chunk_bytes="8KiB", weights=tmp_path)
+    ) as engine:
+        cells.assert_same(
+            cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected
+        )
 
 
 def test_frozen_and_permuted_parameters_are_streamed_too(tmp_path: Path) -> None:
@@ -364,8 +423,12 @@ def test_frozen_and_permuted_parameters_are_streamed_too(tmp_path: Path) -> None
     data = cells.batches("plain", 3)
     expected = cells.plain(plain, data, spec=SPEC, steps=STEPS)
     model = emptied(permuted(0))
-    with cells.closing(outsize.prepare(model, data[0], optimizer=SPEC, chunk_bytes="8KiB", weights=tmp_path, **PLANS["streamed"])) as engine:
-        cells.assert_same(cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected)
+    with cells.closing(
+        outsize.prepare(model, data[0], optimizer=SPEC, chunk_bytes="8KiB", weights=tmp_path, **PLANS["streamed"])
+    ) as engine:
+        cells.assert_same(
+            cells.train(model, engine.optimizer, data, steps=STEPS, accumulate=1, engine=engine), expected
+        )
 
 
 # --- host memory
@@ -424,7 +487,9 @@ print(json.dumps({"growth": peak() - before, "weights": weights, "homes": homes,
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_a_streamed_model_of_half_a_gibibyte_is_never_held_twice(tmp_path: Path, dtype: str) -> None:
     """`float32`: the files are converted on their way, one tensor at a time."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), dtype], capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), dtype], capture_output=True, text=True, timeout=600, check=False
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     facts = json.loads(run.stdout.splitlines()[-1])
     assert facts["weights"] >= 2**29 and facts["streamed"] >= 12

@@ -1,4 +1,6 @@
-"""The in-place kernel equals the reference to the bit, whatever the values, the sizes and the pieces, and allocates nothing."""
+"""The in-place kernel equals the reference to the bit, whatever the values, the sizes and the pieces, and allocates
+nothing.
+"""
 
 import math
 from collections.abc import Iterator
@@ -66,7 +68,16 @@ class Run:
     def step(self, grad: Tensor, clip: float = 1.0, *, as_tensor: bool = False) -> None:
         self.steps += 1
         hyper = Hyper.at(**OPTIONS, step=self.steps)
-        update(self.weight, self.lo, self.m, self.v, grad, hyper=hyper, clip=torch.tensor(clip) if as_tensor else clip, scratch=self.scratch)
+        update(
+            self.weight,
+            self.lo,
+            self.m,
+            self.v,
+            grad,
+            hyper=hyper,
+            clip=torch.tensor(clip) if as_tensor else clip,
+            scratch=self.scratch,
+        )
         # `_update` rather than `step`: adversarial gradients have no finite norm.
         with torch.no_grad():
             self.reference._update(self.param, grad, clip, self.reference.param_groups[0])
@@ -81,7 +92,9 @@ class Run:
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_kernel_equals_reference_over_several_steps(weight_dtype: torch.dtype, grad_dtype: torch.dtype, as_tensor: bool) -> None:
+def test_kernel_equals_reference_over_several_steps(
+    weight_dtype: torch.dtype, grad_dtype: torch.dtype, as_tensor: bool
+) -> None:
     torch.manual_seed(1)
     run = Run(torch.randn(30_011).to(weight_dtype), piece=4096)
     for clip in (1.0, round_fp32(0.3), round_fp32(1e-7), 1.0, round_fp32(0.77)):
@@ -93,13 +106,17 @@ def test_kernel_equals_reference_over_several_steps(weight_dtype: torch.dtype, g
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("seed", range(3))
 def test_kernel_equals_reference_on_adversarial_values(weight_dtype: torch.dtype, seed: int) -> None:
-    """Every bf16 gradient (denormals, -0, huge, infinite, NaN) against weights and moments of every exponent, denormal ones included."""
+    """Every bf16 gradient (denormals, -0, huge, infinite, NaN) against weights and moments of every exponent, denormal
+    ones included.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def any_bits() -> Tensor:
         return torch.randint(-(2**31), 2**31, (65536,), generator=generator).to(torch.int32).view(torch.float32)
 
-    weight = ALL_BF16[torch.randperm(65536, generator=generator)].to(weight_dtype) if seed else any_bits().to(weight_dtype)
+    weight = (
+        ALL_BF16[torch.randperm(65536, generator=generator)].to(weight_dtype) if seed else any_bits().to(weight_dtype)
+    )
     m = any_bits()
     v = any_bits().abs()
     v[::3] = torch.randint(2**23, (v[::3].numel(),), generator=generator).to(torch.int32).view(torch.float32)
@@ -203,7 +220,9 @@ def test_update_allocates_nothing(dtype: torch.dtype, as_tensor: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_update_allocates_nothing_beneath_the_operators_either(dtype: torch.dtype) -> None:
-    """An operator with mixed dtypes copies an operand inside, where no dispatch mode sees it; the allocator's profile does. Wrapped numbers (8 bytes) pass."""
+    """An operator with mixed dtypes copies an operand inside, where no dispatch mode sees it; the allocator's profile
+    does. Wrapped numbers (8 bytes) pass.
+    """
     weight, grad, m, v = torch.randn(5000).to(dtype), torch.randn(5000).to(dtype), torch.zeros(5000), torch.zeros(5000)
     lo = torch.zeros(5000, dtype=torch.int16) if dtype == torch.bfloat16 else None
     scratch = make_scratch(1000)
@@ -259,7 +278,9 @@ def test_clip_factor_is_one_below_the_limit_and_scales_above() -> None:
 
 
 def test_joined_master_moves_where_bf16_alone_would_stall() -> None:
-    """lr 1e-5 on weights near 1: each step is far below half a bf16 step of 2**-8, so without the remainder nothing would ever move."""
+    """lr 1e-5 on weights near 1: each step is far below half a bf16 step of 2**-8, so without the remainder nothing
+    would ever move.
+    """
     torch.manual_seed(5)
     size = 2000
     start = (1 + 0.5 * torch.rand(size)).bfloat16()

@@ -1,4 +1,6 @@
-"""The C kernel: where it comes from, what stands in the compiled code, and its threads. That its bits are torch's is in test_same_bits.py."""
+"""The C kernel: where it comes from, what stands in the compiled code, and its threads. That its bits are torch's is in
+test_same_bits.py.
+"""
 
 import os
 import platform
@@ -34,7 +36,9 @@ def unpackaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_packaged", lambda: None)
 
 
-def test_it_is_compiled_into_the_cache_folder_and_found_there_again(unpackaged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_compiled_into_the_cache_folder_and_found_there_again(
+    unpackaged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))
     assert kernel() is not None
     (made,) = (tmp_path / "native").iterdir()
@@ -43,7 +47,9 @@ def test_it_is_compiled_into_the_cache_folder_and_found_there_again(unpackaged: 
     assert kernel() is not None and made.stat().st_mtime_ns == when
 
 
-def test_without_a_cache_nothing_is_left_on_disk(unpackaged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_nothing_is_left_on_disk(
+    unpackaged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "temporary").mkdir()
@@ -63,7 +69,9 @@ def test_without_a_compiler_torch_does_it_and_that_is_said_once(
     assert float(state.weight[0]) < 1 and sum("C kernel" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_library_beside_the_code_is_used_if_it_was_made_from_this_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_beside_the_code_is_used_if_it_was_made_from_this_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "_PACKAGE", tmp_path)
     assert native._packaged() is None
     (tmp_path / "_native.so").write_bytes(b"no library")
@@ -74,16 +82,24 @@ def test_a_library_beside_the_code_is_used_if_it_was_made_from_this_source(tmp_p
     assert native._packaged() is None
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() != "x86_64", reason="needs objdump, and knows the instructions of x86-64")
+@pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() != "x86_64",
+    reason="needs objdump, and knows the instructions of x86-64",
+)
 def test_the_compiled_code_fuses_nothing_and_works_on_vectors(tmp_path: Path) -> None:
     compile_library(find_compiler(), tmp_path / "a.so")
-    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(tmp_path / "a.so")], capture_output=True, text=True, check=True).stdout
+    code = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", str(tmp_path / "a.so")], capture_output=True, text=True, check=True
+    ).stdout
     assert not re.findall(r"\bvfn?m(?:add|sub)\w*", code)
     functions = dict(re.findall(r"<(\w+_piece\.(?!resolver)\w+)>:\n(.*?)\n\n", code, re.DOTALL))
     for name, body in functions.items():
         width = "zmm" if "v4" in name else "ymm" if "avx" in name else "xmm"
         assert re.search(rf"sqrtps\s+%{width}", body) and re.search(rf"divps\s+%{width}", body), name
-    if "gcc" in subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout.lower():
+    if (
+        "gcc"
+        in subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout.lower()
+    ):
         assert len([name for name in functions if "avx" in name or "v4" in name]) == 8
 
 
@@ -158,7 +174,9 @@ def test_denormals_are_kept_also_where_somebody_made_them_zero(monkeypatch: pyte
     assert_same(flushed, want)
 
 
-def test_threads_are_those_that_torch_the_process_and_the_container_allow_less_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_those_that_torch_the_process_and_the_container_allow_less_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setattr(native, "_quota_cores", lambda: 2**16)

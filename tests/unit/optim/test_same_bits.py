@@ -1,4 +1,6 @@
-"""Torch's kernel and C's make the same bits of the same values, whatever they are. Triton's joins in on the GPU (tests/gpu/test_kernels.py)."""
+"""Torch's kernel and C's make the same bits of the same values, whatever they are. Triton's joins in on the GPU
+(tests/gpu/test_kernels.py).
+"""
 
 import logging
 import sys
@@ -41,7 +43,9 @@ def test_adversarial_values_give_the_same_bits(weight: torch.dtype, grad: torch.
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 17, 33, 1000])
 @pytest.mark.parametrize("weight, grad", KINDS, ids=str)
-def test_odd_lengths_and_unaligned_starts_touch_their_range_only(weight: torch.dtype, grad: torch.dtype, numel: int) -> None:
+def test_odd_lengths_and_unaligned_starts_touch_their_range_only(
+    weight: torch.dtype, grad: torch.dtype, numel: int
+) -> None:
     start = adversarial(numel + 32, weight=weight, grad=grad, seed=numel)
     for offset in (0, 1, 5, 8):
         by_c, by_torch = start.each(torch.clone), start.each(torch.clone)
@@ -59,11 +63,15 @@ factors = st.floats(0, 1, width=32)
     rows=st.lists(st.tuples(words, words, words, words), min_size=1, max_size=40),
     kind=st.sampled_from(KINDS),
     hyper=st.builds(
-        Hyper.at, lr=st.floats(0, 10), betas=st.tuples(st.floats(0, 0.9999), st.floats(0, 0.9999)), eps=st.floats(0, 1), weight_decay=st.floats(0, 1),
+        Hyper.at,
+        lr=st.floats(0, 10),
+        betas=st.tuples(st.floats(0, 0.9999), st.floats(0, 0.9999)),
+        eps=st.floats(0, 1),
+        weight_decay=st.floats(0, 1),
         step=st.integers(1, 10**7),
     ),
     clip=factors,
-)  # fmt: skip
+)
 def test_any_bits_and_any_scalars_give_the_same_bits(
     rows: list[tuple[int, int, int, int]], kind: tuple[torch.dtype, torch.dtype], hyper: Hyper, clip: float
 ) -> None:
@@ -92,7 +100,9 @@ def test_the_comparison_sees_a_fused_operation() -> None:
         assert_same(replace(state, m=fused), state)
 
 
-def test_without_triton_torch_does_it_on_the_gpu_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_torch_does_it_on_the_gpu_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it raises
     monkeypatch.delitem(sys.modules, "outsize.optim.triton_kernel", raising=False)
     with kernels("best"), caplog.at_level(logging.WARNING):

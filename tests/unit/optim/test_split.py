@@ -1,4 +1,6 @@
-"""Split masters come back to the bit. All 2^32 patterns are in tools/split_exhaustive.c; here are all ties, all edges and many random ones."""
+"""Split masters come back to the bit. All 2^32 patterns are in tools/split_exhaustive.c; here are all ties, all edges
+and many random ones.
+"""
 
 import pytest
 import torch
@@ -32,8 +34,27 @@ CASES = {
     "last_before_next": words(UPPER + 0xFFFF),
     "denormals": words(torch.arange(2**17, dtype=torch.int64) * 64 + 1),
     "negative_denormals": words(torch.arange(2**17, dtype=torch.int64) * 64 + 1 + 2**31),
-    "edges": words(torch.tensor([0, 2**31, 1, 2**31 + 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0xFF800000])),
-    "nans": words(torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7FFF8000, 0xFF800001, 0xFFC00000, 0xFFFF8000, 0xFFFFFFFF])),
+    "edges": words(
+        torch.tensor(
+            [
+                0,
+                2**31,
+                1,
+                2**31 + 1,
+                0x7FFFFF,
+                0x800000,
+                0x7F7FFFFF,
+                0xFF7FFFFF,
+                0x7F7F8000,
+                0x7F7F7FFF,
+                0x7F800000,
+                0xFF800000,
+            ]
+        )
+    ),
+    "nans": words(
+        torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7FFF8000, 0xFF800001, 0xFFC00000, 0xFFFF8000, 0xFFFFFFFF])
+    ),
     "random": words(torch.randint(2**32, (3_000_000,), generator=torch.Generator().manual_seed(0))),
 }
 

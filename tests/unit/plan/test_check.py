@@ -21,7 +21,15 @@ HUGE = 10**15
 
 
 def plan_of(case: Case, gpu: int = HUGE) -> Plan:
-    return search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=gpu), host_bytes=HUGE)
+    return search(
+        case.graph,
+        case.layout,
+        case.trace,
+        case.spec,
+        case.step_config,
+        gpu=GpuBudget(total_bytes=gpu),
+        host_bytes=HUGE,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +48,10 @@ def with_decision(plan: Plan, **changes: Any) -> Plan:
 
 def test_buffers_that_were_cast_are_told_apart_from_another_model(case: Case, plan: Plan) -> None:
     cast = dataclasses.replace(case.graph, buffer_bytes=case.graph.buffer_bytes + 64)
-    with pytest.raises(PlanInvalid, match=rf"buffers of {cast.buffer_bytes} bytes.*the plan is for {case.graph.buffer_bytes}\. model\.to"):
+    with pytest.raises(
+        PlanInvalid,
+        match=rf"buffers of {cast.buffer_bytes} bytes.*the plan is for {case.graph.buffer_bytes}\. model\.to",
+    ):
         check(plan, cast, case.layout)
 
 
@@ -72,7 +83,9 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
         return with_decision(plan, strategies=tuple([*strategies[:call], name, *strategies[call + 1 :]]))
 
     def work(call: int, **changes: Any) -> Plan:
-        return dataclasses.replace(plan, work=tuple(dataclasses.replace(w, **changes) if v == call else w for v, w in enumerate(plan.work)))
+        return dataclasses.replace(
+            plan, work=tuple(dataclasses.replace(w, **changes) if v == call else w for v, w in enumerate(plan.work))
+        )
 
     tensor = Shared(call=2, role="output", number=0, num_bytes=8, born=2, dies_at=4)
     return {
@@ -81,19 +94,37 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
         "too many strategies": (with_decision(plan, strategies=(*strategies, "keep")), "6 strategies"),
         "too little work": (dataclasses.replace(plan, work=plan.work[1:]), "6 work"),
         "a negative depth": (with_decision(plan, depth=-1), "depth of 0 or more"),
-        "no micro-batch": (dataclasses.replace(plan, step_config=dataclasses.replace(step_config, accumulate=0)), "accumulate of 1 or more"),
-        "a frozen chunk with an optimizer": (with_decision(plan, homes=(mixed, *decision.homes[1:])), "frozen chunk 0 .*embed.weight"),
+        "no micro-batch": (
+            dataclasses.replace(plan, step_config=dataclasses.replace(step_config, accumulate=0)),
+            "accumulate of 1 or more",
+        ),
+        "a frozen chunk with an optimizer": (
+            with_decision(plan, homes=(mixed, *decision.homes[1:])),
+            "frozen chunk 0 .*embed.weight",
+        ),
         "a region that recomputes": (strategy(5, "recompute"), "keep for head, which is no layer"),
         "a strategy without a backward": (strategy(1, "recompute"), r"model\.layers\.0, which has no backward"),
         "an offload that sends nothing": (strategy(3, "offload"), r"some sent_bytes for model\.layers\.2"),
         "a keep that sends": (work(3, sent_bytes=5), r"no sent_bytes for model\.layers\.2"),
-        "a tensor of a call that is not there": (dataclasses.replace(plan, shared=(dataclasses.replace(tensor, held_by=((9, ("keep",)),)),)), "calls 0 to"),
-        "a tensor that dies after the end": (dataclasses.replace(plan, shared=(dataclasses.replace(tensor, dies_at=9),)), "dies_at"),
+        "a tensor of a call that is not there": (
+            dataclasses.replace(plan, shared=(dataclasses.replace(tensor, held_by=((9, ("keep",)),)),)),
+            "calls 0 to",
+        ),
+        "a tensor that dies after the end": (
+            dataclasses.replace(plan, shared=(dataclasses.replace(tensor, dies_at=9),)),
+            "dies_at",
+        ),
         "seconds that are none": (work(3, forward_seconds=float("nan")), "seconds of 0 or more"),
-        "more GPU memory than the budget": (dataclasses.replace(plan, gpu_budget_bytes=estimate.gpu_bytes - 1), "GPU budget"),
+        "more GPU memory than the budget": (
+            dataclasses.replace(plan, gpu_budget_bytes=estimate.gpu_bytes - 1),
+            "GPU budget",
+        ),
         "more host memory than the budget": (dataclasses.replace(plan, host_budget_bytes=-1), "host budget"),
-        "homes that were edited": (with_decision(plan, homes=(*decision.homes[:-1], Homes(weights="host", optimizer="host"))), "memory in the estimate"),
-    }  # fmt: skip
+        "homes that were edited": (
+            with_decision(plan, homes=(*decision.homes[:-1], Homes(weights="host", optimizer="host"))),
+            "memory in the estimate",
+        ),
+    }
 
 
 EDITS = list(edits(plan_of(make_case(4, frozen=2))))

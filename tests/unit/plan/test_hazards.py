@@ -91,7 +91,9 @@ def test_both_hold_on_real_schedules() -> None:
         actions: list[Access] = []
         for _ in range(2):
             for name, segment in schedule.step(place.step_config.accumulate, in_backward):
-                touched = [effect(place, action, update_in_backward=in_backward and name == "backward") for action in segment]
+                touched = [
+                    effect(place, action, update_in_backward=in_backward and name == "backward") for action in segment
+                ]
                 actions += [(lane, frozenset(reads), frozenset(writes)) for lane, reads, writes in touched]
         waits = derive(actions)
         assert is_enough(actions, waits)

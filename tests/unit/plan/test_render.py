@@ -17,7 +17,15 @@ HUGE = 10**15
 
 
 def plan_of(case: Case, decision: Decision | None = None) -> Plan:
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=HUGE), host_bytes=HUGE)
+    plan = search(
+        case.graph,
+        case.layout,
+        case.trace,
+        case.spec,
+        case.step_config,
+        gpu=GpuBudget(total_bytes=HUGE),
+        host_bytes=HUGE,
+    )
     if decision is None:
         return plan
     place = case.place(decision)
@@ -56,7 +64,9 @@ def test_a_block_whose_chunks_live_apart_says_so() -> None:
 def test_what_the_process_has_on_the_host_besides_is_told_where_it_was_measured(case: Case) -> None:
     plan = plan_of(case)
     own = "and 1.50 GiB that Python, its libraries and the driver have there"
-    assert own in render(dataclasses.replace(plan, process_overhead=ProcessOverhead(host_bytes=3 * 2**29)), case.graph, case.layout)
+    assert own in render(
+        dataclasses.replace(plan, process_overhead=ProcessOverhead(host_bytes=3 * 2**29)), case.graph, case.layout
+    )
     assert "driver" not in render(plan, case.graph, case.layout)
 
 
@@ -81,19 +91,27 @@ def test_what_binds_is_a_lane_or_the_dependencies(case: Case) -> None:
     plain = render(plan_of(case, case.decide("gpu/gpu")), case.graph, case.layout)
     assert "binds computing on the GPU, 100% of the step" in plain
     slow = dataclasses.replace(case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=1e6))
-    assert "binds optimizer updates on the host" in render(plan_of(slow, slow.decide("gpu/host")), case.graph, case.layout)
+    assert "binds optimizer updates on the host" in render(
+        plan_of(slow, slow.decide("gpu/host")), case.graph, case.layout
+    )
     waiting = plan_of(case, case.decide("host/gpu", depth=0))
     busy = dict.fromkeys(waiting.estimate.busy_seconds, waiting.estimate.step_seconds / 2)
     waiting = dataclasses.replace(waiting, estimate=dataclasses.replace(waiting.estimate, busy_seconds=busy))
     assert "binds dependencies" in render(waiting, case.graph, case.layout)
     plan = plan_of(case, case.decide("gpu/gpu"))
-    starved = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, launch_bound_seconds=plan.estimate.step_seconds / 4))
+    starved = dataclasses.replace(
+        plan, estimate=dataclasses.replace(plan.estimate, launch_bound_seconds=plan.estimate.step_seconds / 4)
+    )
     assert "100% of the step, 25% of it waiting for Python" in render(starved, case.graph, case.layout)
 
 
 def test_tokens_per_second_count_all_micro_batches(case: Case) -> None:
     plan = plan_of(case)
-    plan = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, step_seconds=2.0), step_config=dataclasses.replace(plan.step_config, accumulate=4))
+    plan = dataclasses.replace(
+        plan,
+        estimate=dataclasses.replace(plan.estimate, step_seconds=2.0),
+        step_config=dataclasses.replace(plan.step_config, accumulate=4),
+    )
     assert "step  2 s predicted, 256 tokens/s" in render(plan, case.graph, case.layout)
     other = dataclasses.replace(plan, inputs={"pixels": (1, 3, 8, 8)})
     assert "tokens/s" not in render(other, case.graph, case.layout)
@@ -110,5 +128,7 @@ def test_it_is_narrow_and_summary_is_one_line() -> None:
     for seed in range(30):
         case = random_case(seed, max_layers=6)
         plan = plan_of(case)
-        assert all(len(line) <= 104 and line == line.rstrip() for line in render(plan, case.graph, case.layout).splitlines())
+        assert all(
+            len(line) <= 104 and line == line.rstrip() for line in render(plan, case.graph, case.layout).splitlines()
+        )
         assert "\n" not in summary(plan) and "a step" in summary(plan)

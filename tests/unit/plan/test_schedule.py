@@ -38,8 +38,14 @@ def test_two_slots_and_four_blocks_by_hand() -> None:
     # Forward left 4 and 5 in the slots. Every gradient leaves when its block is done, before the slot's next load.
     assert " ".join(map(str, schedule.backward["first"])) == "B5 G5 L3 B4 G4 L2 B3 G3 L1 B2 G2 L0 B1 G1 B0 G0"
     # Partial sums come through two staging slots; updates need the weights nowhere but at home.
-    assert " ".join(map(str, schedule.backward["again"])) == "Q5 Q4 B5 G5 Q3 L3 B4 G4 Q2 L2 B3 G3 Q1 L1 B2 G2 Q0 L0 B1 G1 B0 G0"
-    assert " ".join(map(str, schedule.backward["first+update"])) == "B5 G5 U5 L3 B4 G4 U4 L2 B3 G3 U3 L1 B2 G2 U2 L0 B1 G1 U1 B0 G0 U0"
+    assert (
+        " ".join(map(str, schedule.backward["again"]))
+        == "Q5 Q4 B5 G5 Q3 L3 B4 G4 Q2 L2 B3 G3 Q1 L1 B2 G2 Q0 L0 B1 G1 B0 G0"
+    )
+    assert (
+        " ".join(map(str, schedule.backward["first+update"]))
+        == "B5 G5 U5 L3 B4 G4 U4 L2 B3 G3 U3 L1 B2 G2 U2 L0 B1 G1 U1 B0 G0 U0"
+    )
     assert " ".join(map(str, schedule.update)) == "U0 U1 U2 U3 U4 U5"
 
 
@@ -48,7 +54,12 @@ def test_homes_decide_what_an_update_moves() -> None:
     texts = {}
     for homes in ("gpu/gpu", "gpu/host", "host/gpu", "host/host"):
         texts[homes] = " ".join(map(str, compile_schedule(case.place(case.decide(homes))).update))
-    assert texts == {"gpu/gpu": "U0 U1 U2", "gpu/host": "U0 W0 U1 W1 U2 W2", "host/gpu": "L0 U0 W0 L1 U1 W1 L2 U2 W2", "host/host": "U0 U1 U2"}
+    assert texts == {
+        "gpu/gpu": "U0 U1 U2",
+        "gpu/host": "U0 W0 U1 W1 U2 W2",
+        "host/gpu": "L0 U0 W0 L1 U1 W1 L2 U2 W2",
+        "host/host": "U0 U1 U2",
+    }
 
 
 def test_activations_leave_after_forward_and_return_before_backward() -> None:
@@ -60,7 +71,9 @@ def test_activations_leave_after_forward_and_return_before_backward() -> None:
 
 
 def walk_slots(place: Placement, actions: tuple[Action, ...], holding: dict[int, int]) -> None:
-    """Every use of a streamed chunk finds it in its slot; no load evicts a chunk that is used again before its next load."""
+    """Every use of a streamed chunk finds it in its slot; no load evicts a chunk that is used again before its next
+    load.
+    """
     wanted: dict[int, list[int]] = {}  # slot -> chunks in the order of their uses
     for action in actions:
         if action.kind in "FB":
@@ -77,7 +90,9 @@ def walk_slots(place: Placement, actions: tuple[Action, ...], holding: dict[int,
             for chunk in place.layout.used_by(action.index):
                 if place.streams(chunk):
                     slot = place.slots.slot_of[chunk]
-                    assert holding.get(slot) == chunk, f"{action} needs chunk {chunk}, slot {slot} holds {holding.get(slot)}"
+                    assert holding.get(slot) == chunk, (
+                        f"{action} needs chunk {chunk}, slot {slot} holds {holding.get(slot)}"
+                    )
                     assert wanted[slot].pop(0) == chunk
 
 
@@ -115,20 +130,33 @@ def test_an_update_in_backward_comes_after_the_gradient_and_before_the_slot_is_r
                 assert not [a for a in between if a.kind == "L" and place.slots.slot_of[a.index] == slot]
 
 
-def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_in_forward_order_after_the_backward() -> None:
+def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_in_forward_order_after_the_backward() -> (
+    None
+):
     case = make_case(6, step_config=StepConfig(update="in_backward"))
-    at_once, place = (case.place(case.decide("host/host", host_update_interval=host_update_interval)) for host_update_interval in (1, 3))
+    at_once, place = (
+        case.place(case.decide("host/host", host_update_interval=host_update_interval))
+        for host_update_interval in (1, 3)
+    )
     actions = compile_schedule(place).backward["first+update"]
     landing = [a.index for a in actions if a.kind == "G"]
     updates = [a.index for a in actions if a.kind == "U"]
     early = landing[::3]
     assert updates == early + sorted(set(landing) - set(early)) and early == sorted(early, reverse=True)
-    assert "host_gradient" not in at_once.parts(at_once.host), "at host_update_interval 1 no gradient outlives its update"
-    assert place.parts(place.host)["host_gradient"] == sum(case.layout.chunks[c].nbytes for c in set(landing) - set(early))
+    assert "host_gradient" not in at_once.parts(at_once.host), (
+        "at host_update_interval 1 no gradient outlives its update"
+    )
+    assert place.parts(place.host)["host_gradient"] == sum(
+        case.layout.chunks[c].nbytes for c in set(landing) - set(early)
+    )
 
 
-def test_deferred_updates_are_issued_with_the_last_gradient_for_the_host_and_their_copies_when_no_load_can_wait_for_them() -> None:
-    """Blocks 0 to 2 stay on the device: the host has its last gradient when three of eight backwards are still to come."""
+def test_deferred_updates_are_issued_with_the_last_gradient_for_the_host_and_their_copies_when_no_load_can_wait_for_them() -> (
+    None
+):
+    """Blocks 0 to 2 stay on the device: the host has its last gradient when three of eight backwards are still
+    to come.
+    """
     case = make_case(6, step_config=StepConfig(update="in_backward"))
     place = case.place(case.decide(["gpu/gpu"] * 3 + ["gpu/host"] * 5, host_update_interval=2))
     text = " ".join(map(str, compile_schedule(place).backward["first+update"]))
@@ -138,7 +166,9 @@ def test_deferred_updates_are_issued_with_the_last_gradient_for_the_host_and_the
 def test_a_stride_means_nothing_where_updates_come_after_the_step_or_on_the_device() -> None:
     after, during = make_case(4), make_case(4, step_config=StepConfig(update="in_backward"))
     for case, homes in ((after, "host/host"), (during, "host/gpu")):
-        one, three = (case.place(case.decide(homes, host_update_interval=host_update_interval)) for host_update_interval in (1, 3))
+        one, three = (
+            case.place(case.decide(homes, host_update_interval=host_update_interval)) for host_update_interval in (1, 3)
+        )
         assert str(compile_schedule(one)) == str(compile_schedule(three)) and one.host == three.host
 
 
@@ -148,7 +178,9 @@ def test_without_the_kinds_no_step_uses_the_rest_is_the_same() -> None:
         assert (full.forward, full.update) == (part.forward, part.update)
         assert part.backward.items() <= full.backward.items()
         in_backward = place.step_config.update == "in_backward"
-        assert list(full.step(place.step_config.accumulate, in_backward)) == list(part.step(place.step_config.accumulate, in_backward))
+        assert list(full.step(place.step_config.accumulate, in_backward)) == list(
+            part.step(place.step_config.accumulate, in_backward)
+        )
 
 
 def test_actions_touch_only_buffers_that_the_placement_allocates() -> None:

@@ -1,4 +1,6 @@
-"""Answers are searches with one thing changed: recipes are pins, worth is another machine, the least is where a search begins to succeed."""
+"""Answers are searches with one thing changed: recipes are pins, worth is another machine, the least is where a search
+begins to succeed.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,12 @@ HUGE = 10**12
 def problem(gpu_bytes: int = HUGE, host_bytes: int = HUGE, num_layers: int = 6) -> Problem:
     case = make_case(num_layers, 2, step_config=StepConfig(update="in_backward"))
     return Problem(
-        graph=case.graph, layout=case.layout, trace=case.trace, spec=case.spec, step_config=case.step_config, gpu=GpuBudget(total_bytes=gpu_bytes),
+        graph=case.graph,
+        layout=case.layout,
+        trace=case.trace,
+        spec=case.spec,
+        step_config=case.step_config,
+        gpu=GpuBudget(total_bytes=gpu_bytes),
         host_bytes=host_bytes,
     )
 
@@ -36,7 +43,10 @@ def test_no_recipe_beats_the_plan_and_those_that_do_not_fit_say_what_they_need(e
     chosen = explained.plan.estimate.step_seconds
     by_name = {answer.name: answer for answer in explained.by_hand}
     assert all(a.step_seconds is None or a.step_seconds >= 0.99 * chosen for a in explained.by_hand)
-    assert by_name["everything on the GPU"].step_seconds is None and "does not fit" in by_name["everything on the GPU"].note
+    assert (
+        by_name["everything on the GPU"].step_seconds is None
+        and "does not fit" in by_name["everything on the GPU"].note
+    )
     assert by_name["weights and optimizer on the host, layers recomputed"].step_seconds is not None
 
 
@@ -55,7 +65,10 @@ def test_the_least_is_where_a_search_begins_to_succeed(tight: Problem, explained
     assert explained.least_gpu_bytes is not None and explained.least_host_bytes is not None
     replace(tight, gpu=GpuBudget(total_bytes=explained.least_gpu_bytes)).solve()
     replace(tight, host_bytes=explained.least_host_bytes).solve()
-    for smaller in (replace(tight, gpu=GpuBudget(total_bytes=explained.least_gpu_bytes - 1)), replace(tight, host_bytes=explained.least_host_bytes - 1)):
+    for smaller in (
+        replace(tight, gpu=GpuBudget(total_bytes=explained.least_gpu_bytes - 1)),
+        replace(tight, host_bytes=explained.least_host_bytes - 1),
+    ):
         with pytest.raises(PlanInfeasible):
             smaller.solve()
 

@@ -24,7 +24,16 @@ HUGE = 10**15
 
 
 def find(case: Case, gpu: int = HUGE, host: int = HUGE, pins: Pins | None = None) -> Plan:
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=gpu), host_bytes=host, pins=pins or Pins())
+    plan = search(
+        case.graph,
+        case.layout,
+        case.trace,
+        case.spec,
+        case.step_config,
+        gpu=GpuBudget(total_bytes=gpu),
+        host_bytes=host,
+        pins=pins or Pins(),
+    )
     check(plan, case.graph, case.layout)
     return plan
 
@@ -50,7 +59,11 @@ def every_candidate(space: SearchSpace) -> list[Candidate]:
 
 
 def is_plain(plan: Plan) -> bool:
-    return {str(homes) for homes in plan.decision.homes} == {"gpu/gpu"} and set(plan.decision.strategies) == {"keep"} and plan.decision.depth == 0
+    return (
+        {str(homes) for homes in plan.decision.homes} == {"gpu/gpu"}
+        and set(plan.decision.strategies) == {"keep"}
+        and plan.decision.depth == 0
+    )
 
 
 def test_with_room_for_everything_the_plan_is_the_plain_run() -> None:
@@ -156,11 +169,16 @@ def test_the_result_is_near_the_best_of_all_candidates() -> None:
 
 
 def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
-    """Against random plans with random strides, where the host takes twice the backward: a search that tried strides only around its best was 8 % slower."""
+    """Against random plans with random strides, where the host takes twice the backward: a search that tried strides
+    only around its best was 8 % slower.
+    """
     case = make_case(12, step_config=StepConfig(update="in_backward"))
     params = sum(chunk.numel for chunk in case.layout.chunks)
     backward = sum(case.trace.work(call, "keep").backward_seconds for call in range(14))
-    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=params / (2 * backward), launch_seconds=1e-8))
+    case = dataclasses.replace(
+        case,
+        spec=dataclasses.replace(case.spec, host_adam_params_per_second=params / (2 * backward), launch_seconds=1e-8),
+    )
     space, rng = space_of(case), random.Random(1)
     least, most = refuse(case, gpu=1).needed_bytes, space.gpu_bytes(space.plain)
     for fifths in range(1, 5):
@@ -169,10 +187,19 @@ def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
         for _ in range(1500):
             offload = rng.randint(0, 12)
             counts = Candidate(
-                resident=rng.randint(0, len(space.weight_order)), optimizer=rng.randint(0, len(space.state_order)), swap=0, offload=offload,
-                recompute=rng.randint(0, 12 - offload), depth=rng.randint(0, 2), host_update_interval=rng.randint(1, 4),
-            )  # fmt: skip
-            if space.strategies(counts.mix) is not None and space.gpu_bytes(counts) <= budget and space.bound_seconds(counts) < best:
+                resident=rng.randint(0, len(space.weight_order)),
+                optimizer=rng.randint(0, len(space.state_order)),
+                swap=0,
+                offload=offload,
+                recompute=rng.randint(0, 12 - offload),
+                depth=rng.randint(0, 2),
+                host_update_interval=rng.randint(1, 4),
+            )
+            if (
+                space.strategies(counts.mix) is not None
+                and space.gpu_bytes(counts) <= budget
+                and space.bound_seconds(counts) < best
+            ):
                 place = space.place(space.decision(counts))
                 best = min(best, step_seconds(place, compile_schedule(place, only_steps=True), case.spec)[0])
         assert find(case, gpu=budget).estimate.step_seconds < best * 1.03
@@ -200,7 +227,10 @@ def test_noise_does_not_change_the_plan() -> None:
         assert plan == find(case, gpu=budget), "the same search twice"
         for _ in range(3):
             calls = tuple(
-                {name: dataclasses.replace(w, forward_seconds=w.forward_seconds * rng.uniform(1 - 1e-6, 1 + 1e-6)) for name, w in table.items()}
+                {
+                    name: dataclasses.replace(w, forward_seconds=w.forward_seconds * rng.uniform(1 - 1e-6, 1 + 1e-6))
+                    for name, w in table.items()
+                }
                 for table in case.trace.calls
             )
             noisy = dataclasses.replace(case, trace=dataclasses.replace(case.trace, calls=calls))
@@ -210,21 +240,29 @@ def test_noise_does_not_change_the_plan() -> None:
 @pytest.mark.parametrize(
     "pins",
     [
-        Pins(n_persist=3), Pins(n_buffer=2), Pins(n_swap=2), Pins(n_checkpoint=3), Pins(n_offload=1), Pins(n_optimizer_gpu=2),
+        Pins(n_persist=3),
+        Pins(n_buffer=2),
+        Pins(n_swap=2),
+        Pins(n_checkpoint=3),
+        Pins(n_offload=1),
+        Pins(n_optimizer_gpu=2),
         Pins(n_swap=1, n_offload=1, n_persist=0),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_pin_is_obeyed_and_its_cost_is_told(pins: Pins) -> None:
     """Traps I2, I3: any single knob can be pinned, the search fills in the rest."""
     case = make_case(6)
     plan = find(case, pins=pins)
     decision = plan.decision
     found = {
-        "n_persist": sum(h.weights == "gpu" for h in decision.homes), "n_optimizer_gpu": sum(h.optimizer == "gpu" for h in decision.homes),
-        "n_buffer": decision.depth + 1, "n_swap": decision.strategies.count("swap"), "n_checkpoint": decision.strategies.count("recompute"),
+        "n_persist": sum(h.weights == "gpu" for h in decision.homes),
+        "n_optimizer_gpu": sum(h.optimizer == "gpu" for h in decision.homes),
+        "n_buffer": decision.depth + 1,
+        "n_swap": decision.strategies.count("swap"),
+        "n_checkpoint": decision.strategies.count("recompute"),
         "n_offload": decision.strategies.count("offload"),
-    }  # fmt: skip
+    }
     assert pins.given() == {name: found[name] for name in pins.given()}
     assert f"pinned {pins}: they cost" in plan.search
 
@@ -262,7 +300,10 @@ def test_a_strategy_that_the_trace_does_not_know_is_not_used() -> None:
 def test_the_plan_says_how_it_was_found() -> None:
     case = make_case(6)
     plan = find(case, gpu=2 * refuse(case, gpu=1).needed_bytes)
-    assert re.search(r"\d+ simulations; runner-up .*\((\w+ works .* more|its lanes wait .*|\d+ [\w ]+ instead of \d+)\): ", plan.search), plan.search
+    assert re.search(
+        r"\d+ simulations; runner-up .*\((\w+ works .* more|its lanes wait .*|\d+ [\w ]+ instead of \d+)\): ",
+        plan.search,
+    ), plan.search
     assert case.trace.provenance in plan.provenance and case.spec.provenance in plan.provenance
 
 
@@ -288,25 +329,40 @@ def case_of(graph: BlockGraph) -> Case:
 
 
 def adapted(num_layers: int = 6, *, numel: int = 128, tied: bool = False) -> Case:
-    """A frozen decoder with an fp32 adapter of `numel` elements in every layer. Nothing before the first adapter has a backward."""
+    """A frozen decoder with an fp32 adapter of `numel` elements in every layer. Nothing before the first adapter has a
+    backward.
+    """
     base = make_graph(num_layers, tied=tied)
-    adapters = {block.name: Param(name=f"{block.name}.lora", shape=(numel,), dtype="float32", trainable=True) for block in base.blocks if block.kind == "layer"}
-    blocks = tuple(dataclasses.replace(b, params=(*b.params, adapters[b.name].name)) if b.name in adapters else b for b in base.blocks)
+    adapters = {
+        block.name: Param(name=f"{block.name}.lora", shape=(numel,), dtype="float32", trainable=True)
+        for block in base.blocks
+        if block.kind == "layer"
+    }
+    blocks = tuple(
+        dataclasses.replace(b, params=(*b.params, adapters[b.name].name)) if b.name in adapters else b
+        for b in base.blocks
+    )
     params = (*(dataclasses.replace(p, trainable=False) for p in base.params), *adapters.values())
-    return case_of(dataclasses.replace(base, blocks=blocks, params=params, has_backward=(False, *base.has_backward[1:])))
+    return case_of(
+        dataclasses.replace(base, blocks=blocks, params=params, has_backward=(False, *base.has_backward[1:]))
+    )
 
 
 def trained_homes(case: Case, plan: Plan) -> set[str]:
     return {str(homes) for chunk, homes in zip(case.layout.chunks, plan.decision.homes, strict=True) if chunk.trainable}
 
 
-@pytest.mark.parametrize("case", [adapted(), adapted(tied=True), make_case(20, frozen=21)], ids=["adapters", "tied", "only the head"])
+@pytest.mark.parametrize(
+    "case", [adapted(), adapted(tied=True), make_case(20, frozen=21)], ids=["adapters", "tied", "only the head"]
+)
 def test_what_trains_stays_on_the_gpu_at_every_budget(case: Case) -> None:
     least, most = refuse(case, gpu=1).needed_bytes, find(case).estimate.gpu_bytes
     for i in range(8):
         plan = find(case, gpu=least + (most - least) * i // 7)
         assert trained_homes(case, plan) == {"gpu/gpu"}
-    assert {str(homes) for homes in find(case, gpu=least).decision.homes} == {"gpu/gpu", "host/host"}, "at the least, the frozen base streams"
+    assert {str(homes) for homes in find(case, gpu=least).decision.homes} == {"gpu/gpu", "host/host"}, (
+        "at the least, the frozen base streams"
+    )
 
 
 def test_the_smallest_budget_of_an_adapted_model_is_the_smallest() -> None:
@@ -346,7 +402,9 @@ def test_frozen_chunks_are_only_loaded_and_a_frozen_prefix_not_in_backward() -> 
         for here in (case, random_case(seed)):
             schedule = compile_schedule(here.place(random_decision(here, seed)))
             backward = [action for actions in schedule.backward.values() for action in actions]
-            of_chunks = [action for action in (*schedule.forward, *backward, *schedule.update) if action.kind in "LQGUW"]
+            of_chunks = [
+                action for action in (*schedule.forward, *backward, *schedule.update) if action.kind in "LQGUW"
+            ]
             assert {a.kind for a in of_chunks if not here.layout.chunks[a.index].trainable} <= {"L"}
             for action in backward:
                 if action.kind == "L":

@@ -67,15 +67,30 @@ def test_the_quick_walk_gives_the_floats_of_the_walk_through_hazards() -> None:
         assert step_seconds(place, schedule, case.spec)[0] == ends[2] - ends[1]
 
 
-def issued_by_a_thread(case: Case, seed: int = 0, *, forward: float = 0.0, backward: float = 0.0, launch_slowdown: float = 1.0, waits: bool = False) -> Case:
+def issued_by_a_thread(
+    case: Case,
+    seed: int = 0,
+    *,
+    forward: float = 0.0,
+    backward: float = 0.0,
+    launch_slowdown: float = 1.0,
+    waits: bool = False,
+) -> Case:
     """The same with a thread that takes time to issue; with a `seed`, random times."""
     rng = random.Random(seed)
 
     def timed(work: Work) -> Work:
         if not seed:
-            return dataclasses.replace(work, forward_launch_seconds=forward, backward_launch_seconds=backward, forward_syncs_host=waits)
-        seconds = {f"{way}_issue_seconds": rng.choice((0.5, 1.0, 2.0)) * getattr(work, f"{way}_seconds") for way in ("forward", "backward")}
-        return dataclasses.replace(work, **seconds, forward_syncs_host=rng.random() < 0.3, backward_syncs_host=rng.random() < 0.2)
+            return dataclasses.replace(
+                work, forward_launch_seconds=forward, backward_launch_seconds=backward, forward_syncs_host=waits
+            )
+        seconds = {
+            f"{way}_launch_seconds": rng.choice((0.5, 1.0, 2.0)) * getattr(work, f"{way}_seconds")
+            for way in ("forward", "backward")
+        }
+        return dataclasses.replace(
+            work, **seconds, forward_syncs_host=rng.random() < 0.3, backward_syncs_host=rng.random() < 0.2
+        )
 
     calls = tuple({strategy: timed(work) for strategy, work in call.items()} for call in case.trace.calls)
     spec = dataclasses.replace(case.spec, launch_slowdown=rng.uniform(1.0, 2.0) if seed else launch_slowdown)
@@ -112,7 +127,9 @@ def test_a_thread_that_is_faster_than_the_device_costs_nothing_and_a_slower_one_
     fast = issued_by_a_thread(case, forward=0.9 * work.forward_seconds, backward=0.9 * work.backward_seconds)
     slow = issued_by_a_thread(case, forward=2 * work.forward_seconds, backward=2 * work.backward_seconds)
     assert estimate(fast, "gpu/gpu").step_seconds == pytest.approx(estimate(case, "gpu/gpu").step_seconds)
-    assert estimate(slow, "gpu/gpu").step_seconds == pytest.approx(8 * 2 * (work.forward_seconds + work.backward_seconds))
+    assert estimate(slow, "gpu/gpu").step_seconds == pytest.approx(
+        8 * 2 * (work.forward_seconds + work.backward_seconds)
+    )
 
 
 def test_what_the_gpu_waits_for_python_is_told_apart_from_computing() -> None:
@@ -125,8 +142,8 @@ def test_what_the_gpu_waits_for_python_is_told_apart_from_computing() -> None:
 
 
 def test_a_lead_of_the_backward_carries_over_until_the_thread_waits() -> None:
-    """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward, or at the end of a step that reads its norm, nothing
-    of the lead is left."""
+    """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward, or at the end
+    of a step that reads its norm, nothing of the lead is left."""
     for update in ("in_backward", "after_step"):
         case = make_case(6, step_config=StepConfig(update=update))
         case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, launch_seconds=0.0))
@@ -141,7 +158,9 @@ def test_a_lead_of_the_backward_carries_over_until_the_thread_waits() -> None:
 
 
 def test_the_thread_gets_ahead_no_further_than_the_device_queues() -> None:
-    """Layers of a second, and a head that is issued in no time and computes for an hour: of that hour, a tenth of a second is a lead."""
+    """Layers of a second, and a head that is issued in no time and computes for an hour: of that hour, a tenth of a
+    second is a lead.
+    """
     clock = IssuedClock(1.0)
     clock.issue("compute", 3600.0, (), 0.0, waits=False)
     end = clock.issue("compute", 1.0, (), 2.0, waits=False)
@@ -155,9 +174,13 @@ def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
     assert clock.issued == pytest.approx(0.1)
     copy = clock.issue("h2d", 1.0, [update], 0.1, waits=False), clock.told
     other = clock.issue("h2d", 1.0, (), 0.1, waits=False), clock.told
-    assert copy == pytest.approx((6.0, 5.0)) and other == pytest.approx((7.0, 5.0)) and clock.issued == pytest.approx(0.3)
+    assert (
+        copy == pytest.approx((6.0, 5.0)) and other == pytest.approx((7.0, 5.0)) and clock.issued == pytest.approx(0.3)
+    )
     clock.issue("compute", 1.0, [other], 0.1, waits=False)
-    assert clock.issued == pytest.approx(6.9 + 0.1), "told at 5, and no more than the queue's depth before it starts at 7"
+    assert clock.issued == pytest.approx(6.9 + 0.1), (
+        "told at 5, and no more than the queue's depth before it starts at 7"
+    )
     clock = IssuedClock(1.0)
     late = clock.issue("h2d", 9.0, (), 0.1, waits=False), clock.told
     clock.issue("compute", 1.0, [late], 0.1, waits=False)
@@ -166,9 +189,18 @@ def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
 
 @pytest.mark.parametrize(
     ("issue", "computing", "busy", "taken"),
-    [(2.0, 0.0, 9.0, 3.0), (2.0, 0.0, -1.0, 2.0), (2.0, 0.0, 1.5, 2.5), (2.0, 0.0, 3.0, 3.0), (2.0, 2.5, 9.0, 2.0), (2.0, 1.0, 9.0, 2.5)],
+    [
+        (2.0, 0.0, 9.0, 3.0),
+        (2.0, 0.0, -1.0, 2.0),
+        (2.0, 0.0, 1.5, 2.5),
+        (2.0, 0.0, 3.0, 3.0),
+        (2.0, 2.5, 9.0, 2.0),
+        (2.0, 1.0, 9.0, 2.5),
+    ],
 )
-def test_issuing_is_slower_while_the_host_is_at_work_and_waiting_is_not(issue: float, computing: float, busy: float, taken: float) -> None:
+def test_issuing_is_slower_while_the_host_is_at_work_and_waiting_is_not(
+    issue: float, computing: float, busy: float, taken: float
+) -> None:
     assert slowed(issue, computing, busy, 1.5) == pytest.approx(taken)
 
 
@@ -176,9 +208,15 @@ def test_a_host_that_updates_slows_the_thread_that_issues() -> None:
     case = make_case(8, step_config=StepConfig(update="in_backward"))
     work = case.trace.work(1, "keep")
     beside = [
-        estimate(issued_by_a_thread(case, forward=work.forward_seconds, backward=work.backward_seconds, launch_slowdown=slower), homes).busy_seconds["compute"]
-        for homes in ("gpu/host", "gpu/gpu") for slower in (1.0, 1.5)
-    ]  # fmt: skip
+        estimate(
+            issued_by_a_thread(
+                case, forward=work.forward_seconds, backward=work.backward_seconds, launch_slowdown=slower
+            ),
+            homes,
+        ).busy_seconds["compute"]
+        for homes in ("gpu/host", "gpu/gpu")
+        for slower in (1.0, 1.5)
+    ]
     assert beside[1] > 1.05 * beside[0] and beside[3] == beside[2]
 
 
@@ -193,11 +231,17 @@ def test_three_steps_reach_the_steady_state() -> None:
 
 
 def test_updates_after_the_step_overlap_the_next_forward() -> None:
-    """The optimizer is never a barrier: with the host's updates as long as the compute, the step is shorter than their sum."""
+    """The optimizer is never a barrier: with the host's updates as long as the compute, the step is shorter than their
+    sum.
+    """
     case = make_case(8)
-    compute = sum(case.trace.work(v, "keep").forward_seconds + case.trace.work(v, "keep").backward_seconds for v in range(10))
+    compute = sum(
+        case.trace.work(v, "keep").forward_seconds + case.trace.work(v, "keep").backward_seconds for v in range(10)
+    )
     params = sum(chunk.numel for chunk in case.layout.chunks)
-    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=params / compute, launch_seconds=0.0))
+    case = dataclasses.replace(
+        case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=params / compute, launch_seconds=0.0)
+    )
     found = estimate(case, "gpu/host")
     assert found.step_seconds < 0.95 * (compute + found.busy_seconds["host"])
 
@@ -209,12 +253,21 @@ def test_updates_in_backward_are_faster_than_after_the_step() -> None:
 
 
 def test_a_slow_host_gains_from_updates_that_follow_the_backward_in_forward_order() -> None:
-    """Each update takes three times a layer's backward. Queued as they land, the first layers', which the next forward waits for, come last."""
+    """Each update takes three times a layer's backward. Queued as they land, the first layers', which the next forward
+    waits for, come last.
+    """
     case = make_case(12, step_config=StepConfig(update="in_backward"))
     backward = case.trace.work(1, "keep").backward_seconds
-    slow = dataclasses.replace(case.spec, host_adam_params_per_second=case.layout.chunks[1].numel / (3 * backward), launch_seconds=0.0)
+    slow = dataclasses.replace(
+        case.spec, host_adam_params_per_second=case.layout.chunks[1].numel / (3 * backward), launch_seconds=0.0
+    )
     case = dataclasses.replace(case, spec=slow)
-    seconds = {host_update_interval: estimate(case, "host/host", depth=1, host_update_interval=host_update_interval).step_seconds for host_update_interval in (1, 3)}
+    seconds = {
+        host_update_interval: estimate(
+            case, "host/host", depth=1, host_update_interval=host_update_interval
+        ).step_seconds
+        for host_update_interval in (1, 3)
+    }
     host = estimate(case, "host/host", depth=1).busy_seconds["host"]
     assert seconds[3] < 0.9 * seconds[1] and seconds[3] < 1.15 * host
 
@@ -240,7 +293,9 @@ def test_time_and_space_of_swap_count_the_same_bytes() -> None:
     sent = sum(place.work[v].sent_bytes for v in place.sending)
     found = estimate(case, "gpu/gpu", "swap")
     assert found.host_parts["arena"] == sent
-    assert found.busy_seconds["d2h"] == pytest.approx(sent / case.spec.d2h_bytes_per_second + 3 * case.spec.launch_seconds)
+    assert found.busy_seconds["d2h"] == pytest.approx(
+        sent / case.spec.d2h_bytes_per_second + 3 * case.spec.launch_seconds
+    )
 
 
 def test_the_estimate_says_where_its_bytes_are() -> None:

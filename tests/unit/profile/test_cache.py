@@ -74,14 +74,18 @@ class Counts(nn.Linear):
         return super().forward(x) * Counts.calls
 
 
-def test_what_a_trace_says_of_a_model_is_logged_again_when_it_is_read(folder: Path, taken: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_trace_says_of_a_model_is_logged_again_when_it_is_read(
+    folder: Path, taken: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     model = zoo.make("plain")
     model.layers[1].down = Counts(2 * zoo.HIDDEN, zoo.HIDDEN)
     for _ in range(2):
         caplog.clear()
         _, found = ask(model, zoo.batch("plain"))
         [note] = [record.getMessage() for record in caplog.records]
-        assert found.notes == (note,) and note.startswith("layers.1: a second run of the forward differs from the first (the second run returns")
+        assert found.notes == (note,) and note.startswith(
+            "layers.1: a second run of the forward differs from the first (the second run returns"
+        )
     assert taken == ["taken"]
 
 
@@ -162,11 +166,17 @@ def test_another_batch_is_traced_and_both_are_kept(folder: Path, taken: list[str
     model = zoo.make("plain")
     small, large = ask(model, zoo.batch("plain")), ask(model, zoo.batch("plain", tokens=32))
     assert small != large and len(taken) == 2 and len(list(folder.iterdir())) == 2
-    assert ask(model, zoo.batch("plain")) == small and ask(model, zoo.batch("plain", tokens=32)) == large and len(taken) == 2
+    assert (
+        ask(model, zoo.batch("plain")) == small
+        and ask(model, zoo.batch("plain", tokens=32)) == large
+        and len(taken) == 2
+    )
 
 
 def test_a_setting_of_the_root_is_another_key() -> None:
-    """A block that runs once or three times: the cached trace has the wrong calls, and the first forward an OrderMismatch."""
+    """A block that runs once or three times: the cached trace has the wrong calls, and the first forward an
+    OrderMismatch.
+    """
     once, thrice = (zoo.PlainModel(num_blocks=1, loops=n, tied=False) for n in (1, 3))
     key = lambda m: cache._key(m, zoo.batch("plain"), find_layers(m), machine())
     assert key(once) != key(thrice)
@@ -190,13 +200,18 @@ def test_everything_in_the_batch_is_in_the_key(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: text[: len(text) // 2], lambda text: "", lambda text: text.replace('"held_bytes"', '"hold_bytes"'),
-        lambda text: text.replace('"graph"', '"graf"'), lambda text: json.dumps({"graph": json.loads(text)["graph"]}),
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: text.replace('"held_bytes"', '"hold_bytes"'),
+        lambda text: text.replace('"graph"', '"graf"'),
+        lambda text: json.dumps({"graph": json.loads(text)["graph"]}),
         lambda text: "[]",
     ],
     ids=["truncated", "empty", "another field", "another key", "half of it", "no mapping"],
-)  # fmt: skip
-def test_an_unreadable_file_is_taken_again_and_said_so(damage: Any, folder: Path, taken: list[str], caplog: pytest.LogCaptureFixture) -> None:
+)
+def test_an_unreadable_file_is_taken_again_and_said_so(
+    damage: Any, folder: Path, taken: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """Trap F9: an older version's file, or one that a crash cut off."""
     model = zoo.make("plain")
     first = ask(model, zoo.batch("plain"))
@@ -210,7 +225,9 @@ def test_an_unreadable_file_is_taken_again_and_said_so(damage: Any, folder: Path
     assert ask(model, zoo.batch("plain")) == first and len(taken) == 2
 
 
-def test_an_empty_setting_turns_the_cache_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
+def test_an_empty_setting_turns_the_cache_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: list[str]
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OUTSIZE_CACHE", "")
@@ -268,17 +285,24 @@ def written_model(folder: Path, copies: int) -> nn.Module:
     return importlib.import_module("edited_model").Model()
 
 
-def test_an_edited_forward_is_profiled_again(folder: Path, taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PlannedModel 1.18 MB and out of memory at 2.56 MB, before the key held the code."""
+def test_an_edited_forward_is_profiled_again(
+    folder: Path, taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned 1.18 MB and out of memory at 2.56 MB, before the key held the code."""
     monkeypatch.syspath_prepend(str(tmp_path))
     batch = {"x": torch.zeros(4, 8, 16)}
     first = ask(written_model(tmp_path, 2), batch)
     assert ask(written_model(tmp_path, 2), batch) == first and taken == ["taken"]
     _, wider = ask(written_model(tmp_path, 9), batch)
-    assert taken == ["taken", "taken"] and wider.calls[1]["keep"].forward_peak_bytes > first[1].calls[1]["keep"].forward_peak_bytes
+    assert (
+        taken == ["taken", "taken"]
+        and wider.calls[1]["keep"].forward_peak_bytes > first[1].calls[1]["keep"].forward_peak_bytes
+    )
 
 
-def test_a_forward_that_was_replaced_on_a_module_or_a_class_is_profiled_again(folder: Path, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_was_replaced_on_a_module_or_a_class_is_profiled_again(
+    folder: Path, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = zoo.make("plain"), zoo.batch("plain")
     ask(model, batch)
     own = model.layers[0].forward
@@ -304,7 +328,16 @@ def test_what_a_function_was_made_with_is_in_the_key(folder: Path) -> None:
         model.layers[0].forward = forward
         return cache._key(model, zoo.batch("plain"), find_layers(model), machine())
 
-    keys = [key(2), key(3), key((2, "a")), key((2, "b")), key(torch.tanh), key(lambda: 1), key(lambda: 2), key(2, default=5)]
+    keys = [
+        key(2),
+        key(3),
+        key((2, "a")),
+        key((2, "b")),
+        key(torch.tanh),
+        key(lambda: 1),
+        key(lambda: 2),
+        key(2, default=5),
+    ]
     assert len({*keys}) == len(keys) and key(2) == keys[0] and key(lambda: 1) == key(lambda: 1)
 
 
@@ -312,7 +345,11 @@ def test_a_run_that_contradicts_a_cached_profile_deletes_it(folder: Path, taken:
     """The layers call a function of another file, which is not part of the key."""
     batch = {"x": torch.zeros(4, 64, 16)}
     model = Calling()
-    with closing(outsize.prepare(model, batch, device=machine("1MiB"), gpu_memory="200KiB", host_memory="1MiB", chunk_bytes="1KiB")) as engine:
+    with closing(
+        outsize.prepare(
+            model, batch, device=machine("1MiB"), gpu_memory="200KiB", host_memory="1MiB", chunk_bytes="1KiB"
+        )
+    ) as engine:
         assert engine.plan.profile_keys and len(list(folder.iterdir())) == 1
         monkeypatched = Calling.width
         Calling.width = 64

@@ -1,4 +1,6 @@
-"""One trace for two batches: under every plan it takes at least the memory of each, and not much more than the larger."""
+"""One trace for two batches: under every plan it takes at least the memory of each, and not much more than the
+larger.
+"""
 
 import random
 
@@ -20,17 +22,23 @@ from outsize.profile.tracer import Tracer
 
 def traced(kind: str, rows: int, tokens: int) -> tuple[BlockGraph, ModelTrace]:
     model = zoo.make(kind)
-    return Tracer(model, zoo.batch(kind, size=rows, tokens=tokens), find_layers(model), choose_device("sim:64MiB")).trace()
+    return Tracer(
+        model, zoo.batch(kind, size=rows, tokens=tokens), find_layers(model), choose_device("sim:64MiB")
+    ).trace()
 
 
 def needed(graph: BlockGraph, trace: ModelTrace, strategies: list[str], sized: ModelTrace) -> int:
     """What a step takes; buffers that exist for the whole run are as large as another trace needs them."""
     layout = pack(graph, 16 * 1024)
-    decision = Decision(homes=tuple(Homes(weights="gpu", optimizer="gpu") for _ in layout.chunks), strategies=tuple(strategies), depth=1)  # type: ignore[arg-type]
+    decision = Decision(
+        homes=tuple(Homes(weights="gpu", optimizer="gpu") for _ in layout.chunks), strategies=tuple(strategies), depth=1
+    )  # type: ignore[arg-type]
     step_config = StepConfig(update="after_step", accumulate=1, fp32_grads=False)
 
     def place(of: ModelTrace) -> Placement:
-        return Placement(graph, layout, decision, step_config, tuple(of.work(v, s) for v, s in enumerate(strategies)), of.shared)  # type: ignore[arg-type]
+        return Placement(
+            graph, layout, decision, step_config, tuple(of.work(v, s) for v, s in enumerate(strategies)), of.shared
+        )  # type: ignore[arg-type]
 
     other = place(trace)
     level = high_water(other, compile_schedule(other), trace.held_bytes).gpu_bytes

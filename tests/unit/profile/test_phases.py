@@ -1,4 +1,6 @@
-"""Two timed passes become one account of what computes, what issues, and where the issuing thread waits. How it is on a GPU: tests/gpu/test_trial.py."""
+"""Two timed passes become one account of what computes, what issues, and where the issuing thread waits. How it is on a
+GPU: tests/gpu/test_trial.py.
+"""
 
 import pytest
 
@@ -29,7 +31,10 @@ def test_a_thread_that_was_held_up_and_is_ahead_still_did_not_wait() -> None:
 
 def test_a_hiccup_of_either_pass_counts_for_nothing() -> None:
     for hiccup in (0, 1):
-        passes = [timed(ahead, forward=(0.010 + (i == hiccup), 0.004 + (i == hiccup)), backward=(0.020, 0.008)) for i, ahead in enumerate((True, False))]
+        passes = [
+            timed(ahead, forward=(0.010 + (i == hiccup), 0.004 + (i == hiccup)), backward=(0.020, 0.008))
+            for i, ahead in enumerate((True, False))
+        ]
         passes[0].at_best(passes[1])
         assert (passes[0].forward[0].seconds, passes[0].forward[0].op_launch_seconds) == pytest.approx((0.010, 0.004))
 

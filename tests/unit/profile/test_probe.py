@@ -1,4 +1,6 @@
-"""The probe: the host's part for real, and the card's stages with the CPU in its place, which shows that they run and fill every figure."""
+"""The probe: the host's part for real, and the card's stages with the CPU in its place, which shows that they run and
+fill every figure.
+"""
 
 import math
 import statistics
@@ -19,9 +21,14 @@ from outsize.hardware.machine import Machine, read_machine, write_machine
 from outsize.profile.probe import Prober, Sizes, _Load, make_spec, probe
 
 SMALL = Sizes(
-    window_seconds=0.01, state_numel=2**20, copy_bytes=(4096, 2**20), gemms=((64, 32, 64),), attention_tokens=(64,), heads=2,
+    window_seconds=0.01,
+    state_numel=2**20,
+    copy_bytes=(4096, 2**20),
+    gemms=((64, 32, 64),),
+    attention_tokens=(64,),
+    heads=2,
     layer=(1, 64, 128, 256),
-)  # fmt: skip
+)
 
 
 def numbers(data: Any) -> Iterator[float]:
@@ -33,8 +40,17 @@ def test_without_a_gpu_the_host_is_measured_and_the_card_assumed(tmp_path) -> No
     before, draws = psutil.Process().memory_info().rss, torch.get_rng_state()
     machine = probe(CpuDevice())
     assert 1e7 < machine.spec.host_adam_params_per_second < 1e11 and 1e8 < machine.spec.host_bytes_per_second < 1e13
-    assert machine.spec.flops == CATALOG["rtx3090"].flops and "host probed on" in machine.spec.provenance and "assumed" in machine.spec.provenance
-    assert 0 < machine.measured["host_memory"]["free_bytes"] <= machine.measured["host_memory"]["bytes"] == machine.spec.host_bytes
+    assert (
+        machine.spec.flops == CATALOG["rtx3090"].flops
+        and "host probed on" in machine.spec.provenance
+        and "assumed" in machine.spec.provenance
+    )
+    assert (
+        0
+        < machine.measured["host_memory"]["free_bytes"]
+        <= machine.measured["host_memory"]["bytes"]
+        == machine.spec.host_bytes
+    )
     assert psutil.Process().memory_info().rss - before < 2**29, "what it measured with is given back"
     assert torch.equal(torch.get_rng_state(), draws)
     (tmp_path / "box.yaml").write_text(write_machine(machine))
@@ -48,13 +64,23 @@ def test_every_stage_of_the_card_runs_and_every_figure_is_a_rate() -> None:
     for stage in prober.stages(True):
         stage()
     measured = {"date": "2026-11-16", "seconds": 1.0, "identity": {"cores": 1, "torch": "2"}, **prober.found}
-    assert set(measured["lanes_per_second"]) == {"h2d", "d2h", "host", "h2d+d2h", "h2d+host", "d2h+host", "h2d+d2h+host"}
+    assert set(measured["lanes_per_second"]) == {
+        "h2d",
+        "d2h",
+        "host",
+        "h2d+d2h",
+        "h2d+host",
+        "d2h+host",
+        "h2d+d2h+host",
+    }
     assert all(found.keys() == set(key.split("+")) for key, found in measured["lanes_per_second"].items())
     assert set(measured["copy_bytes_per_second"]["h2d"]) == {"4KiB", "1MiB"}
     rates = [key for key in measured if key.endswith(("per_second", "flops"))]
     assert len(rates) == 11 and all(math.isfinite(x) and x > 0 for key in rates for x in numbers({"": measured[key]}))
     spec = make_spec(device, measured)
-    assert spec.provenance == "probed on 2026-11-16" and spec.flops == pytest.approx(statistics.mean(measured["gemm_flops"].values()), rel=1e-3)
+    assert spec.provenance == "probed on 2026-11-16" and spec.flops == pytest.approx(
+        statistics.mean(measured["gemm_flops"].values()), rel=1e-3
+    )
     text = show(Machine(spec=spec, measured=measured))
     assert all(word in text for word in ("beside copies out and host updates", "TFLOP/s", "64 tokens", "plans take"))
 

@@ -1,4 +1,6 @@
-"""A trace on the line through two others is what the tracer finds at that size; and where the model takes another way, it is none."""
+"""A trace on the line through two others is what the tracer finds at that size; and where the model takes another way,
+it is none.
+"""
 
 import copy
 import dataclasses
@@ -19,7 +21,10 @@ from outsize.profile.trace import ModelTrace
 from outsize.train.example import Images
 from outsize.train.forecast import fake_trace
 
-FEW: dict[str, dict[str, int]] = {"t5": dict(num_layers=1, num_decoder_layers=1), **{name: dict(num_hidden_layers=2) for name in ("llama", "mixtral", "bert")}}
+FEW: dict[str, dict[str, int]] = {
+    "t5": dict(num_layers=1, num_decoder_layers=1),
+    **{name: dict(num_hidden_layers=2) for name in ("llama", "mixtral", "bert")},
+}
 
 
 def traced(name: str, rows: int, *, tokens: int = 64) -> Point:
@@ -30,13 +35,20 @@ def traced(name: str, rows: int, *, tokens: int = 64) -> Point:
         setattr(config, key, value)
     if hasattr(config, "vision_config"):
         config.vision_config.depth = 2
-    _, trace, _ = fake_trace(config, lookup("rtx4090"), rows=rows, tokens=tokens, dtype=torch.bfloat16, images=Images(pixels=32))
+    _, trace, _ = fake_trace(
+        config, lookup("rtx4090"), rows=rows, tokens=tokens, dtype=torch.bfloat16, images=Images(pixels=32)
+    )
     return Point(rows=rows, trace=trace)
 
 
 def seconds(trace: ModelTrace, *, issuing: bool) -> list[float]:
     found = [dataclasses.asdict(work) for call in trace.calls for work in call.values()]
-    return [value for each in found for name, value in each.items() if name.endswith("seconds") and ("issue" in name) == issuing]
+    return [
+        value
+        for each in found
+        for name, value in each.items()
+        if name.endswith("seconds") and ("launch" in name) == issuing
+    ]
 
 
 def sizes(trace: ModelTrace) -> list[float]:
@@ -45,9 +57,12 @@ def sizes(trace: ModelTrace) -> list[float]:
     return [*of_work, *(tensor.num_bytes for tensor in trace.shared), trace.held_bytes]
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("t5", "bert", "qwen2.5-vl"))])
+@pytest.mark.parametrize(
+    "name", ["llama", "mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("t5", "bert", "qwen2.5-vl"))]
+)
 def test_a_third_size_is_what_the_tracer_finds_there(name: str) -> None:
-    # Of few rows, T5's regions are fullest while position biases live, of more they are after that: no line goes through both.
+    # Of few rows, T5's regions are fullest while position biases live, of more they are after that: no line goes
+    # through both.
     few, more, most = (2, 4, 6) if name != "t5" else (8, 10, 12)
     small, middle, large = (traced(name, rows) for rows in (few, more, most))
     beyond, between = scaled(small, middle, most), scaled(large, small, more)
@@ -68,19 +83,33 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
     case = synthetic.random_case(seed)
 
     def pad_to_shape(value: float) -> Any:
-        fixed, each = (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
+        fixed, each = (
+            (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
+        )
         return fixed + each * rows
 
     fields = [f.name for f in dataclasses.fields(synthetic.NOTHING)]
-    numbers, waits = [name for name in fields if not name.endswith("waits")], {name: True for name in fields if name.endswith("waits")}
-    calls = tuple({s: dataclasses.replace(w, **{n: pad_to_shape(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()} for v in case.trace.calls)
-    shared = tuple(dataclasses.replace(tensor, num_bytes=pad_to_shape(tensor.num_bytes)) for tensor in case.trace.shared)
+    numbers, waits = (
+        [name for name in fields if not name.endswith("waits")],
+        {name: True for name in fields if name.endswith("waits")},
+    )
+    calls = tuple(
+        {s: dataclasses.replace(w, **{n: pad_to_shape(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()}
+        for v in case.trace.calls
+    )
+    shared = tuple(
+        dataclasses.replace(tensor, num_bytes=pad_to_shape(tensor.num_bytes)) for tensor in case.trace.shared
+    )
     inputs = {"input_ids": (rows, 7), "pixel_values": (3 * rows, 5), "position_ids": (3, rows, 7)}
-    return dataclasses.replace(case.trace, inputs=inputs, calls=calls, shared=shared, held_bytes=pad_to_shape(0), provenance="made up")
+    return dataclasses.replace(
+        case.trace, inputs=inputs, calls=calls, shared=shared, held_bytes=pad_to_shape(0), provenance="made up"
+    )
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40))
-def test_the_points_give_themselves_and_every_other_size_lies_on_their_line(seed: int, one: int, other: int, rows: int) -> None:
+def test_the_points_give_themselves_and_every_other_size_lies_on_their_line(
+    seed: int, one: int, other: int, rows: int
+) -> None:
     a, b = (Point(rows=n, trace=affine_trace(seed, n)) for n in (one, other))
     assert scaled(a, b, one) == a.trace and scaled(a, b, other) == b.trace
     made, true = scaled(a, b, rows), affine_trace(seed, rows)
@@ -89,25 +118,47 @@ def test_the_points_give_themselves_and_every_other_size_lies_on_their_line(seed
         return
     assert made is not None and made.inputs == true.inputs
     assert sizes(made) == sizes(true)
-    assert all(seconds(made, issuing=issuing) == pytest.approx(seconds(true, issuing=issuing)) for issuing in (False, True))
+    assert all(
+        seconds(made, issuing=issuing) == pytest.approx(seconds(true, issuing=issuing)) for issuing in (False, True)
+    )
 
 
 def test_bytes_are_rounded_up_and_only_changes_of_the_level_go_below_zero() -> None:
     def point(rows: int, num_bytes: int) -> Point:
         work = dataclasses.replace(
-            synthetic.NOTHING, forward_seconds=num_bytes / 10, forward_peak_bytes=num_bytes, forward_delta_bytes=num_bytes, sent_bytes=num_bytes
+            synthetic.NOTHING,
+            forward_seconds=num_bytes / 10,
+            forward_peak_bytes=num_bytes,
+            forward_delta_bytes=num_bytes,
+            sent_bytes=num_bytes,
         )
-        shared = (Shared(call=0, role="output", number=0, num_bytes=num_bytes, born=0, dies_at=rows, held_by=((0, ("keep",)),)),)
-        return Point(rows=rows, trace=ModelTrace(graph="g", inputs={}, calls=({"keep": work},), held_bytes=num_bytes, provenance="", shared=shared))
+        shared = (
+            Shared(
+                call=0, role="output", number=0, num_bytes=num_bytes, born=0, dies_at=rows, held_by=((0, ("keep",)),)
+            ),
+        )
+        return Point(
+            rows=rows,
+            trace=ModelTrace(
+                graph="g", inputs={}, calls=({"keep": work},), held_bytes=num_bytes, provenance="", shared=shared
+            ),
+        )
 
     between = scaled(point(2, 10), point(5, 15), 3)
     assert between is not None
-    assert between.work(0, "keep").forward_peak_bytes == between.held_bytes == between.shared[0].num_bytes == 12  # 11.67
+    assert (
+        between.work(0, "keep").forward_peak_bytes == between.held_bytes == between.shared[0].num_bytes == 12
+    )  # 11.67
     assert between.shared[0].dies_at == 5, "the later of both"
     below = scaled(point(4, 3), point(6, 9), 1)
     assert below is not None
     work = below.work(0, "keep")
-    assert (work.forward_peak_bytes, work.sent_bytes, below.held_bytes, work.forward_seconds) == (0, 0, 0, 0.0) and work.forward_delta_bytes == -6
+    assert (work.forward_peak_bytes, work.sent_bytes, below.held_bytes, work.forward_seconds) == (
+        0,
+        0,
+        0,
+        0.0,
+    ) and work.forward_delta_bytes == -6
 
 
 def test_where_the_model_takes_another_way_there_is_no_line() -> None:
@@ -118,20 +169,31 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
     fewer = ({"keep": works["keep"]} if v == call else works for v, works in enumerate(trace.calls))
     tensor = Shared(call=1, role="argument", number=3, num_bytes=8, dies_at=2)
     for other in (
-        dataclasses.replace(trace, graph="another"), dataclasses.replace(trace, calls=tuple(fewer)),
-        dataclasses.replace(trace, shared=(*trace.shared, tensor)), dataclasses.replace(trace, inputs={**trace.inputs, "attention_mask": (4, 8)}),
-    ):  # fmt: skip
+        dataclasses.replace(trace, graph="another"),
+        dataclasses.replace(trace, calls=tuple(fewer)),
+        dataclasses.replace(trace, shared=(*trace.shared, tensor)),
+        dataclasses.replace(trace, inputs={**trace.inputs, "attention_mask": (4, 8)}),
+    ):
         assert scaled(point, Point(rows=4, trace=other), 8) is None
     assert scaled(point, Point(rows=4, trace=trace), 8) is not None
 
 
 @pytest.mark.parametrize(("longer", "expected"), [(2.0, 1.6), (1.8, 0.36), (0.9, 0.18)])
 def test_what_issuing_takes_is_stretched_only_where_it_grows_with_rows(longer: float, expected: float) -> None:
-    """Layers that loop over the windows of images take Python twice as long for twice as many; others' timings differ by what else the processor does."""
+    """Layers that loop over the windows of images take Python twice as long for twice as many; others' timings differ
+    by what else the processor does.
+    """
     one, other = (
-        dataclasses.replace(affine_trace(3, rows), calls=tuple(
-            {"keep": dataclasses.replace(call["keep"], forward_syncs_host=False, forward_launch_seconds=seconds)} for call in affine_trace(3, rows).calls
-        )) for rows, seconds in ((2, 0.2), (4, 0.2 * longer))
-    )  # fmt: skip
+        dataclasses.replace(
+            affine_trace(3, rows),
+            calls=tuple(
+                {"keep": dataclasses.replace(call["keep"], forward_syncs_host=False, forward_launch_seconds=seconds)}
+                for call in affine_trace(3, rows).calls
+            ),
+        )
+        for rows, seconds in ((2, 0.2), (4, 0.2 * longer))
+    )
     made = scaled(Point(rows=2, trace=one), Point(rows=4, trace=other), 16)
-    assert made is not None and all(call["keep"].forward_launch_seconds == pytest.approx(expected) for call in made.calls)
+    assert made is not None and all(
+        call["keep"].forward_launch_seconds == pytest.approx(expected) for call in made.calls
+    )

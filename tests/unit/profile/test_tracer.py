@@ -122,7 +122,10 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "grads": {n: (id(p.grad), p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None},
         "buffers": {n: (id(b), b.clone(), b.data_ptr()) for n, b in model.named_buffers()},
         "flags": [m.training for m in model.modules()],
-        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), len(m._state_dict_hooks)) for m in model.modules()],
+        "hooks": [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), len(m._state_dict_hooks))
+            for m in model.modules()
+        ],
         "accumulate": {n: len(p._post_accumulate_grad_hooks or ()) for n, p in model.named_parameters()},
         "attributes": [sorted(vars(m)) for m in model.modules()],
         "random": torch.get_rng_state(),
@@ -142,7 +145,9 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def a_used_model() -> nn.Module:
-    """In the middle of somebody's work: gradients set, part of it in eval mode, a hook of the user's, a weight frozen."""
+    """In the middle of somebody's work: gradients set, part of it in eval mode, a hook of the user's, a weight
+    frozen.
+    """
     torch.manual_seed(0)
     model = Model()
     model(**batch())["loss"].backward()
@@ -232,7 +237,9 @@ def test_a_generator_that_a_module_owns_is_where_it_was() -> None:
     """PVeRA keeps them in a dict."""
     model = Model()
     model.layers[0].generators = {"default": torch.Generator().manual_seed(5), "other": None}
-    model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] + torch.randn(8, generator=module.generators["default"]),))
+    model.layers[0].register_forward_pre_hook(
+        lambda module, args: (args[0] + torch.randn(8, generator=module.generators["default"]),)
+    )
     trace(model, batch())
     assert torch.equal(model.layers[0].generators["default"].get_state(), torch.Generator().manual_seed(5).get_state())
 
@@ -248,7 +255,9 @@ def test_a_parameter_whose_data_forward_replaces_is_refused_by_name_and_the_user
     """PEFT's CPT does: what it puts there would never reach the parameter's home."""
     model = Replaces()
     before = everything(model)
-    with pytest.raises(ModelUnsupported, match=r"^head\.weight: the model's forward replaces the data of this parameter"):
+    with pytest.raises(
+        ModelUnsupported, match=r"^head\.weight: the model's forward replaces the data of this parameter"
+    ):
         trace(model, batch(), device)
     assert equal(before, everything(model))
 
@@ -258,10 +267,7 @@ class NoLoss(Model):
         return {"hidden": super().forward(x)["loss"]}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [NoLoss, Model],
-)
+@pytest.mark.parametrize("kind", [NoLoss, Model])
 def test_a_model_with_nothing_to_train_is_refused(kind: type[nn.Module]) -> None:
     model = kind()
     model.requires_grad_(False)
@@ -282,7 +288,9 @@ def test_a_trace_repeated_is_equal(kind: str) -> None:
 
 
 def test_bytes_are_the_same_on_cpu_and_sim_and_for_the_second_trace_of_one_model() -> None:
-    """Traps F1, F2. The batch itself is on the device of `sim` alone: its first phase, and what dies with the call, differ by it."""
+    """Traps F1, F2. The batch itself is on the device of `sim` alone: its first phase, and what dies with the call,
+    differ by it.
+    """
     model = zoo.make("llama")
     first, again = trace(model, zoo.batch("llama"), "cpu")[1], trace(model, zoo.batch("llama"), "cpu")[1]
     simulated = traced("llama")[1]
@@ -308,7 +316,9 @@ def test_three_layers_and_twelve_give_the_same_work() -> None:
         assert many.calls[call].keys() == same.keys()
         for strategy, work in many.calls[call].items():
             assert only_bytes(work) == only_bytes(same[strategy])
-            assert (work.forward_seconds, work.backward_seconds) == pytest.approx((same[strategy].forward_seconds, same[strategy].backward_seconds))
+            assert (work.forward_seconds, work.backward_seconds) == pytest.approx(
+                (same[strategy].forward_seconds, same[strategy].backward_seconds)
+            )
     assert many.held_bytes == few.held_bytes
 
 
@@ -340,7 +350,9 @@ def params_of(graph: BlockGraph) -> dict[str, set[str]]:
 def test_the_regions_of_gpt2_own_what_they_read() -> None:
     found = params_of(traced("gpt2")[0])
     assert found["stem"] == {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert found["head"] == {"transformer.ln_f.weight", "transformer.ln_f.bias", "transformer.wte.weight"}, "the head is tied to the embedding"
+    assert found["head"] == {"transformer.ln_f.weight", "transformer.ln_f.bias", "transformer.wte.weight"}, (
+        "the head is tied to the embedding"
+    )
 
 
 def test_the_shared_embedding_of_t5_belongs_to_all_three_regions() -> None:
@@ -355,14 +367,20 @@ def test_the_shared_embedding_of_t5_belongs_to_all_three_regions() -> None:
 def test_every_parameter_is_listed_once_and_layers_hold_their_own(kind: str) -> None:
     """Trap C19: no trainable parameter is without a user."""
     model, (graph, _) = zoo.make(kind), traced(kind)
-    assert [(p.name, p.shape, p.trainable) for p in graph.params] == [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
+    assert [(p.name, p.shape, p.trainable) for p in graph.params] == [
+        (n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()
+    ]
     assert all(graph.users[p.name] for p in graph.params)
     canonical = {id(p): n for n, p in model.named_parameters()}
     for block in graph.blocks:
         if block.kind == "layer":
             others = {name for name in block.params if not name.startswith(f"{block.name}.")}
-            assert set(block.params) - others == {canonical[id(p)] for p in model.get_submodule(block.name).parameters()}
-            assert not others or (kind == "qwen3-vl" and all("deepstack_merger" in name for name in others)), "run behind the layer"
+            assert set(block.params) - others == {
+                canonical[id(p)] for p in model.get_submodule(block.name).parameters()
+            }
+            assert not others or (kind == "qwen3-vl" and all("deepstack_merger" in name for name in others)), (
+                "run behind the layer"
+            )
     assert [graph.blocks[v].kind for v in (graph.calls[0], graph.calls[-1])] == ["stem", "head"]
     assert graph.buffer_bytes == sum(b.nbytes for b in model.buffers())
 
@@ -372,7 +390,11 @@ def test_a_parameter_that_nobody_reads_is_in_the_graph() -> None:
     model = Model()
     model.unused = nn.Parameter(torch.ones(5))
     graph, _ = trace(model, batch())
-    assert graph.param["unused"].numel == 5 and graph.users["unused"] == () and not any("unused" in b.params for b in graph.blocks)
+    assert (
+        graph.param["unused"].numel == 5
+        and graph.users["unused"] == ()
+        and not any("unused" in b.params for b in graph.blocks)
+    )
 
 
 def test_a_list_whose_elements_are_never_called_is_no_stack_of_layers() -> None:
@@ -398,7 +420,9 @@ def test_a_frozen_prefix_has_no_backward_where_autograd_has_none(kind: str) -> N
     zoo.freeze_some(model, seed=1)
     outputs: dict[str, bool] = {}
     handles = [
-        layer.module.register_forward_hook(lambda m, a, out, name=layer.name: outputs.update({name: next(tensors_in(out)).requires_grad}))
+        layer.module.register_forward_hook(
+            lambda m, a, out, name=layer.name: outputs.update({name: next(tensors_in(out)).requires_grad})
+        )
         for layer in find_layers(model)
     ]
     model(**zoo.batch(kind))
@@ -447,7 +471,9 @@ def pictures() -> dict[str, Tensor]:
 
 
 def test_what_passes_a_frozen_tower_by_has_its_backward() -> None:
-    """Token embeddings of a model with a frozen vision tower: the stem hands nothing to the tower that has a gradient."""
+    """Token embeddings of a model with a frozen vision tower: the stem hands nothing to the tower that has a
+    gradient.
+    """
     model = Seeing()
     model.tower.requires_grad_(False)
     graph, found = trace(model, pictures())
@@ -471,10 +497,18 @@ def test_a_weight_whose_gradient_comes_where_nobody_looks_is_refused_by_name() -
 
 
 def test_a_list_that_only_branches_off_is_no_stack() -> None:
-    """Its modules run with the layer before them, which then holds their weights and is of another kind than its neighbours."""
+    """Its modules run with the layer before them, which then holds their weights and is of another kind than its
+    neighbours.
+    """
     graph, _ = trace(Seeing(num_deep=3), pictures())
     names = [graph.call_name(call) for call in range(len(graph.calls))]
-    assert names == ["stem", *(f"tower.{i}" for i in range(9)), "between:layers.0", *(f"layers.{i}" for i in range(9)), "head"]
+    assert names == [
+        "stem",
+        *(f"tower.{i}" for i in range(9)),
+        "between:layers.0",
+        *(f"layers.{i}" for i in range(9)),
+        "head",
+    ]
     params = params_of(graph)
     assert {"aside.1.0.weight", "aside.1.0.bias"} < params["tower.1"] and len(params["tower.3"]) == 2
 
@@ -491,15 +525,22 @@ def test_layers_that_are_skipped_have_the_bytes_that_they_have_when_all_run(num_
     (graph, few), (_, many) = trace(alike, pictures()), trace(unlike, pictures())
     for call in range(len(graph.calls)):
         for strategy in few.strategies(call):
-            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (graph.call_name(call), strategy)
+            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (
+                graph.call_name(call),
+                strategy,
+            )
     assert lifetimes(few) == lifetimes(many) and few.held_bytes == many.held_bytes
 
 
 def lifetimes(found: ModelTrace) -> list[Shared]:
-    """Without when a tensor would die in forward if nothing held it or sent it, where under every strategy something does: it is not always known."""
+    """Without when a tensor would die in forward if nothing held it or sent it, where under every strategy something
+    does: it is not always known.
+    """
 
     def is_kept(tensor: Shared) -> bool:
-        known = [{*dict(tensor.held_by).get(call, ()), *dict(tensor.sent_by).get(call, ())} for call in dict(tensor.held_by)]
+        known = [
+            {*dict(tensor.held_by).get(call, ()), *dict(tensor.sent_by).get(call, ())} for call in dict(tensor.held_by)
+        ]
         return any(under >= set(STRATEGIES) for under in known)
 
     return [dataclasses.replace(tensor, dies_at=0) if is_kept(tensor) else tensor for tensor in found.shared]
@@ -536,7 +577,10 @@ def test_layers_that_share_weights_have_the_bytes_that_they_have_when_all_run(st
     (graph, few), (_, many) = (trace(Lending(stride=stride, alike=alike), batch()) for alike in (True, False))
     for call in range(len(graph.calls)):
         for strategy in few.strategies(call):
-            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (graph.call_name(call), strategy)
+            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (
+                graph.call_name(call),
+                strategy,
+            )
 
 
 class Stream:
@@ -573,7 +617,10 @@ def test_a_second_stream_in_a_record_goes_through_layers_that_are_skipped() -> N
     assert all(graph.has_backward)
     for call in range(len(graph.calls)):
         for strategy in {"keep", "recompute", "offload"} & set(few.strategies(call)):
-            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (graph.call_name(call), strategy)
+            assert only_bytes(few.work(call, strategy)) == only_bytes(many.work(call, strategy)), (
+                graph.call_name(call),
+                strategy,
+            )
 
 
 class LooksFirst(Model):
@@ -615,17 +662,24 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("odd", [(2,), (1, 3, 5)])
-def test_a_layer_whose_second_run_differs_is_kept_or_swapped_and_a_note_names_it(odd: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_whose_second_run_differs_is_kept_or_swapped_and_a_note_names_it(
+    odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     model = Model(num_layers=7, layer=Stateless)
     for i in odd:
         model.layers[i] = Remembers()
-    model.register_forward_pre_hook(lambda module, args, kwargs: [module.layers[i].seen.clear() for i in odd] and None, with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: [module.layers[i].seen.clear() for i in odd] and None, with_kwargs=True
+    )
     _, found = trace(model, batch())
     for call in range(1, 8):
         assert found.strategies(call) == (("keep", "swap") if call - 1 in odd else STRATEGIES)
     [note] = [record.getMessage() for record in caplog.records]
     others = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-    assert note.startswith(f"layers.{odd[0]}{others}: a second run of the forward differs from the first (saved tensor 0 is float32 (5, 8) on cpu")
+    assert note.startswith(
+        f"layers.{odd[0]}{others}: a second run of the forward differs from the first (saved tensor 0 is float32 (5, "
+        "8) on cpu"
+    )
     assert note.endswith("These activations are kept or swapped, not recomputed.")
 
 
@@ -694,7 +748,13 @@ def saved_by(model: nn.Module, inputs: Any, layer: nn.Module) -> Saved:
         with saved_tensors_hooks(note, lambda t: t):
             out = original(*args, **kwargs)
         result = next(tensors_in(out))
-        found.append(Saved(storages, (hidden, given[0].untyped_storage().nbytes()), (result.untyped_storage().data_ptr(), result.untyped_storage().nbytes())))
+        found.append(
+            Saved(
+                storages,
+                (hidden, given[0].untyped_storage().nbytes()),
+                (result.untyped_storage().data_ptr(), result.untyped_storage().nbytes()),
+            )
+        )
         return out
 
     layer.forward = forward
@@ -705,11 +765,15 @@ def saved_by(model: nn.Module, inputs: Any, layer: nn.Module) -> Saved:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "bert", "t5", "plain", "mixed"])
 def test_a_kept_layer_holds_what_autograd_saves_and_its_output(kind: str) -> None:
-    """Trap G1: not the output's size, nor a formula. Weights and what layers share, inputs and outputs among it, are not counted."""
+    """Trap G1: not the output's size, nor a formula. Weights and what layers share, inputs and outputs among it, are
+    not counted.
+    """
     model, (graph, found) = zoo.make(kind), traced(kind)
     call = 2
     counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.call_name(call)))
-    born = {where: size for where, size in counted.storages.items() if where not in (counted.input[0], counted.output[0])}
+    born = {
+        where: size for where, size in counted.storages.items() if where not in (counted.input[0], counted.output[0])
+    }
     work = found.work(call, "keep")
     assert work.forward_delta_bytes == sum(born.values())
     assert [tensor.num_bytes for tensor in found.shared if tensor.born == call] == [counted.output[1]]
@@ -735,7 +799,11 @@ def test_a_recomputed_layer_leaves_its_output_alone(kind: str) -> None:
     again, offload, keep = (found.work(2, s) for s in ("recompute", "offload", "keep"))
     assert again.forward_delta_bytes == offload.forward_delta_bytes == 0
     output = next(tensor for tensor in found.shared if tensor.born == 2)
-    assert output.num_bytes == counted.output[1] and dict(output.held_by)[3] == ("keep", "recompute") and dict(output.sent_by)[3] == ("offload", "swap")
+    assert (
+        output.num_bytes == counted.output[1]
+        and dict(output.held_by)[3] == ("keep", "recompute")
+        and dict(output.sent_by)[3] == ("offload", "swap")
+    )
     assert offload.sent_bytes == -(-counted.input[1] // ALIGN_BYTES) * ALIGN_BYTES
     assert again.backward_peak_bytes > keep.backward_peak_bytes, "the forward runs again in backward"
     assert again.backward_seconds > keep.backward_seconds and again.forward_seconds == keep.forward_seconds
@@ -743,7 +811,10 @@ def test_a_recomputed_layer_leaves_its_output_alone(kind: str) -> None:
 
 def test_longer_batches_save_more_and_by_what_they_are_longer() -> None:
     """Traps G2, G4: linear where the kernels are."""
-    sizes = [trace(zoo.make("plain"), zoo.batch("plain", tokens=n))[1].work(2, "keep").forward_delta_bytes for n in (8, 16, 32)]
+    sizes = [
+        trace(zoo.make("plain"), zoo.batch("plain", tokens=n))[1].work(2, "keep").forward_delta_bytes
+        for n in (8, 16, 32)
+    ]
     assert sizes[1] == 2 * sizes[0] and sizes[2] == 4 * sizes[0]
     eager = zoo.make("llama")
     eager.set_attn_implementation("eager")
@@ -773,7 +844,9 @@ def test_graph_and_trace_come_back_from_json_with_equal_fingerprints(kind: str) 
     graph, found = traced(kind)
     graph_again, found_again = loads(BlockGraph, dumps(graph)), loads(ModelTrace, dumps(found))
     assert (graph_again, found_again) == (graph, found)
-    assert fingerprint(graph_again) == fingerprint(graph) == found.graph and fingerprint(found_again) == fingerprint(found)
+    assert fingerprint(graph_again) == fingerprint(graph) == found.graph and fingerprint(found_again) == fingerprint(
+        found
+    )
 
 
 @pytest.mark.parametrize("kind", zoo.NAMES)

@@ -1,4 +1,6 @@
-"""The page in a real browser, opened from disk: it draws, it answers to pointer and keyboard, it fetches nothing, and its console is silent."""
+"""The page in a real browser, opened from disk: it draws, it answers to pointer and keyboard, it fetches nothing, and
+its console is silent.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,7 +30,8 @@ for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) found.add(d[i] << 16
 BLACK = """(() => { const style = document.documentElement.style; ["faint", "soft"].forEach(name => style.setProperty(`--${name}`, "#fff"));
 style.setProperty("--phase", "transparent");
 ["forward", "backward", "slots", "weights", "gradients", "activations", "optimizer"].forEach(name => style.setProperty(`--${name}`, "#000")); })()"""
-# The left and right margins, the phases above and the axis below are as in page.js; a row's lane leaves three pixels free at its edges.
+# The left and right margins, the phases above and the axis below are as in page.js; a row's lane leaves three pixels
+# free at its edges.
 DARKNESS = """(row => { const chart = document.getElementById("predicted"), ratio = devicePixelRatio, box = chart.getBoundingClientRect();
 const each = (box.height - 42) / 4, [x, y, wide, high] = [84, 20 + row * each + 3, box.width - 94, each - 6].map(size => Math.round(size * ratio));
 const copy = new OffscreenCanvas(chart.width, chart.height), pen = copy.getContext("2d", { willReadFrequently: true }); pen.drawImage(chart, 0, 0);
@@ -45,11 +48,21 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = make_case(6, 2, step_config=StepConfig(update="after_step", accumulate=2))
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=420_000), host_bytes=10**9)
+    plan = search(
+        case.graph,
+        case.layout,
+        case.trace,
+        case.spec,
+        case.step_config,
+        gpu=GpuBudget(total_bytes=420_000),
+        host_bytes=10**9,
+    )
     place = case.place(plan.decision)
     spans, _ = _issue(place, compile_schedule(place), case.spec, 3)
     path = tmp_path_factory.mktemp("page") / "report with <odd> & name.html"
-    found = Measured(step_seconds=plan.estimate.step_seconds, gpu_bytes=plan.estimate.gpu_bytes, spans=spans, where="sim")
+    found = Measured(
+        step_seconds=plan.estimate.step_seconds, gpu_bytes=plan.estimate.gpu_bytes, spans=spans, where="sim"
+    )
     write_page(path, plan, case.graph, case.layout, case.spec, title="six layers", measured=found)
     return path
 
@@ -66,7 +79,9 @@ def tab(browser: Browser, page: Path) -> Iterator[Tab]:
 
 def point(tab: Tab, name: str, x: float, y: float) -> tuple[float, float]:
     """A point of an element, by shares of its size."""
-    left, top, width, height = tab.evaluate(f"(r => [r.left, r.top, r.width, r.height])(document.getElementById('{name}').getBoundingClientRect())")
+    left, top, width, height = tab.evaluate(
+        f"(r => [r.left, r.top, r.width, r.height])(document.getElementById('{name}').getBoundingClientRect())"
+    )
     return left + x * width, top + y * height
 
 
@@ -77,7 +92,10 @@ def tip(tab: Tab) -> str:
 def test_it_draws_in_light_and_dark_wide_and_narrow(tab: Tab) -> None:
     for width, dark in ((1200, False), (700, False), (1200, True), (390, True)):
         tab.resize(width, 2400, dark=dark)
-        assert all(tab.evaluate(f"{INK}('{chart}')") > 4 for chart in ("memory", "predicted", "measured")), (width, dark)
+        assert all(tab.evaluate(f"{INK}('{chart}')") > 4 for chart in ("memory", "predicted", "measured")), (
+            width,
+            dark,
+        )
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"nothing sticks out at {width}"
     assert tab.evaluate("document.querySelector('h1').innerText").startswith("six layers")
 
@@ -131,11 +149,25 @@ def test_the_keyboard_reaches_everything(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("scale", [1, 1.3, 2])
-def test_thousands_of_short_spans_are_drawn_as_the_share_they_take(browser: Browser, tmp_path: Path, scale: float) -> None:
-    """Were each at least so wide that it can be seen, a lane that works a third of the time would look like one that never rests."""
+def test_thousands_of_short_spans_are_drawn_as_the_share_they_take(
+    browser: Browser, tmp_path: Path, scale: float
+) -> None:
+    """Were each at least so wide that it can be seen, a lane that works a third of the time would look like one that
+    never rests.
+    """
     links = {name: getattr(MACHINE, name) * 6 for name in ("h2d_bytes_per_second", "d2h_bytes_per_second")}
-    case = make_case(6, 2, step_config=StepConfig(update="after_step", accumulate=256), spec=dataclasses.replace(MACHINE, **links))
-    plan = search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=420_000), host_bytes=10**9)
+    case = make_case(
+        6, 2, step_config=StepConfig(update="after_step", accumulate=256), spec=dataclasses.replace(MACHINE, **links)
+    )
+    plan = search(
+        case.graph,
+        case.layout,
+        case.trace,
+        case.spec,
+        case.step_config,
+        gpu=GpuBudget(total_bytes=420_000),
+        host_bytes=10**9,
+    )
     write_page(tmp_path / "many.html", plan, case.graph, case.layout, case.spec)
     tab = browser.tab()
     tab.resize(1200, 2400, scale=scale)
@@ -143,7 +175,9 @@ def test_thousands_of_short_spans_are_drawn_as_the_share_they_take(browser: Brow
     tab.evaluate(BLACK)
     tab.resize(1200, 2400, scale=scale, dark=True)  # colours are read again
     shares = lane_shares(plan)
-    assert {lane: tab.evaluate(f"{DARKNESS}({row})") for row, lane in enumerate(LANES)} == pytest.approx(shares, abs=0.03)
+    assert {lane: tab.evaluate(f"{DARKNESS}({row})") for row, lane in enumerate(LANES)} == pytest.approx(
+        shares, abs=0.03
+    )
     assert shares["compute"] > 0.9 and shares["h2d"] < 0.4, "one lane that hardly rests, one that mostly does"
     tab.mouse("mouseMoved", *point(tab, "predicted", 0.5, 0.2))
     assert "GPU: " in tip(tab), "a span that is too narrow to be seen still tells what it is"

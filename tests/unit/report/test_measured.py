@@ -19,7 +19,9 @@ def test_a_recording_of_the_walk_gives_the_walk_back(step_config: StepConfig) ->
     computed = [(span.name, span.start, span.end) for span in found.spans if span.lane == "compute"]
     assert computed == [(s.name, s.start, s.end) for s in step.spans if s.lane == "compute" and s.start < step.seconds]
     for lane, seconds in found.busy_seconds.items():
-        assert seconds == pytest.approx(sum(span.end - span.start for span in step.spans if span.lane == lane and span.step == 0), abs=1e-12)
+        assert seconds == pytest.approx(
+            sum(span.end - span.start for span in step.spans if span.lane == lane and span.step == 0), abs=1e-12
+        )
 
 
 def test_without_two_ends_there_is_no_step() -> None:

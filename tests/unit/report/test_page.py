@@ -21,7 +21,15 @@ EVIL = "<script>alert('x')</script>{{data}}&\"layers."
 
 
 def plan_of(case: Case, gpu: int = 10**6) -> Plan:
-    return search(case.graph, case.layout, case.trace, case.spec, case.step_config, gpu=GpuBudget(total_bytes=gpu), host_bytes=10**9)
+    return search(
+        case.graph,
+        case.layout,
+        case.trace,
+        case.spec,
+        case.step_config,
+        gpu=GpuBudget(total_bytes=gpu),
+        host_bytes=10**9,
+    )
 
 
 def page_of(case: Case, plan: Plan | None = None, **options: object) -> str:
@@ -46,7 +54,11 @@ class Elements(HTMLParser):
 def test_nothing_is_fetched() -> None:
     text = page_of(make_case(3))
     assert "http:" not in text and "https:" not in text and "url(" not in text and "@import" not in text
-    assert not [tag for tag, attributes in Elements(text).found if {"src", "href", "srcset", "action"} & set(attributes) or tag in ("link", "iframe", "img")]
+    assert not [
+        tag
+        for tag, attributes in Elements(text).found
+        if {"src", "href", "srcset", "action"} & set(attributes) or tag in ("link", "iframe", "img")
+    ]
     assert "default-src 'none'" in text, "and the browser is told so"
     assert "{{" not in text
 
@@ -86,7 +98,12 @@ def test_a_run_stands_beside_its_prediction(recorded: bool) -> None:
     plan = plan_of(case)
     place = case.place(plan.decision)
     spans = _issue(place, compile_schedule(place), case.spec, 3)[0] if recorded else []
-    found = Measured(step_seconds=plan.estimate.step_seconds * 1.25, gpu_bytes=plan.estimate.gpu_bytes, spans=spans, where="a <machine>")
+    found = Measured(
+        step_seconds=plan.estimate.step_seconds * 1.25,
+        gpu_bytes=plan.estimate.gpu_bytes,
+        spans=spans,
+        where="a <machine>",
+    )
     text = page_of(case, plan, measured=found)
     assert "+25.0%" in text and "a &lt;machine&gt;" in text
     assert ("No whole step was recorded" in text) is not recorded

@@ -49,14 +49,23 @@ def test_it_is_so_for_traces_of_real_models(name: str) -> None:
     model, batch = zoo.make(name), zoo.batch(name)
     graph, trace = Tracer(model, batch, find_layers(model), SimDevice(MACHINE)).trace()
     layout = pack(graph, 8192)
-    for seed, step_config in enumerate((StepConfig(), StepConfig(update="in_backward"), StepConfig(accumulate=2), StepConfig(update="in_backward", accumulate=3))):
+    for seed, step_config in enumerate(
+        (
+            StepConfig(),
+            StepConfig(update="in_backward"),
+            StepConfig(accumulate=2),
+            StepConfig(update="in_backward", accumulate=3),
+        )
+    ):
         case = Case(graph=graph, layout=layout, trace=trace, step_config=step_config)
         step = hold_to_the_estimate(case, case.place(random_decision(case, seed)))
         assert all(moment.activations >= 0 and moment.transients >= 0 for moment in step.moments)
 
 
 def test_what_runs_in_the_step_and_is_of_its_neighbours_is_told_apart() -> None:
-    """Updates after the step run under the next forward: the step begins with those of the step before, and its own come after its end."""
+    """Updates after the step run under the next forward: the step begins with those of the step before, and its own
+    come after its end.
+    """
     case = make_case(4, step_config=StepConfig(update="after_step"))
     step = walk_step(case.place(case.decide("host/host", depth=1)), case.spec, held_bytes=0)
     before = [span for span in step.spans if span.step == -1]

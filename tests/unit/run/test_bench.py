@@ -23,9 +23,19 @@ from outsize.runtime.optimizer import AdamW
 from outsize.train.build import prepare
 
 ASKED = dict(
-    model="tiny", device="sim:8MiB", micro_batch=2, seq=16, steps=2, warm_up=1, accumulate=1, update=None, clip=None, gpu_memory=None, host_memory="1GiB",
+    model="tiny",
+    device="sim:8MiB",
+    micro_batch=2,
+    seq=16,
+    steps=2,
+    warm_up=1,
+    accumulate=1,
+    update=None,
+    clip=None,
+    gpu_memory=None,
+    host_memory="1GiB",
     plan=None,
-)  # fmt: skip
+)
 
 
 def tiny_engine(*, accumulate: int = 1, clip: float | None = None) -> Engine:
@@ -33,7 +43,16 @@ def tiny_engine(*, accumulate: int = 1, clip: float | None = None) -> Engine:
     how = AdamW(lr=1e-5, update="after_step" if clip or accumulate > 1 else "in_backward", max_grad_norm=clip)
     pins = Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=6)
     batch = random_batches(model, complete(**ASKED))[0]
-    return prepare(model, batch, optimizer=how, device="sim:64MiB", host_memory="1GiB", accumulate=accumulate, pins=pins, weights=weights)
+    return prepare(
+        model,
+        batch,
+        optimizer=how,
+        device="sim:64MiB",
+        host_memory="1GiB",
+        accumulate=accumulate,
+        pins=pins,
+        weights=weights,
+    )
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (1, 1.0), (3, None)])
@@ -48,9 +67,13 @@ def test_the_demand_of_a_plan_that_streams_everything(accumulate: int, clip: flo
         engine.close()
     assert found.host_params == params and found.gpu_params == 0
     assert found.d2h_bytes == accumulate * weights, "every gradient leaves, once for each micro-batch"
-    # Weights go in for forward and again for backward, except what is still in its slot; partial sums come back for every micro-batch but the first.
+    # Weights go in for forward and again for backward, except what is still in its slot; partial sums come back for
+    # every micro-batch but the first.
     assert weights < found.h2d_bytes - (accumulate - 1) * weights <= 2 * accumulate * weights
-    forward, backward = sum(work.forward_seconds for work in place.work), sum(work.backward_seconds for work in place.work)
+    forward, backward = (
+        sum(work.forward_seconds for work in place.work),
+        sum(work.backward_seconds for work in place.work),
+    )
     assert found.compute_seconds == pytest.approx(accumulate * (forward + backward))
     assert found.hiding_seconds == pytest.approx(forward if clip is not None or accumulate > 1 else forward + backward)
 
@@ -59,7 +82,10 @@ def test_a_run_on_sim_is_as_planned_and_comes_back_from_json(tmp_path: Path) -> 
     said: list[str] = []
     result = run_bench(complete(**ASKED), say=said.append, page=tmp_path / "run.html", trace=tmp_path / "lanes.json")
     assert "model.layers" in said[0]
-    assert "Predicted and measured" in (tmp_path / "run.html").read_text() and "U1" in (tmp_path / "lanes.json").read_text()
+    assert (
+        "Predicted and measured" in (tmp_path / "run.html").read_text()
+        and "U1" in (tmp_path / "lanes.json").read_text()
+    )
     assert result.speed.median_step_seconds == pytest.approx(result.plan.step_seconds, rel=0.05)
     assert result.memory.gpu_peak_bytes == result.plan.gpu_bytes <= result.plan.gpu_budget_bytes == 8 * 2**20
     assert result.limit_ratio > 0.999, "nothing is faster than its limit"
@@ -78,7 +104,9 @@ def test_a_plan_from_a_file_is_run_as_it_is(tmp_path: Path) -> None:
         expected = fingerprint(engine.plan)
     finally:
         engine.close()
-    result = run_bench(complete(**{**ASKED, "device": "sim:64MiB", "plan": tmp_path / "plan.json"}), say=lambda text: None)
+    result = run_bench(
+        complete(**{**ASKED, "device": "sim:64MiB", "plan": tmp_path / "plan.json"}), say=lambda text: None
+    )
     assert result.plan.fingerprint == expected and result.memory.gpu_peak_bytes == result.plan.gpu_bytes
 
 
@@ -90,7 +118,12 @@ def test_a_number_that_is_wrong_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("given", "update"),
-    [({}, "in_backward"), ({"clip": 1.0}, "after_step"), ({"accumulate": 2}, "after_step"), ({"accumulate": 2, "update": "in_backward"}, "in_backward")],
+    [
+        ({}, "in_backward"),
+        ({"clip": 1.0}, "after_step"),
+        ({"accumulate": 2}, "after_step"),
+        ({"accumulate": 2, "update": "in_backward"}, "in_backward"),
+    ],
 )
 def test_updates_come_in_backward_where_nothing_needs_all_gradients(given: dict, update: str) -> None:
     assert complete(**{**ASKED, **given}).update == update
@@ -98,9 +131,15 @@ def test_updates_come_in_backward_where_nothing_needs_all_gradients(given: dict,
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"clip": 1.0, "update": "in_backward"}, "--clip needs them"), ({"device": None, "model": "llama-3b"}, "there is none here"), ({"steps": 0}, "--steps")],
+    [
+        ({"clip": 1.0, "update": "in_backward"}, "--clip needs them"),
+        ({"device": None, "model": "llama-3b"}, "there is none here"),
+        ({"steps": 0}, "--steps"),
+    ],
 )
-def test_what_cannot_be_is_refused_before_a_model_is_built(given: dict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_refused_before_a_model_is_built(
+    given: dict, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu = bench_module.choose_device("cpu")
     monkeypatch.setattr(bench_module, "choose_device", lambda name=None: cpu)
     with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,6 @@
-"""`outsize export` of folders that are not what they should be. What it makes of good ones is in tests/parity/test_lora_runs.py."""
+"""`outsize export` of folders that are not what they should be. What it makes of good ones is in
+tests/parity/test_lora_runs.py.
+"""
 
 import shutil
 from pathlib import Path

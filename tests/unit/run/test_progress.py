@@ -11,9 +11,10 @@ from outsize.run.progress import Showing
 
 def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> None:
     engine = SimpleNamespace(
-        device=SimpleNamespace(kind="sim"), report=lambda: SimpleNamespace(gpu_peak_bytes=2**30),
+        device=SimpleNamespace(kind="sim"),
+        report=lambda: SimpleNamespace(gpu_peak_bytes=2**30),
         plan=SimpleNamespace(estimate=SimpleNamespace(gpu_bytes=2**30, host_bytes=2**30)),
-    )  # fmt: skip
+    )
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=60, color_system=None)
     showing = Showing(cast(Any, SimpleNamespace(engine=engine, num_tokens_seen=100)), console)

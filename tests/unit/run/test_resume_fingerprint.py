@@ -1,4 +1,6 @@
-"""Resuming a run: strict where its bits depend on it, free where they do not, and by request for what changes the steps to come."""
+"""Resuming a run: strict where its bits depend on it, free where they do not, and by request for what changes the steps
+to come.
+"""
 
 import json
 import logging
@@ -46,13 +48,17 @@ def rows_in(record: Path) -> dict[int, list[list[int]]]:
     steps: dict[int, list[list[int]]] = {}
     for line in map(json.loads, record.read_text().splitlines()):
         if "ids" in line:
-            steps.setdefault(line["step"], []).extend([token for token in row if token != 1] for row in line["ids"])  # 1: <pad>
+            steps.setdefault(line["step"], []).extend(
+                [token for token in row if token != 1] for row in line["ids"]
+            )  # 1: <pad>
     return steps
 
 
 def total_for(run: Path, *changes: str, yaml: Path | None = None) -> Any:
     """What a resumed run would be, without training it."""
-    return assemble(read_config(yaml or run / "run.yaml", [f"resume_from_checkpoint={run / 'out' / 'checkpoint-4'}", *changes]))
+    return assemble(
+        read_config(yaml or run / "run.yaml", [f"resume_from_checkpoint={run / 'out' / 'checkpoint-4'}", *changes])
+    )
 
 
 def edited(run: Path, tmp_path: Path, **keys: Any) -> Path:
@@ -82,7 +88,9 @@ def one_word(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("change", [cut, shuffled, one_word])
-def test_other_content_at_the_same_path_is_refused(run: Path, tmp_path: Path, change: Callable[[list[str]], list[str]]) -> None:
+def test_other_content_at_the_same_path_is_refused(
+    run: Path, tmp_path: Path, change: Callable[[list[str]], list[str]]
+) -> None:
     data, kept = run / "data.jsonl", tmp_path / "kept.jsonl"
     shutil.copyfile(data, kept)
     try:
@@ -94,7 +102,9 @@ def test_other_content_at_the_same_path_is_refused(run: Path, tmp_path: Path, ch
     total_for(run)
 
 
-def test_the_same_content_elsewhere_is_the_same_data(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_content_elsewhere_is_the_same_data(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """`./data.jsonl` is `data.jsonl`; a file that was moved, or written with other spaces, is what it was."""
     monkeypatch.chdir(run)
     with caplog.at_level(logging.INFO, logger="outsize"):
@@ -102,20 +112,31 @@ def test_the_same_content_elsewhere_is_the_same_data(run: Path, tmp_path: Path, 
             total_for(run, yaml=edited(run, tmp_path, datasets=[path]))
         assert "with the same content" not in caplog.text
         moved = tmp_path / "moved.json"
-        moved.write_text(json.dumps([{"id": i, **json.loads(line)} for i, line in enumerate((run / "data.jsonl").read_text().splitlines())], indent=2))
+        moved.write_text(
+            json.dumps(
+                [{"id": i, **json.loads(line)} for i, line in enumerate((run / "data.jsonl").read_text().splitlines())],
+                indent=2,
+            )
+        )
         total_for(run, yaml=edited(run, tmp_path, datasets=[{"path": str(moved)}]))
     assert f"the data of {run / 'data.jsonl'} is now {moved}, with the same content" in caplog.text
 
 
 def test_datasets_in_another_order_or_number_are_refused(tmp_path: Path) -> None:
     for name, first in (("a.jsonl", 0), ("b.jsonl", 5)):
-        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in folders.sentences(10)[first : first + 5]))
+        (tmp_path / name).write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in folders.sentences(10)[first : first + 5])
+        )
     a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
     yaml = folders.write_run(tmp_path, **{**SMALL, "max_steps": 1, "save_steps": 1}, datasets=[a, b])
     killed.main([str(yaml), str(tmp_path / "record.jsonl")])
     again = [f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
     assemble(read_config(yaml, again))
-    for datasets, told in (([b, a], "another order"), ([a], "there were 2 and there are 1"), ([a, a], rf"{b[:-7]}a.jsonl has other content")):
+    for datasets, told in (
+        ([b, a], "another order"),
+        ([a], "there were 2 and there are 1"),
+        ([a, a], rf"{b[:-7]}a.jsonl has other content"),
+    ):
         with pytest.raises(ConfigError, match=told):
             assemble(read_config(edited(tmp_path, tmp_path, datasets=datasets), again))
 
@@ -134,11 +155,17 @@ def test_a_checkpoint_without_fingerprints_is_resumed_by_its_paths_with_a_word(
     manifest["files"]["run.json"] = size
     (old / "outsize.json").write_text(json.dumps(manifest))
     monkeypatch.chdir(run)
-    assemble(read_config(edited(run, tmp_path, datasets=["./data.jsonl"], max_steps=9), [f"resume_from_checkpoint={old}"]))
+    assemble(
+        read_config(edited(run, tmp_path, datasets=["./data.jsonl"], max_steps=9), [f"resume_from_checkpoint={old}"])
+    )
     assert "has no fingerprint of its data" in caplog.text
     shutil.copyfile(run / "data.jsonl", tmp_path / "moved.jsonl")
     with pytest.raises(ConfigError, match="datasets was"):
-        assemble(read_config(edited(run, tmp_path, datasets=[str(tmp_path / "moved.jsonl")]), [f"resume_from_checkpoint={old}"]))
+        assemble(
+            read_config(
+                edited(run, tmp_path, datasets=[str(tmp_path / "moved.jsonl")]), [f"resume_from_checkpoint={old}"]
+            )
+        )
 
 
 # --- settings
@@ -147,14 +174,22 @@ def test_a_checkpoint_without_fingerprints_is_resumed_by_its_paths_with_a_word(
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"learning_rate": 0.003}, r"learning_rate was 0\.01 and is 0\.003\. Set it back, or ask for the change with --set learning_rate=0\.003\."),
+        (
+            {"learning_rate": 0.003},
+            r"learning_rate was 0\.01 and is 0\.003\. Set it back, or ask for the change with --set learning_rate=0\.003\.",
+        ),
         ({"max_steps": 9}, r"max_steps was 7 and is 9\. Set it back, or ask for the change with --set max_steps=9\."),
         ({"lr_scheduler": "linear"}, "--set lr_scheduler=linear"),
-        ({"micro_batch_size": 4, "gradient_accumulation_steps": 1}, r"--set micro_batch_size=… and --set gradient_accumulation_steps=…"),
+        (
+            {"micro_batch_size": 4, "gradient_accumulation_steps": 1},
+            r"--set micro_batch_size=… and --set gradient_accumulation_steps=…",
+        ),
         ({"seed": 7}, "seed was 42 and is 7. It cannot be changed on resume"),
     ],
 )
-def test_a_change_of_the_file_is_refused_and_tells_how_to_ask_for_it(run: Path, tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+def test_a_change_of_the_file_is_refused_and_tells_how_to_ask_for_it(
+    run: Path, tmp_path: Path, keys: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         total_for(run, yaml=edited(run, tmp_path, **keys))
 
@@ -179,12 +214,15 @@ def test_another_split_of_the_same_batch_sees_exactly_the_remaining_rows(
     run: Path, tmp_path: Path, split: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = rows_in(run / "record.jsonl")
-    assert [len(rows) for rows in whole.values()] == [4, 4, 2, 4, 4, 2, 4] and sorted(whole[4] + whole[5] + whole[6]) == sorted(whole[1] + whole[2] + whole[3])
+    assert [len(rows) for rows in whole.values()] == [4, 4, 2, 4, 4, 2, 4] and sorted(
+        whole[4] + whole[5] + whole[6]
+    ) == sorted(whole[1] + whole[2] + whole[3])
     seen = resume(run, tmp_path / "out", f"micro_batch_size={split[0]}", f"gradient_accumulation_steps={split[1]}")
     assert seen == {step: whole[step] for step in (5, 6, 7)}
     assert changes_in(caplog) == [
-        f"resuming with another setting: gradient_accumulation_steps: 2 → {split[1]}", f"resuming with another setting: micro_batch_size: 2 → {split[0]}",
-    ]  # fmt: skip
+        f"resuming with another setting: gradient_accumulation_steps: 2 → {split[1]}",
+        f"resuming with another setting: micro_batch_size: 2 → {split[0]}",
+    ]
     then = json.loads((tmp_path / "out" / "checkpoint-7" / "run.json").read_text())
     assert (then["micro_batch_size"], then["gradient_accumulation_steps"]) == split
 
@@ -194,9 +232,19 @@ def rates(folder: Path) -> dict[int, float]:
     return {entry["step"]: entry["learning_rate"] for entry in history if "loss" in entry}
 
 
-def test_another_learning_rate_schedule_and_length_hold_from_the_first_resumed_step(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_learning_rate_schedule_and_length_hold_from_the_first_resumed_step(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As if the run had had them from the start, and no step before is made again."""
-    changes = ["learning_rate=0.004", "lr_scheduler=linear", "max_steps=null", "num_epochs=3", "weight_decay=0.3", "adam_beta2=0.9", "save_steps=3"]
+    changes = [
+        "learning_rate=0.004",
+        "lr_scheduler=linear",
+        "max_steps=null",
+        "num_epochs=3",
+        "weight_decay=0.3",
+        "adam_beta2=0.9",
+        "save_steps=3",
+    ]
     seen = resume(run, tmp_path / "out", *changes)
     assert list(seen) == [5, 6, 7, 8, 9]
     found = rates(tmp_path / "out" / "checkpoint-9")
@@ -204,15 +252,24 @@ def test_another_learning_rate_schedule_and_length_hold_from_the_first_resumed_s
     assert {step: found[step] for step in before} == before
     assert [found[step] for step in range(5, 10)] == pytest.approx([0.004 * (9 - done) / 9 for done in range(4, 9)])
     assert [message.split(": ", 1)[1] for message in changes_in(caplog)] == [
-        "adam_beta2: 0.999 → 0.9", "learning_rate: 0.01 → 0.004", "lr_scheduler: cosine → linear", "max_steps: 7 → null", "num_epochs: 1.0 → 3.0",
+        "adam_beta2: 0.999 → 0.9",
+        "learning_rate: 0.01 → 0.004",
+        "lr_scheduler: cosine → linear",
+        "max_steps: 7 → null",
+        "num_epochs: 1.0 → 3.0",
         "weight_decay: 0.1 → 0.3",
-    ]  # fmt: skip
+    ]
     groups = json.loads((tmp_path / "out" / "checkpoint-9" / "outsize.json").read_text())["groups"]
-    assert {group["weight_decay"] for group in groups} == {0.3, 0.0} and {group["betas"][1] for group in groups} == {0.9}
+    assert {group["weight_decay"] for group in groups} == {0.3, 0.0} and {group["betas"][1] for group in groups} == {
+        0.9
+    }
     assert [step for step, _ in checkpoints(tmp_path / "out")] == [6, 9], "save_steps is free, and is the new one"
 
 
 def test_a_key_is_asked_for_by_any_of_its_names(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = read_config(run / "run.yaml", ["per_device_train_batch_size=1", "gradient_accumulation_steps=4", "datasets.0=x", "learning_rate = 1e-3"])
+    config = read_config(
+        run / "run.yaml",
+        ["per_device_train_batch_size=1", "gradient_accumulation_steps=4", "datasets.0=x", "learning_rate = 1e-3"],
+    )
     assert config.asked == ("micro_batch_size", "gradient_accumulation_steps", "datasets", "learning_rate")
     assert read_config(run / "run.yaml").asked == ()

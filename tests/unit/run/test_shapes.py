@@ -1,4 +1,6 @@
-"""The shapes are the real models': their number of parameters is the published one, and the peers' harness has the same."""
+"""The shapes are the real models': their number of parameters is the published one, and the peers' harness has the
+same.
+"""
 
 import ast
 from pathlib import Path
@@ -13,12 +15,23 @@ from outsize.run.random_weights import RandomWeights, random_batches, random_mod
 from outsize.run.shapes import SHAPES, require_one_of, shape_config
 
 PUBLISHED = {
-    "llama-1b": 1_235_814_400, "llama-3b": 3_212_749_824, "llama-7b": 6_738_415_616, "llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496,
-    "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
-    "qwen2.5-vl-3b": 3_754_622_976, "qwen2.5-vl-7b": 8_292_166_656,
-}  # fmt: skip
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-7b": 6_738_415_616,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+}
 ROOT = Path(__file__).parents[3]
-PEERS = [path for path in (ROOT.parent / "shared" / "bench" / "peers.py", ROOT / "carry" / "bench" / "peers.py") if path.exists()]
+PEERS = [
+    path
+    for path in (ROOT.parent / "shared" / "bench" / "peers.py", ROOT / "carry" / "bench" / "peers.py")
+    if path.exists()
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +51,11 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str, monkeypatch: pyt
 @pytest.mark.skipif(not PEERS, reason="the peers' harness is not in this checkout")
 @pytest.mark.parametrize("name", ["llama-1b", "llama-3b", "llama-7b", "llama-8b"])
 def test_a_shape_is_what_the_peers_train(name: str) -> None:
-    (made,) = (n.value for n in ast.parse(PEERS[0].read_text()).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "MODELS")
+    (made,) = (
+        n.value
+        for n in ast.parse(PEERS[0].read_text()).body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "MODELS"
+    )
     theirs = eval(compile(ast.Expression(made), "peers", "eval"))[name.replace("-", "")]
     config = shape_config(name)
     assert {key: getattr(config, key) for key in theirs} == theirs
@@ -79,14 +96,26 @@ def test_norms_are_one_and_biases_zero(weights: RandomWeights) -> None:
 def test_a_matrix_larger_than_the_buffer_has_no_equal_rows(weights: RandomWeights) -> None:
     large = torch.empty(2**24 // 1024 + 8, 1024, dtype=torch.bfloat16)
     weights.read_into("embed.weight", large)
-    assert bool(large.isfinite().all()) and not any(torch.equal(large[0], large[i]) for i in (2**14 - 1, 2**14, 2**14 + 1))
+    assert bool(large.isfinite().all()) and not any(
+        torch.equal(large[0], large[i]) for i in (2**14 - 1, 2**14, 2**14 + 1)
+    )
 
 
 def asked(**given: Any) -> Bench:
     settings = dict(
-        model="tiny", device="cpu", micro_batch=2, seq=8, steps=1, warm_up=1, accumulate=1, update="after_step", clip=None, gpu_memory=None, host_memory=None,
+        model="tiny",
+        device="cpu",
+        micro_batch=2,
+        seq=8,
+        steps=1,
+        warm_up=1,
+        accumulate=1,
+        update="after_step",
+        clip=None,
+        gpu_memory=None,
+        host_memory=None,
         plan=None,
-    )  # fmt: skip
+    )
     return Bench(**{**settings, **given})
 
 
@@ -96,8 +125,14 @@ def test_images_have_their_tokens_and_text_has_none_of_them() -> None:
     first, other = random_batches(model, asked(seq=64, images=2, image_size=112), number=2)
     marked = first["input_ids"] == config.image_token_id
     assert first["image_grid_thw"].tolist() == [[1, 8, 8]] * 4 and int(marked.sum()) == 2 * 2 * 16
-    assert first["pixel_values"].shape == (4 * 64, 3 * 2 * 14**2) and not torch.equal(first["pixel_values"], other["pixel_values"])
-    around = marked | (first["input_ids"] == config.vision_start_token_id) | (first["input_ids"] == config.vision_end_token_id)
+    assert first["pixel_values"].shape == (4 * 64, 3 * 2 * 14**2) and not torch.equal(
+        first["pixel_values"], other["pixel_values"]
+    )
+    around = (
+        marked
+        | (first["input_ids"] == config.vision_start_token_id)
+        | (first["input_ids"] == config.vision_end_token_id)
+    )
     assert torch.equal(first["labels"] == -100, around)
     assert int(first["input_ids"][~around].max()) < config.vision_start_token_id
 
@@ -109,7 +144,10 @@ def test_batches_are_the_same_every_time() -> None:
     assert not torch.equal(first[0]["input_ids"], first[1]["input_ids"]) and first[0]["input_ids"].shape == (2, 8)
 
 
-@pytest.mark.parametrize(("given", "nearest"), [("llama3b", "llama-3b"), ("Qwen3_14B", "qwen3-14b"), ("tny", "tiny"), ("llama-80b", "llama-8b")])
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("llama3b", "llama-3b"), ("Qwen3_14B", "qwen3-14b"), ("tny", "tiny"), ("llama-80b", "llama-8b")],
+)
 def test_a_wrong_name_is_told_the_nearest(given: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"{given!r} was given. Use {nearest}"):
         require_one_of(SHAPES, given, "--model")

@@ -1,4 +1,6 @@
-"""A few early steps beside their plan: which are timing, what is said of them, and what they teach. Times are only compared on `sim`, where they are exact."""
+"""A few early steps beside their plan: which are timing, what is said of them, and what they teach. Times are only
+compared on `sim`, where they are exact.
+"""
 
 import gc
 import logging
@@ -70,7 +72,9 @@ def test_on_sim_a_run_takes_what_its_plan_said_lane_by_lane(cell: Cell, caplog: 
 
 
 class Otherwise(Learner):
-    """Works at other rates than it describes itself by: `factor` of the seconds of each lane, the fixed cost of an action left out."""
+    """Works at other rates than it describes itself by: `factor` of the seconds of each lane, the fixed cost of an
+    action left out.
+    """
 
     def __init__(self, **factor: float) -> None:
         super().__init__()
@@ -78,7 +82,9 @@ class Otherwise(Learner):
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> SimEvent:
         fixed = min(seconds, 0.0 if lane == "compute" else self.spec.launch_seconds)
-        return super().end(lane, reads=reads, writes=writes, seconds=fixed + (seconds - fixed) * self._factor.get(lane, 1.0))
+        return super().end(
+            lane, reads=reads, writes=writes, seconds=fixed + (seconds - fixed) * self._factor.get(lane, 1.0)
+        )
 
 
 def test_a_machine_that_is_not_as_described_teaches_its_rates(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,8 +94,12 @@ def test_a_machine_that_is_not_as_described_teaches_its_rates(caplog: pytest.Log
         found, planned = engine.report().busy_seconds, engine.plan.estimate.busy_seconds
     spec = device.spec
     rates = {"h2d_bytes_per_second": spec.h2d_bytes_per_second / 2, "d2h_bytes_per_second": spec.d2h_bytes_per_second}
-    assert device.seen == [pytest.approx(rates | {"host_adam_params_per_second": spec.host_adam_params_per_second * 2}, rel=1e-6)]
-    assert f"copies in {100 * (found['h2d'] / planned['h2d'] - 1):+.0f} %, copies out +0 %, host updates -" in caplog.text
+    assert device.seen == [
+        pytest.approx(rates | {"host_adam_params_per_second": spec.host_adam_params_per_second * 2}, rel=1e-6)
+    ]
+    assert (
+        f"copies in {100 * (found['h2d'] / planned['h2d'] - 1):+.0f} %, copies out +0 %, host updates -" in caplog.text
+    )
 
 
 def test_a_lane_with_nothing_or_little_to_do_teaches_nothing() -> None:
@@ -103,11 +113,19 @@ def test_the_report_shows_every_lane_that_works_before_and_after() -> None:
     with cells.closing(cells.prepare(STREAMED, Learner())) as engine:
         step(engine)
         report = engine.report()
-        assert report.step_seconds is None and report.busy_seconds == {} and str(report).count("not measured") == 1 + len(LANES)
+        assert (
+            report.step_seconds is None
+            and report.busy_seconds == {}
+            and str(report).count("not measured") == 1 + len(LANES)
+        )
         step(engine, FIRST_READ - 1)
-        assert all(words in str(engine.report()) for words in LANE_WORDS.values()) and "not measured" not in str(engine.report())
+        assert all(words in str(engine.report()) for words in LANE_WORDS.values()) and "not measured" not in str(
+            engine.report()
+        )
     with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), Learner())) as engine:
-        assert "compute" in str(engine.report()) and "copies" not in str(engine.report()), "lanes that do nothing are left out"
+        assert "compute" in str(engine.report()) and "copies" not in str(engine.report()), (
+            "lanes that do nothing are left out"
+        )
 
 
 def test_after_the_watched_steps_nothing_is_recorded() -> None:
@@ -136,7 +154,9 @@ def accumulate_more(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("between", [evaluate, abandon, accumulate_more, Engine.drain])
-def test_steps_that_did_something_else_than_planned_are_passed_over_for_later_ones(between: Callable[[Engine], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_did_something_else_than_planned_are_passed_over_for_later_ones(
+    between: Callable[[Engine], None], caplog: pytest.LogCaptureFixture
+) -> None:
     device = Learner()
     with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
         step(engine, WARM_UP + 1)
@@ -164,7 +184,9 @@ def test_who_records_a_timeline_of_their_own_goes_before() -> None:
         with device.timeline() as mine:
             step(engine, FIRST_READ)
         planned = engine.plan.estimate.busy_seconds
-        assert {lane: busy / FIRST_READ for lane, busy in mine.busy_seconds().items()} == pytest.approx(planned, rel=1e-9)
+        assert {lane: busy / FIRST_READ for lane, busy in mine.busy_seconds().items()} == pytest.approx(
+            planned, rel=1e-9
+        )
         assert all(span.name != "step" for span in mine.spans) and engine.report().step_seconds is None
         step(engine, 2 * FIRST_READ)
         assert engine.report().step_seconds is not None
@@ -194,14 +216,19 @@ def test_two_engines_on_one_device_do_not_count_each_others_work() -> None:
 
 def test_a_new_plan_is_watched_anew() -> None:
     device = Learner("64MiB")
-    engine = outsize.prepare(STREAMED.model(), zoo.batch("llama"), device=device, chunk_bytes=cells.CHUNK_BYTES, optimizer=STREAMED.spec)
+    engine = outsize.prepare(
+        STREAMED.model(), zoo.batch("llama"), device=device, chunk_bytes=cells.CHUNK_BYTES, optimizer=STREAMED.spec
+    )
     with cells.closing(engine):
         step(engine, FIRST_READ)
         first = engine.plan
         engine.replan(zoo.batch("llama", seed=1), engine.plan.step_config)
         assert engine.plan is not first and engine.report().step_seconds is None
         step(engine, FIRST_READ)
-        assert engine.report().step_seconds == pytest.approx(engine.plan.estimate.step_seconds, rel=1e-9) and len(device.seen) == 2
+        assert (
+            engine.report().step_seconds == pytest.approx(engine.plan.estimate.step_seconds, rel=1e-9)
+            and len(device.seen) == 2
+        )
 
 
 def test_a_run_that_ends_with_the_watched_steps_is_read_too_and_one_that_ends_within_leaves_nothing_behind() -> None:
@@ -221,7 +248,9 @@ def test_a_run_that_ends_with_the_watched_steps_is_read_too_and_one_that_ends_wi
 
 
 def test_an_engine_that_has_ended_holds_no_memory_for_it() -> None:
-    """A new plan is attached while the old calibration is still there: on a GPU there is no room for both plans' buffers."""
+    """A new plan is attached while the old calibration is still there: on a GPU there is no room for both plans'
+    buffers.
+    """
     with cells.closing(cells.prepare(STREAMED, Learner())) as engine:
         step(engine, FIRST_READ)
         store = weakref.ref(engine.runtime.store)
@@ -249,7 +278,9 @@ class Late(CpuDevice):
         self.is_done = True
 
 
-def test_nothing_waits_for_the_watched_steps_and_they_are_read_when_their_times_are_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_waits_for_the_watched_steps_and_they_are_read_when_their_times_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     device = Late()
     with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
         device.num_waits, device.is_done = 0, False
@@ -270,8 +301,13 @@ def test_a_run_that_ends_before_its_times_are_there_is_read_at_its_end(caplog: p
     assert "steps 3-4: " in caplog.text
 
 
-def test_under_a_plan_with_nothing_to_tell_of_visits_only_the_step_is_compared(caplog: pytest.LogCaptureFixture) -> None:
-    with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), CpuDevice())) as engine, caplog.at_level(logging.INFO, "outsize"):
+def test_under_a_plan_with_nothing_to_tell_of_visits_only_the_step_is_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), CpuDevice())) as engine,
+        caplog.at_level(logging.INFO, "outsize"),
+    ):
         assert not engine.runtime.executor.sees_calls
         step(engine, FIRST_READ)
         report = engine.report()

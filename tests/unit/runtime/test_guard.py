@@ -35,9 +35,15 @@ def _only_our_own() -> None:
     _EARLIER.update(id(guard) for guard in guards())
 
 
-@pytest.mark.parametrize(("tied", "by_mode", "backward"), [(True, False, False), (False, False, True), (True, True, True)])
-def test_a_backward_is_not_guarded_where_that_would_take_memory_that_the_trial_run_did_not_show(tied: bool, by_mode: bool, backward: bool) -> None:
-    """Under a dispatch mode autograd adds the two gradients of a tied weight out of place: seen on the H200 as 126 MiB above the plan in the first step."""
+@pytest.mark.parametrize(
+    ("tied", "by_mode", "backward"), [(True, False, False), (False, False, True), (True, True, True)]
+)
+def test_a_backward_is_not_guarded_where_that_would_take_memory_that_the_trial_run_did_not_show(
+    tied: bool, by_mode: bool, backward: bool
+) -> None:
+    """Under a dispatch mode autograd adds the two gradients of a tied weight out of place: seen on the H200 as 126 MiB
+    above the plan in the first step.
+    """
     device = CpuDevice()
     device.observes_by_mode = by_mode
     cell = Cell(kind="llama", dtype="bf16", tied=tied, weights="host", optimizer="host")
@@ -59,7 +65,9 @@ def test_a_backward_is_not_guarded_where_that_would_take_memory_that_the_trial_r
 def test_a_forward_that_fails_leaves_no_guard_behind() -> None:
     device = CpuDevice()
     device.observes_by_mode = False
-    with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16", tied=True, weights="host", optimizer="host"), device)) as engine:
+    with cells.closing(
+        cells.prepare(Cell(kind="llama", dtype="bf16", tied=True, weights="host", optimizer="host"), device)
+    ) as engine:
         handle = engine.model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.model(**zoo.batch("llama"))
@@ -69,7 +77,9 @@ def test_a_forward_that_fails_leaves_no_guard_behind() -> None:
 
 
 def test_an_engine_that_is_dropped_without_a_word_leaves_nothing_behind() -> None:
-    """Hooks on tensors and modes are where the garbage collector does not look: on the H200 a dropped 7B engine kept 22 GiB."""
+    """Hooks on tensors and modes are where the garbage collector does not look: on the H200 a dropped 7B engine kept 22
+    GiB.
+    """
     device = CpuDevice()
     engine = cells.prepare(Cell(kind="llama", dtype="bf16", weights="host", optimizer="host"), device)
     engine.model(**zoo.batch("llama")).loss.backward()
@@ -83,7 +93,9 @@ def test_an_engine_that_is_dropped_without_a_word_leaves_nothing_behind() -> Non
 
 
 def test_a_guard_that_outlives_its_engine_does_not_mistake_new_parameters_for_old_ones() -> None:
-    """The garbage collector may run on another thread, which cannot take the guard off this one's stack. Addresses are used again."""
+    """The garbage collector may run on another thread, which cannot take the guard off this one's stack. Addresses are
+    used again.
+    """
     device = CpuDevice()
     engine = cells.prepare(Cell(kind="llama", dtype="bf16", weights="host", optimizer="host"), device)
     with ThreadPoolExecutor(1) as other:

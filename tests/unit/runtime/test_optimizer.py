@@ -39,7 +39,9 @@ def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_problems_of_a_spec_are_reported_at_once() -> None:
-    wrong: dict[str, Any] = dict(lr=-1.0, betas=(0.9, 1.0), eps=0.0, weight_decay=-0.1, max_grad_norm=0.0, nonfinite="ignore", update="sometime")
+    wrong: dict[str, Any] = dict(
+        lr=-1.0, betas=(0.9, 1.0), eps=0.0, weight_decay=-0.1, max_grad_norm=0.0, nonfinite="ignore", update="sometime"
+    )
     with pytest.raises(ConfigError) as error:
         AdamW(**wrong)
     for name, value in wrong.items():
@@ -47,7 +49,15 @@ def test_all_problems_of_a_spec_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(lr=float("nan")), dict(betas=(0.9,)), dict(betas=(-0.1, 0.9)), dict(eps=-1e-8), dict(weight_decay=float("nan")), dict(max_grad_norm=-1.0)]
+    "wrong",
+    [
+        dict(lr=float("nan")),
+        dict(betas=(0.9,)),
+        dict(betas=(-0.1, 0.9)),
+        dict(eps=-1e-8),
+        dict(weight_decay=float("nan")),
+        dict(max_grad_norm=-1.0),
+    ],
 )
 def test_each_problem_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -88,12 +98,23 @@ def test_groups_by_name_and_by_parameter_are_the_same() -> None:
     model = zoo.make("plain")
     norms = [n for n, _ in model.named_parameters() if "norm" in n]
     by_name = grouped({"params": norms, "weight_decay": 0.0}, model=model)
-    by_parameter = grouped({"params": [p for n, p in model.named_parameters() if "norm" in n], "weight_decay": 0.0}, model=model)
+    by_parameter = grouped(
+        {"params": [p for n, p in model.named_parameters() if "norm" in n], "weight_decay": 0.0}, model=model
+    )
     generator = grouped({"params": (n for n in norms), "weight_decay": 0.0}, model=model)
-    mixed = grouped({"params": [norms[0], *(model.get_parameter(n) for n in norms[1:])], "weight_decay": 0.0}, model=model)
-    assert [names(g) for g in by_name] == [names(g) for g in by_parameter] == [names(g) for g in generator] == [names(g) for g in mixed]
+    mixed = grouped(
+        {"params": [norms[0], *(model.get_parameter(n) for n in norms[1:])], "weight_decay": 0.0}, model=model
+    )
+    assert (
+        [names(g) for g in by_name]
+        == [names(g) for g in by_parameter]
+        == [names(g) for g in generator]
+        == [names(g) for g in mixed]
+    )
     assert by_name[0]["weight_decay"] == 0.0 and "weight_decay" not in by_name[1]
-    assert sorted(names(by_name[0]) + names(by_name[1])) == sorted(n for n, _ in model.named_parameters()), "the rest is a group of its own"
+    assert sorted(names(by_name[0]) + names(by_name[1])) == sorted(n for n, _ in model.named_parameters()), (
+        "the rest is a group of its own"
+    )
 
 
 def test_without_groups_there_is_one_and_with_all_named_there_is_no_rest() -> None:
@@ -106,11 +127,13 @@ def test_without_groups_there_is_one_and_with_all_named_there_is_no_rest() -> No
 @pytest.mark.parametrize(
     "groups",
     [
-        [{"params": ["head.weight", "haed.weight"]}], [{"params": ["head.weight"]}, {"params": ["head.weight"]}], [{"params": ["head.weight", "head.weight"]}],
+        [{"params": ["head.weight", "haed.weight"]}],
+        [{"params": ["head.weight"]}, {"params": ["head.weight"]}],
+        [{"params": ["head.weight", "head.weight"]}],
         [{"params": [nn.Parameter(torch.ones(2))]}],
     ],
     ids=["unknown", "in two groups", "twice in one", "of another model"],
-)  # fmt: skip
+)
 def test_what_is_no_parameter_of_the_model_or_comes_twice_is_refused(groups: list[dict[str, Any]]) -> None:
     """Trap D8: each parameter has its settings from one place."""
     with pytest.raises(ConfigError, match="each once"):
@@ -126,13 +149,20 @@ def test_a_group_may_name_frozen_parameters() -> None:
 
 def test_groups_reach_the_updates() -> None:
     """Traps D8, D22: no-decay norms and a faster head, to the bit."""
-    spec = AdamW(lr=1e-2, weight_decay=0.1, groups=[
-        {"params": [n for n, _ in zoo.make("plain").named_parameters() if "norm" in n], "weight_decay": 0.0}, {"params": ["head.weight"], "lr": 5e-2},
-    ])  # fmt: skip
+    spec = AdamW(
+        lr=1e-2,
+        weight_decay=0.1,
+        groups=[
+            {"params": [n for n, _ in zoo.make("plain").named_parameters() if "norm" in n], "weight_decay": 0.0},
+            {"params": ["head.weight"], "lr": 5e-2},
+        ],
+    )
     data = cells.batches("plain", 3)
     expected = cells.plain(zoo.make("plain"), data, spec=spec, steps=3)
     with cells.closing(cells.prepare(CELL, spec=spec)) as engine:
-        cells.assert_same(cells.train(engine.model, engine.optimizer, data, steps=3, accumulate=1, engine=engine), expected)
+        cells.assert_same(
+            cells.train(engine.model, engine.optimizer, data, steps=3, accumulate=1, engine=engine), expected
+        )
         assert [g["lr"] for g in engine.optimizer.param_groups] == [1e-2, 5e-2, 1e-2]
         assert [g["weight_decay"] for g in engine.optimizer.param_groups] == [0.0, 0.1, 0.1]
 
@@ -171,7 +201,9 @@ def test_the_state_dict_has_torchs_layout(engine: Engine) -> None:
 
 def test_masters_of_bf16_weights_are_in_the_state() -> None:
     """Traps D14, D19: without the lower halves a resumed run would not be the same run."""
-    with cells.closing(cells.prepare(cells.Cell(kind="plain", dtype="bf16", weights="host", optimizer="gpu"))) as engine:
+    with cells.closing(
+        cells.prepare(cells.Cell(kind="plain", dtype="bf16", weights="host", optimizer="gpu"))
+    ) as engine:
         step(engine.model, engine.optimizer)
         state = engine.optimizer.state_dict()["state"]
         assert all(s["lo"].dtype == torch.int16 and s["exp_avg"].dtype == torch.float32 for s in state.values())
@@ -197,12 +229,18 @@ def test_loading_goes_by_name_where_names_are_given_and_by_position_otherwise(en
     saved = copied(engine.optimizer.state_dict())
     before = copied(saved["state"])
     count = len(before)
-    turned = {**saved, "state": {count - 1 - i: s for i, s in before.items()}, "param_groups": copied(saved["param_groups"])}
+    turned = {
+        **saved,
+        "state": {count - 1 - i: s for i, s in before.items()},
+        "param_groups": copied(saved["param_groups"]),
+    }
     turned["param_groups"][0]["param_names"].reverse()
     engine.optimizer.load_state_dict(turned)
     after = engine.optimizer.state_dict()
     assert all(torch.equal(after["state"][i][k], v) for i, s in before.items() for k, v in s.items())
-    assert after["param_groups"][0]["param_names"] == saved["param_groups"][0]["param_names"], "the engine's own order stays"
+    assert after["param_groups"][0]["param_names"] == saved["param_groups"][0]["param_names"], (
+        "the engine's own order stays"
+    )
     unnamed = copied(saved)
     del unnamed["param_groups"][0]["param_names"]
     engine.optimizer.load_state_dict(unnamed)
@@ -215,7 +253,10 @@ def test_a_state_without_an_entry_resets_it(engine: Engine) -> None:
     saved = copied(engine.optimizer.state_dict())
     del saved["state"][0]
     engine.optimizer.load_state_dict(saved)
-    assert 0 not in engine.optimizer.state_dict()["state"] and float(engine.optimizer_state("embed.weight")["exp_avg"].abs().sum()) == 0.0
+    assert (
+        0 not in engine.optimizer.state_dict()["state"]
+        and float(engine.optimizer_state("embed.weight")["exp_avg"].abs().sum()) == 0.0
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "one-block", "looped"])
@@ -233,13 +274,7 @@ def test_the_state_of_another_model_is_refused_and_nothing_changes(kind: str, en
     assert all(torch.equal(after["state"][i][k], v) for i, s in before["state"].items() for k, v in s.items())
 
 
-@pytest.mark.parametrize(
-    "width",
-    [
-        1,
-        16,
-    ],
-)
+@pytest.mark.parametrize("width", [1, 16])
 def test_the_state_of_a_model_of_another_width_is_refused(width: int) -> None:
     """Trap H5: the names are the same, the parameters are not."""
 
@@ -260,7 +295,9 @@ def test_the_state_of_a_model_of_another_width_is_refused(width: int) -> None:
     narrow, model = Net(width), Net(8)
     theirs = Reference(list(narrow.named_parameters()), lr=1e-2, weight_decay=0.1)
     run(narrow, theirs)
-    with cells.closing(cells.prepare_by_hand(model, {"x": torch.ones(2, 8)}, spec=SPEC, weights="host", optimizer="host")) as engine:
+    with cells.closing(
+        cells.prepare_by_hand(model, {"x": torch.ones(2, 8)}, spec=SPEC, weights="host", optimizer="host")
+    ) as engine:
         run(model, engine.optimizer)
         with pytest.raises(ConfigError):
             engine.optimizer.load_state_dict(theirs.state_dict())
@@ -320,10 +357,15 @@ def test_behind_accelerates_wrapper_steps_are_the_reference_and_the_state_is_com
             assert engine.num_steps == 3 and not optimizer.step_was_skipped
             assert all(torch.equal(engine.model.state_dict()[n], p) for n, p in plain.named_parameters())
             found, expected = optimizer.state_dict(), reference.state_dict()
-            assert found["state"].keys() == expected["state"].keys() and len(found["state"]) == len(list(plain.parameters()))
+            assert found["state"].keys() == expected["state"].keys() and len(found["state"]) == len(
+                list(plain.parameters())
+            )
             for number, state in expected["state"].items():
                 assert found["state"][number].keys() == state.keys()
-                assert all(torch.equal(found["state"][number][k], torch.as_tensor(v).to(found["state"][number][k].dtype)) for k, v in state.items())
+                assert all(
+                    torch.equal(found["state"][number][k], torch.as_tensor(v).to(found["state"][number][k].dtype))
+                    for k, v in state.items()
+                )
             assert [group["lr"] for group in optimizer.param_groups] == [1e-2]
             optimizer.load_state_dict(copied(found))
             assert float(engine.optimizer_state("model.norm.weight")["step"]) == 3.0

@@ -1,4 +1,6 @@
-"""Store: the bytes of a prepared model. What is padding stays zero, what is frozen stays as it is, what is released looks like itself, what ends is gone."""
+"""Store: the bytes of a prepared model. What is padding stays zero, what is frozen stays as it is, what is released
+looks like itself, what ends is gone.
+"""
 
 import copy
 import dataclasses
@@ -26,7 +28,9 @@ from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import Engine
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
-HOMES = pytest.mark.parametrize(("weights", "optimizer"), [("gpu", "gpu"), ("host", "gpu"), ("gpu", "host"), ("host", "host")])
+HOMES = pytest.mark.parametrize(
+    ("weights", "optimizer"), [("gpu", "gpu"), ("host", "gpu"), ("gpu", "host"), ("host", "host")]
+)
 ODD = 2**16
 """A chunk size at which parameters of several shapes, norms among them, share a chunk and leave gaps."""
 
@@ -52,7 +56,9 @@ class Poisoned(CpuDevice):
 def test_uninitialised_memory_reaches_no_result(weights: str, optimizer: str, update: Any) -> None:
     """Traps A1, C4: slots, staging and gradient buffers begin as NaN, and every bit is still the reference's."""
     for dtype in ("fp32", "bf16"):
-        cell = cells.Cell(kind="llama", dtype=dtype, strategy="swap", weights=weights, optimizer=optimizer, update=update)
+        cell = cells.Cell(
+            kind="llama", dtype=dtype, strategy="swap", weights=weights, optimizer=optimizer, update=update
+        )
         cells.assert_same(cells.run(cell, Poisoned(), chunk_bytes=ODD), cells.expected(cell))
 
 
@@ -93,7 +99,9 @@ def test_padding_stays_zero_after_steps(weights: str, optimizer: str, dtype: Any
 
 @HOMES
 def test_padding_is_zero_when_prepared(weights: str, optimizer: str) -> None:
-    with cells.closing(cells.prepare(cells.Cell(kind="gpt2", weights=weights, optimizer=optimizer), Poisoned(), chunk_bytes=ODD)) as engine:
+    with cells.closing(
+        cells.prepare(cells.Cell(kind="gpt2", weights=weights, optimizer=optimizer), Poisoned(), chunk_bytes=ODD)
+    ) as engine:
         assert padding(engine) and all(not bool(p.any()) for p in padding(engine).values())
 
 
@@ -102,7 +110,9 @@ def test_padding_is_zero_when_prepared(weights: str, optimizer: str) -> None:
 
 @HOMES
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "bert", "mixed"])
-def test_every_trainable_parameter_changes_in_one_step_and_no_frozen_one(kind: str, weights: str, optimizer: str) -> None:
+def test_every_trainable_parameter_changes_in_one_step_and_no_frozen_one(
+    kind: str, weights: str, optimizer: str
+) -> None:
     """Traps C19, C2: those outside of layers too, and weight decay reaches nothing that is frozen."""
     cell = cells.Cell(kind=kind, weights=weights, optimizer=optimizer, frozen="scattered")
     before = {n: p.detach().clone() for n, p in cell.model().named_parameters()}
@@ -126,7 +136,10 @@ def test_a_released_parameter_still_looks_like_itself(kind: str, weights: str, o
 
     def looks(model: nn.Module) -> dict[str, Any]:
         named = model.named_parameters()
-        return {n: (id(p), p.shape, p.stride(), p.dtype, p.requires_grad, p.is_leaf, isinstance(p, nn.Parameter), p.numel()) for n, p in named}
+        return {
+            n: (id(p), p.shape, p.stride(), p.dtype, p.requires_grad, p.is_leaf, isinstance(p, nn.Parameter), p.numel())
+            for n, p in named
+        }
 
     model = zoo.make(kind)
     before = looks(model)
@@ -212,7 +225,9 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
 def test_odd_parameters_stream_and_train_to_the_bit(layer: type[nn.Module], strategy: str) -> None:
     """Trap A8 with a custom Function; trap C21: int8 bytes travel as they are and are never updated."""
     plain, model = Stack(layer), Stack(layer)
-    expected = train(plain, cells.Reference([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1))
+    expected = train(
+        plain, cells.Reference([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    )
     bytes_before = {n: p.detach().clone() for n, p in model.named_parameters() if p.dtype == torch.int8}
     how: dict[str, Any] = dict(weights="host", optimizer="host", strategy=strategy, depth=0, chunk_bytes=256)
     engine = cells.prepare_by_hand(model, {"x": torch.randn(4, 8)}, spec=SPEC, device="sim:1MiB", **how)
@@ -233,7 +248,6 @@ class Strided(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ self.weight)
-
 
 
 def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as_before() -> None:
@@ -261,10 +275,15 @@ def test_a_refused_model_leaves_the_device_as_it_was() -> None:
 
 @pytest.mark.usefixtures("_profiles_anew")
 def test_a_device_that_is_too_full_leaves_the_model_its_weights() -> None:
-    """Traps A6, H7: the first half of the chunks streams and has moved when the second half, which is resident, does not fit."""
+    """Traps A6, H7: the first half of the chunks streams and has moved when the second half, which is resident, does
+    not fit.
+    """
 
     def half(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace) -> Decision:
-        homes = (Homes(weights="host" if 2 * c.index < len(layout.chunks) else "gpu", optimizer="host") for c in layout.chunks)
+        homes = (
+            Homes(weights="host" if 2 * c.index < len(layout.chunks) else "gpu", optimizer="host")
+            for c in layout.chunks
+        )
         return Decision(homes=tuple(homes), strategies=("keep",) * len(graph.calls), depth=0)
 
     device, cell = SimDevice(lookup("64MiB")), cells.Cell(kind="plain")
@@ -285,7 +304,12 @@ def test_a_plan_cannot_be_changed() -> None:
     """Trap C20: another residency is another plan."""
     with cells.closing(cells.prepare(cells.Cell(kind="plain"))) as engine:
         plan = engine.plan
-        for record, field in ((plan, "gpu_budget_bytes"), (plan.decision, "homes"), (plan.step_config, "accumulate"), (plan.decision.homes[0], "weights")):
+        for record, field in (
+            (plan, "gpu_budget_bytes"),
+            (plan.decision, "homes"),
+            (plan.step_config, "accumulate"),
+            (plan.decision.homes[0], "weights"),
+        ):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(record, field, getattr(record, field))
         with pytest.raises(AttributeError):
@@ -297,7 +321,9 @@ def test_the_buffers_are_those_that_the_plan_names_at_their_sizes() -> None:
     cell = cells.Cell(kind="t5", strategy="offload", weights="host", optimizer="host")
     with cells.closing(cells.prepare(cell, SimDevice(lookup("64MiB")))) as engine:
         store, place = engine.runtime.store, engine.runtime.place
-        assert {k: t.numel() for k, t in store.gpu.items()} == place.gpu and {k: t.numel() for k, t in store.host.items()} == place.host
+        assert {k: t.numel() for k, t in store.gpu.items()} == place.gpu and {
+            k: t.numel() for k, t in store.host.items()
+        } == place.host
         assert engine.device.observer.live_bytes == place.gpu_bytes  # type: ignore[attr-defined]
 
 
@@ -306,7 +332,9 @@ def test_the_buffers_are_those_that_the_plan_names_at_their_sizes() -> None:
 
 @HOMES
 def test_frozen_chunks_cause_no_traffic_to_the_host(weights: str, optimizer: str) -> None:
-    """Trap G15: per step each trainable chunk's gradient leaves once, a frozen one's never; and frozen weights are never written."""
+    """Trap G15: per step each trainable chunk's gradient leaves once, a frozen one's never; and frozen weights are
+    never written.
+    """
     cell = cells.Cell(kind="llama", weights=weights, optimizer=optimizer, frozen="scattered")
     with cells.closing(cells.prepare(cell)) as engine:
         chunks = engine.layout.chunks
@@ -318,7 +346,11 @@ def test_frozen_chunks_cause_no_traffic_to_the_host(weights: str, optimizer: str
         assert sorted(of("G")) == (sorted(trained) if optimizer == "host" else [])
         assert sorted(of("U")) == sorted(trained) and not frozen & {*of("W"), *of("Q"), *of("U"), *of("G")}
         assert sorted(set(of("L"))) == (sorted(frozen | trained) if weights == "host" else [])
-        assert not any(key[1] in frozen for key in (*engine.runtime.place.gpu, *engine.runtime.place.host) if key[0] in ("state", "host_state", "gradient"))
+        assert not any(
+            key[1] in frozen
+            for key in (*engine.runtime.place.gpu, *engine.runtime.place.host)
+            if key[0] in ("state", "host_state", "gradient")
+        )
 
 
 # --- saving and ending
@@ -340,7 +372,11 @@ def test_saving_twice_gives_the_same_and_training_goes_on_as_if_nobody_had_saved
                     moments = [copy.deepcopy(engine.optimizer.state_dict()) for _ in range(2)]
                     assert all(torch.equal(states[1][n], v) for n, v in states[0].items())
                     assert moments[0]["param_groups"] == moments[1]["param_groups"]
-                    assert all(torch.equal(moments[1]["state"][i][k], v) for i, s in moments[0]["state"].items() for k, v in s.items())
+                    assert all(
+                        torch.equal(moments[1]["state"][i][k], v)
+                        for i, s in moments[0]["state"].items()
+                        for k, v in s.items()
+                    )
                     for number in range(2):
                         engine.model.save_pretrained(tmp_path / str(number))
                         files.append((tmp_path / str(number) / "model.safetensors").read_bytes())
@@ -358,11 +394,16 @@ def test_preparing_and_detaching_five_times_leaves_nothing_on_the_device() -> No
     device = SimDevice(lookup("64MiB"))
     model, plain = zoo.make("llama"), zoo.make("llama")
     reference = cells.Reference(list(plain.named_parameters()), lr=1e-2, weight_decay=0.1)
-    facts = lambda: [(sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks), len(m._state_dict_hooks)) for m in model.modules()]
+    facts = lambda: [
+        (sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks), len(m._state_dict_hooks))
+        for m in model.modules()
+    ]
     before, modes = facts(), list(_get_current_dispatch_mode_stack())
     state = None
     for seed, strategy in enumerate(("keep", "recompute", "offload", "swap", "swap")):
-        how: dict[str, Any] = dict(weights="host" if seed % 2 else "gpu", optimizer="gpu" if seed % 3 else "host", strategy=strategy)
+        how: dict[str, Any] = dict(
+            weights="host" if seed % 2 else "gpu", optimizer="gpu" if seed % 3 else "host", strategy=strategy
+        )
         engine = cells.prepare_by_hand(model, zoo.batch("llama"), spec=SPEC, device=device, **how)
         assert device.promised and device.observer.live_bytes > 0
         if state is not None:
@@ -430,7 +471,9 @@ def test_what_is_written_by_name_is_read_by_name_and_used(weights: str, optimize
         name = "layers.1.up.weight"
         with engine.gathered(name) as values:
             values[name].copy_(value)
-        assert torch.equal(engine.runtime.store.read(name), value) and torch.equal(engine.model.state_dict()[name], value)
+        assert torch.equal(engine.runtime.store.read(name), value) and torch.equal(
+            engine.model.state_dict()[name], value
+        )
         assert not bool(engine.optimizer_state(name)["lo"].any())
         twin = cell.model()
         twin.load_state_dict(engine.model.state_dict())

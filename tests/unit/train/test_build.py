@@ -1,4 +1,6 @@
-"""The trial run of `prepare` on a card that is too small for it, and the choice of a micro-batch on a device that is there."""
+"""The trial run of `prepare` on a card that is too small for it, and the choice of a micro-batch on a device that is
+there.
+"""
 
 import dataclasses
 import logging
@@ -58,15 +60,22 @@ class Card(SimDevice):
             remove_mode(observer)
 
 
-def test_a_trial_that_does_not_fit_is_scaled_from_fewer_rows_and_the_plan_is_as_good(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trial_that_does_not_fit_is_scaled_from_fewer_rows_and_the_plan_is_as_good(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     batch = zoo.batch("llama", size=8)
     spec = outsize.AdamW(lr=1e-2)
     expected = cells.plain(zoo.make("llama"), [batch], spec=spec, steps=2)
     measured = preview(zoo.make("llama"), batch, device=SimDevice(lookup("64MiB")), gpu_memory=LITTLE, **HOW).plan
     card = Card(f"{LITTLE}B")
     model = zoo.make("llama")
-    with caplog.at_level(logging.WARNING), cells.closing(outsize.prepare(model, batch, optimizer=spec, device=card, **HOW)) as engine:
-        assert "the trial run of 8 rows does not fit the device: its numbers are scaled from 4 and 2 rows" in caplog.text
+    with (
+        caplog.at_level(logging.WARNING),
+        cells.closing(outsize.prepare(model, batch, optimizer=spec, device=card, **HOW)) as engine,
+    ):
+        assert (
+            "the trial run of 8 rows does not fit the device: its numbers are scaled from 4 and 2 rows" in caplog.text
+        )
         assert "scaled to 8 rows from 2 and 4" in engine.plan.provenance
         assert engine.plan.decision == measured.decision and engine.plan.inputs == measured.inputs
         assert engine.plan.estimate.gpu_bytes == measured.estimate.gpu_bytes
@@ -109,9 +118,14 @@ def test_what_shorter_batches_leave_free_is_so_to_the_byte(gpu_memory: str) -> N
         cells.train(model, engine.optimizer, [short], steps=2, accumulate=1, engine=engine)
         assert device.observer.peak_bytes == expected
         said = of_half_length(engine.plan, engine.graph, engine.layout, trace)
-        assert said == f"batches half as long leave {show_bytes(engine.plan.estimate.gpu_bytes - expected)} more free (GPU {show_bytes(expected)})"
+        assert said == (
+            f"batches half as long leave {show_bytes(engine.plan.estimate.gpu_bytes - expected)} more free (GPU "
+            f"{show_bytes(expected)})"
+        )
         keep_alone = dataclasses.replace(trace, calls=tuple({"keep": works["keep"]} for works in trace.calls))
-        assert (of_half_length(engine.plan, engine.graph, engine.layout, keep_alone) == "") == (gpu_memory == "240KiB"), "layers there recompute"
+        assert (of_half_length(engine.plan, engine.graph, engine.layout, keep_alone) == "") == (
+            gpu_memory == "240KiB"
+        ), "layers there recompute"
 
 
 # --- micro-batches
@@ -131,13 +145,17 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
         seconds = {}
         for split in splits:
             try:
-                planned = preview(model, batch_of(split.rows), optimizer=optimizer_for(split), accumulate=split.passes, **how)
+                planned = preview(
+                    model, batch_of(split.rows), optimizer=optimizer_for(split), accumulate=split.passes, **how
+                )
                 seconds[split] = planned.plan.estimate.step_seconds
             except PlanInfeasible:
                 break
         chosen = choose_micro_batch(model, splits, batch_of=batch_of, optimizer_for=optimizer_for, **how)
         plan = chosen.answer.plan
         assert plan.estimate.step_seconds == seconds[chosen.split] <= min(seconds.values()) * 1.01
-        assert plan.inputs["input_ids"] == (chosen.split.rows, 16) and plan.step_config.accumulate == chosen.split.passes
+        assert (
+            plan.inputs["input_ids"] == (chosen.split.rows, 16) and plan.step_config.accumulate == chosen.split.passes
+        )
         assert plan.step_config.update == optimizer_for(chosen.split).update and "scaled" not in plan.provenance
         assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "160KiB")

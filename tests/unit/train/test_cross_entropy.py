@@ -12,8 +12,11 @@ from outsize.train.cross_entropy import Step, chunk_tokens, cross_entropy
 
 TOKENS, HIDDEN, VOCAB = 23, 8, 31
 STEPS: dict[str, tuple[Step, ...]] = {
-    "none": (), "scaled": (("mul", 3.0), ("div", 7)), "capped": (("div", 2.0), ("tanh", None), ("mul", 2.0)), "cast": (("mul", 0.5), ("to", torch.float32)),
-}  # fmt: skip
+    "none": (),
+    "scaled": (("mul", 3.0), ("div", 7)),
+    "capped": (("div", 2.0), ("tanh", None), ("mul", 2.0)),
+    "cast": (("mul", 0.5), ("to", torch.float32)),
+}
 
 
 def inputs(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -24,7 +27,15 @@ def inputs(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[T
     return hidden, weight, offset if bias else None, targets
 
 
-def full(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, steps: tuple[Step, ...] = (), num_items: Any = None) -> Tensor:
+def full(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    steps: tuple[Step, ...] = (),
+    num_items: Any = None,
+) -> Tensor:
     logits = linear(hidden, weight, bias)
     for name, value in steps:
         logits = getattr(logits, name)(*([] if name == "tanh" else [value]))
@@ -49,7 +60,10 @@ def test_it_is_the_cross_entropy_of_the_product(steps: tuple[Step, ...], bias: b
     expected = with_gradients(full(*tensors, targets, steps=steps), *tensors)
     found = with_gradients(cross_entropy(*tensors, targets, chunk=chunk, steps=steps), *tensors)
     assert distance(found[0], expected[0]) < 1e-6 and found[0].dtype == expected[0].dtype
-    assert all(distance(one, other) < 1e-5 and one.dtype == other.dtype for one, other in zip(found[1:], expected[1:], strict=True))
+    assert all(
+        distance(one, other) < 1e-5 and one.dtype == other.dtype
+        for one, other in zip(found[1:], expected[1:], strict=True)
+    )
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
@@ -93,7 +107,10 @@ def test_the_incoming_gradient_is_not_rounded_to_bf16() -> None:
     *tensors, targets = inputs(torch.bfloat16)
     ones = with_gradients(cross_entropy(*tensors, targets, chunk=5), *tensors)[1:]
     thirds = with_gradients(cross_entropy(*tensors, targets, chunk=5) / 3, *tensors)[1:]
-    assert all(torch.equal(third, (one.float() * torch.tensor(1 / 3)).bfloat16()) for one, third in zip(ones, thirds, strict=True))
+    assert all(
+        torch.equal(third, (one.float() * torch.tensor(1 / 3)).bfloat16())
+        for one, third in zip(ones, thirds, strict=True)
+    )
 
 
 def test_the_gradient_of_a_sure_model_is_not_lost_in_rounding() -> None:
@@ -124,7 +141,10 @@ def test_a_second_backward_is_refused() -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_it_takes_the_memory_of_one_chunk_and_of_the_gradients(dtype: torch.dtype, frozen: bool) -> None:
     tokens, hidden, vocab, chunk = 1024, 8, 512, 64
-    x, weight = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True), torch.randn(vocab, hidden, dtype=dtype, requires_grad=not frozen)
+    x, weight = (
+        torch.randn(tokens, hidden, dtype=dtype, requires_grad=True),
+        torch.randn(vocab, hidden, dtype=dtype, requires_grad=not frozen),
+    )
     targets = torch.randint(0, vocab, (tokens,))
     with Observer() as seen:
         loss = cross_entropy(x, weight, None, targets, chunk=chunk)
@@ -134,7 +154,9 @@ def test_it_takes_the_memory_of_one_chunk_and_of_the_gradients(dtype: torch.dtyp
         assert seen.peak_bytes <= kept + 8
     gradients = x.nbytes + (0 if frozen else weight.nbytes)
     assert kept <= gradients + 8
-    small = tokens * (1 + 8 + 4 + 4) + 20 * chunk * 8  # whether a token counts, its target, share and loss; a few numbers of each in the chunk
+    small = (
+        tokens * (1 + 8 + 4 + 4) + 20 * chunk * 8
+    )  # whether a token counts, its target, share and loss; a few numbers of each in the chunk
     logits = chunk * vocab * (4 if dtype == torch.float32 else 2 + 4)
     assert peak <= gradients + logits + small
 
@@ -149,6 +171,8 @@ def test_it_runs_on_shapes_alone() -> None:
         assert loss.shape == () and weight.grad is not None and weight.grad.shape == weight.shape
 
 
-@pytest.mark.parametrize(("vocab", "tokens"), [(32000, 4096), (50257, 2560), (128256, 1024), (151936, 1024), (262144, 1024)])
+@pytest.mark.parametrize(
+    ("vocab", "tokens"), [(32000, 4096), (50257, 2560), (128256, 1024), (151936, 1024), (262144, 1024)]
+)
 def test_chunks_follow_from_the_vocabulary(vocab: int, tokens: int) -> None:
     assert chunk_tokens(vocab) == tokens

@@ -1,4 +1,6 @@
-"""A forecast counts on shapes what `prepare` counts on tensors: same graph, same bytes, same plan. And it says no in words."""
+"""A forecast counts on shapes what `prepare` counts on tensors: same graph, same bytes, same plan. And it says no in
+words.
+"""
 
 import copy
 import dataclasses
@@ -40,10 +42,12 @@ def real_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 CASES = [
-    ("llama", torch.bfloat16), ("mixtral", torch.bfloat16), ("bert", torch.float32),
+    ("llama", torch.bfloat16),
+    ("mixtral", torch.bfloat16),
+    ("bert", torch.float32),
     *(pytest.param(name, torch.bfloat16, marks=pytest.mark.full) for name in ("gpt2", "bert", "gemma2", "t5")),
     *(pytest.param(name, torch.float32, marks=pytest.mark.full) for name in ("llama", "gpt2")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -54,110 +58,213 @@ def test_a_fake_trace_equals_a_real_one_to_the_byte(name: str, dtype: torch.dtyp
     graph, trace = Tracer(model, batch, find_layers(model), AbsentDevice(spec)).trace()
     fake_graph, fake, _ = fake_trace(config, spec, rows=ROWS, tokens=TOKENS, dtype=dtype)
     assert fake_graph == graph
-    assert dataclasses.replace(fake, provenance="") == dataclasses.replace(trace, provenance="")  # seconds included: the same operators were seen
+    assert dataclasses.replace(fake, provenance="") == dataclasses.replace(
+        trace, provenance=""
+    )  # seconds included: the same operators were seen
     assert "fake" in fake.provenance
 
 
 def test_the_forecast_is_the_plan_that_prepare_makes() -> None:
     config = config_of("llama")
     small = 256 * 1024
-    ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=exact_bytes(small), host_memory="1GiB", chunk_bytes="8KiB")
+    ahead = plan(
+        config,
+        sequence_len=TOKENS,
+        micro_batch_size=ROWS,
+        hardware=exact_bytes(small),
+        host_memory="1GiB",
+        chunk_bytes="8KiB",
+    )
     model = real_model(config, torch.bfloat16)
-    engine = outsize.prepare(model, batch_for(type(model), ROWS, TOKENS), device=f"sim:{exact_bytes(small)}", host_memory="1GiB", chunk_bytes="8KiB")
+    engine = outsize.prepare(
+        model,
+        batch_for(type(model), ROWS, TOKENS),
+        device=f"sim:{exact_bytes(small)}",
+        host_memory="1GiB",
+        chunk_bytes="8KiB",
+    )
     try:
         assert dataclasses.replace(engine.plan, provenance="") == dataclasses.replace(ahead.plan, provenance="")
-        assert any(homes.weights == "host" for homes in ahead.plan.decision.homes), "this budget is meant to be too small for the plain run"
+        assert any(homes.weights == "host" for homes in ahead.plan.decision.homes), (
+            "this budget is meant to be too small for the plain run"
+        )
     finally:
         engine.detach()
 
 
 _TWO_STACKS: dict[str, Any] = dict(
-    vocab_size=zoo.VOCAB, d_model=32, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-    decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
-)  # fmt: skip
-_ONE_STACK: dict[str, Any] = dict(
-    vocab_size=zoo.VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    vocab_size=zoo.VOCAB,
+    d_model=32,
+    encoder_layers=3,
+    decoder_layers=3,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
     eos_token_id=2,
-)  # fmt: skip
+    decoder_start_token_id=2,
+    forced_eos_token_id=2,
+)
+_ONE_STACK: dict[str, Any] = dict(
+    vocab_size=zoo.VOCAB,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 _TEXT: dict[str, Any] = {**_ONE_STACK, "intermediate_size": 48, "num_key_value_heads": 2}
-_VISION: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=4)
+_VISION: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=4
+)
 _TILED: dict[str, Any] = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_global_layers=2, attention_heads=2, image_size=16, patch_size=4, max_num_tiles=2,
-    intermediate_layers_indices=[0, 1], vision_output_dim=48, supported_aspect_ratios=[[1, 1], [1, 2]],
-)  # fmt: skip
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_global_layers=2,
+    attention_heads=2,
+    image_size=16,
+    patch_size=4,
+    max_num_tiles=2,
+    intermediate_layers_indices=[0, 1],
+    vision_output_dim=48,
+    supported_aspect_ratios=[[1, 1], [1, 2]],
+)
 
 
 ODD: dict[str, Callable[[], Any]] = {
-    "BartForConditionalGeneration": lambda: transformers.BartConfig(**_TWO_STACKS, encoder_layerdrop=0.5, decoder_layerdrop=0.5),
+    "BartForConditionalGeneration": lambda: transformers.BartConfig(
+        **_TWO_STACKS, encoder_layerdrop=0.5, decoder_layerdrop=0.5
+    ),
     "MarianMTModel": lambda: transformers.MarianConfig(**_TWO_STACKS),
     "PegasusForConditionalGeneration": lambda: transformers.PegasusConfig(**_TWO_STACKS),
     "WhisperForCausalLM": lambda: transformers.WhisperConfig(**_TWO_STACKS, max_target_positions=64),
     "OPTForCausalLM": lambda: transformers.OPTConfig(**_ONE_STACK, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5),
     "ModernBertForMaskedLM": lambda: transformers.ModernBertConfig(
-        **_ONE_STACK, intermediate_size=48, global_attn_every_n_layers=2, local_attention=8, cls_token_id=1, sep_token_id=2
+        **_ONE_STACK,
+        intermediate_size=48,
+        global_attn_every_n_layers=2,
+        local_attention=8,
+        cls_token_id=1,
+        sep_token_id=2,
     ),
     "PaliGemmaForConditionalGeneration": lambda: transformers.PaliGemmaConfig(
-        text_config={**_TEXT, "head_dim": 8, "model_type": "gemma"}, vision_config={**_VISION, "model_type": "siglip_vision_model", "projection_dim": 32},
-        image_token_index=zoo.IMAGE_TOKEN, projection_dim=32,
+        text_config={**_TEXT, "head_dim": 8, "model_type": "gemma"},
+        vision_config={**_VISION, "model_type": "siglip_vision_model", "projection_dim": 32},
+        image_token_index=zoo.IMAGE_TOKEN,
+        projection_dim=32,
     ),
     "Gemma3ForConditionalGeneration": lambda: transformers.Gemma3Config(
-        text_config={**_TEXT, "head_dim": 8, "sliding_window": 6}, vision_config=_VISION, mm_tokens_per_image=4, image_token_index=zoo.IMAGE_TOKEN,
-        boi_token_index=94, eoi_token_index=95,
+        text_config={**_TEXT, "head_dim": 8, "sliding_window": 6},
+        vision_config=_VISION,
+        mm_tokens_per_image=4,
+        image_token_index=zoo.IMAGE_TOKEN,
+        boi_token_index=94,
+        eoi_token_index=95,
     ),
     "MllamaForConditionalGeneration": lambda: transformers.MllamaConfig(
-        text_config={**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, vision_config=_TILED, image_token_index=zoo.IMAGE_TOKEN
+        text_config={**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+        vision_config=_TILED,
+        image_token_index=zoo.IMAGE_TOKEN,
     ),
     "InternVLForConditionalGeneration": lambda: transformers.InternVLConfig(
-        text_config={**_TEXT, "model_type": "qwen2"}, vision_config={**_VISION, "image_size": [16, 16], "patch_size": [4, 4]}, image_token_id=zoo.IMAGE_TOKEN,
+        text_config={**_TEXT, "model_type": "qwen2"},
+        vision_config={**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        image_token_id=zoo.IMAGE_TOKEN,
     ),
     "Mistral3ForConditionalGeneration": lambda: transformers.Mistral3Config(
-        text_config={**_TEXT, "model_type": "mistral"}, vision_config={**_VISION, "model_type": "pixtral"}, image_token_index=zoo.IMAGE_TOKEN,
+        text_config={**_TEXT, "model_type": "mistral"},
+        vision_config={**_VISION, "model_type": "pixtral"},
+        image_token_index=zoo.IMAGE_TOKEN,
     ),
     "Glm4vForConditionalGeneration": lambda: transformers.Glm4vConfig(
-        text_config={**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-        vision_config={"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "image_size": 16, "intermediate_size": 48, "out_hidden_size": 32},
-        image_token_id=zoo.IMAGE_TOKEN, video_token_id=90, image_start_token_id=89, image_end_token_id=88, video_start_token_id=87, video_end_token_id=86,
+        text_config={
+            **_TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "patch_size": 4,
+            "image_size": 16,
+            "intermediate_size": 48,
+            "out_hidden_size": 32,
+        },
+        image_token_id=zoo.IMAGE_TOKEN,
+        video_token_id=90,
+        image_start_token_id=89,
+        image_end_token_id=88,
+        video_start_token_id=87,
+        video_end_token_id=86,
     ),
     "LlavaForConditionalGeneration": lambda: transformers.LlavaConfig(
-        text_config={**_TEXT, "model_type": "mistral"}, vision_config={**_VISION, "model_type": "pixtral"}, image_token_index=zoo.IMAGE_TOKEN,
-        vision_feature_layer=-1, vision_feature_select_strategy="full",
+        text_config={**_TEXT, "model_type": "mistral"},
+        vision_config={**_VISION, "model_type": "pixtral"},
+        image_token_index=zoo.IMAGE_TOKEN,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
     ),
     "LlavaOnevisionForConditionalGeneration": lambda: transformers.LlavaOnevisionConfig(
-        text_config={**_TEXT, "model_type": "qwen2"}, vision_config={**_VISION, "model_type": "siglip_vision_model", "image_size": 8},
-        image_token_id=zoo.IMAGE_TOKEN, image_token_index=zoo.IMAGE_TOKEN, image_grid_pinpoints=[[8, 16], [16, 8]],
+        text_config={**_TEXT, "model_type": "qwen2"},
+        vision_config={**_VISION, "model_type": "siglip_vision_model", "image_size": 8},
+        image_token_id=zoo.IMAGE_TOKEN,
+        image_token_index=zoo.IMAGE_TOKEN,
+        image_grid_pinpoints=[[8, 16], [16, 8]],
     ),
     "DeepseekVLForConditionalGeneration": lambda: transformers.DeepseekVLConfig(
-        text_config={**_TEXT, "model_type": "llama"}, vision_config={**_VISION, "model_type": "siglip_vision_model"}, image_token_id=zoo.IMAGE_TOKEN,
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={**_VISION, "model_type": "siglip_vision_model"},
+        image_token_id=zoo.IMAGE_TOKEN,
     ),
     "AyaVisionForConditionalGeneration": lambda: transformers.AyaVisionConfig(
-        text_config={**_TEXT, "model_type": "cohere2"}, vision_config={**_VISION, "model_type": "siglip_vision_model"}, image_token_index=zoo.IMAGE_TOKEN,
+        text_config={**_TEXT, "model_type": "cohere2"},
+        vision_config={**_VISION, "model_type": "siglip_vision_model"},
+        image_token_index=zoo.IMAGE_TOKEN,
     ),
     "Cohere2VisionForConditionalGeneration": lambda: transformers.Cohere2VisionConfig(
-        text_config={**_TEXT, "model_type": "cohere2"}, vision_config={**_VISION, "model_type": "siglip_vision_model"}, image_token_id=zoo.IMAGE_TOKEN,
+        text_config={**_TEXT, "model_type": "cohere2"},
+        vision_config={**_VISION, "model_type": "siglip_vision_model"},
+        image_token_id=zoo.IMAGE_TOKEN,
         alignment_intermediate_size=32,
     ),
-}  # fmt: skip
+}
 
 
 BY_DEFAULT = {"BartForConditionalGeneration", "Glm4vForConditionalGeneration"}
-"""One of two stacks whose layers are dropped at random, and one that sees images; the other families take minutes, and run in `make test-all`."""
+"""One of two stacks whose layers are dropped at random, and one that sees images; the other families take minutes, and
+run in `make test-all`.
+"""
 
 
-@pytest.mark.parametrize("kind", [kind if kind in BY_DEFAULT else pytest.param(kind, marks=pytest.mark.full) for kind in ODD])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in BY_DEFAULT else pytest.param(kind, marks=pytest.mark.full) for kind in ODD]
+)
 def test_what_depends_on_chance_and_not_on_weights_is_planned_as_prepare_does(kind: str) -> None:
-    """Models that draw a number to drop a layer or not, such as weights of shapes alone cannot be drawn for, and such as see images in forms of their own."""
+    """Models that draw a number to drop a layer or not, such as weights of shapes alone cannot be drawn for, and such
+    as see images in forms of their own.
+    """
     config, state = ODD[kind](), torch.get_rng_state()
     config.architectures = [kind]
     ahead = plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware="2MiB", host_memory="1GiB", image_size=16)
     assert torch.equal(torch.get_rng_state(), state)
     model = real_model(config, torch.bfloat16)
-    batch = example_batch(type(model), config, rows=ROWS, tokens=TOKENS, images=Images(pixels=16), model=lambda: model).batch
+    batch = example_batch(
+        type(model), config, rows=ROWS, tokens=TOKENS, images=Images(pixels=16), model=lambda: model
+    ).batch
     batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in batch.items()}
     engine = outsize.prepare(model, batch, device="sim:2MiB", host_memory="1GiB")
     # Positions are in the example, but no plan from a config asks for them: models make them where there are values.
     inputs = {name: shape for name, shape in engine.plan.inputs.items() if name != "position_ids"}
     try:
-        assert dataclasses.replace(engine.plan, provenance="", inputs=inputs) == dataclasses.replace(ahead.plan, provenance="")
+        assert dataclasses.replace(engine.plan, provenance="", inputs=inputs) == dataclasses.replace(
+            ahead.plan, provenance=""
+        )
     finally:
         engine.detach()
 
@@ -176,12 +283,21 @@ def test_contents_are_known_until_a_shape_is_written_to_them() -> None:
 def test_of_two_stacks_the_decoder_is_not_planned_alone() -> None:
     config = ODD["WhisperForCausalLM"]()
     config.architectures = ["WhisperForConditionalGeneration"]
-    with pytest.raises(ModelUnsupported, match=r"takes input_ids and labels, but the config names WhisperForConditionalGeneration"):
+    with pytest.raises(
+        ModelUnsupported, match=r"takes input_ids and labels, but the config names WhisperForConditionalGeneration"
+    ):
         plan(config, sequence_len=TOKENS, hardware="64MiB")
 
 
 def test_eight_billion_parameters_take_no_memory_and_leave_the_random_numbers_alone() -> None:
-    shape = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    shape = dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
     state, before = torch.get_rng_state(), psutil.Process().memory_info().rss
     made = plan(transformers.LlamaConfig(**shape, max_position_embeddings=8192), sequence_len=4096)
     assert made.graph.num_params == 8_030_261_248
@@ -190,7 +306,11 @@ def test_eight_billion_parameters_take_no_memory_and_leave_the_random_numbers_al
     text = str(made)
     assert "rtx4090" in text and "model.layers" in text and "tokens/s" in text
     spec = lookup("rtx4090")
-    assert made.plan.estimate.gpu_bytes <= 24 * 2**30 - spec.context_bytes - int(24 * 2**30 * spec.allocator_share) == made.plan.gpu_budget_bytes
+    assert (
+        made.plan.estimate.gpu_bytes
+        <= 24 * 2**30 - spec.context_bytes - int(24 * 2**30 * spec.allocator_share)
+        == made.plan.gpu_budget_bytes
+    )
     assert made.smallest_machine() == "rtx3090"
 
 
@@ -203,7 +323,9 @@ def test_a_folder_its_config_file_and_the_object_give_one_plan(tmp_path: Path) -
 
 
 def test_for_a_real_card_the_gradients_of_a_tied_weight_are_added_in_place() -> None:
-    """On the H200, 3B plans were 3 to 4 % too large by the sum that autograd makes out of place under a dispatch mode, and no others were."""
+    """On the H200, 3B plans were 3 to 4 % too large by the sum that autograd makes out of place under a dispatch mode,
+    and no others were.
+    """
     config = config_of("llama")
     config.tie_word_embeddings = True
     ahead = [plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200")]
@@ -215,8 +337,12 @@ def test_for_a_real_card_the_gradients_of_a_tied_weight_are_added_in_place() -> 
 
 def test_a_real_machine_waits_for_python_where_operators_are_small_and_many() -> None:
     config = config_of("llama")
-    simulated, real = (plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200"))
-    assert not any(work.forward_launch_seconds or work.backward_launch_seconds for work in simulated.plan.work), "on sim, issuing takes no time"
+    simulated, real = (
+        plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200")
+    )
+    assert not any(work.forward_launch_seconds or work.backward_launch_seconds for work in simulated.plan.work), (
+        "on sim, issuing takes no time"
+    )
     layer = real.problem.trace.calls[1]
     assert layer["keep"].forward_launch_seconds == pytest.approx(layer["recompute"].forward_launch_seconds, rel=0.1)
     assert layer["swap"].backward_launch_seconds == layer["recompute"].backward_launch_seconds
@@ -224,29 +350,42 @@ def test_a_real_machine_waits_for_python_where_operators_are_small_and_many() ->
         layer["keep"].forward_launch_seconds + layer["keep"].backward_launch_seconds, rel=0.2
     ), "a layer is issued once more to make it again"
     found = real.plan.estimate
-    assert 0.9 * found.step_seconds < found.launch_bound_seconds < found.step_seconds and "waiting for Python" in str(real)
+    assert 0.9 * found.step_seconds < found.launch_bound_seconds < found.step_seconds and "waiting for Python" in str(
+        real
+    )
     worth = {answer.name: answer for answer in real.explain().hardware_upgrades}
     seconds = worth["Python twice as fast"].step_seconds
-    assert seconds is not None and seconds < 0.6 * found.step_seconds and "waiting for Python" in worth["copies twice as fast"].note
+    assert (
+        seconds is not None
+        and seconds < 0.6 * found.step_seconds
+        and "waiting for Python" in worth["copies twice as fast"].note
+    )
     assert "Python twice as fast" not in {answer.name for answer in simulated.explain().hardware_upgrades}
 
 
 @pytest.mark.full
 def test_where_python_sets_the_pace_cards_are_alike_and_a_faster_processor_is_not(tmp_path: Path) -> None:
     config, how = config_of("llama"), dict[str, Any](sequence_len=TOKENS, micro_batch_size=ROWS)
-    seconds = [plan(config, hardware=name, **how).plan.estimate.step_seconds for name in ("rtx4090", "a100-80gb", "h200")]
+    seconds = [
+        plan(config, hardware=name, **how).plan.estimate.step_seconds for name in ("rtx4090", "a100-80gb", "h200")
+    ]
     assert seconds == pytest.approx([seconds[0]] * 3, rel=0.02)
     machine = dataclasses.replace(lookup("h200"), op_launch_seconds=lookup("h200").op_launch_seconds / 2)
     box = tmp_path / "box.yaml"
     box.write_text(write_machine(Machine(spec=machine, measured={})))
     assert plan(config, hardware=str(box), **how).plan.estimate.step_seconds == pytest.approx(seconds[2] / 2, rel=0.05)
     box.write_text(write_machine(Machine(spec=dataclasses.replace(machine, context_bytes=0), measured={})))
-    assert not plan(config, hardware=str(box), **how).plan.estimate.launch_bound_seconds, "of a machine without a context nothing is real"
+    assert not plan(config, hardware=str(box), **how).plan.estimate.launch_bound_seconds, (
+        "of a machine without a context nothing is real"
+    )
 
 
 @pytest.mark.full
 def test_more_memory_is_never_slower() -> None:
-    seconds = [plan(config_of("llama"), sequence_len=TOKENS, hardware=size).plan.estimate.step_seconds for size in ("192KiB", "400KiB", "64MiB")]
+    seconds = [
+        plan(config_of("llama"), sequence_len=TOKENS, hardware=size).plan.estimate.step_seconds
+        for size in ("192KiB", "400KiB", "64MiB")
+    ]
     assert seconds == sorted(seconds, reverse=True)
 
 
@@ -260,9 +399,13 @@ def test_a_base_model_is_planned_as_the_language_model_of_its_kind() -> None:
 def test_a_model_that_branches_on_its_weights_is_refused_by_the_operator() -> None:
     config = config_of("mixtral")
     config._experts_implementation = "eager"  # asks which experts were hit, and loops over those
-    with pytest.raises(ModelUnsupported, match=r"MixtralForCausalLM needs the result of aten\.nonzero.*outsize\.prepare"):
+    with pytest.raises(
+        ModelUnsupported, match=r"MixtralForCausalLM needs the result of aten\.nonzero.*outsize\.prepare"
+    ):
         plan(config, sequence_len=TOKENS, hardware="64MiB")
-    with pytest.raises(ModelUnsupported, match=r"MixtralForCausalLM runs on shapes alone.*float32"):  # torch knows the shapes of grouped products in bf16 alone
+    with pytest.raises(
+        ModelUnsupported, match=r"MixtralForCausalLM runs on shapes alone.*float32"
+    ):  # torch knows the shapes of grouped products in bf16 alone
         plan(config_of("mixtral"), sequence_len=TOKENS, hardware="64MiB", dtype="float32")
     assert plan(config_of("llama"), sequence_len=TOKENS, hardware="64MiB"), "nothing of the failed trace is left behind"
 
@@ -270,7 +413,10 @@ def test_a_model_that_branches_on_its_weights_is_refused_by_the_operator() -> No
 def test_a_model_that_breaks_off_is_refused_in_its_own_words() -> None:
     config = config_of("t5")
     del config.decoder_start_token_id
-    with pytest.raises(ModelUnsupported, match=r"T5ForConditionalGeneration runs on shapes alone, but it breaks off with \w+: .*decoder_start_token_id"):
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"T5ForConditionalGeneration runs on shapes alone, but it breaks off with \w+: .*decoder_start_token_id",
+    ):
         plan(config, sequence_len=TOKENS, hardware="64MiB")
 
 
@@ -298,12 +444,20 @@ def test_a_batch_of_very_many_tokens_is_scaled_from_smaller_ones(monkeypatch: py
     monkeypatch.setattr("outsize.train.forecast.MANY_TOKENS", 8 * TOKENS)
     found = plan(config, **how)
     assert "scaled to 24 rows from 4 and 8" in found.plan.provenance
-    assert (found.plan.decision, found.plan.estimate.gpu_bytes, found.plan.inputs) == (traced.plan.decision, traced.plan.estimate.gpu_bytes, traced.plan.inputs)
+    assert (found.plan.decision, found.plan.estimate.gpu_bytes, found.plan.inputs) == (
+        traced.plan.decision,
+        traced.plan.estimate.gpu_bytes,
+        traced.plan.inputs,
+    )
 
 
 def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_for() -> None:
-    """It was what plans need, without the context and the allocator's share: following it was refused in the same words."""
-    shape = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16, vocab_size=32000)
+    """It was what plans need, without the context and the allocator's share: following it was refused in the same
+    words.
+    """
+    shape = dict(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16, vocab_size=32000
+    )
     config, how = transformers.LlamaConfig(**shape), dict[str, Any](sequence_len=512, hardware="rtx4090")
     with pytest.raises(PlanInfeasible) as no:
         plan(config, gpu_memory="700MiB", **how)
@@ -317,7 +471,14 @@ def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_fo
 
 
 def test_the_smallest_machine_has_the_host_memory_that_was_asked_for() -> None:
-    shape = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    shape = dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
     config, how = transformers.LlamaConfig(**shape), dict[str, Any](sequence_len=512)
     short = plan(config, hardware="a100-80gb", host_memory="62GiB", **how)
     name = short.smallest_machine()
@@ -373,8 +534,13 @@ def test_of_a_global_batch_the_fastest_micro_batch_is_chosen_and_pins_are_obeyed
     rows = made.plan.inputs["input_ids"][0]
     assert rows * made.plan.step_config.accumulate == 6
     each = {r: plan(config, micro_batch_size=r, accumulate=6 // r, **how).tokens_per_second for r in (1, 2, 3, 6)}
-    assert made.tokens_per_second == each[rows] >= max(each.values()) / 1.02 and rows == min(r for r in each if each[r] >= each[rows])
-    assert f"micro-batches {rows} × {6 // rows} of 6 rows a step" in made.plan.search and "scaled" not in made.plan.provenance
+    assert made.tokens_per_second == each[rows] >= max(each.values()) / 1.02 and rows == min(
+        r for r in each if each[r] >= each[rows]
+    )
+    assert (
+        f"micro-batches {rows} × {6 // rows} of 6 rows a step" in made.plan.search
+        and "scaled" not in made.plan.provenance
+    )
     assert plan(config, batch_size=6, accumulate=3, **how).plan.inputs["input_ids"][0] == 2
     assert plan(config, batch_size=6, micro_batch_size=3, **how).plan.step_config.accumulate == 2
 
@@ -406,7 +572,9 @@ def test_micro_batches_that_do_not_fit_are_not_chosen_and_if_none_fits_the_small
     assert none.value.needed_bytes <= least.value.needed_bytes
 
 
-@pytest.mark.parametrize("given", [{"micro_batch_size": 4}, {"accumulate": 4}, {"micro_batch_size": 2, "accumulate": 2}])
+@pytest.mark.parametrize(
+    "given", [{"micro_batch_size": 4}, {"accumulate": 4}, {"micro_batch_size": 2, "accumulate": 2}]
+)
 def test_a_batch_that_does_not_divide_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="batch_size = micro_batch_size × accumulate"):
         plan(config_of("llama"), batch_size=6, **given)
@@ -430,14 +598,29 @@ def test_the_outlook_of_rows_with_images_tells_nothing_of_half_as_long_ones() ->
 
 QWEN25_VL_7B = dict(
     text_config=dict(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        max_position_embeddings=128000, rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=128000,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
     ),
     vision_config=dict(
-        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112,
-        out_hidden_size=3584, fullatt_block_indexes=[7, 15, 23, 31],
+        depth=32,
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        patch_size=14,
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+        window_size=112,
+        out_hidden_size=3584,
+        fullatt_block_indexes=[7, 15, 23, 31],
     ),
-)  # fmt: skip
+)
 
 
 def test_the_plan_of_qwen25_vl_7b_accounts_for_its_vision_tower() -> None:
@@ -446,7 +629,10 @@ def test_the_plan_of_qwen25_vl_7b_accounts_for_its_vision_tower() -> None:
     graph = made.graph
     tower = [block for block in graph.blocks if block.name.startswith("model.visual.blocks.")]
     assert len(tower) == 32 and graph.blocks[0].name == "stem" and graph.calls.index(graph.blocks.index(tower[0])) == 1
-    assert 8.2e9 < graph.num_params < 8.4e9 and sum(graph.param[name].numel for block in tower for name in block.params) == 32 * 19_702_200
+    assert (
+        8.2e9 < graph.num_params < 8.4e9
+        and sum(graph.param[name].numel for block in tower for name in block.params) == 32 * 19_702_200
+    )
     assert made.plan.inputs["pixel_values"] == (256, 1176) and made.plan.inputs["input_ids"] == (1, 1024)
     assert "1 image of 224×224 pixels in every row (64 tokens each)" in " ".join(str(made).split())
     assert "model.visual.blocks.0-" in str(made)
@@ -454,7 +640,10 @@ def test_the_plan_of_qwen25_vl_7b_accounts_for_its_vision_tower() -> None:
     assert made.plan.work[call].forward_seconds > 0 and all(graph.has_backward)
 
 
-@pytest.mark.parametrize("kind", ["qwen2.5-vl", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3-vl", "llava", "llava-next"))])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen2.5-vl", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3-vl", "llava", "llava-next"))],
+)
 def test_a_forecast_with_images_has_the_bytes_of_a_real_run(kind: str) -> None:
     """The same example, with real weights."""
     model: Any = zoo.make(kind, torch.bfloat16)
@@ -464,9 +653,13 @@ def test_a_forecast_with_images_has_the_bytes_of_a_real_run(kind: str) -> None:
     graph, found, _ = fake_trace(config, spec, rows=2, tokens=16, dtype=torch.bfloat16, images=Images(pixels=8))
     batch = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in example.batch.items()}
     again, real = Tracer(model, batch, find_layers(model), AbsentDevice(spec)).trace()
-    assert graph == again and found.inputs == {name: shape for name, shape in real.inputs.items() if name != "position_ids"}
+    assert graph == again and found.inputs == {
+        name: shape for name, shape in real.inputs.items() if name != "position_ids"
+    }
     for call in range(1, len(graph.calls) - 1):
-        assert found.work(call, "keep").forward_delta_bytes == real.work(call, "keep").forward_delta_bytes, graph.call_name(call)
+        assert found.work(call, "keep").forward_delta_bytes == real.work(call, "keep").forward_delta_bytes, (
+            graph.call_name(call)
+        )
 
 
 def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() -> None:
@@ -478,7 +671,10 @@ def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() 
 
 
 def test_a_config_that_transformers_makes_no_model_of_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"transformers makes a LlamaForCausalLM of the config, but KeyError: .*nonsense.* Correct the config"):
+    with pytest.raises(
+        ConfigError,
+        match=r"transformers makes a LlamaForCausalLM of the config, but KeyError: .*nonsense.* Correct the config",
+    ):
         plan(transformers.LlamaConfig(**_TEXT, hidden_act="nonsense"), sequence_len=16, hardware="1GiB")
 
 
@@ -487,28 +683,49 @@ def test_images_for_a_model_that_reads_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match="LlamaForCausalLM takes text alone, but it was asked to see 2 in every row"):
         plan(config, images=2, **how)
     assert plan(config, images=0, **how).plan == plan(config, **how).plan
-    with pytest.raises(ModelUnsupported, match="ChameleonForConditionalGeneration takes them in a form that it does not know"):
+    with pytest.raises(
+        ModelUnsupported, match="ChameleonForConditionalGeneration takes them in a form that it does not know"
+    ):
         plan(transformers.ChameleonConfig(), images=1, **how)
 
 
 def test_without_images_the_plan_says_so() -> None:
     made = plan(zoo.make("qwen2.5-vl").config, sequence_len=16, hardware="1GiB", images=0)
-    assert "rows without images" in made.plan.provenance and not any("visual" in block.name for block in made.graph.blocks)
+    assert "rows without images" in made.plan.provenance and not any(
+        "visual" in block.name for block in made.graph.blocks
+    )
 
 
 @pytest.mark.parametrize("kind", ["Idefics3", "SmolVLM"])
 def test_a_model_that_takes_images_in_another_way_is_refused_by_name(kind: str) -> None:
-    config = getattr(transformers, f"{kind}Config")(text_config={**_TEXT, "model_type": "llama"}, vision_config=_VISION, image_token_id=90, pad_token_id=0)
-    with pytest.raises(ModelUnsupported, match=rf"own example batch.*{kind}ForConditionalGeneration takes them.*outsize\.prepare\(model, batch\)"):
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**_TEXT, "model_type": "llama"}, vision_config=_VISION, image_token_id=90, pad_token_id=0
+    )
+    with pytest.raises(
+        ModelUnsupported,
+        match=rf"own example batch.*{kind}ForConditionalGeneration takes them.*outsize\.prepare\(model, batch\)",
+    ):
         plan(config, sequence_len=16, hardware="1GiB")
 
 
 def test_where_the_example_batch_may_be_wrong_about_images_it_says_so() -> None:
     """This one wants images in the type of its weights, which no other does."""
     vision = dict(
-        hidden_size=16, output_channels=8, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=4, window_size=2, global_attn_indexes=[1],
+        hidden_size=16,
+        output_channels=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=4,
+        window_size=2,
+        global_attn_indexes=[1],
         mlp_dim=24,
-    )  # fmt: skip
-    config = transformers.GotOcr2Config(text_config={**_TEXT, "model_type": "qwen2"}, vision_config=vision, image_token_id=zoo.IMAGE_TOKEN)
-    with pytest.raises(ModelUnsupported, match=r"GotOcr2ForConditionalGeneration.*own example batch.*should be the same.*outsize\.prepare\(model, batch\)"):
+    )
+    config = transformers.GotOcr2Config(
+        text_config={**_TEXT, "model_type": "qwen2"}, vision_config=vision, image_token_id=zoo.IMAGE_TOKEN
+    )
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"GotOcr2ForConditionalGeneration.*own example batch.*should be the same.*outsize\.prepare\(model, batch\)",
+    ):
         plan(config, sequence_len=TOKENS, hardware="1GiB")

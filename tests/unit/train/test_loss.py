@@ -1,4 +1,6 @@
-"""The loss in chunks is the model's own to rounding, is there in training with labels alone, and leaves no trace. Where it cannot be, the reason is named."""
+"""The loss in chunks is the model's own to rounding, is there in training with labels alone, and leaves no trace. Where
+it cannot be, the reason is named.
+"""
 
 import contextlib
 import copy
@@ -27,8 +29,15 @@ from outsize.train.loss import ChunkedLossPatch, ChunkedLossUnsupported, trace_w
 peft = pytest.importorskip("peft")
 CHUNK = 5
 _SMALL = dict(
-    vocab_size=zoo.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=zoo.VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 def _random(make: Callable[[], nn.Module]) -> nn.Module:
@@ -37,7 +46,9 @@ def _random(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def lora(kind: str = "llama", **config: Any) -> nn.Module:
-    model = peft.get_peft_model(zoo.make(kind), peft.LoraConfig(r=2, **{"target_modules": ["q_proj", "v_proj"], **config}))
+    model = peft.get_peft_model(
+        zoo.make(kind), peft.LoraConfig(r=2, **{"target_modules": ["q_proj", "v_proj"], **config})
+    )
     for name, param in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(param, std=0.1)
@@ -45,7 +56,10 @@ def lora(kind: str = "llama", **config: Any) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{kind: (lambda kind=kind: zoo.make(kind)) for kind in ("llama", "llama-untied", "qwen3", "gemma2", "gpt2", "mixtral")},
+    **{
+        kind: (lambda kind=kind: zoo.make(kind))
+        for kind in ("llama", "llama-untied", "qwen3", "gemma2", "gpt2", "mixtral")
+    },
     "granite": lambda: transformers.GraniteForCausalLM(transformers.GraniteConfig(**_SMALL, logits_scaling=3.0)),
     "cohere": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**_SMALL, logit_scale=0.25)),
     "phi": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**_SMALL)),  # has a bias
@@ -54,8 +68,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def bart() -> nn.Module:
-    small = dict(vocab_size=zoo.VOCAB, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32, pad_token_id=0)
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**small, encoder_attention_heads=2, decoder_attention_heads=2))
+    small = dict(
+        vocab_size=zoo.VOCAB,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        pad_token_id=0,
+    )
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**small, encoder_attention_heads=2, decoder_attention_heads=2)
+    )
 
 
 def batch(kind: str = "llama", **how: Any) -> dict[str, Tensor]:
@@ -90,7 +114,10 @@ def compare(model: nn.Module, given: dict[str, Any], *, loss: float = 1e-6, grad
     expected, grads = run(model, given)
     with in_chunks(model):
         found, ours = run(model, given)
-    assert isinstance(found.logits, Logits) and (found.logits.shape, found.logits.dtype) == (expected.logits.shape, expected.logits.dtype)
+    assert isinstance(found.logits, Logits) and (found.logits.shape, found.logits.dtype) == (
+        expected.logits.shape,
+        expected.logits.dtype,
+    )
     assert found.loss.dtype == expected.loss.dtype and distance(found.loss, expected.loss) < loss
     assert ours.keys() == grads.keys()
     for name, grad in grads.items():
@@ -153,7 +180,9 @@ def test_the_columns_of_a_padded_head_can_be_cut_off() -> None:
     class Padded(transformers.LlamaForCausalLM):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
             logits = self.lm_head(self.model(input_ids).last_hidden_state)[..., 3:90].float()[:, :, :80]
-            return transformers.modeling_outputs.CausalLMOutput(loss=self.loss_function(logits, labels, 80), logits=logits)
+            return transformers.modeling_outputs.CausalLMOutput(
+                loss=self.loss_function(logits, labels, 80), logits=logits
+            )
 
     model = zoo.make("llama")
     model.__class__ = Padded
@@ -171,7 +200,9 @@ def test_only_training_forwards_with_labels_are_in_chunks() -> None:
     expected = model(**given).logits
     with in_chunks(model) as seam:
         assert isinstance(model(**given).logits, Logits)
-        assert isinstance(model(given["input_ids"], None, None, None, None, given["labels"]).logits, Logits)  # by position
+        assert isinstance(
+            model(given["input_ids"], None, None, None, None, given["labels"]).logits, Logits
+        )  # by position
         assert torch.equal(model(given["input_ids"]).logits, expected)
         with torch.no_grad():
             assert torch.equal(model(**given).logits, expected)
@@ -193,7 +224,9 @@ def test_detach_leaves_nothing_behind() -> None:
             signature = inspect.signature(model.forward)
         model.zero_grad()
         after = {name: dict(vars(module)) for name, module in model.named_modules()}
-        assert {name: found.keys() for name, found in after.items()} == {name: found.keys() for name, found in before.items()}
+        assert {name: found.keys() for name, found in after.items()} == {
+            name: found.keys() for name, found in before.items()
+        }
         assert inspect.signature(model.forward) == signature
         copy.deepcopy(model)
 
@@ -213,16 +246,32 @@ def test_outputs_pass_through_what_handles_outputs() -> None:
         out = convert_outputs_to_fp32(model.forward)(**batch())
     assert out.logits.dtype == torch.float32 and isinstance(out.logits, Logits) and not out.logits.requires_grad
     assert out.loss.requires_grad and with_grad(out) == [out.loss]
-    assert map_tensors(lambda t: t, out).logits is out.logits and tree_map(lambda t: t, dict(out))["logits"] is out.logits
-    assert out.to_tuple()[1] is out.logits and "not there" in repr(out) and len(out.logits) == 2 and out.logits.dim() == 3
+    assert (
+        map_tensors(lambda t: t, out).logits is out.logits and tree_map(lambda t: t, dict(out))["logits"] is out.logits
+    )
+    assert (
+        out.to_tuple()[1] is out.logits and "not there" in repr(out) and len(out.logits) == 2 and out.logits.dim() == 3
+    )
     del out.logits
 
 
 @pytest.mark.parametrize(
-    "use", [lambda x: x.argmax(-1), lambda x: x.detach(), lambda x: x + 1, lambda x: x[:, -1], lambda x: x.tolist(), lambda x: x.data,
-            lambda x: x.cpu().numpy(), lambda x: torch.stack([x, x]), lambda x: x * x, lambda x: torch.ones(()) * x,
-            lambda x: x.to(torch.float64), lambda x: copy.deepcopy(x)]
-)  # fmt: skip
+    "use",
+    [
+        lambda x: x.argmax(-1),
+        lambda x: x.detach(),
+        lambda x: x + 1,
+        lambda x: x[:, -1],
+        lambda x: x.tolist(),
+        lambda x: x.data,
+        lambda x: x.cpu().numpy(),
+        lambda x: torch.stack([x, x]),
+        lambda x: x * x,
+        lambda x: torch.ones(()) * x,
+        lambda x: x.to(torch.float64),
+        lambda x: copy.deepcopy(x),
+    ],
+)
 def test_reading_the_logits_says_what_to_do(use: Callable[[Tensor], Any]) -> None:
     model = zoo.make("llama")
     with in_chunks(model):
@@ -260,15 +309,23 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "bert": (lambda: zoo.make("bert"), "bert", "it has no output embedding"),
     "plain": (lambda: zoo.make("plain"), "plain", "PlainModel is no model of transformers"),
     "lora on the head": (
-        lambda: lora("llama-untied", target_modules=["lm_head"]), "llama", "its output embedding is no plain Linear but a peft.tuners.lora.layer.Linear",
+        lambda: lora("llama-untied", target_modules=["lm_head"]),
+        "llama",
+        "its output embedding is no plain Linear but a peft.tuners.lora.layer.Linear",
     ),
-    "a saved head": (lambda: lora("llama-untied", modules_to_save=["lm_head"]), "llama", "its output embedding is no plain Linear but a peft."),
-}  # fmt: skip
+    "a saved head": (
+        lambda: lora("llama-untied", modules_to_save=["lm_head"]),
+        "llama",
+        "its output embedding is no plain Linear but a peft.",
+    ),
+}
 
 
 @pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize(("make", "kind", "why"), OTHERS.values(), ids=OTHERS)
-def test_models_that_do_otherwise_keep_their_way_and_the_plan_says_why(make: Callable[[], nn.Module], kind: str, why: str) -> None:
+def test_models_that_do_otherwise_keep_their_way_and_the_plan_says_why(
+    make: Callable[[], nn.Module], kind: str, why: str
+) -> None:
     model = make().train()
     assert reason(model, zoo.batch(kind)).startswith(f"full logits: {why}")
     with pytest.raises(ChunkedLossUnsupported, match=why):
@@ -306,7 +363,10 @@ def test_it_is_used_where_it_saves_something() -> None:
     assert reason(model, small) == "full logits: 5 tokens are no more than a chunk of 5"
     before = trace_with_loss(model, given, lambda words: None, wanted=None)[1]
     assert reason(model, small, before=before) == "in chunks of 5 tokens", "what was in chunks stays so"
-    assert trace_with_loss(model, given, lambda words: words, wanted=False) == ("", chosen.ChosenLoss(text="full logits, as asked"))
+    assert trace_with_loss(model, given, lambda words: words, wanted=False) == (
+        "",
+        chosen.ChosenLoss(text="full logits, as asked"),
+    )
     assert trace_with_loss(model, small, lambda words: words, wanted=True)[0] == "in chunks of 5 tokens"
 
 
@@ -346,7 +406,9 @@ def test_the_plan_tells_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
     again.close()
 
 
-def test_plans_that_do_not_tell_of_their_loss_can_be_read_and_mean_full_logits(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_do_not_tell_of_their_loss_can_be_read_and_mean_full_logits(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = outsize.prepare(zoo.make("llama"), batch(), device="sim:64MiB", host_memory="64MiB")
     save(engine.plan, tmp_path / "plan.json")
     engine.close()
@@ -355,7 +417,9 @@ def test_plans_that_do_not_tell_of_their_loss_can_be_read_and_mean_full_logits(t
     (tmp_path / "old.json").write_text(json.dumps(fields))
     assert load(tmp_path / "old.json").loss == ""
     monkeypatch.setattr(chosen, "chunk_tokens", lambda vocab_size: CHUNK)
-    engine = outsize.prepare(zoo.make("llama"), batch(), device="sim:64MiB", host_memory="64MiB", plan=tmp_path / "old.json")
+    engine = outsize.prepare(
+        zoo.make("llama"), batch(), device="sim:64MiB", host_memory="64MiB", plan=tmp_path / "old.json"
+    )
     assert not isinstance(engine.model(**batch()).logits, Logits)
     engine.close()
 
@@ -392,4 +456,6 @@ def test_the_forecast_tells_of_it_too() -> None:
     config.architectures = ["LlamaForCausalLM"]
     made = outsize.plan(config, sequence_len=24, hardware="64MiB")
     assert made.plan.loss == "in chunks of 5 tokens" and "loss in chunks" in str(made)
-    assert outsize.plan(config, sequence_len=24, hardware="64MiB", chunked_loss=False).plan.loss == "full logits, as asked"
+    assert (
+        outsize.plan(config, sequence_len=24, hardware="64MiB", chunked_loss=False).plan.loss == "full logits, as asked"
+    )

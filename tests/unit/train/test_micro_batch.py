@@ -1,4 +1,6 @@
-"""Which split of a batch is taken, with numbers in place of models: what is traced, what is only scaled, and what becomes of sizes that do not fit."""
+"""Which split of a batch is taken, with numbers in place of models: what is traced, what is only scaled, and what
+becomes of sizes that do not fit.
+"""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -43,9 +45,17 @@ class Machine:
             raise DeviceOutOfMemory("too large")
         in_chunks = 0 < self.chunk < rows * TOKENS
         seam: Any = SimpleNamespace(chunk=self.chunk) if self.chunk else None
-        work = replace(synthetic.NOTHING, forward_seconds=self.odd.get(rows, self.fixed + self.each * rows) + 1000.0 * in_chunks)
+        work = replace(
+            synthetic.NOTHING, forward_seconds=self.odd.get(rows, self.fixed + self.each * rows) + 1000.0 * in_chunks
+        )
         shape = (rows, TOKENS)
-        made = ModelTrace(graph="g", inputs={"input_ids": shape, "labels": shape}, calls=({"keep": work},), held_bytes=0, provenance="traced")
+        made = ModelTrace(
+            graph="g",
+            inputs={"input_ids": shape, "labels": shape},
+            calls=({"keep": work},),
+            held_bytes=0,
+            provenance="traced",
+        )
         return Traced(rows=rows, graph=CASE.graph, trace=made, loss=ChosenLoss(text="", seam=seam, in_chunks=in_chunks))
 
     def solve(self, found: Traced, split: Split) -> Any:
@@ -65,7 +75,9 @@ def test_two_sizes_are_traced_and_then_the_one_that_wins() -> None:
     choice = machine.choose()
     assert choice.split == Split(rows=24, passes=1) and machine.traced == [2, 3, 24]
     assert machine.solved[-1] == (24, False) and (12, True) in machine.solved
-    assert choice.words.startswith("micro-batches 24 × 1 of 24 rows a step; 1 × 24 takes 7.76 times as long, 2 × 12 takes")
+    assert choice.words.startswith(
+        "micro-batches 24 × 1 of 24 rows a step; 1 × 24 takes 7.76 times as long, 2 × 12 takes"
+    )
 
 
 def test_one_split_is_traced_once_and_needs_no_words() -> None:
@@ -86,7 +98,9 @@ def test_a_winner_that_its_own_trace_does_not_confirm_is_not_taken() -> None:
 
 def test_what_does_not_fit_is_left_out_with_all_that_is_larger() -> None:
     choice = Machine(most_rows=6).choose()
-    assert choice.split.rows == 6 and choice.words.endswith("8 × 3 does not fit, 12 × 2 does not fit, 24 × 1 does not fit")
+    assert choice.split.rows == 6 and choice.words.endswith(
+        "8 × 3 does not fit, 12 × 2 does not fit, 24 × 1 does not fit"
+    )
     machine = Machine(most_trial_rows=2)
     assert machine.choose().split.rows == 2 and max(machine.traced) == 3
     alone = Machine(most_rows=1, most_trial_rows=1).choose()
@@ -104,10 +118,15 @@ def test_a_loss_in_chunks_is_scaled_from_such_ones_alone() -> None:
     assert {rows for rows, is_scaled in machine.solved if is_scaled} == {1, 4, 12, 24}
 
 
-@pytest.mark.parametrize(("given", "rows"), [((6, None, None), [1, 2, 3, 6]), ((6, 3, None), [3]), ((6, None, 3), [2]), ((None, None, None), [1])])
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [((6, None, None), [1, 2, 3, 6]), ((6, 3, None), [3]), ((6, None, 3), [2]), ((None, None, None), [1])],
+)
 def test_the_splits_of_a_batch(given: Any, rows: list[int]) -> None:
     found = splits_of(*given)
-    assert [split.rows for split in found] == rows and all(split.rows * split.passes == (given[0] or 1) for split in found)
+    assert [split.rows for split in found] == rows and all(
+        split.rows * split.passes == (given[0] or 1) for split in found
+    )
     with pytest.raises(ConfigError, match=r"batch_size is 6 and micro_batch_size 4.*6 is divided by 1, 2, 3, 6"):
         splits_of(6, 4, None, name="gradient_accumulation_steps")
     assert [split.rows for split in splits_of(1_000_000_007, None, None)] == [1, 1_000_000_007], "a prime, at once"
