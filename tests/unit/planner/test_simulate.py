@@ -35,7 +35,7 @@ def test_streaming_without_depth_waits_for_every_load() -> None:
     place = case.place(case.decide("host/host", depth=0))
     walk = Walk(place, case.spec)
     end = 0.0
-    for action in compile_schedule(place).forward:
+    for action in compile_schedule(place)["forward"]:
         end = walk.run(action)
     loads = sum(copy_seconds(case.spec, "h2d", chunk.nbytes) for chunk in case.layout.chunks)
     assert end == pytest.approx(loads + sum(case.trace.work(v, "keep").forward_seconds for v in range(5)))
