@@ -18,7 +18,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import date
 from functools import partial
 from itertools import pairwise
@@ -28,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.layout.scratch import PIECE_NUMEL
-from outsize.optim.adamw import Hyper, Scratch, find_gpu_kernel, gpu_kernel, update
+from outsize.layout.optimizer import ADAMW, PIECE_NUMEL
+from outsize.optim.adamw import RULE
 from outsize.optim.native import kernel
+from outsize.optim.rule import Master, Scratch, find_gpu_kernel, gpu_kernel, update
 
-HYPER = Hyper.at(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1000)
-NUMBERS = asdict(HYPER)
+HYPER = RULE.numbers(dict(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), 1000)
+NUMBERS = HYPER
 BYTES = 26
 """A parameter of a split master with a bf16 gradient: hi, lo, m and v are read and written, the gradient is read."""
 COPY_BYTES = 256 * 2**20
@@ -143,7 +143,8 @@ def measure_host(numel: int, link: Link | None) -> list[dict[str, Any]]:
             rates: dict[str, float] = {}
 
             def work(threads: int = threads) -> None:
-                native.update(*state, {**NUMBERS, "clip": 1.0}, threads=threads)
+                weight, lo, m, v, grad = state
+                native.update("adamw", weight, lo, (m, v), grad, (*NUMBERS, 1.0), threads=threads)
 
             if ways and link is not None:
                 with link.busy(ways, rates):
@@ -170,15 +171,13 @@ def measure_host(numel: int, link: Link | None) -> list[dict[str, Any]]:
 
 def measure_host_torch(numel: int) -> dict[str, Any]:
     """The fallback, called past the one door."""
-    from outsize.optim import adamw
-
     state = make_range(numel, "cpu")
-    scratch = Scratch(torch.empty(Scratch.num_bytes(PIECE_NUMEL), dtype=torch.uint8))
+    scratch = Scratch(torch.empty(ADAMW.scratch_bytes(PIECE_NUMEL), dtype=torch.uint8))
 
     def work() -> None:
         for at in range(0, numel, PIECE_NUMEL):
             weight, lo, m, v, grad = (t[at : at + PIECE_NUMEL] for t in state)
-            adamw._update_piece(weight, lo, m, v, grad, HYPER, 1.0, scratch)
+            RULE.update_piece(Master(weight, lo, scratch.mask), (m, v), grad, HYPER, 1.0, scratch)
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rate = numel / seconds_of(work, total=0.2, at_least=1) / 1e9
@@ -211,37 +210,40 @@ def measure_gpu(numel: int) -> list[dict[str, Any]]:
     if triton is not None:
         for block, warps in ((1024, 8), (512, 4), (1024, 4), (2048, 8)):
             seconds = gpu_seconds(
-                partial(triton.update, weight, lo, m, v, grad, NUMBERS, 1.0, block=block, warps=warps)
+                partial(triton.update, "adamw", weight, lo, (m, v), grad, NUMBERS, 1.0, block=block, warps=warps)
             )
             say(f"Triton, split, bf16, block {block}, {warps} warps", seconds, BYTES)
         whole, wide = torch.zeros(numel, device="cuda"), torch.ones(numel, device="cuda")
         say(
             "Triton, split, fp32 gradient",
-            gpu_seconds(lambda: triton.update(weight, lo, m, v, wide, NUMBERS, 1.0)),
+            gpu_seconds(lambda: triton.update("adamw", weight, lo, (m, v), wide, NUMBERS, 1.0)),
             BYTES + 2,
         )
         say(
             "Triton, fp32 weight, bf16 gradient",
-            gpu_seconds(lambda: triton.update(whole, None, m, v, grad, NUMBERS, 1.0)),
+            gpu_seconds(lambda: triton.update("adamw", whole, None, (m, v), grad, NUMBERS, 1.0)),
             BYTES,
         )
         say(
             "Triton, fp32 weight, fp32 gradient",
-            gpu_seconds(lambda: triton.update(whole, None, m, v, wide, NUMBERS, 1.0)),
+            gpu_seconds(lambda: triton.update("adamw", whole, None, (m, v), wide, NUMBERS, 1.0)),
             BYTES + 2,
         )
-        small = [t[: 2**20] for t in (weight, lo, m, v, grad)]
-        launch = seconds_of(lambda: [triton.update(*small, NUMBERS, 1.0) for _ in range(100)], total=0.1) / 100
+        n = 2**20
+        small: Any = (weight[:n], lo[:n], (m[:n], v[:n]), grad[:n])
+        launch = seconds_of(lambda: [triton.update("adamw", *small, NUMBERS, 1.0) for _ in range(100)], total=0.1) / 100
         torch.cuda.synchronize()
         rows.append({"kernel": "Triton, one call of 2^20", "host_microseconds": launch * 1e6})
         print(f"  a call of 2^20 parameters takes the host {launch * 1e6:.0f} us")
         del whole, wide
     os.environ["OUTSIZE_KERNELS"] = "torch"
     find_gpu_kernel.cache_clear()
-    scratch = Scratch(torch.empty(Scratch.num_bytes(PIECE_NUMEL), dtype=torch.uint8, device="cuda"))
+    scratch = Scratch(torch.empty(ADAMW.scratch_bytes(PIECE_NUMEL), dtype=torch.uint8, device="cuda"))
     say(
         "torch",
-        gpu_seconds(lambda: update(weight, lo, m, v, grad, hyper=HYPER, clip=1.0, scratch=scratch), repeats=3),
+        gpu_seconds(
+            lambda: update(RULE, weight, lo, (m, v), grad, numbers=HYPER, clip=1.0, scratch=scratch), repeats=3
+        ),
         BYTES,
     )
     return rows

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.optim.adamw import Hyper, Scratch, find_gpu_kernel, update
+from outsize.layout.optimizer import ADAMW
+from outsize.optim.adamw import RULE
 from outsize.optim.native import find_kernel
+from outsize.optim.rule import Numbers, Scratch, find_gpu_kernel, update
 
 HYPERS = {
-    "usual": Hyper.at(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=4),
-    "first step": Hyper.at(lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1),
-    "millionth step": Hyper.at(lr=1e-5, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, step=10**6),
-    "no decay": Hyper.at(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step=2),
-    "no eps": Hyper.at(lr=1e-3, betas=(0.9, 0.95), eps=0.0, weight_decay=0.1, step=7),
-    "no memory": Hyper.at(lr=10.0, betas=(0.0, 0.0), eps=1e-38, weight_decay=0.05, step=1),
+    "usual": RULE.numbers(dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), 4),
+    "first step": RULE.numbers(dict(lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01), 1),
+    "millionth step": RULE.numbers(dict(lr=1e-5, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1), 10**6),
+    "no decay": RULE.numbers(dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), 2),
+    "no eps": RULE.numbers(dict(lr=1e-3, betas=(0.9, 0.95), eps=0.0, weight_decay=0.1), 7),
+    "no memory": RULE.numbers(dict(lr=10.0, betas=(0.0, 0.0), eps=1e-38, weight_decay=0.05), 1),
 }
 EDGES = (
     0,
@@ -131,10 +133,12 @@ def kernels(which: str) -> Iterator[None]:
         find_gpu_kernel.cache_clear()
 
 
-def step(state: Range, hyper: Hyper, clip: float | Tensor, *, piece: int = 10_007) -> None:
+def step(state: Range, hyper: Numbers, clip: float | Tensor, *, piece: int = 10_007) -> None:
     """One update where the range lies. Pieces (of torch's kernel) with a ragged end."""
-    buffer = torch.empty(Scratch.num_bytes(piece), dtype=torch.uint8, device=state.weight.device)
-    update(state.weight, state.lo, state.m, state.v, state.grad, hyper=hyper, clip=clip, scratch=Scratch(buffer))
+    buffer = torch.empty(ADAMW.scratch_bytes(piece), dtype=torch.uint8, device=state.weight.device)
+    update(
+        RULE, state.weight, state.lo, (state.m, state.v), state.grad, numbers=hyper, clip=clip, scratch=Scratch(buffer)
+    )
 
 
 def num_different(a: Tensor, b: Tensor) -> int:

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, str] = {
     "device": "base compat hardware",
     "layout": "base model.graph",
     "plan": "base hardware.lanes hardware.spec model.graph model.work layout",
-    "optim": "base compat device layout",
+    "optim": "base compat device layout plan",
     "dist": "base device",
     "activation": "base compat device model",
     "profile": "base compat device hardware model activation layout plan optim progress",

@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Any
 import outsize.plan as _plan_room
 
 if TYPE_CHECKING:
+    from outsize.optim.adamw import AdamW
+    from outsize.optim.lion import Lion
+    from outsize.optim.sgd import SGD
     from outsize.plan.pins import Pins
-    from outsize.runtime.optimizer import AdamW
     from outsize.train.build import prepare
 
-__all__ = ["AdamW", "Pins", "plan", "prepare"]
+__all__ = ["SGD", "AdamW", "Lion", "Pins", "plan", "prepare"]
 __version__ = "0.1.0"
 
-_HOMES = {"AdamW": "outsize.runtime.optimizer", "Pins": "outsize.plan.pins", "prepare": "outsize.train.build"}
+_HOMES = {
+    "AdamW": "outsize.optim.adamw",
+    "Lion": "outsize.optim.lion",
+    "Pins": "outsize.plan.pins",
+    "SGD": "outsize.optim.sgd",
+    "prepare": "outsize.train.build",
+}
 
 
 def _imported(name: str) -> ModuleType:

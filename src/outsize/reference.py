@@ -1,9 +1,9 @@
-"""AdamW with exact fp32 masters, global clipping and fp32 accumulation, in plain torch: what every plan must equal to
-the bit.
+"""The optimizers with exact fp32 masters, global clipping and fp32 accumulation, in plain torch: what every plan must
+equal to the bit.
 
-A torch optimizer like any other, usable without the engine; slow and simple on purpose. It shares no kernel with the
-engine: the sequence of operations (design 3.4) is written out once more here, one torch call per operation, so that
-equality means something. A bf16 parameter is the upper half of its fp32 master, the lower half is `state["lo"]`; an
+Torch optimizers like any other, usable without the engine; slow and simple on purpose. They share no kernel with the
+engine: the sequences of operations are written out once more here, one torch call per operation, so that equality means
+something. A bf16 parameter is the upper half of its fp32 master, the lower half is `state["lo"]`; an
 fp32 parameter is its own master.
 """
 
@@ -21,14 +21,13 @@ from outsize.optim.clip import round_fp32 as f
 from outsize.optim.split import join, split
 
 
-class AdamW(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
+    """What all have in common. A subclass makes the new master and state of a parameter (`_new`)."""
+
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        defaults: dict[str, Any],
         *,
         max_grad_norm: float | None = None,
         nonfinite: Literal["raise", "skip"] = "raise",
@@ -49,7 +48,13 @@ class AdamW(torch.optim.Optimizer):
         self.skipped = 0
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         self._sums: dict[Tensor, Tensor] = {}
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, defaults)
+
+    state_names: tuple[str, ...] = ()
+
+    def _new(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        """The new master, of the master and the clipped gradient, both fp32. Changes the state."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -110,25 +115,15 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, p: Tensor, grad: Tensor, clip: float, group: dict[str, Any]) -> None:
-        lr, (beta1, beta2), eps, weight_decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
         state = self.state[p]
         if not state:
             state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros_like(p, dtype=torch.float32),
-                torch.zeros_like(p, dtype=torch.float32),
-            )
+            state.update({name: torch.zeros_like(p, dtype=torch.float32) for name in self.state_names})
             if p.dtype == torch.bfloat16:
                 state["lo"] = torch.zeros_like(p, dtype=torch.int16)
-        t = state["step"] = int(state["step"]) + 1  # a loaded state may hold it as a tensor, whose powers would be fp32
-        g = grad.float() * clip
-        m = (state["exp_avg"] * f(beta1)) + (g * f(1 - beta1))
-        v = (state["exp_avg_sq"] * f(beta2)) + ((g * g) * f(1 - beta2))
-        d = (v.double().sqrt().float() * f(1 / math.sqrt(1 - beta2**t))) + f(eps)
+        state["step"] = int(state["step"]) + 1  # a loaded state may hold it as a tensor, whose powers would be fp32
         w = join(p, state["lo"]) if "lo" in state else p
-        w = w * f(1 - lr * weight_decay)
-        w = w - ((m * f(lr / (1 - beta1**t))) / d)
-        state["exp_avg"], state["exp_avg_sq"] = m, v
+        w = self._new(w, grad.float() * clip, state, group)
         if "lo" in state:
             w, state["lo"] = split(w)
         p.copy_(w)
@@ -142,6 +137,76 @@ class AdamW(torch.optim.Optimizer):
             for key, value in state_dict["state"].get(i, {}).items():
                 self.state[p][key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
             if p.dtype == torch.bfloat16 and (state := self.state.get(p)) and "lo" not in state:
-                # Of torch's AdamW: its bf16 moments are fp32 here, exactly, and the weight is its own master.
-                state.update({key: state[key].float() for key in ("exp_avg", "exp_avg_sq")})
+                # Of torch's own optimizer: its bf16 state is fp32 here, exactly, and the weight is its own master.
+                state.update({key: state[key].float() for key in self.state_names})
                 state["lo"] = torch.zeros_like(p, dtype=torch.int16)
+
+
+class AdamW(Optimizer):
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        **common: Any,
+    ) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **common)
+
+    def _new(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        lr, (beta1, beta2), t = float(group["lr"]), group["betas"], state["step"]
+        m = (state["exp_avg"] * f(beta1)) + (g * f(1 - beta1))
+        v = (state["exp_avg_sq"] * f(beta2)) + ((g * g) * f(1 - beta2))
+        d = (v.double().sqrt().float() * f(1 / math.sqrt(1 - beta2**t))) + f(group["eps"])
+        state["exp_avg"], state["exp_avg_sq"] = m, v
+        w = w * f(1 - lr * group["weight_decay"])
+        return w - ((m * f(lr / (1 - beta1**t))) / d)
+
+
+class Lion(Optimizer):
+    state_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **common: Any,
+    ) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **common)
+
+    def _new(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        lr, (beta1, beta2), m = float(group["lr"]), group["betas"], state["exp_avg"]
+        x = (m * f(beta1)) + (g * f(1 - beta1))
+        state["exp_avg"] = (m * f(beta2)) + (g * f(1 - beta2))
+        sign = (x > 0).float() - (x < 0).float()
+        return (w * f(1 - lr * group["weight_decay"])) - (sign * f(lr))
+
+
+class SGD(Optimizer):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        **common: Any,
+    ) -> None:
+        defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+        super().__init__(params, defaults, **common)
+        if any(group["momentum"] for group in self.param_groups):
+            self.state_names = ("momentum_buffer",)
+
+    def _new(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        lr, mu, is_nesterov = float(group["lr"]), group["momentum"], group["nesterov"]
+        t = g + (w * f(group["weight_decay"]))
+        if not self.state_names:
+            return w - (t * f(lr))
+        b = state["momentum_buffer"] = (state["momentum_buffer"] * f(mu)) + t
+        move = (t * f(1.0 if is_nesterov else 0.0)) + (b * f(mu if is_nesterov else 1.0))
+        return w - (move * f(lr))

@@ -2,14 +2,13 @@
 PYTHON=python3`.
 """
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
 
-from outsize.optim.adamw import Hyper, gpu_kernel
+from outsize.optim.adamw import RULE
 from outsize.optim.native import kernel
+from outsize.optim.rule import gpu_kernel
 
 pytestmark = pytest.mark.gpu
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -55,7 +54,7 @@ def test_many_steps_of_tame_values_give_the_same_bits(weight: torch.dtype, grad:
     with kernels("best"):
         for t in range(1, 6):
             gradient = (torch.randn(n) * 0.01).to(grad)
-            hyper = Hyper.at(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=t)
+            hyper = RULE.numbers(dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), t)
             step(Range(host.weight, host.lo, host.m, host.v, gradient), hyper, 0.7109375)
             step(Range(card.weight, card.lo, card.m, card.v, gradient.cuda()), hyper, 0.7109375)
     assert_same(card, host)
@@ -87,7 +86,7 @@ def test_a_factor_in_device_memory_is_read_there_without_waiting_and_without_all
         torch.cuda.set_sync_debug_mode("error")
         try:
             state = by_tensor
-            triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(HYPERS["usual"]), clip)
+            triton.update("adamw", state.weight, state.lo, (state.m, state.v), state.grad, HYPERS["usual"], clip)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -105,7 +104,7 @@ def test_one_compilation_serves_every_length_and_every_step() -> None:
                 for clip in (1.0, 0.5, 0.0):
                     state = on_card(adversarial(numel, weight=BF16, grad=BF16))
                     made.add(
-                        id(triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(hyper), clip))
+                        id(triton.update("adamw", state.weight, state.lo, (state.m, state.v), state.grad, hyper, clip))
                     )
         assert len(made) == 1
 
@@ -116,7 +115,7 @@ def test_the_compiled_code_neither_fuses_nor_flushes_nor_approximates(weight: to
     with kernels("best"):
         triton = gpu_kernel()
         assert triton is not None
-        ptx = triton.update(state.weight, state.lo, state.m, state.v, state.grad, asdict(HYPERS["usual"]), 1.0).asm[
+        ptx = triton.update("adamw", state.weight, state.lo, (state.m, state.v), state.grad, HYPERS["usual"], 1.0).asm[
             "ptx"
         ]
     for word in ("fma", ".ftz", ".approx", ".full", "mul.f32", "add.f32", "sub.f32"):

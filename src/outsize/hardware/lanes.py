@@ -111,9 +111,10 @@ def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:
     return spec.launch_seconds + num_bytes / rate
 
 
-def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int) -> float:
+def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int, traffic: float = 1.0) -> float:
+    """`traffic`: memory traffic of the optimizer's update, relative to AdamW's, whose rates the spec has."""
     rate = spec.host_adam_params_per_second if lane == "host" else spec.gpu_adam_params_per_second
-    return spec.launch_seconds + num_params / rate
+    return spec.launch_seconds + num_params * traffic / rate
 
 
 def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:

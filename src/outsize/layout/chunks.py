@@ -46,11 +46,6 @@ class Chunk:
         """bf16 weights are the upper half of a split fp32 master; fp32 weights are their own master."""
         return self.trainable and self.dtype == "bfloat16"
 
-    @property
-    def state_bytes(self) -> int:
-        """Optimizer state beside the weights: moments, and the lower half of a split master."""
-        return self.numel * (8 + 2 * self.is_split) if self.trainable else 0
-
     def grad_bytes(self, fp32: bool) -> int:
         return self.numel * (4 if fp32 else DTYPE_BYTES[self.dtype]) if self.trainable else 0
 

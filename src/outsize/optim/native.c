@@ -1,7 +1,7 @@
-/* AdamW over a flat range, one pass: 26 bytes a parameter move instead of a hundred and more.
+/* Optimizer updates over a flat range, one pass: with AdamW 26 bytes a parameter move instead of a hundred and more.
  *
- * The sequence of operations is that of adamw.py, to the bit: no contraction (-ffp-contract=off), no fast-math, correctly rounded division and
- * root (IEEE instructions; never through errno or a library). Nothing here knows torch or Python: pointers, a length, nine numbers.
+ * The sequence of operations is that of the torch kernels, to the bit: no contraction (-ffp-contract=off), no fast-math, correctly rounded division and
+ * root (IEEE instructions; never through errno or a library). Nothing here knows torch or Python: pointers, a length, a few numbers.
  *
  * The threads are our own, and sleep between calls. Those of OpenMP spin for some 8 ms after every call (measured: 11 ms of processor time for
  * 2.8 ms of work), on cores that the main thread and the driver need; what stops them is an environment variable that libgomp reads when it is
@@ -21,9 +21,7 @@
 #endif
 const char *made_from(void) { return SOURCE; }
 
-typedef struct {
-    float b1, b2, o1, o2, eps, decay, step, c2, clip;
-} numbers;
+#define NUMBERS 9 /* at most, with the clipping factor, which comes last */
 
 /* Which instructions the machine has is found out when it runs. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
@@ -51,22 +49,43 @@ static inline uint32_t to_bits(float value) {
 static inline float of_bf16(uint16_t half) { return of_bits((uint32_t)half << 16); }
 static inline float of_fp32(float value) { return value; }
 
-#define MOVE(gradient)                                   \
-    const float g = (gradient) * h->clip;                \
-    const float first = (m[i] * h->b1) + (g * h->o1);    \
-    const float second = (v[i] * h->b2) + ((g * g) * h->o2); \
-    const float d = (sqrtf(second) * h->c2) + h->eps;    \
-    const float move = (first * h->step) / d;            \
-    m[i] = first;                                        \
-    v[i] = second;
+/* The rules. Each makes `next` of the master `w` and the clipped gradient `g`, with state s[i], r[i] and numbers h: see
+ * adamw.py, lion.py, sgd.py. */
+#define ADAMW                                                  \
+    const float g = gradient * h[8];                           \
+    const float first = (s[i] * h[0]) + (g * h[2]);            \
+    const float second = (r[i] * h[1]) + ((g * g) * h[3]);     \
+    const float d = (sqrtf(second) * h[7]) + h[4];             \
+    const float next = (w * h[5]) - ((first * h[6]) / d);      \
+    s[i] = first;                                              \
+    r[i] = second;
+
+#define LION                                                   \
+    const float g = gradient * h[6];                           \
+    const float x = (s[i] * h[0]) + (g * h[2]);                \
+    const float sign = (float)(x > 0.0f) - (float)(x < 0.0f);  \
+    const float next = (w * h[4]) - (sign * h[5]);             \
+    s[i] = (s[i] * h[1]) + (g * h[3]);
+
+#define SGD                                                    \
+    const float g = gradient * h[2];                           \
+    const float t = g + (w * h[0]);                            \
+    const float next = w - (t * h[1]);
+
+#define SGD_MOMENTUM                                           \
+    const float g = gradient * h[5];                           \
+    const float t = g + (w * h[0]);                            \
+    const float b = (s[i] * h[2]) + t;                         \
+    const float next = w - (((t * h[3]) + (b * h[4])) * h[1]); \
+    s[i] = b;
 
 typedef struct {
     void *weight;
     int16_t *lo;
-    float *m, *v;
+    float *s, *r; /* state */
     const void *grad;
     int64_t n;
-    numbers h;
+    float h[NUMBERS];
 } range;
 
 typedef void (*step_of)(const range *, int64_t at, int64_t n);
@@ -195,44 +214,59 @@ static int run(step_of step, range r, int threads) {
     return 0;
 }
 
-#define ENTRY(name)                                                                                                                   \
-    int name(void *weight, int16_t *lo, float *m, float *v, const void *grad, int64_t n, const numbers *h, int threads) {             \
-        return run(name##_at, (range){weight, lo, m, v, grad, n, *h}, threads);                                                       \
+#define ENTRY(name)                                                                                                        \
+    int name(void *weight, int16_t *lo, float *s, float *r, const void *grad, int64_t n, const float *h, int threads) {      \
+        range it = {weight, lo, s, r, grad, n, {0}};                                                                       \
+        memcpy(it.h, h, sizeof it.h);                                                                                      \
+        return run(name##_at, it, threads);                                                                                \
     }
 
 /* A split master: hi is the weight, lo the rest of it (see split.py). A NaN keeps no payload. */
-#define SPLIT(name, type, widen)                                                                                                      \
-    BEST static void name##_piece(uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, float *restrict v,                  \
-                                  const type *restrict grad, int64_t n, const numbers *restrict h) {                                  \
-        for (int64_t i = 0; i < n; i++) {                                                                                             \
-            MOVE(widen(grad[i]))                                                                                                      \
-            const float w = (of_bits(((uint32_t)hi[i] << 16) + (uint32_t)(int32_t)lo[i]) * h->decay) - move;                          \
-            const uint32_t bits = w != w ? 0x7FC00000u : to_bits(w);                                                                  \
-            const uint32_t high = (uint32_t)((int32_t)(bits + 0x8000u) >> 16);                                                        \
-            hi[i] = (uint16_t)high;                                                                                                   \
-            lo[i] = (int16_t)(bits - (high << 16));                                                                                   \
-        }                                                                                                                             \
-    }                                                                                                                                 \
-    static void name##_at(const range *r, int64_t at, int64_t n) {                                                                      \
-        name##_piece((uint16_t *)r->weight + at, r->lo + at, r->m + at, r->v + at, (const type *)r->grad + at, n, &r->h);              \
-    }                                                                                                                                 \
+#define SPLIT(name, RULE, type, widen)                                                                                     \
+    BEST static void name##_piece(uint16_t *restrict hi, int16_t *restrict lo, float *restrict s, float *restrict r,       \
+                                  const type *restrict grad, int64_t n, const float *restrict h) {                         \
+        (void)s, (void)r;                                                                                                  \
+        for (int64_t i = 0; i < n; i++) {                                                                                  \
+            const float gradient = widen(grad[i]);                                                                         \
+            const float w = of_bits(((uint32_t)hi[i] << 16) + (uint32_t)(int32_t)lo[i]);                                   \
+            RULE                                                                                                           \
+            const uint32_t bits = next != next ? 0x7FC00000u : to_bits(next);                                              \
+            const uint32_t high = (uint32_t)((int32_t)(bits + 0x8000u) >> 16);                                             \
+            hi[i] = (uint16_t)high;                                                                                        \
+            lo[i] = (int16_t)(bits - (high << 16));                                                                        \
+        }                                                                                                                  \
+    }                                                                                                                      \
+    static void name##_at(const range *a, int64_t at, int64_t n) {                                                         \
+        name##_piece((uint16_t *)a->weight + at, a->lo + at, a->s ? a->s + at : 0, a->r ? a->r + at : 0,                   \
+                     (const type *)a->grad + at, n, a->h);                                                                 \
+    }                                                                                                                      \
     ENTRY(name)
 
 /* The weight is its own master. */
-#define WHOLE(name, type, widen)                                                                                                      \
-    BEST static void name##_piece(float *restrict w, float *restrict m, float *restrict v, const type *restrict grad, int64_t n,      \
-                                  const numbers *restrict h) {                                                                        \
-        for (int64_t i = 0; i < n; i++) {                                                                                             \
-            MOVE(widen(grad[i]))                                                                                                      \
-            w[i] = (w[i] * h->decay) - move;                                                                                          \
-        }                                                                                                                             \
-    }                                                                                                                                 \
-    static void name##_at(const range *r, int64_t at, int64_t n) {                                                                      \
-        name##_piece((float *)r->weight + at, r->m + at, r->v + at, (const type *)r->grad + at, n, &r->h);                             \
-    }                                                                                                                                 \
+#define WHOLE(name, RULE, type, widen)                                                                                     \
+    BEST static void name##_piece(float *restrict weight, float *restrict s, float *restrict r,                            \
+                                  const type *restrict grad, int64_t n, const float *restrict h) {                         \
+        (void)s, (void)r;                                                                                                  \
+        for (int64_t i = 0; i < n; i++) {                                                                                  \
+            const float gradient = widen(grad[i]);                                                                         \
+            const float w = weight[i];                                                                                     \
+            RULE                                                                                                           \
+            weight[i] = next;                                                                                              \
+        }                                                                                                                  \
+    }                                                                                                                      \
+    static void name##_at(const range *a, int64_t at, int64_t n) {                                                         \
+        name##_piece((float *)a->weight + at, a->s ? a->s + at : 0, a->r ? a->r + at : 0,                                  \
+                     (const type *)a->grad + at, n, a->h);                                                                 \
+    }                                                                                                                      \
     ENTRY(name)
 
-SPLIT(split_bf16, uint16_t, of_bf16)
-SPLIT(split_fp32, float, of_fp32)
-WHOLE(whole_bf16, uint16_t, of_bf16)
-WHOLE(whole_fp32, float, of_fp32)
+#define KERNELS(name, RULE)                                                                                                \
+    SPLIT(name##_split_bf16, RULE, uint16_t, of_bf16)                                                                      \
+    SPLIT(name##_split_fp32, RULE, float, of_fp32)                                                                         \
+    WHOLE(name##_whole_bf16, RULE, uint16_t, of_bf16)                                                                      \
+    WHOLE(name##_whole_fp32, RULE, float, of_fp32)
+
+KERNELS(adamw, ADAMW)
+KERNELS(lion, LION)
+KERNELS(sgd, SGD)
+KERNELS(sgd_momentum, SGD_MOMENTUM)

@@ -1,7 +1,7 @@
-"""The C kernel of AdamW for host memory: the one that came with the package, else compiled when first wanted and kept
-in the cache folder.
+"""The C kernels of optimizer updates in host memory: compiled with the package, else when first used and kept in the
+cache folder.
 
-Without a compiler there is none, which is said once; `adamw.py` then does the same in torch, to the same bits and
+Without a compiler there is none, which is logged once; `rule.py` then does the same in torch, to the same bits and
 several times slower. OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
 """
 
@@ -10,8 +10,10 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,38 +28,41 @@ _SPARE_CORES = 2
 """Left to the thread that issues work and to the driver."""
 
 
-class _Numbers(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_float) for name in ("b1", "b2", "o1", "o2", "eps", "decay", "step", "c2", "clip")]
+_Numbers = ctypes.c_float * 9
+"""As many as any rule has, and the clipping factor."""
 
 
 class Kernel:
     def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        self._functions: dict[tuple[str, str, str], Any] = {}
+        self._function("adamw_split_bf16")  # AttributeError if the library is of another source
+
+    def _function(self, name: str) -> Any:
+        function = getattr(self._library, name)
         pointers = [ctypes.c_void_p] * 5
-        self._functions = {}
-        for name in ("split_bf16", "split_fp32", "whole_bf16", "whole_fp32"):
-            function = getattr(library, name)
-            function.argtypes = [*pointers, ctypes.c_int64, ctypes.POINTER(_Numbers), ctypes.c_int]
-            function.restype = ctypes.c_int
-            self._functions[name] = function
+        function.argtypes = [*pointers, ctypes.c_int64, _Numbers, ctypes.c_int]
+        function.restype = ctypes.c_int
+        return function
 
     def update(
         self,
+        rule: str,
         weight: Tensor,
         lo: Tensor | None,
-        m: Tensor,
-        v: Tensor,
+        state: Sequence[Tensor],
         grad: Tensor,
-        numbers: dict[str, float],
+        numbers: tuple[float, ...],
         *,
         threads: int | None = None,
     ) -> None:
-        """As `adamw.update`, on CPU tensors. `numbers`: those of Hyper, and `clip`."""
-        name = f"{'whole' if lo is None else 'split'}_{'bf16' if grad.dtype == torch.bfloat16 else 'fp32'}"
-        places = [None if t is None else t.data_ptr() for t in (weight, lo, m, v, grad)]
-        if (
-            self._functions[name](*places, weight.numel(), ctypes.byref(_Numbers(**numbers)), threads or _num_threads())
-            != 0
-        ):
+        """As `rule.update`, on CPU tensors. The last of the numbers is the clipping factor."""
+        master, dtype = "whole" if lo is None else "split", "bf16" if grad.dtype == torch.bfloat16 else "fp32"
+        if (function := self._functions.get((rule, master, dtype))) is None:
+            function = self._functions[rule, master, dtype] = self._function(f"{rule}_{master}_{dtype}")
+        tensors = (weight, lo, *state, *(None,) * (2 - len(state)), grad)
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if function(*pointers, weight.numel(), _Numbers(*numbers), threads or _num_threads()) != 0:
             raise MemoryError("no memory for an update on the host")
 
 
@@ -110,7 +115,7 @@ def _compiled() -> ctypes.CDLL:
     """The library in the cache folder, named by what went into it; without a cache, from a temporary folder."""
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    name = f"adamw-{fingerprint()}-{hashlib.sha256(version).hexdigest()[:8]}.so"
+    name = f"updates-{fingerprint()}-{hashlib.sha256(version).hexdigest()[:8]}.so"
     if (folder := cache_folder()) is not None:
         path = folder / "native" / name
         try:

@@ -1,7 +1,8 @@
-"""AdamW over a flat range in GPU memory, one pass in Triton: 26 bytes a parameter move once (28 with fp32 gradients).
+"""Optimizer updates of a flat range in GPU memory, one pass in Triton. With AdamW 26 bytes a parameter move once
+(28 with fp32 gradients).
 
-Imported only where it is wanted: a CPU box has no triton. The sequence of operations is that of adamw.py and native.c,
-to the bit. What makes it so, as read in the PTX that Triton 3.6 makes: `enable_fp_fusion=False` keeps LLVM from
+Imported only where it is used: a CPU machine has no triton. Its operations are those of native.c, to
+the bit. What makes it so, as read in the PTX that Triton 3.6 makes: `enable_fp_fusion=False` keeps LLVM from
 contracting a*b+c and has every multiplication written as `mul.rn`, which ptxas may not contract either; `div_rn` and
 `sqrt_rn` become `div.rn` and `sqrt.rn`; nothing carries `.ftz`, so denormals stay. bf16 is widened and the master split
 by integer arithmetic. tests/gpu/test_kernels.py reads the PTX again, and compares the bits.
@@ -10,6 +11,7 @@ by integer arithmetic. tests/gpu/test_kernels.py reads the PTX again, and compar
 # mypy: allow-untyped-defs
 # (the arguments of a kernel have Triton's types)
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,24 +24,64 @@ BLOCK = 1024
 WARPS = 8
 
 
+# The rules: see adamw.py, lion.py, sgd.py. Of the master, the clipped gradient and the state, the new master and state.
+
+
 @triton.jit
-def _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, clip, mask):
+def adamw(w, g, first, second, b1, b2, o1, o2, eps, decay, step, c2):
+    first = (first * b1) + (g * o1)
+    second = (second * b2) + ((g * g) * o2)
+    d = (tl.sqrt_rn(second) * c2) + eps
+    return (w * decay) - tl.div_rn(first * step, d), first, second
+
+
+@triton.jit
+def lion(w, g, first, second, b1, b2, o1, o2, decay, lr, unused6, unused7):
+    x = (first * b1) + (g * o1)
+    sign = tl.where(x > 0.0, 1.0, 0.0) - tl.where(x < 0.0, 1.0, 0.0)
+    return (w * decay) - (sign * lr), (first * b2) + (g * o2), second
+
+
+@triton.jit
+def sgd(w, g, first, second, weight_decay, lr, unused2, unused3, unused4, unused5, unused6, unused7):
+    return w - ((g + (w * weight_decay)) * lr), first, second
+
+
+@triton.jit
+def sgd_momentum(w, g, first, second, weight_decay, lr, mu, x, y, unused5, unused6, unused7):
+    t = g + (w * weight_decay)
+    first = (first * mu) + t
+    return w - (((t * x) + (first * y)) * lr), first, second
+
+
+_RULES = {rule.__name__: rule for rule in (adamw, lion, sgd, sgd_momentum)}
+_MOST_NUMBERS = 8
+
+
+@triton.jit
+def _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, mask, RULE: tl.constexpr):
     """One block of pointers; `mask` is None where the block is whole."""
     # All loads before all stores: the compiler cannot know that the ranges are apart, and would wait twice for memory.
-    g, first, second, w = tl.load(grad, mask), tl.load(m, mask), tl.load(v, mask), tl.load(weight, mask)
+    g, w = tl.load(grad, mask), tl.load(weight, mask)
+    if s is not None:
+        first = tl.load(s, mask)
+    else:
+        first = 0.0
+    if r is not None:
+        second = tl.load(r, mask)
+    else:
+        second = 0.0
     if lo is not None:
         w = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + tl.load(lo, mask).to(tl.int32)).to(
             tl.float32, bitcast=True
         )
     if g.dtype == tl.bfloat16:
         g = (g.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    g = g * clip
-    first = (first * b1) + (g * o1)
-    second = (second * b2) + ((g * g) * o2)
-    d = (tl.sqrt_rn(second) * c2) + eps
-    w = (w * decay) - tl.div_rn(first * step, d)
-    tl.store(m, first, mask)
-    tl.store(v, second, mask)
+    w, first, second = RULE(w, g * clip, first, second, h0, h1, h2, h3, h4, h5, h6, h7)
+    if s is not None:
+        tl.store(s, first, mask)
+    if r is not None:
+        tl.store(r, second, mask)
     if lo is None:
         tl.store(weight, w, mask)
     else:
@@ -53,73 +95,52 @@ def _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, 
 # Floats never are.
 @triton.jit(do_not_specialize=["n"])
 def _update(
-    weight,
-    lo,
-    m,
-    v,
-    grad,
-    n: tl.int64,
-    b1,
-    b2,
-    o1,
-    o2,
-    eps,
-    decay,
-    step,
-    c2,
-    clip,
-    CLIP_IN_MEMORY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    weight, lo, s, r, grad, n: tl.int64, h0, h1, h2, h3, h4, h5, h6, h7, clip,
+    RULE: tl.constexpr, CLIP_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
-    weight, m, v, grad = weight + start + at, m + start + at, v + start + at, grad + start + at
+    weight, grad = weight + start + at, grad + start + at
+    if s is not None:
+        s = s + start + at
+    if r is not None:
+        r = r + start + at
     if lo is not None:
         lo = lo + start + at
     if CLIP_IN_MEMORY:
         clip = tl.load(clip)
     # A mask of unknown length forbids wide loads, so only the last block has one.
     if start + BLOCK <= n:
-        _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, clip, None)
+        _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, None, RULE)
     else:
-        _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, clip, at < n - start)
+        _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, at < n - start, RULE)
 
 
 def update(
+    rule: str,
     weight: Tensor,
     lo: Tensor | None,
-    m: Tensor,
-    v: Tensor,
+    state: Sequence[Tensor],
     grad: Tensor,
-    numbers: dict[str, float],
+    numbers: tuple[float, ...],
     clip: float | Tensor,
     *,
     block: int = BLOCK,
     warps: int = WARPS,
 ) -> Any:
-    """As `adamw.update`, on the current stream. `numbers`: those of Hyper. Allocates nothing and waits for nothing;
-    returns the compiled kernel.
-    """
+    """As `rule.update`, on the current stream. Allocates nothing and waits for nothing; returns the compiled kernel."""
     n = weight.numel()
+    s, r = (*state, None, None)[:2]
+    numbers = (*numbers, *(0.0,) * (_MOST_NUMBERS - len(numbers)))
     with torch.cuda.device_of(weight):
         return _update[(triton.cdiv(n, block),)](
-            weight,
-            lo,
-            m,
-            v,
-            grad,
-            n,
-            **numbers,
-            clip=clip,
-            CLIP_IN_MEMORY=isinstance(clip, Tensor),
-            BLOCK=block,
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+            weight, lo, s, r, grad, n, *numbers, clip,
+            RULE=_RULES[rule], CLIP_IN_MEMORY=isinstance(clip, Tensor), BLOCK=block,
+            num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def prove() -> None:
     """Raises where Triton cannot compile or load a kernel: no C compiler, an unknown GPU. Touches no memory."""
     nothing = torch.empty(0, device="cuda")
-    names = ("b1", "b2", "o1", "o2", "eps", "decay", "step", "c2")
-    update(nothing, None, nothing, nothing, nothing, dict.fromkeys(names, 1.0), 1.0)
+    update("adamw", nothing, None, (nothing, nothing), nothing, (1.0,) * _MOST_NUMBERS, 1.0)

@@ -93,7 +93,7 @@ def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: L
         case "free":
             return 0.0
         case "update":
-            return update_seconds(spec, lane, place.chunk(i).numel)
+            return update_seconds(spec, lane, place.chunk(i).numel, place.step_config.optimizer.traffic)
         case "copy" | "offload" | "restore":
             return copy_seconds(spec, lane, TYPES[kind].num_bytes(place, i))
 

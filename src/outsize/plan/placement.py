@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outsize.layout.chunks import Chunk, ChunkLayout
-from outsize.layout.scratch import scratch_bytes
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
 from outsize.model.work import Shared, Work
@@ -132,7 +131,7 @@ class Placement:
             if not self.streams(i):
                 buffers[B.WEIGHTS, i] = chunk.nbytes
             if chunk.trainable and not self.updates_on_host(i):
-                buffers[B.STATE, i] = chunk.state_bytes
+                buffers[B.STATE, i] = self.step_config.optimizer.state_bytes(chunk)
                 if self.step_config.hold_gradients:
                     buffers[B.GRADIENT, i] = chunk.grad_bytes(self.step_config.fp32_grads)
         buffers.update({(B.SLOT, s): size for s, size in enumerate(self.slots.slot_bytes)})
@@ -143,7 +142,7 @@ class Placement:
         if num_trainable:
             buffers[B.NORMS, 0] = 8 + 4 * num_trainable
         if on_gpu := [c.numel for c in self.layout.chunks if c.trainable and not self.updates_on_host(c.index)]:
-            buffers[B.SCRATCH, 0] = scratch_bytes(max(on_gpu))
+            buffers[B.SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_gpu))
         return buffers
 
     @cached_property
@@ -155,7 +154,7 @@ class Placement:
             if self.has_host_weights(i):
                 buffers[B.HOME, i] = chunk.nbytes
             if chunk.trainable and self.updates_on_host(i):
-                buffers[B.HOST_STATE, i] = chunk.state_bytes
+                buffers[B.HOST_STATE, i] = self.step_config.optimizer.state_bytes(chunk)
                 if self.waits_on_host(i):
                     buffers[B.HOST_GRADIENT, i] = chunk.grad_bytes(self.step_config.fp32_grads)
         passed_through = {
@@ -166,7 +165,7 @@ class Placement:
         buffers.update({(B.HOST_STAGE, s): self.stages.slot_bytes[s] for s in passed_through})
         buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending})
         if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:
-            buffers[B.HOST_SCRATCH, 0] = scratch_bytes(max(on_host))
+            buffers[B.HOST_SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_host))
         return buffers
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outsize.hardware.spec import ProcessOverhead
+from outsize.layout.optimizer import ADAMW, OptimizerLayout
 from outsize.model.work import Shared, Strategy, Work
 
 Home = Literal["gpu", "host"]
@@ -37,6 +38,7 @@ class StepConfig:
     accumulate: int = 1
     """Backward passes per step that the plan's time and memory are for."""
     fp32_grads: bool = False
+    optimizer: OptimizerLayout = ADAMW
 
     @property
     def hold_gradients(self) -> bool:

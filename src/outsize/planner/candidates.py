@@ -300,7 +300,8 @@ class SearchSpace:
             load, send = copy_seconds(self.spec, "h2d", chunk.nbytes), copy_seconds(self.spec, "d2h", chunk.nbytes)
             grad_in, grad_out = copy_seconds(self.spec, "h2d", grad), copy_seconds(self.spec, "d2h", grad)
             gpu_update, host_update = (
-                update_seconds(self.spec, lane, chunk.numel) if completes else 0.0 for lane in ("compute", "host")
+                update_seconds(self.spec, lane, chunk.numel, self.step_config.optimizer.traffic) if completes else 0.0
+                for lane in ("compute", "host")
             )
             rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward))
         return rows

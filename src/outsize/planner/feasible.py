@@ -141,7 +141,9 @@ class Budgets:
 
     @property
     def _least_optimizer(self) -> int:
-        sizes = [self.space.layout.chunks[c].state_bytes for c in self.space.state_order]
+        sizes = [
+            self.space.step_config.optimizer.state_bytes(self.space.layout.chunks[c]) for c in self.space.state_order
+        ]
         return _least(self.optimizer, sizes, lambda n: self.space.states(n)[0])
 
     def least_host(self) -> tuple[int, Candidate] | None:

@@ -29,11 +29,13 @@ from outsize.hardware.lanes import Lane, together
 from outsize.hardware.machine import Machine
 from outsize.hardware.probed import ASSUMED
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
-from outsize.optim.adamw import Hyper, Scratch, update
+from outsize.layout.optimizer import ADAMW
+from outsize.optim.adamw import RULE
+from outsize.optim.rule import Scratch, update
 from outsize.progress import counted
 
 MiB = 2**20
-HYPER = Hyper.at(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1000)
+HYPER = RULE.numbers(dict(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), 1000)
 STATE_BYTES = 14
 """Of a parameter that is updated: weight and remainder, two moments, gradient. All but the gradient are written too: 26
 bytes of traffic.
@@ -187,8 +189,8 @@ class Prober:
         # A quarter of what is free at most: a probe shall not push anything out.
         numel = min(self._sizes.state_numel, 2 ** int(math.log2(max(2**20, free_host_bytes() / 4 / STATE_BYTES))))
         self._state = state = _adam_state(numel, partial(self._device.host_empty, pinned=False))
-        scratch = Scratch(torch.empty(Scratch.num_bytes(2**18), dtype=torch.uint8))
-        return _Load("host", numel, lambda: update(*state, hyper=HYPER, clip=1.0, scratch=scratch))
+        scratch = Scratch(torch.empty(ADAMW.scratch_bytes(2**18), dtype=torch.uint8))
+        return _Load("host", numel, lambda: _update(state, scratch))
 
     # Copies, and what they do to each other and to updates on the host.
 
@@ -297,8 +299,8 @@ class Prober:
     def gpu_adam(self) -> None:
         numel = self._sizes.state_numel
         state = _adam_state(numel, self._device.empty)
-        scratch = Scratch(self._device.empty(Scratch.num_bytes(2**20)))
-        load = _Load("compute", numel, lambda: update(*state, hyper=HYPER, clip=1.0, scratch=scratch))
+        scratch = Scratch(self._device.empty(ADAMW.scratch_bytes(2**20)))
+        load = _Load("compute", numel, lambda: _update(state, scratch))
         rate = self._rates([load])["compute"]
         self.found |= {"gpu_adam_params_per_second": rate, "gpu_adam_bytes_per_second": _rounded(rate * TRAFFIC_BYTES)}
 
@@ -424,6 +426,11 @@ def attention_flops(width: int, tokens: int) -> float:
     counts (device/observer.py).
     """
     return 7 * 2 * tokens**2 * width / 2
+
+
+def _update(state: list[Tensor], scratch: Scratch) -> None:
+    weight, lo, m, v, grad = state
+    update(RULE, weight, lo, (m, v), grad, numbers=HYPER, clip=1.0, scratch=scratch)
 
 
 def _adam_state(numel: int, empty: Callable[[int], Tensor]) -> list[Tensor]:

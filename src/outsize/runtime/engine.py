@@ -24,12 +24,13 @@ from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import named_tensors
 from outsize.model.weights import Weights, convert, is_finite
+from outsize.optim.spec import OptimizerSpec
 from outsize.plan.plan import Plan, StepConfig
 from outsize.runtime import process_hooks
 from outsize.runtime.calibration import Calibration
 from outsize.runtime.checkpoints import Checkpoints
 from outsize.runtime.executor import Stage
-from outsize.runtime.optimizer import AdamW, EngineOptimizer, require_valid_groups
+from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.plan_runtime import PlannedModel, PlanRuntime, RuntimeHolder
 from outsize.runtime.report import StepReport
 from outsize.runtime.retry import with_retries
@@ -51,7 +52,7 @@ class Engine:
         planned: PlannedModel,
         *,
         device: Device,
-        optimizer: AdamW,
+        optimizer: OptimizerSpec,
         planner: Planner,
         weights: Weights | None = None,
         given_dtypes: Mapping[str, torch.dtype] | None = None,
@@ -209,7 +210,7 @@ class Engine:
         self._steps.require_usable()
         self._steps.require_whole("step")
         self._require_idle("step")
-        require_valid_groups(self.optimizer.param_groups)
+        self.optimizer.spec.require_valid_groups(self.optimizer.param_groups)
         self.runtime.access.apply_user_writes()
         self._steps.step()
         if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":

@@ -4,8 +4,7 @@ The model's tracker says which call opens; everything the schedule lists before 
 device's lanes. What to wait for comes from Hazards alone. A forward may leave blocks out (images that a batch has not,
 a layer that is dropped), and a backward those that no gradient
 reaches: their loads are made, what they would have sent or computed is passed over. A model that runs others, or in
-another order, stops here, both named. Forwards without grad are not in the schedule: they load what they need when they
-need it.
+another order, stops here, both named. Forwards without grad follow a segment of their own, but may take any path.
 
 Under a plain plan (Placement.is_plain) nothing must be issued between calls, so nobody tells of them: the model runs as
 it would without an engine, and the updates of a declared backward come at its end. A device that finds races wants to
@@ -76,6 +75,11 @@ class Executor:
         self._without_grad: set[int] = set()
         """Calls that ran without grad in this forward, though the plan has a backward for them."""
         self._offloaded: dict[int, OffloadedTensors] = {}
+        self._evaluated = 0
+        """Where in the segment `evaluate`."""
+        self._position_in_evaluation = {
+            action.index: i for i, action in enumerate(schedule["evaluate"]) if action.kind == Kind.FORWARD
+        }
         self._known: dict[tuple[Action, bool], tuple[Effect, float]] = {}
 
     # Training passes, driven by the model's tracker.
@@ -164,6 +168,28 @@ class Executor:
         finally:
             self._offloaded.clear()
             self.stage, self.current_call = Stage.IDLE, None
+
+    # Forwards without grad.
+
+    def begin_evaluation(self) -> None:
+        self._evaluated = 0
+
+    def enter_evaluation(self, call: int, chunks: tuple[int, ...]) -> None:
+        """A forward without grad comes to a call that reads these chunks.
+
+        It follows the segment `evaluate`, so that weights are loaded ahead. It may leave calls out, whose loads are
+        then left out too, or go back: what it needs and does not find is loaded here.
+        """
+        self._close_open()
+        position = self._position_in_evaluation.get(call, -1)
+        if self.sees_calls and position >= self._evaluated:
+            for action in self.schedule["evaluate"][self._evaluated : position]:
+                if action.kind == Kind.LOAD and self.place.chunk(action.index).calls[-1] >= call:
+                    self.ensure((action.index,))
+            self._evaluated = position + 1
+        self.ensure(chunks)
+        seconds = self.place.work[call].forward_seconds if position >= 0 else 0.0
+        self._begin(Effect("compute", tuple(map(self.place.weights_buffer, chunks)), ()), seconds, f"evaluate {call}")
 
     # Forwards outside the schedule.
 

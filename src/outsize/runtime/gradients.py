@@ -241,7 +241,7 @@ class Gradients:
         if not self._store.place.step_config.hold_gradients:
             raise EngineMisuse(
                 f"{name}.grad: this plan updates weights in backward and keeps no gradients, so none can be assigned. "
-                "Prepare with AdamW(update='after_step') and without last_backward()."
+                "Prepare with update='after_step' in the optimizer and without last_backward()."
             )
         if self._landing.get(name, (None, None))[0] is None:
             raise EngineMisuse(

@@ -1,136 +1,21 @@
-"""The two faces of the optimizer: `AdamW`, what a user asks for, and `EngineOptimizer`, the torch optimizer they get.
+"""EngineOptimizer: the torch optimizer that users get for what they asked for (optim/spec.py).
 
-The second is a real `torch.optim.Optimizer`: live param_groups (schedulers work), torch's state-dict layout with
+It is a real `torch.optim.Optimizer`: live param_groups (schedulers work), torch's state-dict layout with
 integer keys and `param_names`, tensors that are views of where the state lives. It holds no state of its own; the
 engine does.
 """
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError, tell
-from outsize.plan.plan import UpdateMode
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (lambda v: _is_number(v) and v >= 0, "is a number from 0"),
-    "eps": (lambda v: _is_number(v) and v > 0, "is a number above 0"),
-    "betas": (
-        lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(_is_number(b) and 0 <= b < 1 for b in v),
-        "are two numbers in [0, 1)",
-    ),
-    "weight_decay": (lambda v: _is_number(v) and v >= 0, "is a number from 0"),
-    "max_grad_norm": (lambda v: v is None or (_is_number(v) and v > 0), "is a number above 0, or None for no clipping"),
-    "nonfinite": (lambda v: v in ("raise", "skip"), "is raise or skip"),
-    "update": (lambda v: v in ("after_step", "in_backward"), "is after_step or in_backward"),
-}
-_GROUP_KEYS = {"params", "lr", "betas", "eps", "weight_decay"}
-
-
-def require_valid_groups(groups: list[dict[str, Any]]) -> None:
-    """Raise if a scheduler or a loop has set what no step can be made with."""
-    for i, group in enumerate(groups):
-        if len(group["params"]) != len(group["param_names"]):
-            raise ConfigError(
-                f"param_groups[{i}]: it had {len(group['param_names'])} parameters when the model was prepared and "
-                f"has {len(group['params'])} now. "
-                "To stop training a parameter, set its grad to None before step(), or prepare the model again."
-            )
-        for name in _GROUP_KEYS - {"params"}:
-            value = group[name].item() if isinstance(group[name], Tensor) and group[name].numel() == 1 else group[name]
-            if not _RULES[name][0](value):
-                raise ConfigError(
-                    f"param_groups[{i}][{name!r}] is {group[name]!r}, but it {_RULES[name][1]}. Set it before step(); "
-                    "nothing was updated."
-                )
-
-
-def _problems(settings: dict[str, Any]) -> list[str]:
-    return [
-        f"{name} {_RULES[name][1]} ({value!r} was given)"
-        for name, value in settings.items()
-        if not _RULES[name][0](value)
-    ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamW:
-    """AdamW with exact fp32 masters, wherever they live."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float | None = None
-    """Clip the global gradient norm at each step."""
-    nonfinite: Literal["raise", "skip"] = "raise"
-    """What a step does when a gradient is not finite. Either way nothing is changed by it (unless it updates in
-    backward).
-    """
-    fp32_grads: bool = False
-    """Accumulate gradients of bf16 parameters in fp32."""
-    update: UpdateMode = "after_step"
-    """`in_backward` plans for loops that declare the last backward of each step (`engine.last_backward()`): no gradient
-    is kept.
-    """
-    groups: Sequence[dict[str, Any]] = field(default=())
-    """Parameters with other settings: `{"params": names or parameters, "weight_decay": 0.0}`. The rest has the settings
-    above.
-    """
-
-    def __post_init__(self) -> None:
-        problems = _problems({name: getattr(self, name) for name in _RULES})
-        for i, group in enumerate(self.groups):
-            unknown = sorted(set(group) - _GROUP_KEYS)
-            problems += (
-                [f"groups[{i}] has {', '.join(sorted(_GROUP_KEYS))} ({', '.join(unknown)} was given)"]
-                if unknown
-                else []
-            )
-            problems += [
-                f"groups[{i}]: {problem}"
-                for problem in _problems({k: v for k, v in group.items() if k in _GROUP_KEYS - {"params"}})
-            ]
-            problems += [] if "params" in group else [f"groups[{i}] names its params (there are none)"]
-        if self.update == "in_backward" and (self.max_grad_norm is not None or self.nonfinite == "skip"):
-            problems.append(
-                "update='in_backward' goes without max_grad_norm and with nonfinite='raise': both need all gradients "
-                "before the first update"
-            )
-        if problems:
-            raise ConfigError("AdamW: " + "; ".join(problems) + ".")
-
-    def param_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Torch's groups of (name, parameter) pairs, over all trainable parameters; each exactly once. `groups` may
-        name frozen ones: they count when they are unfrozen."""
-        left = dict(named)
-        name_of = {id(p): name for name, p in left.items()}
-        groups = []
-        for group in self.groups:
-            members = {}
-            for item in group["params"]:
-                name = item if isinstance(item, str) else name_of.get(id(item))
-                if name not in left:
-                    found = f"{name or 'a parameter'} is not, or is in two groups"
-                    raise ConfigError(
-                        f"AdamW: groups name parameters of the model, each once, but {found}. Compare with "
-                        "model.named_parameters()."
-                    )
-                members[name] = left.pop(name)
-            groups.append({**group, "params": [(name, p) for name, p in members.items() if p.requires_grad]})
-        if not groups or any(p.requires_grad for p in left.values()):
-            groups.append({"params": [(name, p) for name, p in left.items() if p.requires_grad]})
-        return groups
+from outsize.optim.adamw import AdamW as AdamW
+from outsize.optim.rule import Rule
+from outsize.optim.spec import OptimizerSpec
 
 
 class _ParamState(dict[str, Tensor]):
@@ -194,17 +79,19 @@ class OwnsState(Protocol):
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    def __init__(self, engine: OwnsState, groups: list[dict[str, Any]], spec: AdamW):
-        self._engine, self._spec, self._num_own = engine, spec, len(groups)
-        super().__init__(
-            groups, {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay}
-        )
+    def __init__(self, engine: OwnsState, groups: list[dict[str, Any]], spec: OptimizerSpec):
+        self._engine, self.spec, self._num_own = engine, spec, len(groups)
+        super().__init__(groups, spec.defaults)
         self._name_of = {
             id(p): name
             for group in self.param_groups
             for name, p in zip(group["param_names"], group["params"], strict=True)
         }
         self._state = _State(self)
+
+    @property
+    def rule(self) -> Rule:
+        return self.spec.rule
 
     @property
     def names(self) -> list[str]:
@@ -275,24 +162,25 @@ class EngineOptimizer(torch.optim.Optimizer):
                 )
             if id(param) in self._name_of:
                 raise ConfigError(
-                    f"add_param_group: {name} is in a group already. Name the groups in prepare: AdamW(groups=[...])."
+                    f"add_param_group: {name} is in a group already. "
+                    "Name the groups in prepare: optimizer=...(groups=[...])."
                 )
             named.append((name, param))
         return named
 
     def join_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Parameters that were frozen and require grad now join the groups that AdamW has for them. `named`: all
+        """Parameters that were frozen and require grad now join the groups that the spec has for them. `named`: all
         parameters, all trained ones with grad.
         """
         added = {name for group in self.param_groups[self._num_own :] for name in group["param_names"]}
         groups = [
             group["params"]
-            for group in self._spec.param_groups((name, param) for name, param in named if name not in added)
+            for group in self.spec.param_groups((name, param) for name, param in named if name not in added)
         ]
         if len(groups) > self._num_own:
             raise ConfigError(
-                f"{groups[-1][0][0]}: it was frozen when the model was prepared, and no group of AdamW(groups=...) "
-                "has it. "
+                f"{groups[-1][0][0]}: it was frozen when the model was prepared, and no group of "
+                "the optimizer (groups=...) has it. "
                 "Name it in one of the groups, or give it to engine.optimizer.add_param_group(...)."
             )
         for group, members in zip(self.param_groups, groups, strict=False):

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, OrderMismatch, tell
+from outsize.base.errors import EngineMisuse
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
@@ -20,6 +20,7 @@ from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
 from outsize.plan.schedule import compile_schedule
 from outsize.runtime.access import ParameterAccess
+from outsize.runtime.call_path import CallPath
 from outsize.runtime.executor import Executor
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.guard import Guard
@@ -87,7 +88,7 @@ class PlanRuntime:
             for name in group["param_names"]
             if graph.param[name].trainable
         }
-        self.updates = Updates(self.store, lambda: optimizer.param_groups, group_of)
+        self.updates = Updates(self.store, optimizer.rule, lambda: optimizer.param_groups, group_of)
         self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
         # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage
         # collector comes.
@@ -118,16 +119,7 @@ class PlanRuntime:
             t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))
         }
         self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
-        self._chunks_of = {graph.call_name(v): layout.used_by(v) for v in range(len(graph.calls))}
-        self._calls_of: dict[str, list[int]] = {}
-        for call in range(len(graph.calls)):
-            self._calls_of.setdefault(graph.call_name(call), []).append(call)
-        self._jumps: set[tuple[int, int]] = set()
-        """From which call to which forwards have gone that left out what is between."""
-        self._readers: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        """By id of a module: the calls that read all of its own parameters that are read at all, and those that read
-        any.
-        """
+        self.path = CallPath(graph, layout, self.store.params)
         if planned.loss is not None:
             planned.loss.attach()
         self.access.end_pass()
@@ -141,79 +133,12 @@ class PlanRuntime:
         with without_torch_function():
             return [name for name, param in self._frozen if param.requires_grad]
 
-    def layer_chunks(self, name: str) -> tuple[int, ...]:
-        return self._chunks_of.get(name, ())
-
-    def region_chunks(self, call: int) -> tuple[int, ...]:
-        """For forwards that the schedule does not know, and that may be elsewhere."""
-        return self.planned.layout.used_by(call) if call < len(self.planned.graph.calls) else ()
-
-    def next_call(self, layer: str, after: int) -> int:
-        """The plan's next call of a layer: what lies between is left out of this forward. Without one, the next call at
-        all, which is another layer's.
-        """
-        return self._jumps_to(after, next((call for call in self._calls_of.get(layer, ()) if call > after), after + 1))
-
-    def free_call(self, layer: str, after: int) -> int:
-        """The same in a forward without grad, which may take any way but past the beginning of a region that nobody
-        sees begin.
-        """
-        calls = self._calls_of.get(layer, ())
-        call = next((call for call in calls if call > after), None)
-        if call is None:
-            return calls[0] if calls else after + 1
-        self.require_seen(after, call)
-        return call
-
-    def require_seen(self, after: int, before: int) -> None:
-        """That nothing is between two calls that reads weights outside of the modules that have them: it may have read
-        them where they were not.
-        """
-        graph = self.planned.graph
-        if passed := [call for call in graph.reads_outside_module if after < call < before]:
-            wanted = (
-                f"{graph.call_name(passed[0])}, where weights are read outside of their modules, comes after "
-                f"{graph.call_name(passed[0] - 1)}"
-            )
-            do = "Leave neither out, or read the weights inside of the forward of their module"
-            raise OrderMismatch(tell(wanted, "a forward without grad left one of these out", do))
-
-    def reading_call(self, module: nn.Module, call: int) -> int:
-        """Where the plan has this module, from a call on: later where a region's way in, the last layer of a list, was
-        left out.
-        """
-        if id(module) not in self._readers:
-            own = {id(param) for param in module._parameters.values()}
-            users = [
-                frozenset(self.planned.graph.users[name])
-                for name, param in self.store.params.items()
-                if id(param) in own
-            ]
-            used = [calls for calls in users if calls]
-            self._readers[id(module)] = (
-                (frozenset.intersection(*used), frozenset.union(*used)) if used else (frozenset(), frozenset())
-            )
-        common, any_of_it = self._readers[id(module)]
-        if call in common:
-            return call
-        if not any_of_it or max(any_of_it) < call:  # the trial run did not see it read anything here
-            self._guard_now()
-        return self._jumps_to(call, min((reader for reader in common if reader > call), default=call))
-
-    def _jumps_to(self, start: int, end: int) -> int:
-        """The first time that blocks are left out, the rest of the step is guarded as the first step was: it is a way
-        that nobody has seen.
-        """
-        if end > start + 1 and (start, end) not in self._jumps:
-            self._jumps.add((start, end))
-            self._guard_now()
-        return end
-
-    def _guard_now(self) -> None:
-        """In the middle of a forward, until the step is made."""
-        if not self._is_guarded:
+    def guard_new_path(self) -> None:
+        """Guard the rest of the step, as the first step was, when a forward takes a path that none took before."""
+        if self.path.is_new and not self._is_guarded:
             self._arm_guard()
             self.begin_forward()
+        self.path.is_new = False
 
     def _arm_guard(self) -> None:
         self._is_guarded = True

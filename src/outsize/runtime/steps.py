@@ -14,13 +14,13 @@ from torch import Tensor
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, UpdateFailed, tell
 from outsize.base.log import log
 from outsize.optim.clip import clip_factor
-from outsize.runtime.optimizer import AdamW
+from outsize.optim.spec import OptimizerSpec
 from outsize.runtime.plan_runtime import RuntimeHolder
 from outsize.runtime.updates import Step
 
 
 class Steps:
-    def __init__(self, spec: AdamW, holder: RuntimeHolder, drain: Callable[[], None]):
+    def __init__(self, spec: OptimizerSpec, holder: RuntimeHolder, drain: Callable[[], None]):
         self._spec, self._holder, self._drain = spec, holder, drain
         self._declared = False
         self._made: dict[int, Step] = {}
@@ -55,7 +55,7 @@ class Steps:
         """Whether the backward that begins updates as it goes."""
         self.apply_clipping()
         if not self._declared and not self._holder.runtime.plan.step_config.hold_gradients:
-            do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or AdamW(update='after_step')"
+            do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or update='after_step'"
             raise EngineMisuse(
                 tell(
                     "this plan keeps no gradients, so every backward is declared to be the last before step()",
@@ -131,7 +131,7 @@ class Steps:
     def clip(self, max_norm: float) -> Tensor:
         """Clip the coming step; returns the norm of what has accumulated."""
         if self._made and not math.isinf(max_norm):
-            do = "Give prepare AdamW(max_grad_norm=...), or leave last_backward() out"
+            do = "Give the optimizer in prepare a max_grad_norm, or leave last_backward() out"
             raise EngineMisuse(
                 tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do)
             )
@@ -173,7 +173,7 @@ class Steps:
         if self._made or gradients.is_consumed:
             raise EngineMisuse(
                 "p.grad: the backward inside last_backward() has used the gradients to update weights and kept none. "
-                "Leave last_backward() out (prepare with AdamW(update='after_step')) to read or change gradients."
+                "Leave last_backward() out (prepare with update='after_step') to read or change gradients."
             )
         self.apply_clipping()
 

@@ -191,13 +191,14 @@ class Store:
             self._mapped[buffer] = self.device.map_host(self.host[buffer])
         return self._mapped[buffer]
 
-    def state(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """First and second moments, and the lower half of the master (None: the weight is the master), flat."""
+    def state(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat."""
         on_host = self.place.updates_on_host(index)
         buffer = self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index]
         n = self.place.chunk(index).numel
-        m, v = buffer[: 4 * n].view(torch.float32), buffer[4 * n : 8 * n].view(torch.float32)
-        return m, v, buffer[8 * n :].view(torch.int16) if self.place.chunk(index).is_split else None
+        count = len(self.place.step_config.optimizer.state)
+        state = [buffer[4 * n * i : 4 * n * (i + 1)].view(torch.float32) for i in range(count)]
+        return state, buffer[4 * n * count :].view(torch.int16) if self.place.chunk(index).is_split else None
 
     def canonical(self, index: int) -> Tensor:
         """The bytes that hold a chunk's weights between uses. Drain the lanes before reading."""
@@ -262,14 +263,14 @@ class Store:
     def state_views(self, name: str) -> dict[str, Tensor]:
         """A parameter's optimizer state, as parameter-shaped views of where it lives."""
         index, piece = self.place.layout.place[name]
-        m, v, lo = self.state(index)
+        state, lo = self.state(index)
         shape, stride = self.place.graph.param[name].shape, self._strides[name]
 
         def view(flat: Tensor) -> Tensor:
             part = own_storage(flat[piece.offset : piece.offset + piece.numel])
             return part.view(shape) if stride is None else part.as_strided(shape, stride)
 
-        views = {"exp_avg": view(m), "exp_avg_sq": view(v)}
+        views = {key: view(flat) for key, flat in zip(self.place.step_config.optimizer.state, state, strict=True)}
         return views if lo is None else {**views, "lo": view(lo)}
 
     def replaced(self) -> str | None:

@@ -126,6 +126,8 @@ class TrainingHooks:
         if self._training:
             self._forward_number = self._tracker.number
             self._holder.runtime.executor.begin_forward()
+        else:
+            self._holder.runtime.executor.begin_evaluation()
         return moved.args, moved.kwargs
 
     def _begin_training(self) -> None:
@@ -152,10 +154,19 @@ class TrainingHooks:
 
     def finds(self, layer: int, after: int) -> int:
         now, name = self._holder.runtime, self._layers[layer].name
-        return now.next_call(name, after) if self._training else now.free_call(name, after)
+        if not self._training:
+            return now.path.next_call_without_grad(name, after)
+        call = now.path.next_call(name, after)
+        now.guard_new_path()
+        return call
 
     def reads(self, module: nn.Module, call: int) -> int:
-        return self._holder.runtime.reading_call(module, call) if self._training else call
+        if not self._training:
+            return call
+        now = self._holder.runtime
+        call = now.path.reading_call(module, call)
+        now.guard_new_path()
+        return call
 
     def forward_enters(self, call: int, layer: int | None) -> None:
         now = self._holder.runtime
@@ -169,12 +180,13 @@ class TrainingHooks:
                     tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do)
                 )
             now.access.apply_user_writes()
-            now.executor.enter_unscheduled(now.layer_chunks(name))
+            now.executor.enter_unscheduled(now.path.chunks_of_layer(name))
         elif self._training:
             now.executor.enter_forward(call, name)
         else:
             self._free_call = call
-            now.executor.enter_unscheduled(now.layer_chunks(name) if name is not None else now.region_chunks(call))
+            chunks = now.path.chunks_of_call(call) if name is None else now.path.chunks_of_layer(name)
+            now.executor.enter_evaluation(call, chunks)
 
     def _non_layer_module_runs(self, module: nn.Module, args: Any) -> None:
         # Inside a forward without grad, too: it may read what no training forward reads.
@@ -211,7 +223,8 @@ class TrainingHooks:
             if not self._training:
                 executor.leave_unscheduled()
                 if not failed and executor.sees_calls:
-                    self._holder.runtime.require_seen(self._free_call, len(self._holder.runtime.planned.graph.calls))
+                    now = self._holder.runtime
+                    now.path.require_seen(self._free_call, len(now.planned.graph.calls))
             elif failed:
                 self.check_profile()
                 if (

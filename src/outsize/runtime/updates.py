@@ -1,4 +1,4 @@
-"""Updates: the engine's side of the optimizer. Turns a step into AdamW over flat ranges of chunks.
+"""Updates: the engine's side of the optimizer. Turns a step into updates of flat ranges of chunks.
 
 Neighbouring parameters of a chunk with the same group and step count, and no padding between them, are one range. A
 parameter without a gradient is not touched: no decay, no step, as in torch. Hyperparameters are read once, when the
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.optim.adamw import Hyper, Scratch, slow_kernels, update
+from outsize.optim.rule import Numbers, Rule, Scratch, slow_kernels, update
 from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.store import Store
 
@@ -20,15 +20,15 @@ from outsize.runtime.store import Store
 class Step:
     """What one optimizer step does, fixed at the moment of `step()` (or of a declared last backward)."""
 
-    hypers: dict[str, Hyper]
+    numbers: dict[str, Numbers]
     """Per parameter that has a gradient."""
     clip: float
 
 
 class Updates:
-    def __init__(self, store: Store, groups: Callable[[], list[dict]], group_of: dict[str, int]):
+    def __init__(self, store: Store, rule: Rule, groups: Callable[[], list[dict]], group_of: dict[str, int]):
         """`groups` gives the live param_groups; `group_of` says which one a parameter is in."""
-        self._store, self._groups, self._group_of = store, groups, group_of
+        self._store, self._rule, self._groups, self._group_of = store, rule, groups, group_of
         self.wait_written: Callable[[int], None] = lambda index: None
         """Returns once nobody reads a chunk's weights and state any more: a save may be on its way."""
         self.steps: dict[str, int] = dict.fromkeys(group_of, 0)
@@ -42,25 +42,18 @@ class Updates:
     def plan_step(self, names: set[str], clip: float) -> Step:
         """Fix the hyperparameters for the next update of these parameters."""
         groups = self._groups()
-        made: dict[tuple[int, int], Hyper] = {}
-        hypers = {}
+        made: dict[tuple[int, int], Numbers] = {}
+        numbers = {}
         for name in names:
             key = (self._group_of[name], self.steps[name] + 1)
             if key not in made:
-                group = groups[key[0]]
-                made[key] = Hyper.at(
-                    lr=float(group["lr"]),
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=float(group["weight_decay"]),
-                    step=key[1],
-                )
-            hypers[name] = made[key]
-        return Step(hypers, clip)
+                made[key] = self._rule.numbers(groups[key[0]], key[1])
+            numbers[name] = made[key]
+        return Step(numbers, clip)
 
     def count(self, step: Step) -> None:
         """The step is made: later ones are later."""
-        for name in step.hypers:
+        for name in step.numbers:
             self.steps[name] += 1
 
     @torch.no_grad()
@@ -73,33 +66,26 @@ class Updates:
         grads = store.flat(
             store.host_gradient(index) if on_host else store.gradient(index), index, dtype=store.gradient_dtype(index)
         )
-        m, v, lo = store.state(index)
+        state, lo = store.state(index)
         scratch = self._scratch["host" if on_host else "gpu"]
-        for start, end, hyper in self._ranges(index, step):
+        for start, end, numbers in self._ranges(index, step):
             part = slice(start, end)
-            update(
-                weights[part],
-                None if lo is None else lo[part],
-                m[part],
-                v[part],
-                grads[part],
-                hyper=hyper,
-                clip=step.clip,
-                scratch=scratch,
-            )
+            of_state, of_lo = [tensor[part] for tensor in state], None if lo is None else lo[part]
+            args = self._rule, weights[part], of_lo, of_state, grads[part]
+            update(*args, numbers=numbers, clip=step.clip, scratch=scratch)
 
-    def _ranges(self, index: int, step: Step) -> list[tuple[int, int, Hyper]]:
-        ranges: list[tuple[int, int, Hyper]] = []
+    def _ranges(self, index: int, step: Step) -> list[tuple[int, int, Numbers]]:
+        ranges: list[tuple[int, int, Numbers]] = []
         touching = False
         for piece in self._store.place.chunk(index).pieces:
-            hyper = step.hypers.get(piece.name)
+            numbers = step.numbers.get(piece.name)
             end = piece.offset + piece.numel
-            if hyper is None:
+            if numbers is None:
                 touching = False
-            elif touching and ranges[-1][2] is hyper and ranges[-1][1] == piece.offset:
-                ranges[-1] = (ranges[-1][0], end, hyper)
+            elif touching and ranges[-1][2] is numbers and ranges[-1][1] == piece.offset:
+                ranges[-1] = (ranges[-1][0], end, numbers)
             else:
-                ranges.append((piece.offset, end, hyper))
+                ranges.append((piece.offset, end, numbers))
                 touching = True
         return ranges
 

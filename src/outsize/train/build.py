@@ -188,9 +188,7 @@ def choose_micro_batch(
 
     def solve(found: Traced, split: Split) -> PlannedModel:
         optimizer = optimizer_for(split)
-        return ready.solve(
-            found, StepConfig(update=optimizer.update, accumulate=split.passes, fp32_grads=optimizer.fp32_grads)
-        )
+        return ready.solve(found, optimizer.step_config(split.passes))
 
     with ready.dtypes_given_back(model):
         return fastest(splits, lambda rows: ready.measure(batch_of(rows), None), solve)
@@ -260,7 +258,7 @@ def _get_ready(
     layers = find_layers(model, blocks)
     if blocks is None:  # those of both ways to cut the model: the trial run says which of them are blocks
         layers = tuple({layer.name: layer for layer in (*find_layers(model, in_sequentials=False), *layers)}.values())
-    step_config = StepConfig(update=optimizer.update, accumulate=accumulate, fp32_grads=optimizer.fp32_grads)
+    step_config = optimizer.step_config(accumulate)
     gpu_budget = _gpu_budget(gpu_memory, where)
     host_budget = (
         parse_bytes(host_memory, name="host_memory") if host_memory is not None else int(free_host_bytes() * 0.9)

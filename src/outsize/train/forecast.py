@@ -36,7 +36,7 @@ from outsize.model.graph import BlockGraph
 from outsize.model.quantized import quantization_of
 from outsize.plan.check import check
 from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, StepConfig
+from outsize.plan.plan import Plan
 from outsize.plan.render import render
 from outsize.planner.explain import Explanation, Problem, explain, what_if
 from outsize.planner.headroom import of_half_length
@@ -216,7 +216,7 @@ def plan(
     def solve(found: Traced, split: Split) -> Forecast:
         graph, loss = found.graph, found.loss
         layout = pack(graph, parse_bytes(chunk_bytes, name="chunk_bytes"))
-        step_config = StepConfig(update=settings.update, accumulate=split.passes, fp32_grads=settings.fp32_grads)
+        step_config = settings.step_config(split.passes)
         problem = Problem(
             graph=graph,
             layout=layout,

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outsize.layout.scratch import PIECE_NUMEL, scratch_bytes
-from outsize.optim.adamw import Hyper, Scratch, update
+from outsize.layout.optimizer import ADAMW, PIECE_NUMEL
+from outsize.optim.adamw import RULE
 from outsize.optim.clip import clip_factor, round_fp32
 from outsize.optim.native import find_kernel, kernel
+from outsize.optim.rule import Scratch, update
 from outsize.optim.split import join
 from outsize.reference import AdamW
 
@@ -36,7 +37,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def make_scratch(piece: int) -> Scratch:
-    return Scratch(torch.empty(Scratch.num_bytes(piece), dtype=torch.uint8))
+    return Scratch(torch.empty(ADAMW.scratch_bytes(piece), dtype=torch.uint8))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -67,14 +68,14 @@ class Run:
 
     def step(self, grad: Tensor, clip: float = 1.0, *, as_tensor: bool = False) -> None:
         self.steps += 1
-        hyper = Hyper.at(**OPTIONS, step=self.steps)
+        hyper = RULE.numbers(OPTIONS, self.steps)
         update(
+            RULE,
             self.weight,
             self.lo,
-            self.m,
-            self.v,
+            (self.m, self.v),
             grad,
-            hyper=hyper,
+            numbers=hyper,
             clip=torch.tensor(clip) if as_tensor else clip,
             scratch=self.scratch,
         )
@@ -214,7 +215,7 @@ def test_update_allocates_nothing(dtype: torch.dtype, as_tensor: bool) -> None:
     lo = torch.zeros(5000, dtype=torch.int16) if dtype == torch.bfloat16 else None
     scratch, clip = make_scratch(1000), torch.tensor(0.5) if as_tensor else 0.5
     with Births() as births:
-        update(weight, lo, m, v, grad, hyper=Hyper.at(**OPTIONS, step=1), clip=clip, scratch=scratch)
+        update(RULE, weight, lo, (m, v), grad, numbers=RULE.numbers(OPTIONS, 1), clip=clip, scratch=scratch)
     assert births.born == []
 
 
@@ -227,25 +228,25 @@ def test_update_allocates_nothing_beneath_the_operators_either(dtype: torch.dtyp
     lo = torch.zeros(5000, dtype=torch.int16) if dtype == torch.bfloat16 else None
     scratch = make_scratch(1000)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        update(weight, lo, m, v, grad, hyper=Hyper.at(**OPTIONS, step=1), clip=0.5, scratch=scratch)
+        update(RULE, weight, lo, (m, v), grad, numbers=RULE.numbers(OPTIONS, 1), clip=0.5, scratch=scratch)
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 64
 
 
 def test_scratch_bytes_stop_growing_at_a_piece() -> None:
-    assert scratch_bytes(1000) == Scratch.num_bytes(1000) == 12_000
-    assert scratch_bytes(PIECE_NUMEL) == scratch_bytes(10 * PIECE_NUMEL) == Scratch.num_bytes(PIECE_NUMEL)
-    assert scratch_bytes(0) == 0
-    assert Scratch(torch.empty(scratch_bytes(777), dtype=torch.uint8)).numel == 777
-    assert Scratch(torch.empty(scratch_bytes(777) + 11, dtype=torch.uint8)).numel == 777
+    assert ADAMW.scratch_bytes(1000) == 12_000
+    assert ADAMW.scratch_bytes(PIECE_NUMEL) == ADAMW.scratch_bytes(10 * PIECE_NUMEL)
+    assert ADAMW.scratch_bytes(0) == 0
+    assert Scratch(torch.empty(ADAMW.scratch_bytes(777), dtype=torch.uint8)).numel == 777
+    assert Scratch(torch.empty(ADAMW.scratch_bytes(777) + 11, dtype=torch.uint8)).numel == 777
 
 
 def test_every_scalar_is_an_fp32_value_and_was_rounded_once() -> None:
-    hyper = Hyper.at(lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=7)
-    for name in Hyper.__slots__:
-        assert getattr(hyper, name) == float(numpy.float32(getattr(hyper, name))), name
-    assert hyper.o2 == float(numpy.float32(1 - 0.999)) != 1 - hyper.b2  # from the double, not from the rounded beta
-    assert hyper.step == float(numpy.float32(3e-4 / (1 - 0.9**7)))
-    assert hyper.c2 == float(numpy.float32(1 / math.sqrt(1 - 0.999**7)))
+    hyper = RULE.numbers(dict(lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1), 7)
+    assert all(value == float(numpy.float32(value)) for value in hyper)
+    _, b2, _, o2, _, _, step, c2 = hyper
+    assert o2 == float(numpy.float32(1 - 0.999)) != 1 - b2  # from the double, not from the rounded beta
+    assert step == float(numpy.float32(3e-4 / (1 - 0.9**7)))
+    assert c2 == float(numpy.float32(1 / math.sqrt(1 - 0.999**7)))
 
 
 def test_round_fp32_is_to_nearest_even() -> None:
@@ -291,7 +292,7 @@ def test_joined_master_moves_where_bf16_alone_would_stall() -> None:
     drift = torch.randn(size)
     for step in range(1, 101):
         grad = (drift + 0.3 * torch.randn(size)).bfloat16()
-        update(weight, lo, m, v, grad, hyper=Hyper.at(**options, step=step), clip=1.0, scratch=make_scratch(512))
+        update(RULE, weight, lo, (m, v), grad, numbers=RULE.numbers(options, step), clip=1.0, scratch=make_scratch(512))
         param.grad = grad.float()
         plain.step()
     moved, want = (join(weight, lo) - start.float()).abs().sum(), (param.detach() - start.float()).abs().sum()

@@ -95,12 +95,13 @@ def test_the_compiled_code_fuses_nothing_and_works_on_vectors(tmp_path: Path) ->
     functions = dict(re.findall(r"<(\w+_piece\.(?!resolver)\w+)>:\n(.*?)\n\n", code, re.DOTALL))
     for name, body in functions.items():
         width = "zmm" if "v4" in name else "ymm" if "avx" in name else "xmm"
-        assert re.search(rf"sqrtps\s+%{width}", body) and re.search(rf"divps\s+%{width}", body), name
+        for instruction in ("sqrtps", "divps") if name.startswith("adamw") else ("mulps",):
+            assert re.search(rf"{instruction}\s+.*%{width}", body), name
     if (
         "gcc"
         in subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout.lower()
     ):
-        assert len([name for name in functions if "avx" in name or "v4" in name]) == 8
+        assert len([name for name in functions if "avx" in name or "v4" in name]) == 32
 
 
 # --- threads
