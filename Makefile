@@ -58,7 +58,8 @@ setup: $(READY)
 # The report page is tested in a real browser. Root on Debian or Ubuntu gets it installed; others get a message, and the
 # tests of the page fail without it.
 browser:
-	@for name in chromium chromium-browser google-chrome google-chrome-stable; do command -v $$name >/dev/null && exit; done; \
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+		command -v $$name >/dev/null && exit; done; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then set -x; apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; \
 	else echo "tests/unit/report needs Chromium. Install it: sudo apt-get install chromium" >&2; fi
