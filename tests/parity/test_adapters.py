@@ -289,9 +289,9 @@ def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(
         assert "host/host" in {homes[c.index] for c in chunks if not c.trainable}
         schedule = engine.runtime.executor.schedule
         everything = [
-            *schedule.forward,
-            *(a for actions in schedule.backward.values() for a in actions),
-            *schedule.update,
+            *schedule["forward"],
+            *(a for segment in schedule.backwards for a in segment.actions),
+            *schedule["update"],
         ]
         assert {a.kind for a in everything if a.kind in "LQGUW" and not chunks[a.index].trainable} == {"L"}, (
             "the base is loaded, and no more"
@@ -303,7 +303,7 @@ def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(
         assert before_adapters == [0], "nothing before the first adapter needs a gradient"
         only_there = {c.index for c in chunks if c.calls == (0,)}
         assert not any(
-            a.kind == "L" and a.index in only_there for actions in schedule.backward.values() for a in actions
+            a.kind == "L" and a.index in only_there for segment in schedule.backwards for a in segment.actions
         )
         assert engine.plan.estimate.host_parts.keys() <= {"home", "arena"}
         cells.assert_same(train(case, engine), plain(case)[1])

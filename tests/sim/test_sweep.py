@@ -92,9 +92,9 @@ def train_and_compare(cell: Cell, engine: Engine) -> int:
     updates_in_backward = cell.update != "after_step" and not cell.clip
     backward_ends = []
     for step in marks["step"]:
-        for name, actions in engine.runtime.executor.schedule.step(cell.accumulate, updates_in_backward):
-            for action in actions:
-                end = walk.run(action, update_in_backward=updates_in_backward and name == "backward")
+        for segment in engine.runtime.executor.schedule.step(cell.accumulate, updates_in_backward):
+            for action in segment.actions:
+                end = walk.run(action, update_in_backward=segment.updates_in_backward)
                 if action.kind == "B":
                     last = end
         backward_ends.append(last)

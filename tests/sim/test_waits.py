@@ -20,9 +20,11 @@ from sim.test_sweep import prepare as prepare_swept
 
 from outsize.base.errors import RaceDetected
 from outsize.hardware.lanes import Lane
+from outsize.plan.actions import Action, Effect, effect
+from outsize.plan.buffers import Buffer
 from outsize.plan.hazards import Hazards, Token
-from outsize.plan.placement import Buffer, Placement
-from outsize.plan.schedule import Action, Effect, compile_schedule, effect
+from outsize.plan.placement import Placement
+from outsize.plan.schedule import Segment, compile_schedule
 from outsize.runtime.engine import Engine
 from outsize.runtime.executor import Executor
 
@@ -160,17 +162,15 @@ def test_no_class_of_waits_can_be_left_out(name: str) -> None:
     )
 
 
-def _walk(
-    place: Placement, segments: list[tuple[str, tuple[Action, ...]]], in_backward: bool, forgets: int | None
-) -> int:
+def _walk(place: Placement, segments: list[Segment], forgets: int | None) -> int:
     """Issue the actions on a device, each buffer one small tensor, without the wait of this number. Returns how many
     waits there were.
     """
     device, hazards, events, count = machine(GiB), Hazards(), {}, 0
     memory: dict[Buffer, torch.Tensor] = {}
-    for name, actions in segments:
-        for action in actions:
-            lane, reads, writes = effect(place, action, update_in_backward=in_backward and name == "backward")
+    for segment in segments:
+        for action in segment.actions:
+            lane, reads, writes = effect(place, action, update_in_backward=segment.updates_in_backward)
             tokens = hazards.before(lane, reads, writes)
             waits = [events[token] for number, token in enumerate(tokens, count) if number != forgets]
             count += len(tokens)
@@ -188,8 +188,8 @@ def test_no_single_wait_can_be_left_out(plan: tuple[Cell, int | None]) -> None:
         place = engine.runtime.place
     in_backward = cell.update != "after_step" and not cell.clip
     segments = [segment for _ in range(STEPS) for segment in compile_schedule(place).step(cell.accumulate, in_backward)]
-    num_waits = _walk(place, segments, in_backward, None)
+    num_waits = _walk(place, segments, None)
     assert num_waits > 10
     for number in range(num_waits):
         with pytest.raises(RaceDetected):
-            _walk(place, segments, in_backward, number)
+            _walk(place, segments, number)

@@ -9,7 +9,7 @@ none can be forgotten. Planner and runtime each walk their actions through one o
 from collections.abc import Iterable, Sequence
 
 from outsize.hardware.lanes import LANES, Lane
-from outsize.plan.placement import Buffer
+from outsize.plan.buffers import Buffer
 
 Token = tuple[Lane, int]
 """The n-th action of a lane."""

@@ -1,8 +1,7 @@
 """Placement: every buffer that a decision allocates for the whole run, by name and size.
 
 The planner adds the sizes up, the runtime allocates exactly these: one definition of residency for both. A buffer's
-name is a pair such as ("slot", 2) or ("home", 7); the schedule's actions say which buffers they read and write by the
-same names.
+name is a pair such as (SLOT, 2) or (HOME, 7); actions say which buffers they read and write by the same names.
 """
 
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from outsize.layout.scratch import scratch_bytes
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
 from outsize.model.work import Shared, Work
+from outsize.plan.buffers import Buffer
+from outsize.plan.buffers import BufferKind as B
 from outsize.plan.plan import Decision, StepConfig
 
-Buffer = tuple[str, int]
 STAGE_DEPTH = 1
 """One block's gradients may leave while the next block's arrive."""
 RETURN_SLOTS = 2
@@ -130,20 +130,20 @@ class Placement:
         for chunk in self.layout.chunks:
             i = chunk.index
             if not self.streams(i):
-                buffers["weights", i] = chunk.nbytes
+                buffers[B.WEIGHTS, i] = chunk.nbytes
             if chunk.trainable and not self.updates_on_host(i):
-                buffers["state", i] = chunk.state_bytes
+                buffers[B.STATE, i] = chunk.state_bytes
                 if self.step_config.hold_gradients:
-                    buffers["gradient", i] = chunk.grad_bytes(self.step_config.fp32_grads)
-        buffers.update({("slot", s): size for s, size in enumerate(self.slots.slot_bytes)})
-        buffers.update({("stage", s): size for s, size in enumerate(self.stages.slot_bytes)})
+                    buffers[B.GRADIENT, i] = chunk.grad_bytes(self.step_config.fp32_grads)
+        buffers.update({(B.SLOT, s): size for s, size in enumerate(self.slots.slot_bytes)})
+        buffers.update({(B.STAGE, s): size for s, size in enumerate(self.stages.slot_bytes)})
         for call, slot in self.return_slot.items():
-            buffers["return", slot] = max(buffers.get(("return", slot), 0), self.work[call].sent_bytes)
+            buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
         num_trainable = sum(p.trainable for p in self.graph.params)
         if num_trainable:
-            buffers["norms", 0] = 8 + 4 * num_trainable
+            buffers[B.NORMS, 0] = 8 + 4 * num_trainable
         if on_gpu := [c.numel for c in self.layout.chunks if c.trainable and not self.updates_on_host(c.index)]:
-            buffers["scratch", 0] = scratch_bytes(max(on_gpu))
+            buffers[B.SCRATCH, 0] = scratch_bytes(max(on_gpu))
         return buffers
 
     @cached_property
@@ -153,20 +153,20 @@ class Placement:
         for chunk in self.layout.chunks:
             i = chunk.index
             if self.has_host_weights(i):
-                buffers["home", i] = chunk.nbytes
+                buffers[B.HOME, i] = chunk.nbytes
             if chunk.trainable and self.updates_on_host(i):
-                buffers["host_state", i] = chunk.state_bytes
+                buffers[B.HOST_STATE, i] = chunk.state_bytes
                 if self.waits_on_host(i):
-                    buffers["host_gradient", i] = chunk.grad_bytes(self.step_config.fp32_grads)
-        landing = {
+                    buffers[B.HOST_GRADIENT, i] = chunk.grad_bytes(self.step_config.fp32_grads)
+        passed_through = {
             self.stages.slot_of[c]
             for c in self.grad_complete_at
             if self.updates_on_host(c) and not self.waits_on_host(c)
         }
-        buffers.update({("landing", s): self.stages.slot_bytes[s] for s in landing})
-        buffers.update({("arena", v): self.work[v].sent_bytes for v in self.sending})
+        buffers.update({(B.HOST_STAGE, s): self.stages.slot_bytes[s] for s in passed_through})
+        buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending})
         if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:
-            buffers["host_scratch", 0] = scratch_bytes(max(on_host))
+            buffers[B.HOST_SCRATCH, 0] = scratch_bytes(max(on_host))
         return buffers
 
     @property
@@ -180,18 +180,18 @@ class Placement:
     def parts(self, buffers: dict[Buffer, int]) -> dict[str, int]:
         total: dict[str, int] = {}
         for (kind, _), size in buffers.items():
-            total[kind] = total.get(kind, 0) + size
+            total[str(kind)] = total.get(str(kind), 0) + size
         return total
 
     # Where an action finds its bytes.
 
     def weights_buffer(self, index: int) -> Buffer:
         """What the device computes with."""
-        return ("slot", self.slots.slot_of[index]) if self.streams(index) else ("weights", index)
+        return (B.SLOT, self.slots.slot_of[index]) if self.streams(index) else (B.WEIGHTS, index)
 
     def gradient_buffer(self, index: int) -> Buffer:
         """Where backward leaves the gradient on the device."""
-        return ("stage", self.stages.slot_of[index]) if self.is_staged(index) else ("gradient", index)
+        return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)
 
     def host_gradient_buffer(self, index: int) -> Buffer:
-        return ("host_gradient", index) if self.waits_on_host(index) else ("landing", self.stages.slot_of[index])
+        return (B.HOST_GRADIENT, index) if self.waits_on_host(index) else (B.HOST_STAGE, self.stages.slot_of[index])

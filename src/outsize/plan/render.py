@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from outsize.base.units import show_bytes, show_seconds
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.plan.buffers import group_of
 from outsize.plan.plan import Home, Plan
 
 BAR_WIDTH = 40
@@ -24,25 +25,6 @@ _LANE_WORDS = {
     "h2d": "copies to the GPU",
     "d2h": "copies to the host",
     "host": "optimizer updates on the host",
-}
-_GPU_WORDS = {
-    "weights": "weights",
-    "slot": "slots",
-    "state": "optimizer",
-    "gradient": "gradients",
-    "stage": "gradients",
-    "return": "activations",
-    "norms": "other",
-    "scratch": "optimizer",
-    "buffers": "buffers",
-}
-_HOST_WORDS = {
-    "home": "weights",
-    "host_state": "optimizer",
-    "host_gradient": "gradients",
-    "landing": "gradients",
-    "arena": "activations",
-    "host_scratch": "optimizer",
 }
 _NUMBER = re.compile(r"\d+")
 
@@ -180,7 +162,7 @@ def _range(first: str, last: str) -> str:
 
 def _memory(plan: Plan) -> list[str]:
     estimate = plan.estimate
-    gpu = _by_words(estimate.gpu_parts, _GPU_WORDS)
+    gpu = _by_group(estimate.gpu_parts)
     gpu["activations"] = gpu.get("activations", 0) + estimate.gpu_bytes - sum(estimate.gpu_parts.values())
     host = host_parts(plan)
     note = f"      the GPU is fullest at {estimate.peak_at}"
@@ -201,14 +183,15 @@ def _memory(plan: Plan) -> list[str]:
 
 def host_parts(plan: Plan) -> dict[str, int]:
     """Bytes on the host by what they are for."""
-    return _by_words(plan.estimate.host_parts, _HOST_WORDS)
+    return _by_group(plan.estimate.host_parts)
 
 
-def _by_words(parts: dict[str, int], words: dict[str, str]) -> dict[str, int]:
+def _by_group(parts: dict[str, int]) -> dict[str, int]:
+    """`buffers` are the model's own; all others are kinds of the plan's buffers."""
     total: dict[str, int] = {}
     for kind, size in parts.items():
-        word = words.get(kind, kind)
-        total[word] = total.get(word, 0) + size
+        group = group_of(kind)
+        total[group] = total.get(group, 0) + size
     return total
 
 

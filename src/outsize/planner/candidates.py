@@ -230,9 +230,7 @@ class SearchSpace:
                 self.trace.shared,
             )
             schedule = compile_schedule(bare, only_steps=True)
-            peak, _ = activation_peak(
-                schedule.forward, next(iter(schedule.backward.values())), bare, self.trace.held_bytes
-            )
+            peak, _ = activation_peak(schedule, bare, self.trace.held_bytes)
             self._activations[mix] = bare.gpu_bytes + peak, bare.host_bytes
         return self._activations[mix]
 
@@ -253,7 +251,7 @@ class SearchSpace:
             host,
         )
 
-    def stride(self, counts: Candidate) -> int:
+    def host_update_interval(self, counts: Candidate) -> int:
         """So many chunks' gradients land while the host updates one. 1 where nothing is updated on the host in
         backward.
         """

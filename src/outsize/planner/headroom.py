@@ -24,7 +24,7 @@ def gpu_bytes_with(plan: Plan, graph: BlockGraph, layout: ChunkLayout, trace: Mo
     work = trace.works(strategies)
     other = Placement(graph, layout, plan.decision, plan.step_config, work, trace.shared)
     schedule = compile_schedule(place, only_steps=True)
-    peak, _ = activation_peak(schedule.forward, next(iter(schedule.backward.values())), other, trace.held_bytes)
+    peak, _ = activation_peak(schedule, other, trace.held_bytes)
     return place.gpu_bytes + peak
 
 

@@ -6,12 +6,13 @@ observer of live storages sees, to the byte. Host memory has no ledger: it is wh
 (`Placement.host_bytes`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outsize.plan.actions import Action, Kind
 from outsize.plan.placement import Placement
-from outsize.plan.schedule import Action, Schedule
+from outsize.plan.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,31 +38,31 @@ def high_water(place: Placement, schedule: Schedule, held_bytes: int) -> HighWat
     """The fullest moment of a run. `held_bytes`: outputs of the previous step, which a loop holds until its next
     forward returns.
     """
-    # Updates and copies allocate nothing, so one forward and any one backward tell all.
-    peak, at = activation_peak(schedule.forward, next(iter(schedule.backward.values())), place, held_bytes)
+    peak, at = activation_peak(schedule, place, held_bytes)
     return HighWater(gpu_bytes=place.gpu_bytes + peak, peak_at=at)
 
 
-def activation_peak(
-    forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int
-) -> tuple[int, str]:
+def activation_peak(schedule: Schedule, place: Placement, held_bytes: int) -> tuple[int, str]:
     """Highest level above what is allocated for the whole run, and the action that reaches it."""
     peak, at = 0, "rest"
-    for action, _, here, _ in ledger(forward, backward, place, held_bytes):
+    for action, _, here, _ in ledger(schedule, place, held_bytes):
         if here > peak:
             peak, at = here, str(action)
     return peak, at
 
 
-def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placement, held_bytes: int) -> Iterator[Entry]:
-    """One micro-batch: what its activations take at every action that changes it."""
+def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[Entry]:
+    """One micro-batch: what its activations take at every action that changes it.
+
+    Updates and copies allocate nothing, so one forward and any one backward tell all.
+    """
     work = place.work
     born, dies_forward, dies_released, dies_early, dies_backward = _lifetimes(place)
     level = held_bytes
     last = len(place.graph.calls) - 1
-    for action in forward:
+    for action in schedule["forward"]:
         kind, call = action
-        if kind == "F":
+        if kind == Kind.FORWARD:
             cost = work[call]
             # What dies in this call's forward is dead before its peak.
             level -= dies_forward.get(call, 0)
@@ -70,12 +71,12 @@ def ledger(forward: Sequence[Action], backward: Sequence[Action], place: Placeme
             if call == last:
                 level -= held_bytes + dies_forward.get(last + 1, 0)  # the forward returns
             yield Entry(action, opens, here, level)
-        elif kind == "R":
+        elif kind == Kind.FREE:
             opens, level = level, level - work[call].released_bytes - dies_released.get(call, 0)
             yield Entry(action, opens, opens, level)
-    for action in backward:
+    for action in schedule.backwards[0].actions:
         kind, call = action
-        if kind == "B":
+        if kind == Kind.BACKWARD:
             cost = work[call]
             level -= dies_early.get(call, 0)
             opens, level = level, level + cost.backward_delta_bytes - dies_backward.get(call, 0)

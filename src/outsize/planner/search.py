@@ -185,7 +185,7 @@ class _Search:
 
     def _pace(self, counts: Candidate) -> Candidate:
         """Let the host update at its own pace, where it has room for the gradients that wait meanwhile."""
-        paced = replace(counts, host_update_interval=self.space.stride(counts))
+        paced = replace(counts, host_update_interval=self.space.host_update_interval(counts))
         return paced if self.budgets.fits(paced) else replace(counts, host_update_interval=1)
 
     def _ok(self, counts: Candidate) -> bool:

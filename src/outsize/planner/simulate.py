@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator
 
 from outsize.hardware.lanes import LANES, LEAD_SECONDS, IssuedClock, LaneClock, slowed
 from outsize.hardware.spec import HardwareSpec
+from outsize.plan.actions import Action, Effect, Kind, action_seconds, effect, launch
+from outsize.plan.buffers import Buffer
 from outsize.plan.hazards import Hazards, Token
-from outsize.plan.placement import Buffer, Placement
+from outsize.plan.placement import Placement
 from outsize.plan.plan import Estimate
-from outsize.plan.schedule import Action, Effect, Schedule, action_seconds, effect, issuing
+from outsize.plan.schedule import Schedule
 from outsize.planner.memory import high_water
 
 STEPS = 3
@@ -52,7 +54,7 @@ class Walk:
             self._known[key] = (
                 touched,
                 action_seconds(self.place, action, self.spec, touched.lane),
-                *issuing(self.place, action, self.spec),
+                *launch(self.place, action, self.spec),
             )
         (lane, reads, writes), seconds, issue, thread_waits = self._known[key]
         after = [(self.ends[token], self._visible_at[token]) for token in self._hazards.before(lane, reads, writes)]
@@ -66,11 +68,11 @@ class Walk:
         one, as they come.
         """
         in_backward = self.place.step_config.update == "in_backward"
-        for name, actions in schedule.step(self.place.step_config.accumulate, in_backward):
-            if name == "update":
+        for segment in schedule.step(self.place.step_config.accumulate, in_backward):
+            if segment.name == "update":
                 self.clock.wait()
-            for action in actions:
-                yield action, in_backward and name == "backward"
+            for action in segment.actions:
+                yield action, segment.updates_in_backward
 
     def run_step(self, schedule: Schedule) -> float:
         """Issue one optimizer step; returns when its last backward ends. Updates may still run then, under the next
@@ -79,7 +81,7 @@ class Walk:
         last = 0.0
         for action, updates in self.segments(schedule):
             end = self.run(action, update_in_backward=updates)
-            if action.kind == "B":
+            if action.kind == Kind.BACKWARD:
                 last = end
         return last
 
@@ -186,19 +188,19 @@ def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[
         return tuple([number.setdefault(buffer, len(number)) for buffer in buffers])
 
     segments = []
-    for name, actions in schedule.step(place.step_config.accumulate, in_backward):
-        updates = in_backward and name == "backward"
+    for segment in schedule.step(place.step_config.accumulate, in_backward):
+        updates = segment.updates_in_backward
         table = known[updates]
         ops = []
         last_backward = -1
-        for i, action in enumerate(actions):
+        for i, action in enumerate(segment.actions):
             op = table.get(action)
             if op is None:
                 lane, reads, writes = effect(place, action, update_in_backward=updates)
-                costs = action_seconds(place, action, spec, lane), *issuing(place, action, spec)
+                costs = action_seconds(place, action, spec, lane), *launch(place, action, spec)
                 op = table[action] = (LANES.index(lane), numbers(reads), numbers(writes), *costs)
             ops.append(op)
-            if action.kind == "B":
+            if action.kind == Kind.BACKWARD:
                 last_backward = i
-        segments.append((ops, last_backward, name == "update"))
+        segments.append((ops, last_backward, segment.name == "update"))
     return segments, len(number)

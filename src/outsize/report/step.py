@@ -16,35 +16,15 @@ from outsize.hardware.lanes import Lane
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.plan.actions import TYPES, Kind, effect, parse_action
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
-from outsize.plan.schedule import Schedule, compile_schedule, effect, parse_action
+from outsize.plan.schedule import Schedule, compile_schedule
 from outsize.planner.memory import ledger
 from outsize.planner.simulate import STEPS, Walk
 
 KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
 """What is allocated for the whole run; activations and transients come and go above it."""
-_KIND_OF = {
-    "weights": "weights",
-    "slot": "slots",
-    "state": "optimizer",
-    "scratch": "optimizer",
-    "gradient": "gradients",
-    "stage": "gradients",
-    "return": "returned",
-}
-_WHAT = {
-    "F": "forward of",
-    "B": "backward of",
-    "S": "send the activations of",
-    "R": "let go of the sent activations of",
-    "P": "bring back the activations of",
-    "L": "load the weights of",
-    "Q": "load the partial gradient sum of",
-    "G": "send the gradient of",
-    "U": "update",
-    "W": "write the updated weights of",
-}
 
 
 class StepSpan(NamedTuple):
@@ -115,7 +95,7 @@ def walk_step(place: Placement, spec: HardwareSpec, *, held_bytes: int) -> Step:
     )
     allocated = dict.fromkeys(KINDS, 0)
     for (kind, _), size in place.gpu.items():
-        allocated[_KIND_OF.get(kind, "other")] += size
+        allocated["returned" if kind.group == "activations" else kind.group] += size
     allocated["other"] += place.graph.buffer_bytes
     computed = [span for span in spans if span.lane == "compute"]
     moments = tuple(_moments(place, schedule, computed, end - begin, held_bytes))
@@ -142,7 +122,7 @@ def _issue(
             end = walk.run(action, update_in_backward=updates)
             # Not before the lane was free, which the difference may be by a rounding.
             spans.append(StepSpan(lane, str(action), max(free, end - (walk.clock.busy[lane] - worked)), end, step))
-            if action.kind == "B":
+            if action.kind == Kind.BACKWARD:
                 last = end
         ends.append(last)
     return spans, ends
@@ -152,10 +132,7 @@ def _moments(
     place: Placement, schedule: Schedule, computed: list[StepSpan], seconds: float, held_bytes: int
 ) -> Iterator[Moment]:
     # Micro-batches take the same, and so do all kinds of backward.
-    entries = {
-        str(entry.action): entry
-        for entry in ledger(schedule.forward, next(iter(schedule.backward.values())), place, held_bytes)
-    }
+    entries = {str(entry.action): entry for entry in ledger(schedule, place, held_bytes)}
     level = [*entries.values()][-1].closes if entries else 0
     time = 0.0
     for span in computed:
@@ -178,10 +155,11 @@ def _moments(
 
 def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
     """Forward and backward of each micro-batch; before them, what the step's start is spent on."""
-    own = [span for span in computed if span.step == 0 and span.name[0] in "FB" and span.end <= seconds * (1 + 1e-9)]
+    own = [span for span in computed if span.step == 0 and span.end <= seconds * (1 + 1e-9)]
+    own = [span for span in own if TYPES[parse_action(span.name).kind].work == "model"]
     found: list[Phase] = []
     for span in own:
-        name = "forward" if span.name[0] == "F" else "backward"
+        name = "forward" if span.name[0] == Kind.FORWARD else "backward"
         if found and found[-1].name == name:
             found[-1] = Phase(name, found[-1].start, span.end)
         else:
@@ -193,15 +171,13 @@ def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
 
 def describe(place: Placement, name: str) -> str:
     """An action in words: `load the weights of model.layers.3 (chunk 7, 200 MiB)`."""
-    kind, i = parse_action(name)
-    if kind in "FB":
-        return f"{_WHAT[kind]} {place.graph.call_name(i)}"
-    if kind in "SRP":
-        return f"{_WHAT[kind]} {place.graph.call_name(i)} ({show_bytes(place.work[i].sent_bytes)})"
-    chunk = place.chunk(i)
-    size = chunk.grad_bytes(place.step_config.fp32_grads) if kind in "QG" else chunk.nbytes
-    where = " and ".join(dict.fromkeys(place.graph.call_name(v) for v in chunk.calls))
-    return f"{_WHAT[kind]} {where} (chunk {i}, {show_bytes(size)})"
+    action = parse_action(name)
+    does, i = TYPES[action.kind], action.index
+    size = show_bytes(does.num_bytes(place, i))
+    if does.operand == "call":
+        return f"{does.label} {place.graph.call_name(i)}" + (f" ({size})" if does.moves_activations else "")
+    where = " and ".join(dict.fromkeys(place.graph.call_name(v) for v in place.chunk(i).calls))
+    return f"{does.label} {where} (chunk {i}, {size})"
 
 
 def busy_seconds(spans: Iterable[StepSpan], lane: Lane) -> float:

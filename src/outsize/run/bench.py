@@ -27,10 +27,11 @@ from outsize.hardware.lanes import LANES
 from outsize.hardware.limits import Demand, limit
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.plan.actions import Kind, action_seconds, effect
 from outsize.plan.check import save
 from outsize.plan.placement import Placement
 from outsize.plan.render import render, summary
-from outsize.plan.schedule import action_seconds, compile_schedule, effect
+from outsize.plan.schedule import compile_schedule
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
 from outsize.report.trace import write_trace
@@ -234,11 +235,11 @@ def demand_of(place: Placement, spec: HardwareSpec) -> Demand:
     in_backward = place.step_config.update == "in_backward"
     sums = dict.fromkeys(LANES, 0.0)
     updated = 0.0
-    for _, actions in compile_schedule(place, only_steps=True).step(place.step_config.accumulate, in_backward):
-        for action in actions:
+    for segment in compile_schedule(place, only_steps=True).step(place.step_config.accumulate, in_backward):
+        for action in segment.actions:
             lane = effect(place, action).lane
             amount = action_seconds(place, action, unit, lane)
-            if lane == "compute" and action.kind == "U":
+            if lane == "compute" and action.kind == Kind.UPDATE:
                 updated += amount
             else:
                 sums[lane] += amount

@@ -17,8 +17,8 @@ from outsize.base.units import show_seconds
 from outsize.device.device import Device
 from outsize.device.timeline import Span, Timeline
 from outsize.hardware.lanes import LANES, Lane
+from outsize.plan.actions import TYPES, Kind, action_seconds, parse_action
 from outsize.plan.plan import Plan
-from outsize.plan.schedule import action_seconds, parse_action
 from outsize.runtime.executor import Executor
 
 WARM_UP = 2
@@ -31,17 +31,13 @@ GIVE_UP = 20
 LEAST_SHARE = 0.05
 """Of a step, that a lane must work for its rate to be learnt."""
 LANE_WORDS: dict[Lane, str] = {"compute": "compute", "h2d": "copies in", "d2h": "copies out", "host": "host updates"}
+_MARK = "step"
+"""An action that does nothing, at the end of a step."""
 _RATES: dict[Lane, str] = {
     "h2d": "h2d_bytes_per_second",
     "d2h": "d2h_bytes_per_second",
     "host": "host_adam_params_per_second",
 }
-_SIZED_BY_PLAN = "LWQGU"
-"""Actions that are as large as their chunk. Activations (S, P) are as large as the batch, which may be smaller than
-planned.
-"""
-_MARK = "step"
-"""An action that does nothing, at the end of a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +155,8 @@ class Calibration:
         spec = self._device.spec
         rates = {}
         for lane, rate in _RATES.items():
-            own = [span for span in spans if span.lane == lane and span.name[0] in _SIZED_BY_PLAN]
+            # Activations are as large as the batch, which may be smaller than planned.
+            own = [s for s in spans if s.lane == lane and TYPES[parse_action(s.name).kind].operand == "chunk"]
             # Beyond the fixed cost of each, which is no matter of the rate.
             took = sum(span.end - span.start - spec.launch_seconds for span in own)
             planned = sum(
@@ -174,4 +171,5 @@ def _planned_actions(executor: Executor) -> list[str]:
     """What one step issues, as far as the device sees it."""
     step_config = executor.place.step_config
     segments = executor.schedule.step(step_config.accumulate, step_config.update == "in_backward")
-    return [str(action) for _, actions in segments for action in actions if executor.sees_calls or action.kind == "U"]
+    actions = [action for segment in segments for action in segment.actions]
+    return [str(action) for action in actions if executor.sees_calls or action.kind == Kind.UPDATE]

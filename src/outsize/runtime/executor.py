@@ -22,9 +22,12 @@ from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.base.errors import EngineMisuse, OrderMismatch, tell
 from outsize.base.units import show_bytes
 from outsize.device.device import Device, Event
+from outsize.plan.actions import TYPES, Action, Effect, Kind, action_seconds, effect
+from outsize.plan.buffers import Buffer
+from outsize.plan.buffers import BufferKind as B
 from outsize.plan.hazards import Hazards, Token
-from outsize.plan.placement import Buffer, Placement
-from outsize.plan.schedule import Action, Effect, Kind, Schedule, action_seconds, backward_key, effect
+from outsize.plan.placement import Placement
+from outsize.plan.schedule import Schedule, Segment, backward_name
 from outsize.runtime.store import Store
 
 
@@ -63,9 +66,9 @@ class Executor:
         """What was issued since the last forward began, as text."""
         self._update_chunk = update_chunk
         self._events: dict[Token, Event] = {}
-        self._queue: tuple[Action, ...] = ()
+        self._segment = Segment("none", ())
         self._next = 0
-        self._updating = False
+        """Where in the segment."""
         self._open: tuple[Effect, float] | None = None
         self._reads_outside_module = frozenset(place.graph.reads_outside_module) - {0}
         self._left_out: set[int] = set()
@@ -77,8 +80,11 @@ class Executor:
 
     # Training passes, driven by the model's tracker.
 
+    def _start(self, stage: Stage, segment: str) -> None:
+        self.stage, self._segment, self._next = stage, self.schedule.segments[segment], 0
+
     def begin_forward(self) -> None:
-        self.stage, self._queue, self._next, self._updating = Stage.FORWARD, self.schedule.forward, 0, False
+        self._start(Stage.FORWARD, "forward")
         self.issued = []
         self._left_out.clear()
         self._without_grad.clear()
@@ -90,9 +96,9 @@ class Executor:
             planned = graph.blocks[graph.calls[call]] if call < len(graph.calls) else None
             if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
                 raise self._mismatch(
-                    Action("F", call) if planned is not None else None, f"ran {layer or 'past its last layer'}"
+                    Action(Kind.FORWARD, call) if planned is not None else None, f"ran {layer or 'past its last layer'}"
                 )
-        self._advance_to(Action("F", call))
+        self._advance_to(Action(Kind.FORWARD, call))
 
     def end_forward(self) -> None:
         self._finish_segment("forward")
@@ -133,15 +139,10 @@ class Executor:
         self._without_grad.add(call)
 
     def begin_backward(self, *, pending: bool, update: bool) -> None:
-        self.stage, self._queue, self._next, self._updating = (
-            Stage.BACKWARD,
-            self.schedule.backward[backward_key(pending=pending, update=update)],
-            0,
-            update,
-        )
+        self._start(Stage.BACKWARD, backward_name(pending=pending, update=update))
 
     def enter_backward(self, call: int) -> None:
-        self._advance_to(Action("B", call))
+        self._advance_to(Action(Kind.BACKWARD, call))
 
     def end_backward(self) -> None:
         self._finish_segment("backward")
@@ -150,8 +151,8 @@ class Executor:
 
     def update(self) -> None:
         self._close_open()
-        self._updating = False
-        for action in self.schedule.update:
+        self._segment = self.schedule.segments["update"]
+        for action in self._segment.actions:
             self._issue(action)
 
     def roll_back(self) -> None:
@@ -170,7 +171,7 @@ class Executor:
         """Have these chunks on the device for what computes next."""
         for chunk in chunks:
             if self.place.streams(chunk) and self.store.slot_contents[self.place.slots.slot_of[chunk]] != chunk:
-                self._issue(Action("L", chunk))
+                self._issue(Action(Kind.LOAD, chunk))
 
     def enter_unscheduled(self, chunks: tuple[int, ...]) -> None:
         self._close_open()
@@ -189,18 +190,22 @@ class Executor:
             return
         self._close_open()
         expected = first = self._walk_to(action.kind)
-        if expected != action and action in self._queue[self._next :]:
+        if expected != action and action in self._segment.actions[self._next :]:
             while expected is not None and expected != action:
                 self._leave_out(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
                 expected = self._walk_to(action.kind)
-            if action.kind == "F" and action.index in self._reads_outside_module and not self._is_layer(action.index):
+            if (
+                action.kind == Kind.FORWARD
+                and action.index in self._reads_outside_module
+                and not self._is_layer(action.index)
+            ):
                 raise self._mismatch(
                     first, f"ran {action} ({self.place.graph.call_name(action.index)}), and part of that perhaps before"
                 )
         if expected != action:
             raise self._mismatch(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
         self._next += 1
-        if action.kind == "B":
+        if action.kind == Kind.BACKWARD:
             # A forward without grad may have passed through the slots since.
             self.ensure(self.place.layout.used_by(action.index))
         self.current_call = action.index
@@ -211,14 +216,15 @@ class Executor:
         """Issue what comes before the next action of this kind, without what is left out. None at the end of the
         segment.
         """
-        while self._next < len(self._queue):
-            action = self._queue[self._next]
-            is_left_out = (action.kind in "FBSRP" and action.index in self._left_out) or (
-                action.kind in "SRP" and self._has_no_saved_tensors(action.index)
+        while self._next < len(self._segment.actions):
+            action = self._segment.actions[self._next]
+            does = TYPES[action.kind]
+            is_left_out = (does.operand == "call" and action.index in self._left_out) or (
+                does.moves_activations and self._has_no_saved_tensors(action.index)
             )
             if action.kind == kind and not is_left_out:
                 return action
-            if is_left_out and action.kind == "B":
+            if is_left_out and action.kind == Kind.BACKWARD:
                 # Its updates follow all the same, and a forward without grad may have passed through its slots since.
                 self.ensure(self.place.layout.used_by(action.index))
             if not is_left_out:
@@ -231,7 +237,7 @@ class Executor:
         return graph.blocks[graph.calls[call]].kind == "layer"
 
     def _leave_out(self, action: Action, found: str) -> None:
-        if action.kind == "F" and action.index in self._reads_outside_module:
+        if action.kind == Kind.FORWARD and action.index in self._reads_outside_module:
             raise self._mismatch(action, found)
         self._left_out.add(action.index)
 
@@ -243,11 +249,14 @@ class Executor:
 
     def _finish_segment(self, what: str) -> None:
         self._close_open()
-        while self.sees_calls and (missing := self._walk_to("F" if self.stage is Stage.FORWARD else "B")) is not None:
+        while (
+            self.sees_calls
+            and (missing := self._walk_to(Kind.FORWARD if self.stage is Stage.FORWARD else Kind.BACKWARD)) is not None
+        ):
             self._leave_out(missing, f"ended its {what} without it")
-        if not self.sees_calls and self._updating:
-            for action in self._queue:
-                if action.kind == "U":
+        if not self.sees_calls and self._segment.updates_in_backward:
+            for action in self._segment.actions:
+                if action.kind == Kind.UPDATE:
                     self._issue(action)
         self.current_call = None
         self._forget()
@@ -267,9 +276,9 @@ class Executor:
 
     def _effect(self, action: Action) -> tuple[Effect, float]:
         """What it touches, and its seconds by the plan's arithmetic."""
-        key = (action, self._updating)
+        key = (action, self._segment.updates_in_backward)
         if key not in self._known:
-            touches = effect(self.place, action, update_in_backward=self._updating)
+            touches = effect(self.place, action, update_in_backward=self._segment.updates_in_backward)
             self._known[key] = touches, action_seconds(self.place, action, self.device.spec, touches.lane)
         return self._known[key]
 
@@ -296,7 +305,7 @@ class Executor:
     def _issue(self, action: Action) -> None:
         touches, seconds = self._effect(action)
         waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
-        work = self._work(action)
+        work = self._work(action, touches)
         event = self.device.submit(
             touches.lane,
             work,
@@ -309,38 +318,32 @@ class Executor:
         self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
         self.issued.append(str(action))
 
-    def _work(self, action: Action) -> Callable[[], None]:
-        kind, i = action.kind, action.index
-        store = self.store
-        match kind:
-            case "L":
-                store.slot_contents[self.place.slots.slot_of[i]] = i
-                return _copy(store.weights(i), store.home(i))
-            case "S":
-                offloaded, arena = self._sent(i), store.host["arena", i]
+    def _work(self, action: Action, touches: Effect) -> Callable[[], Any]:
+        store, i = self.store, action.index
+        does = TYPES[action.kind]
+        match does.work:
+            case "copy":
+                kind, slot = touches.writes[0]
+                if kind == B.SLOT:
+                    store.slot_contents[slot] = i
+                num_bytes = does.num_bytes(self.place, i)
+                return _copy(store.buffer(touches.writes[0])[:num_bytes], store.buffer(touches.reads[0])[:num_bytes])
+            case "offload":
+                offloaded, arena = self._sent(i), store.buffer(touches.writes[0])
                 return lambda: offloaded.copy_to(arena)
-            case "R":
+            case "free":
                 return self._sent(i).free_device_copy
-            case "P":
-                offloaded, arena = self._offloaded[i], store.host["arena", i]
-                buffer = store.gpu["return", self.place.return_slot[i]][: offloaded.num_bytes]
+            case "restore":
+                offloaded = self._offloaded[i]
+                arena, buffer = store.buffer(touches.reads[0]), store.buffer(touches.writes[0])[: offloaded.num_bytes]
                 offloaded.attach_buffer(buffer)
                 return _copy(buffer, arena[: offloaded.num_bytes])
-            case "Q":
-                return _copy(store.gradient(i), store.host_gradient(i))
-            case "G":
-                return _copy(store.host_gradient(i), store.gradient(i))
-            case "U":
+            case "update":
                 if self.place.updates_on_host(i):
                     store.invalidate(i)
-                return self._update_chunk(i, self._updating)
-            case "W":
-                return (
-                    _copy(store.weights(i), store.home(i))
-                    if self.place.updates_on_host(i)
-                    else _copy(store.home(i), store.weights(i))
-                )
-        raise AssertionError(f"{action} is opened by the model's tracker, not issued")
+                return self._update_chunk(i, self._segment.updates_in_backward)
+            case "model":
+                raise AssertionError(f"{action} is run by the model, not issued")
 
     def _has_no_saved_tensors(self, call: int) -> bool:
         """A layer that swaps whose input needed no grad this time, since what trains before it was left out; or one
@@ -370,10 +373,10 @@ class Executor:
         if not self.device.finds_races:
             return tensors
         for buffer in buffers:
-            if buffer[0] == "live":
+            if buffer[0] == B.LIVE:
                 tensors += self._made_by(buffer[1])
             else:
-                tensors.append(self.store.gpu[buffer] if buffer in self.store.gpu else self.store.host[buffer])
+                tensors.append(self.store.buffer(buffer))
         return tensors
 
     def _made_by(self, call: int) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch, tell
 from outsize.compat import without_torch_function
+from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.executor import ALL_CALLS
 from outsize.runtime.store import Store
 
@@ -24,7 +25,7 @@ class Gradients:
         """`trainable`: names in the optimizer's order. `current_call`: whose backward runs."""
         self._store, self._names = store, list(trainable)
         self._current_call = current_call
-        buffer = store.gpu.get(("norms", 0))
+        buffer = store.gpu.get((B.NORMS, 0))
         self.total = buffer[:8].view(torch.float64)[0] if buffer is not None else torch.zeros((), dtype=torch.float64)
         self._norms = buffer[8:].view(torch.float32) if buffer is not None else torch.zeros(0)
         self._norm_of = {name: self._norms[i] for i, name in enumerate(self._names)}

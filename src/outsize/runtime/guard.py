@@ -15,6 +15,7 @@ import torch
 from outsize.base.errors import StaleParameter, tell
 from outsize.compat import TorchDispatchMode
 from outsize.device.observer import tensors_of
+from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.store import Store
 
 
@@ -37,7 +38,7 @@ class Guard(TorchDispatchMode):
             if place.streams(chunk.index)
             for piece in chunk.pieces
         }
-        self._slot_at = {store.gpu["slot", slot].untyped_storage().data_ptr(): slot for slot in store.slot_contents}
+        self._slot_at = {store.gpu[B.SLOT, slot].untyped_storage().data_ptr(): slot for slot in store.slot_contents}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._store() is None:  # a mode that was not removed, since its store was collected inside of it

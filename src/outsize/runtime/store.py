@@ -21,7 +21,9 @@ from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
 from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
-from outsize.plan.placement import Buffer, Placement
+from outsize.plan.buffers import Buffer
+from outsize.plan.buffers import BufferKind as B
+from outsize.plan.placement import Placement
 from outsize.progress import counted
 
 
@@ -54,7 +56,7 @@ class Store:
         # All device memory first: if it does not fit, no parameter has moved yet.
         self.gpu = {buffer: device.empty(num_bytes) for buffer, num_bytes in place.gpu.items()}
         for buffer, tensor in self.gpu.items():
-            if buffer[0] == "slot":
+            if buffer[0] == B.SLOT:
                 tensor.fill_(0xFF)  # NaN in every float type: a slot that nobody owns does not pass for weights
             elif buffer[0] in ("state", "weights"):
                 tensor.zero_()
@@ -65,11 +67,9 @@ class Store:
             ):
                 self._move_in(chunk.index, weights)
                 moved.append(chunk.index)
-            rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != "home"}
+            rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != B.HOME}
             for buffer, num_bytes in counted(rest.items(), "Making room on the host", total=len(rest)):
-                self.host[buffer] = device.host_empty(
-                    num_bytes, pinned=buffer[0] in ("host_gradient", "landing", "arena")
-                )
+                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0].is_pinned_for_copies)
         except BaseException:
             self.release(moved)
             raise
@@ -79,11 +79,11 @@ class Store:
         their files.
         """
         buffers = []
-        if ("home", index) in self.place.host:
-            self.host["home", index] = self.device.host_empty(self.place.host["home", index], pinned=True)
-            buffers.append(self.host["home", index])
-        if ("weights", index) in self.gpu:
-            buffers.append(self.gpu["weights", index])
+        if (B.HOME, index) in self.place.host:
+            self.host[B.HOME, index] = self.device.host_empty(self.place.host[B.HOME, index], pinned=True)
+            buffers.append(self.host[B.HOME, index])
+        if (B.WEIGHTS, index) in self.gpu:
+            buffers.append(self.gpu[B.WEIGHTS, index])
         in_use = self.gpu[self.place.weights_buffer(index)]
         undo: list[Callable[[], None]] = []
         try:
@@ -135,13 +135,17 @@ class Store:
         flat = self.flat(buffer, index, dtype=dtype)[piece.offset : piece.offset + piece.numel]
         flat = own_storage(flat) if owns else flat
         shape = self.place.graph.param[piece.name].shape
-        host_update_interval = self._strides[piece.name]
-        return flat.view(shape) if host_update_interval is None else flat.as_strided(shape, host_update_interval)
+        stride = self._strides[piece.name]
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
     def flat(self, buffer: Tensor, index: int, *, dtype: torch.dtype | None = None) -> Tensor:
         """A chunk-shaped buffer as its elements."""
         dtype = dtype or getattr(torch, self.place.chunk(index).dtype)
         return buffer[: self.place.chunk(index).numel * dtype.itemsize].view(dtype)
+
+    def buffer(self, buffer: Buffer) -> Tensor:
+        """The memory of a buffer, as bytes."""
+        return self.gpu[buffer] if buffer in self.gpu else self.host[buffer]
 
     # Buffers of a chunk.
 
@@ -150,7 +154,7 @@ class Store:
         return self.gpu[self.place.weights_buffer(index)][: self.place.chunk(index).nbytes]
 
     def home(self, index: int) -> Tensor:
-        return self.host["home", index]
+        return self.host[B.HOME, index]
 
     def gradient(self, index: int) -> Tensor:
         """On the device, as bytes."""
@@ -190,14 +194,14 @@ class Store:
     def state(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """First and second moments, and the lower half of the master (None: the weight is the master), flat."""
         on_host = self.place.updates_on_host(index)
-        buffer = self.host["host_state", index] if on_host else self.gpu["state", index]
+        buffer = self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index]
         n = self.place.chunk(index).numel
         m, v = buffer[: 4 * n].view(torch.float32), buffer[4 * n : 8 * n].view(torch.float32)
         return m, v, buffer[8 * n :].view(torch.int16) if self.place.chunk(index).is_split else None
 
     def canonical(self, index: int) -> Tensor:
         """The bytes that hold a chunk's weights between uses. Drain the lanes before reading."""
-        return self.home(index) if self.place.has_host_weights(index) else self.gpu["weights", index]
+        return self.home(index) if self.place.has_host_weights(index) else self.gpu[B.WEIGHTS, index]
 
     def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
         ids = {id(p) for p in params}
@@ -213,13 +217,13 @@ class Store:
     def device_view(self, name: str) -> Tensor:
         """The same value as a tensor of the device, over the same memory."""
         index, piece = self.place.layout.place[name]
-        buffer = self._map(("home", index)) if self.place.has_host_weights(index) else self.gpu["weights", index]
+        buffer = self._map((B.HOME, index)) if self.place.has_host_weights(index) else self.gpu[B.WEIGHTS, index]
         return self._view(buffer, index, piece, owns=True)
 
     def copies(self, name: str) -> list[Tensor]:
         """All views of a parameter's value outside of slots: at home, and on the device where it is resident."""
         index, piece = self.place.layout.place[name]
-        buffers = [self.host.get(("home", index)), self.gpu.get(("weights", index))]
+        buffers = [self.host.get((B.HOME, index)), self.gpu.get((B.WEIGHTS, index))]
         return [self._view(buffer, index, piece) for buffer in buffers if buffer is not None]
 
     def write(self, name: str, value: Tensor) -> None:
@@ -230,7 +234,7 @@ class Store:
             self.clear_remainders(name, weight != value.to(weight.device, weight.dtype))
             weight.copy_(value)
             if self.place.has_host_weights(index) and not self.place.streams(index):
-                self._view(self.gpu["weights", index], index, piece).copy_(value)
+                self._view(self.gpu[B.WEIGHTS, index], index, piece).copy_(value)
         self.invalidate(index)
 
     def clear_remainders(self, name: str, changed: Tensor) -> None:
@@ -246,7 +250,7 @@ class Store:
         """
         if self.place.has_host_weights(index) and not self.place.streams(index):
             with torch.no_grad(), self.device.on_host():
-                self.gpu["weights", index].copy_(self.home(index))
+                self.gpu[B.WEIGHTS, index].copy_(self.home(index))
         self.invalidate(index)
 
     def invalidate(self, index: int) -> None:
@@ -259,11 +263,11 @@ class Store:
         """A parameter's optimizer state, as parameter-shaped views of where it lives."""
         index, piece = self.place.layout.place[name]
         m, v, lo = self.state(index)
-        shape, host_update_interval = self.place.graph.param[name].shape, self._strides[name]
+        shape, stride = self.place.graph.param[name].shape, self._strides[name]
 
         def view(flat: Tensor) -> Tensor:
             part = own_storage(flat[piece.offset : piece.offset + piece.numel])
-            return part.view(shape) if host_update_interval is None else part.as_strided(shape, host_update_interval)
+            return part.view(shape) if stride is None else part.as_strided(shape, stride)
 
         views = {"exp_avg": view(m), "exp_avg_sq": view(v)}
         return views if lo is None else {**views, "lo": view(lo)}
@@ -299,8 +303,8 @@ class Store:
                         _give_own(param, value)
                     else:
                         param.data = unmaterialized_like(value, value.dtype)
-            self.host.pop(("home", index), None)
-            self.gpu.pop(("weights", index), None)
+            self.host.pop((B.HOME, index), None)
+            self.gpu.pop((B.WEIGHTS, index), None)
         self.gpu.clear()
         self.host.clear()
         self._mapped.clear()
@@ -329,10 +333,7 @@ def _dense_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
     """None for a contiguous parameter, its strides for one that is merely permuted."""
     if param.is_contiguous():
         return None
-    extent = 1 + sum(
-        (size - 1) * host_update_interval
-        for size, host_update_interval in zip(param.shape, param.stride(), strict=True)
-    )
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
     if extent != math.prod(param.shape):
         found = f"{name} has shape {tuple(param.shape)} and strides {param.stride()}"
         raise ModelUnsupported(

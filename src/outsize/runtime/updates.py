@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outsize.optim.adamw import Hyper, Scratch, slow_kernels, update
+from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.store import Store
 
 
@@ -34,7 +35,7 @@ class Updates:
         """Updates made so far, per parameter."""
         self._scratch = {
             side: Scratch(buffer)
-            for side, buffer in (("gpu", store.gpu.get(("scratch", 0))), ("host", store.host.get(("host_scratch", 0))))
+            for side, buffer in (("gpu", store.gpu.get((B.SCRATCH, 0))), ("host", store.host.get((B.HOST_SCRATCH, 0))))
             if buffer is not None
         }
 

@@ -12,12 +12,7 @@ def test_on_sim_a_step_of_the_timeline_is_the_step_of_the_plan_lane_by_lane() ->
         with engine.device.timeline() as timeline:
             cells.train_cell(CELL, engine, steps=1)
         issued = [
-            str(action)
-            for segment in (
-                engine.runtime.executor.schedule.forward,
-                *engine.runtime.executor.schedule.backward.values(),
-            )
-            for action in segment
+            str(action) for segment in engine.runtime.executor.schedule.segments.values() for action in segment.actions
         ]
         busy = timeline.busy_seconds()
         assert {lane: round(seconds, 12) for lane, seconds in engine.plan.estimate.busy_seconds.items()} == {

@@ -6,9 +6,10 @@ import random
 from synthetic import random_case, random_decision
 
 from outsize.hardware.lanes import LANES, Lane
+from outsize.plan.actions import effect
+from outsize.plan.buffers import Buffer
 from outsize.plan.hazards import Hazards, Token
-from outsize.plan.placement import Buffer
-from outsize.plan.schedule import compile_schedule, effect
+from outsize.plan.schedule import compile_schedule
 
 Access = tuple[Lane, frozenset[Buffer], frozenset[Buffer]]
 
@@ -90,9 +91,9 @@ def test_both_hold_on_real_schedules() -> None:
         in_backward = place.step_config.update == "in_backward"
         actions: list[Access] = []
         for _ in range(2):
-            for name, segment in schedule.step(place.step_config.accumulate, in_backward):
+            for segment in schedule.step(place.step_config.accumulate, in_backward):
                 touched = [
-                    effect(place, action, update_in_backward=in_backward and name == "backward") for action in segment
+                    effect(place, action, update_in_backward=segment.updates_in_backward) for action in segment.actions
                 ]
                 actions += [(lane, frozenset(reads), frozenset(writes)) for lane, reads, writes in touched]
         waits = derive(actions)

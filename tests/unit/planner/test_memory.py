@@ -7,7 +7,7 @@ import pytest
 from synthetic import NOTHING, Case, make_case, random_case, random_decision
 
 from outsize.model.work import STRATEGIES, Shared, Work
-from outsize.plan.schedule import compile_schedule
+from outsize.plan.schedule import Schedule, compile_schedule
 from outsize.planner.memory import HighWater, high_water, ledger
 
 
@@ -127,7 +127,7 @@ def test_an_output_is_freed_by_the_later_of_two_backwards(case: Case, maker: str
         shared=(output,),
     )
     schedule = compile_schedule(place)
-    entries = {str(e.action): e for e in ledger(schedule.forward, next(iter(schedule.backward.values())), place, 0)}
+    entries = {str(e.action): e for e in ledger(schedule, place, 0)}
     is_released = maker == "recompute" and taker == "offload"
     assert entries["F1"].closes == entries["F3"].opens == 100 and entries["B1"].closes == 0
     assert entries["B3"].opens == (0 if is_released else 100)
@@ -156,7 +156,7 @@ def test_what_is_sent_lives_until_the_release_or_as_long_as_a_frame_holds_it(cas
             case.place(case.decide()), work=(NOTHING, sends, NOTHING, NOTHING), shared=(output,)
         )
         schedule = compile_schedule(place)
-        entries = {str(e.action): e for e in ledger(schedule.forward, next(iter(schedule.backward.values())), place, 0)}
+        entries = {str(e.action): e for e in ledger(schedule, place, 0)}
         assert (
             entries["F2"].opens == entries["R1"].opens == 100
             and entries["R1"].closes == closes
@@ -192,8 +192,8 @@ def test_all_kinds_of_backward_have_the_same_peak() -> None:
         place = case.place(random_decision(case, seed))
         schedule = compile_schedule(place)
         peaks = {
-            high_water(place, dataclasses.replace(schedule, backward={key: actions}), 64)
-            for key, actions in schedule.backward.items()
+            high_water(place, Schedule({s.name: s for s in (schedule.segments["forward"], backward)}), 64)
+            for backward in schedule.backwards
         }
         assert len(peaks) == 1
 

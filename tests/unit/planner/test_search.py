@@ -401,13 +401,13 @@ def test_frozen_chunks_are_only_loaded_and_a_frozen_prefix_not_in_backward() -> 
     for seed in range(20):
         for here in (case, random_case(seed)):
             schedule = compile_schedule(here.place(random_decision(here, seed)))
-            backward = [action for actions in schedule.backward.values() for action in actions]
+            backward = [action for segment in schedule.backwards for action in segment.actions]
             of_chunks = [
-                action for action in (*schedule.forward, *backward, *schedule.update) if action.kind in "LQGUW"
+                action for action in (*schedule["forward"], *backward, *schedule["update"]) if action.kind in "LQGUW"
             ]
             assert {a.kind for a in of_chunks if not here.layout.chunks[a.index].trainable} <= {"L"}
             for action in backward:
                 if action.kind == "L":
                     assert any(here.graph.has_backward[call] for call in here.layout.chunks[action.index].calls)
                 assert action.kind != "B" or here.graph.has_backward[action.index]
-            assert not any(a.kind == "L" and not here.layout.chunks[a.index].trainable for a in schedule.update)
+            assert not any(a.kind == "L" and not here.layout.chunks[a.index].trainable for a in schedule["update"])

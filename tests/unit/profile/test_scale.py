@@ -82,7 +82,7 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
     rng = random.Random(seed)
     case = synthetic.random_case(seed)
 
-    def pad_to_shape(value: float) -> Any:
+    def affine(value: float) -> Any:
         fixed, each = (
             (rng.randrange(1000), rng.randrange(1000)) if isinstance(value, int) else (rng.random(), rng.random())
         )
@@ -90,19 +90,17 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
 
     fields = [f.name for f in dataclasses.fields(synthetic.NOTHING)]
     numbers, waits = (
-        [name for name in fields if not name.endswith("waits")],
-        {name: True for name in fields if name.endswith("waits")},
+        [name for name in fields if not name.endswith("syncs_host")],
+        {name: True for name in fields if name.endswith("syncs_host")},
     )
     calls = tuple(
-        {s: dataclasses.replace(w, **{n: pad_to_shape(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()}
+        {s: dataclasses.replace(w, **{n: affine(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()}
         for v in case.trace.calls
     )
-    shared = tuple(
-        dataclasses.replace(tensor, num_bytes=pad_to_shape(tensor.num_bytes)) for tensor in case.trace.shared
-    )
+    shared = tuple(dataclasses.replace(tensor, num_bytes=affine(tensor.num_bytes)) for tensor in case.trace.shared)
     inputs = {"input_ids": (rows, 7), "pixel_values": (3 * rows, 5), "position_ids": (3, rows, 7)}
     return dataclasses.replace(
-        case.trace, inputs=inputs, calls=calls, shared=shared, held_bytes=pad_to_shape(0), provenance="made up"
+        case.trace, inputs=inputs, calls=calls, shared=shared, held_bytes=affine(0), provenance="made up"
     )
 
 

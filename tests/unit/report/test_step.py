@@ -89,4 +89,4 @@ def test_every_action_has_words() -> None:
     assert {name[0] for name in words} == set("LFSRPQBGUW")
     assert words["F1"] == "forward of model.layers.0"
     assert words["U2"] == "update model.layers.1 (chunk 2, 8.00 KiB)"
-    assert words["S1"] == "send the activations of model.layers.0 (2.00 KiB)"
+    assert words["S1"] == "offload the activations of model.layers.0 (2.00 KiB)"

@@ -1,0 +1,194 @@
+"""Actions: the operations that a schedule is made of. This table is the only place that knows what a kind of action
+does.
+
+Each kind says what its number means (a block call or a chunk), which lane it runs on, which buffers it reads and
+writes, how many bytes it moves, how long it takes and how the runtime performs it. Schedule, simulator, executor,
+memory ledger, calibration and report derive everything from these records. Actions print as `F12` or `L3` and parse
+back.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from outsize.base.errors import PlanInvalid
+from outsize.hardware.lanes import Lane, copy_seconds, update_seconds
+from outsize.hardware.spec import HardwareSpec
+from outsize.plan.buffers import Buffer
+from outsize.plan.buffers import BufferKind as B
+from outsize.plan.placement import Placement
+
+
+class Kind(StrEnum):
+    LOAD = "L"
+    FORWARD = "F"
+    OFFLOAD = "S"
+    FREE = "R"
+    RESTORE = "P"
+    LOAD_GRADIENT = "Q"
+    BACKWARD = "B"
+    STORE_GRADIENT = "G"
+    UPDATE = "U"
+    WRITE_BACK = "W"
+
+
+class Action(NamedTuple):
+    kind: Kind
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    """A block call or a chunk: see `ActionType.operand`."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.index}"
+
+
+class Effect(NamedTuple):
+    lane: Lane
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+
+
+Work = Literal["model", "copy", "offload", "free", "restore", "update"]
+"""How the runtime performs an action. `model`: the model's own code runs it. `copy`: the first buffer read is copied to
+the first one written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionType:
+    label: str
+    """In front of the name of a block: `load the weights of`."""
+    operand: Literal["call", "chunk"]
+    work: Work
+    group: str
+    """The color in charts: see `BufferKind.group`."""
+    effect: Callable[[Placement, int, bool], Effect]
+    """Of the number; the flag says that the action belongs to a backward that updates."""
+    num_bytes: Callable[[Placement, int], int]
+    """That it copies or frees; 0 where it computes."""
+
+    @property
+    def moves_activations(self) -> bool:
+        return self.operand == "call" and self.work != "model"
+
+
+def parse_action(word: str) -> Action:
+    match = re.fullmatch(r"([A-Z])(\d+)", word)
+    if match is None or match[1] not in TYPES:
+        raise PlanInvalid(f"{word!r} is no action such as F12 or L3. Write the schedule again with `str(schedule)`.")
+    return Action(Kind(match[1]), int(match[2]))
+
+
+def effect(place: Placement, action: Action, *, update_in_backward: bool = False) -> Effect:
+    """The lane of an action and the buffers it reads and writes."""
+    return TYPES[action.kind].effect(place, action.index, update_in_backward)
+
+
+def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: Lane) -> float:
+    kind, i = action
+    match TYPES[kind].work:
+        case "model":
+            work = place.work[i]
+            return work.forward_seconds if kind == Kind.FORWARD else work.backward_seconds
+        case "free":
+            return 0.0
+        case "update":
+            return update_seconds(spec, lane, place.chunk(i).numel)
+        case "copy" | "offload" | "restore":
+            return copy_seconds(spec, lane, TYPES[kind].num_bytes(place, i))
+
+
+def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
+    """CPU seconds to launch an action, and whether the CPU waits for the GPU in it. Zero where launches were not
+    measured.
+    """
+    kind, i = action
+    work = TYPES[kind].work
+    if not place.knows_issuing or work == "free":
+        return 0.0, False
+    if work != "model":
+        return spec.launch_seconds, False
+    call = place.work[i]
+    if kind == Kind.FORWARD:
+        return call.forward_launch_seconds, call.forward_syncs_host
+    return call.backward_launch_seconds, call.backward_syncs_host
+
+
+def _weight_bytes(place: Placement, chunk: int) -> int:
+    return place.chunk(chunk).nbytes
+
+
+def _gradient_bytes(place: Placement, chunk: int) -> int:
+    return place.chunk(chunk).grad_bytes(place.step_config.fp32_grads)
+
+
+def _sent_bytes(place: Placement, call: int) -> int:
+    return place.work[call].sent_bytes
+
+
+def _no_bytes(place: Placement, index: int) -> int:
+    return 0
+
+
+def _weights_of(place: Placement, call: int) -> tuple[Buffer, ...]:
+    return tuple(place.weights_buffer(chunk) for chunk in place.layout.used_by(call))
+
+
+def _forward(place: Placement, call: int, _: bool) -> Effect:
+    return Effect("compute", _weights_of(place, call), ((B.LIVE, call),) if call in place.return_slot else ())
+
+
+def _backward(place: Placement, call: int, _: bool) -> Effect:
+    returned = ((B.RETURN, place.return_slot[call]),) if call in place.return_slot else ()
+    gradients = tuple(place.gradient_buffer(chunk) for chunk in place.grads_completed_by.get(call, ()))
+    norms = ((B.NORMS, 0),) if gradients else ()
+    return Effect("compute", (*_weights_of(place, call), *returned), (*gradients, *norms))
+
+
+def _update(place: Placement, chunk: int, update_in_backward: bool) -> Effect:
+    # After the step, the clipping factor comes from all norms. In backward there is no clipping.
+    norms = () if update_in_backward else ((B.NORMS, 0),)
+    if place.updates_on_host(chunk):
+        return Effect("host", (place.host_gradient_buffer(chunk), *norms), ((B.HOME, chunk),))
+    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk),))
+
+
+def _write_back(place: Placement, chunk: int, _: bool) -> Effect:
+    home, weights = (B.HOME, chunk), place.weights_buffer(chunk)
+    return Effect("h2d", (home,), (weights,)) if place.updates_on_host(chunk) else Effect("d2h", (weights,), (home,))
+
+
+TYPES: dict[Kind, ActionType] = {
+    Kind.LOAD: ActionType(
+        "load the weights of", "chunk", "copy", "slots",
+        lambda place, i, _: Effect("h2d", ((B.HOME, i),), (place.weights_buffer(i),)), _weight_bytes,
+    ),
+    Kind.FORWARD: ActionType("forward of", "call", "model", "forward", _forward, _no_bytes),
+    Kind.OFFLOAD: ActionType(
+        "offload the activations of", "call", "offload", "activations",
+        lambda place, i, _: Effect("d2h", ((B.LIVE, i),), ((B.ARENA, i),)), _sent_bytes,
+    ),
+    Kind.FREE: ActionType(
+        "free the offloaded activations of", "call", "free", "activations",
+        lambda place, i, _: Effect("compute", (), ((B.LIVE, i),)), _sent_bytes,
+    ),
+    Kind.RESTORE: ActionType(
+        "load the activations of", "call", "restore", "activations",
+        lambda place, i, _: Effect("h2d", ((B.ARENA, i),), ((B.RETURN, place.return_slot[i]),)), _sent_bytes,
+    ),
+    Kind.LOAD_GRADIENT: ActionType(
+        "load the gradient sum of", "chunk", "copy", "gradients",
+        lambda place, i, _: Effect("h2d", (place.host_gradient_buffer(i),), (place.gradient_buffer(i),)),
+        _gradient_bytes,
+    ),
+    Kind.BACKWARD: ActionType("backward of", "call", "model", "backward", _backward, _no_bytes),
+    Kind.STORE_GRADIENT: ActionType(
+        "store the gradient of", "chunk", "copy", "gradients",
+        lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
+        _gradient_bytes,
+    ),
+    Kind.UPDATE: ActionType("update", "chunk", "update", "optimizer", _update, _weight_bytes),
+    Kind.WRITE_BACK: ActionType("write the updated weights of", "chunk", "copy", "weights", _write_back, _weight_bytes),
+}  # fmt: skip
+"""UPDATE runs where the state is. WRITE_BACK goes to the GPU (resident, updated on the host) or to the host (streamed,
+updated on the GPU). FREE waits for OFFLOAD and gives the GPU memory back."""
