@@ -1,4 +1,4 @@
-"""The README tells the truth: its Python and its YAML run, its commands exist, its tree is the tree."""
+"""The README is correct: its Python and YAML run, its commands exist, its source tree matches the packages."""
 
 import re
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     names["engine"].detach()
 
 
-def test_the_two_lines_of_the_readme_for_trainer_users_run(tmp_path: Path) -> None:
+def test_the_trainer_example_of_the_readme_runs(tmp_path: Path) -> None:
     (code,) = [text for text in blocks("python") if "OutsizeTrainer(" in text]
     args = TrainingArguments(
         output_dir=str(tmp_path),
@@ -62,9 +62,7 @@ def test_the_two_lines_of_the_readme_for_trainer_users_run(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("_profiles_anew")
-def test_the_yaml_of_the_readme_trains_with_the_commands_below_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_yaml_of_the_readme_trains_with_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text,) = blocks("yaml")
     assert len(text.splitlines()) <= 13
     keys = yaml.safe_load(text)
@@ -85,16 +83,16 @@ def test_the_yaml_of_the_readme_trains_with_the_commands_below_it(
 
 
 def test_the_commands_of_the_readme_exist() -> None:
-    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) == {"train", "test", "smoke"} <= verbs
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) == {"train", "test", "smoke"} <= targets
     commands = {path.stem for path in (ROOT / "src/outsize/cli").glob("*.py")} - {"__init__", "main", "options"}
     assert set(re.findall(r"(?:^|`)outsize ([a-z]+)", README, re.MULTILINE)) == commands
 
 
-def test_the_tree_of_the_readme_is_the_tree() -> None:
+def test_the_source_tree_of_the_readme_matches_the_packages() -> None:
     tree = re.search(r"```\nsrc/outsize/\n(.*?)```", README, re.DOTALL)[1]  # type: ignore[index]
-    rooms = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
-    assert rooms == {
+    packages = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+    assert packages == {
         path.name
         for path in (ROOT / "src/outsize").iterdir()
         if path.is_dir() and path.name != "__pycache__" and any(path.glob("*.py"))

@@ -1,4 +1,4 @@
-"""The sheet of traps (docs/decisions/0005-traps.md) is complete, and what it names exists."""
+"""The table of traps (docs/decisions/0005-traps.md) is complete, and the tests it names exist."""
 
 import ast
 import re
@@ -11,11 +11,11 @@ ROWS = dict(
 MUST = [f"{letter}{n}" for letter, last in (("A", 25), ("B", 15), ("C", 22), ("D", 23)) for n in range(1, last + 1)]
 
 
-def test_every_trap_of_sections_a_to_d_is_on_the_sheet() -> None:
+def test_every_trap_of_sections_a_to_d_is_listed() -> None:
     assert [trap for trap in MUST if trap not in ROWS] == []
 
 
-def test_every_test_that_the_sheet_names_exists() -> None:
+def test_every_named_test_exists() -> None:
     missing = []
     for trap, row in ROWS.items():
         for path, _, function in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", row):
