@@ -12,7 +12,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,11 +27,11 @@ from torch import Tensor
 from outsize import compat
 from outsize.base.log import log
 from outsize.base.units import show_bytes
+from outsize.calibration.rates import Identity, machine_spec
 from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
 from outsize.hardware.lanes import Lane
-from outsize.hardware.probed import Identity, describe, save_calibration
 from outsize.hardware.spec import ProcessOverhead
 
 _SLACK_BYTES = 64 * 2**20
@@ -45,6 +45,7 @@ _HEAD_START_CYCLES = 40_000_000
 class CudaDevice(Device):
     kind = "cuda"
     observes_by_mode = False
+    saves_calibration = True
 
     def __init__(self, index: int):
         super().__init__()
@@ -59,7 +60,7 @@ class CudaDevice(Device):
         """Of what was handed to a lane's thread, the latest."""
         self._began: dict[Lane, tuple[str, torch.cuda.Event]] = {}
         self._zero: tuple[float, torch.cuda.Event] = (0.0, torch.cuda.Event())
-        self.spec = describe(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
+        self.spec = machine_spec(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
         self._limit = self._total
         self._given_fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         """The limit that the user's process had before ours."""
@@ -304,9 +305,6 @@ class CudaDevice(Device):
     def _begin_timeline(self) -> None:
         self._began = {}
         self._zero = (time.perf_counter(), self._mark("compute", timed=True))
-
-    def save_rates(self, seen: Mapping[str, float]) -> None:
-        save_calibration(seen, self.identity, self.spec)
 
     @contextmanager
     def meter(self) -> Iterator[Meter]:

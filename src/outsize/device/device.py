@@ -8,17 +8,17 @@ writes name the tensors that an action touches: only `sim` looks at them, to fin
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from outsize.calibration.rates import Identity
 from outsize.device.timeline import Timeline
 from outsize.hardware.host import num_cores
 from outsize.hardware.lanes import Lane
-from outsize.hardware.probed import Identity
 from outsize.hardware.spec import HardwareSpec, ProcessOverhead
 
 Event = Any
@@ -38,6 +38,8 @@ class Device(ABC):
     torch_device: torch.device
     spec: HardwareSpec
     finds_races = False
+    saves_calibration = False
+    """Whether rates that training steps measure are saved for later plans."""
     op_launch_seconds = 0.0
     """What it takes a thread to issue an operator, where that is counted and not measured."""
     observes_by_mode = True
@@ -54,7 +56,7 @@ class Device(ABC):
 
     @property
     def identity(self) -> Identity:
-        """What a probe of this machine belongs to."""
+        """What measured rates of this machine are valid for."""
         return Identity(
             gpu="none", driver="none", torch=str(torch.__version__), cores=min(torch.get_num_threads(), num_cores())
         )
@@ -187,9 +189,6 @@ class Device(ABC):
 
     def _begin_timeline(self) -> None:  # noqa: B027
         """Note what time zero is."""
-
-    def save_rates(self, seen: Mapping[str, float]) -> None:  # noqa: B027 - only a real card has something to learn
-        """Rates as training saw them, by their names in HardwareSpec: for the plans of later processes."""
 
     @abstractmethod
     def meter(self) -> AbstractContextManager[Meter]: ...

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from outsize.base.units import show_bytes, show_seconds
+from outsize.calibration.steps import LANE_WORDS, StepTiming
 from outsize.device.device import Device
 from outsize.hardware.lanes import LANES
 from outsize.plan.plan import Plan
-from outsize.runtime.calibration import LANE_WORDS, StepTiming
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
