@@ -83,7 +83,7 @@ def probe(device: Device, sizes: Sizes | None = None) -> Machine:
     prober = Prober(device, sizes or Sizes())
     began = time.perf_counter()
     try:
-        stages = prober.stages(with_gpu=device.kind == "cuda")
+        stages = prober.stages(with_gpu=device.is_gpu)
         for stage in counted(stages, "measuring this machine", total=len(stages)):
             stage()
     except torch.OutOfMemoryError as error:

@@ -47,7 +47,7 @@ def probe(
     measured_device = choose_device(device)
     machine = measure(measured_device)
     print(show(machine))
-    if measured_device.kind != "cuda":
+    if not measured_device.is_gpu:
         print("\nOnly the host was measured: the GPU's rates are assumed. Plans for this machine do not use them.")
     elif path := save_probe(machine, measured_device.identity):
         print(f"\nSaved as {path}; plans for this machine use it.")

@@ -17,6 +17,8 @@ from outsize.hardware.spec import HardwareSpec
 
 class CpuDevice(Device):
     kind = "cpu"
+    has_own_memory = False
+    is_async = False
 
     def __init__(self) -> None:
         super().__init__()

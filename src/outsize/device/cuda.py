@@ -44,6 +44,8 @@ _HEAD_START_CYCLES = 40_000_000
 
 class CudaDevice(Device):
     kind = "cuda"
+    is_gpu = True
+    keeps_guard = False  # it takes time at every operator
     observes_by_mode = False
     saves_calibration = True
 

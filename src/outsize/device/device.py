@@ -35,8 +35,19 @@ class Meter(Protocol):
 
 class Device(ABC):
     kind: str
+    """`cuda`, `cpu` or `sim`: for names and cache keys. Code outside of `device/` branches on the attributes below."""
     torch_device: torch.device
     spec: HardwareSpec
+    is_gpu = False
+    """A real GPU."""
+    is_simulated = False
+    """Seconds are computed from the spec, not measured."""
+    has_own_memory = True
+    """Device memory is not the host's."""
+    is_async = True
+    """Kernels run beside the thread that launches them, or are simulated to."""
+    keeps_guard = True
+    """The guard against reading a slot that holds another chunk stays on after the first step."""
     finds_races = False
     saves_calibration = False
     """Whether rates that training steps measure are saved for later plans."""

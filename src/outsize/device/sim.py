@@ -41,6 +41,9 @@ class _Accesses:
 
 class SimDevice(CpuDevice):
     kind = "sim"
+    is_simulated = True
+    has_own_memory = True
+    is_async = True
     finds_races = True
 
     def __init__(self, spec: HardwareSpec):

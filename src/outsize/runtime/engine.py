@@ -215,7 +215,7 @@ class Engine:
         require_valid_groups(self.optimizer.param_groups)
         self.runtime.access.apply_user_writes()
         self._steps.step()
-        if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":
+        if not self.device.keeps_guard and os.environ.get("OUTSIZE_GUARD") != "1":
             self.runtime.drop_guard()
         self._calibration.step_made(self.num_steps)
 

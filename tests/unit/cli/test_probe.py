@@ -81,7 +81,7 @@ def test_doctor_tells_whether_the_machine_was_probed(monkeypatch: pytest.MonkeyP
     assert [f.state for f in doctor._probe()] == ["note"]
 
     class Card(CpuDevice):
-        kind = "cuda"
+        is_gpu = True
         identity = Identity(gpu="A Card", driver="1", torch="2", cores=3)
 
     monkeypatch.setattr("outsize.device.choose.choose_device", lambda: Card())
