@@ -25,13 +25,16 @@ from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.config.source import load_yaml, read_text
 from outsize.hardware.catalog import CATALOG
+from outsize.hardware.lanes import LANE_FACTS, Lane
 from outsize.hardware.machine import Machine, read_machine, write_machine
 from outsize.hardware.spec import HardwareSpec
 
 ASSUMED = "rtx3090"
 """The catalog entry whose rates are assumed for an unknown GPU."""
-CALIBRATED_RATES = ("h2d_bytes_per_second", "d2h_bytes_per_second", "host_adam_params_per_second")
-"""Fields of HardwareSpec that training steps measure. GPU compute is profiled for every model."""
+CALIBRATED_RATES: dict[Lane, str] = {
+    lane: facts.copy_rate or facts.update_rate for lane, facts in LANE_FACTS.items() if lane != "compute"
+}
+"""Fields of HardwareSpec that training steps measure, by lane. GPU compute is profiled for every model."""
 MAX_FACTOR = 4.0
 """A rate that differs from the catalog's or the probe's by more than this is a wrong measurement."""
 TOLERANCE = 0.03
@@ -55,7 +58,7 @@ def machine_spec(identity: Identity, *, gpu_bytes: int, host_bytes: int) -> Hard
     steps = load_step_rates(identity, spec)
     if steps is None:
         return spec
-    provenance = f"{spec.provenance}; copies and host updates measured in training on {steps.date}"
+    provenance = f"{spec.provenance}; copies and CPU updates measured in training on {steps.date}"
     return replace(spec, **steps.rates, provenance=provenance)  # type: ignore[arg-type]
 
 
@@ -191,7 +194,7 @@ def load_step_rates(identity: Identity, base: HardwareSpec) -> StepRates | None:
         return None
     rates = data.get("rates")
     if not isinstance(rates, dict) or not all(
-        name in CALIBRATED_RATES and isinstance(rate, float) and _is_plausible(name, rate, base)
+        name in CALIBRATED_RATES.values() and isinstance(rate, float) and _is_plausible(name, rate, base)
         for name, rate in rates.items()
     ):
         log.info("%s has no valid rates (%r) and is ignored", path, rates)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from outsize.base.log import log
 from outsize.base.units import show_seconds
-from outsize.calibration.rates import save_step_rates
+from outsize.calibration.rates import CALIBRATED_RATES, save_step_rates
 from outsize.device.device import Device
 from outsize.device.timeline import Span, Timeline
-from outsize.hardware.lanes import LANES, Lane
+from outsize.hardware.lanes import LANES, lane_words
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
 from outsize.plan.schedule import Schedule, action_seconds, parse_action
@@ -30,12 +30,6 @@ LAST_STEP = 20
 """A run that has not followed its plan until then is not timed any more."""
 MIN_BUSY_SHARE = 0.05
 """Share of the step that a lane must be busy for its rate to be saved."""
-LANE_WORDS: dict[Lane, str] = {"compute": "compute", "h2d": "copies in", "d2h": "copies out", "host": "host updates"}
-_RATES: dict[Lane, str] = {
-    "h2d": "h2d_bytes_per_second",
-    "d2h": "d2h_bytes_per_second",
-    "host": "host_adam_params_per_second",
-}
 _SIZED_BY_CHUNK = "LWQGU"
 """Actions whose size is their chunk's. Activations (S, P) have the batch's, which may be smaller than planned."""
 _MARK = "step"
@@ -57,7 +51,7 @@ class StepTiming:
         """One log line. Lanes without work are left out."""
         planned = plan.estimate
         lanes = [
-            f"{LANE_WORDS[lane]} {_difference(self.busy_seconds[lane], planned.busy_seconds[lane])}"
+            f"{lane_words(lane)} {_difference(self.busy_seconds[lane], planned.busy_seconds[lane])}"
             for lane in LANES
             if lane in self.busy_seconds and planned.busy_seconds.get(lane)
         ]
@@ -152,7 +146,7 @@ class StepCalibration:
         """The rates with which the plan's arithmetic gives the measured busy seconds, for lanes with enough work."""
         spec = self._device.spec
         rates = {}
-        for lane, rate in _RATES.items():
+        for lane, rate in CALIBRATED_RATES.items():
             own = [span for span in spans if span.lane == lane and span.name[0] in _SIZED_BY_CHUNK]
             # The fixed cost of an action does not depend on the rate.
             took = sum(span.end - span.start - spec.launch_seconds for span in own)

@@ -8,6 +8,7 @@ import typer
 from outsize.base.errors import ConfigError
 from outsize.base.units import show_bytes, show_seconds
 from outsize.cli.options import require_file
+from outsize.hardware.lanes import lane_words
 
 if TYPE_CHECKING:
     from outsize.hardware.machine import Machine
@@ -72,20 +73,20 @@ def show(machine: "Machine") -> str:
         "host memory": f"{show_bytes(memory['bytes'])}{limit}, {show_bytes(memory['free_bytes'])} free; "
         f"{measured['host_adam_bytes_per_second'] / 1e9:.3g} GB/s in updates, "
         f"{measured['host_copy_bytes_per_second'] / 1e9:.3g} GB/s in copies within it",
-        "host updates": f"{spec.host_adam_params_per_second / 1e9:.3g} G parameters/s",
+        lane_words("host"): f"{spec.host_adam_params_per_second / 1e9:.3g} G parameters/s",
     }
     if "step_per_second" in measured:
         alone, beside = (show_seconds(seconds) for seconds in measured["op_launch_seconds"].values())
         gemms = ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured["gemm_flops"].items())
         lines |= {
-            "host updates": f"{lines['host updates']} beside copies, "
+            lane_words("host"): f"{lines[lane_words('host')]} beside copies, "
             f"{measured['host_adam_params_per_second'] / 1e9:.3g} alone",
-            "copies to the GPU": f"{spec.h2d_bytes_per_second / 1e9:.3g} GB/s beside host updates",
-            "copies to the host": f"{spec.d2h_bytes_per_second / 1e9:.3g} GB/s beside host updates",
+            lane_words("h2d"): f"{spec.h2d_bytes_per_second / 1e9:.3g} GB/s beside CPU updates",
+            lane_words("d2h"): f"{spec.d2h_bytes_per_second / 1e9:.3g} GB/s beside CPU updates",
             "GPU memory": f"{measured['gpu_copy_bytes_per_second'] / 1e9:,.0f} GB/s",
             "GPU updates": f"{spec.gpu_adam_params_per_second / 1e9:.3g} G parameters/s",
             "matrix products": f"{gemms} TFLOP/s",
-            "kernel launches": f"{alone} for 600 small operators, {beside} beside host updates",
+            "kernel launches": f"{alone} for 600 small operators, {beside} beside CPU updates",
             "overhead": f"{show_seconds(spec.launch_seconds)} a copy; {show_bytes(spec.context_bytes)} of GPU memory "
             "for the CUDA context",
         }

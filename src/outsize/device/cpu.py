@@ -11,7 +11,7 @@ from torch import Tensor
 from outsize.device.device import Device, Event, Meter
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.timeline import Span
-from outsize.hardware.lanes import Lane
+from outsize.hardware.lanes import Lane, require_lane
 from outsize.hardware.spec import HardwareSpec
 
 
@@ -62,6 +62,7 @@ class CpuDevice(Device):
     def begin(
         self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
     ) -> None:
+        require_lane(lane)
         self._open = (name, time.perf_counter())
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:

@@ -31,7 +31,7 @@ from outsize.calibration.rates import Identity, machine_spec
 from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
-from outsize.hardware.lanes import Lane
+from outsize.hardware.lanes import COPY_LANES, Lane
 from outsize.hardware.spec import ProcessOverhead
 
 _SLACK_BYTES = 64 * 2**20
@@ -54,7 +54,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()
         _use_expandable_segments(self.torch_device)
-        self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
         """One thread per lane, from its first task until the last engine closes."""
         self._tasks: list[Future[tuple[Any, Any]]] = []
@@ -204,7 +204,13 @@ class CudaDevice(Device):
     # Lanes.
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return self._streams.get(lane) or torch.cuda.current_stream(self.torch_device)
+        if lane == "compute":
+            return torch.cuda.current_stream(self.torch_device)
+        if lane not in self._streams:
+            raise ValueError(
+                f"lane {lane!r} has no CUDA stream. Lanes with one are compute, {', '.join(self._streams)}."
+            )
+        return self._streams[lane]
 
     def begin(
         self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""

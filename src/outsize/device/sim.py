@@ -18,7 +18,7 @@ from outsize.device.cpu import CpuDevice
 from outsize.device.device import Event
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.timeline import Span
-from outsize.hardware.lanes import LANES, Lane, LaneClock
+from outsize.hardware.lanes import LANES, Lane, LaneClock, require_lane
 from outsize.hardware.spec import HardwareSpec
 
 _Known = dict[Lane, int]
@@ -139,6 +139,7 @@ class SimDevice(CpuDevice):
     def begin(
         self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
     ) -> None:
+        require_lane(lane)
         for event in waits:
             self.clock.free[lane] = max(self.clock.free[lane], event.ends)
             for other, count in event.known.items():

@@ -46,7 +46,7 @@ def test_without_a_gpu_the_host_is_measured_and_the_card_assumed(tmp_path) -> No
     assert torch.equal(torch.get_rng_state(), draws)
     (tmp_path / "box.yaml").write_text(write_machine(machine))
     assert read_machine(tmp_path / "box.yaml") == machine
-    assert "host updates" in show(machine) and "matrix products" not in show(machine)
+    assert "CPU updates" in show(machine) and "matrix products" not in show(machine)
 
 
 def test_every_stage_of_the_gpu_runs_and_every_figure_is_positive() -> None:

@@ -148,7 +148,7 @@ def test_training_steps_override_the_probe_half_way_each_time(folder: Path) -> N
         host_bytes=64 * GiB,
         h2d_bytes_per_second=12.25e9,
         host_adam_params_per_second=1.5 * SPEC.host_adam_params_per_second,
-        provenance=f"probed on 2026-11-16; copies and host updates measured in training on {today}",
+        provenance=f"probed on 2026-11-16; copies and CPU updates measured in training on {today}",
     )
     assert len(list((folder / "machines").iterdir())) == 2, "no temporary file is left"
     assert load_probe(CARD) == SPEC, "the probe is unchanged"
@@ -177,7 +177,7 @@ def test_training_steps_override_the_catalog() -> None:
     assert spec_now().d2h_bytes_per_second == 0.75 * rate
     assert (
         "outsize probe" in spec_now().provenance
-        and "; copies and host updates measured in training on " in spec_now().provenance
+        and "; copies and CPU updates measured in training on " in spec_now().provenance
     )
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 import outsize
 from outsize.calibration import steps
 from outsize.calibration.rates import Identity
-from outsize.calibration.steps import LANE_WORDS, LAST_STEP, TIMED_STEPS, WARM_UP_STEPS
+from outsize.calibration.steps import LAST_STEP, TIMED_STEPS, WARM_UP_STEPS
 from outsize.device.cpu import CpuDevice
 from outsize.device.device import Event
 from outsize.device.sim import SimDevice, SimEvent
 from outsize.hardware.catalog import lookup
-from outsize.hardware.lanes import LANES, Lane
+from outsize.hardware.lanes import LANES, Lane, lane_words
 from outsize.runtime.engine import Engine
 
 STREAMED = Cell(kind="llama", dtype="bf16", weights="host", optimizer="host", strategy="offload")
@@ -82,7 +82,7 @@ def test_on_sim_every_lane_is_busy_as_planned(cell: Cell, caplog: pytest.LogCapt
     assert report.planned_busy_seconds == planned.busy_seconds
     assert report.busy_seconds == pytest.approx(planned.busy_seconds, rel=1e-9)
     (line,) = [record.message for record in caplog.records if record.message.startswith("steps ")]
-    busy = [LANE_WORDS[lane] for lane in LANES if planned.busy_seconds[lane]]
+    busy = [lane_words(lane) for lane in LANES if planned.busy_seconds[lane]]
     assert line.startswith("steps 3-4: ") and line.endswith(" (+0 %); " + ", ".join(f"{words} +0 %" for words in busy))
     assert device.saved == [pytest.approx({name: getattr(device.spec, name) for name in device.saved[0]}, rel=1e-6)]
 
@@ -114,7 +114,8 @@ def test_measured_rates_that_differ_from_the_spec_are_saved(caplog: pytest.LogCa
         pytest.approx(rates | {"host_adam_params_per_second": spec.host_adam_params_per_second * 2}, rel=1e-6)
     ]
     assert (
-        f"copies in {100 * (found['h2d'] / planned['h2d'] - 1):+.0f} %, copies out +0 %, host updates -" in caplog.text
+        f"copies to the GPU {100 * (found['h2d'] / planned['h2d'] - 1):+.0f} %, copies to the host +0 %, CPU updates -"
+        in caplog.text
     )
 
 
@@ -135,7 +136,7 @@ def test_the_report_shows_every_lane_with_work() -> None:
             and str(report).count("not measured") == 1 + len(LANES)
         )
         step(engine, FIRST_READ - 1)
-        assert all(words in str(engine.report()) for words in LANE_WORDS.values()) and "not measured" not in str(
+        assert all(lane_words(lane) in str(engine.report()) for lane in LANES) and "not measured" not in str(
             engine.report()
         )
     with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), Calibrated())) as engine:
