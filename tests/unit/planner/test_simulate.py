@@ -170,10 +170,10 @@ def test_the_thread_gets_ahead_no_further_than_the_device_queues() -> None:
 def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
     """A copy that waits for an update is handed over, and the copies behind it; what computes with it cannot be."""
     clock = IssuedClock(1.0)
-    update = clock.issue("host", 5.0, (), 0.1, waits=False), clock.told
+    update = clock.issue("host", 5.0, (), 0.1, waits=False), clock.visible_at
     assert clock.issued == pytest.approx(0.1)
-    copy = clock.issue("h2d", 1.0, [update], 0.1, waits=False), clock.told
-    other = clock.issue("h2d", 1.0, (), 0.1, waits=False), clock.told
+    copy = clock.issue("h2d", 1.0, [update], 0.1, waits=False), clock.visible_at
+    other = clock.issue("h2d", 1.0, (), 0.1, waits=False), clock.visible_at
     assert (
         copy == pytest.approx((6.0, 5.0)) and other == pytest.approx((7.0, 5.0)) and clock.issued == pytest.approx(0.3)
     )
@@ -182,7 +182,7 @@ def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
         "told at 5, and no more than the queue's depth before it starts at 7"
     )
     clock = IssuedClock(1.0)
-    late = clock.issue("h2d", 9.0, (), 0.1, waits=False), clock.told
+    late = clock.issue("h2d", 9.0, (), 0.1, waits=False), clock.visible_at
     clock.issue("compute", 1.0, [late], 0.1, waits=False)
     assert late[1] == 0.0, "what the device does, the device waits for"
 
