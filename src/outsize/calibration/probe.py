@@ -78,7 +78,7 @@ class _Load:
 def probe(device: Device, sizes: Sizes | None = None) -> Machine:
     """Measure the machine of `device`: `cuda`, or `cpu` for the host alone. No engine may be attached to it."""
     gc.collect()  # frees the device of engines that were dropped without detach()
-    if device.promised:
+    if device.budgets:
         raise EngineMisuse("probe: an engine is attached to this device. Call its engine.detach() first.")
     prober = Prober(device, sizes or Sizes())
     began = time.perf_counter()

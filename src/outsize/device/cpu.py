@@ -1,4 +1,4 @@
-"""Device `cpu`: the host plays the device. Everything completes at once; the numerics are real."""
+"""Device `cpu`: the host is the device. Actions run at once, in the calling thread."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         super().__init__()
         self._open: tuple[str, float] | None = None
-        """The action that runs: its name and when it began."""
+        """Name and start of the action that runs."""
         self._zero = 0.0
         self.torch_device = torch.device("cpu")
         memory = psutil.virtual_memory()

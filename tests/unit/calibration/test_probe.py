@@ -78,6 +78,6 @@ def test_flops_are_counted_as_in_a_profiling_run() -> None:
 
 def test_a_device_with_an_attached_engine_is_not_measured() -> None:
     device = CpuDevice()
-    device.promised[1] = 1
+    device.budgets[1] = 1
     with pytest.raises(EngineMisuse, match="detach"):
         probe(device)

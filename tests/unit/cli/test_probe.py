@@ -28,7 +28,7 @@ SHAPE = dict(
 
 def test_the_host_is_measured_and_the_file_plans(tmp_path: Path) -> None:
     box = tmp_path / "box.yaml"
-    choose_device("cpu").promised.clear()  # of engines that other tests of this process have left behind
+    choose_device("cpu").budgets.clear()  # of engines that other tests of this process have left behind
     result = runner.invoke(app, ["probe", "--device", "cpu", "--save", str(box)])
     assert result.exit_code == 0, result.output
     assert all(words in result.output for words in ("Only the host was measured", "G parameters/s", str(box)))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from outsize.device.observer import ATTENTION_ISSUE, VIEW_ISSUE, Observer, parts_of, push_mode, remove_mode
+from outsize.device.observer import ATTENTION_LAUNCH, VIEW_LAUNCH, Observer, parts_of, push_mode, remove_mode
 
 
-def test_births_and_deaths_are_counted_and_the_peak_stays() -> None:
+def test_allocations_and_releases_are_counted_and_the_peak_stays() -> None:
     with Observer() as seen:
         x = torch.zeros(10)
         assert (seen.live_bytes, seen.peak_bytes) == (40, 40)
@@ -58,7 +58,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_is_no_birth_and_keeps_its_storage_alive(view) -> None:
+def test_a_view_allocates_nothing_and_keeps_its_storage_alive(view) -> None:
     with Observer() as seen:
         x = torch.zeros(4, 4)
         y = view(x)
@@ -70,7 +70,7 @@ def test_a_view_is_no_birth_and_keeps_its_storage_alive(view) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_of_memory_that_was_there_before_is_no_birth(view) -> None:
+def test_a_view_of_earlier_memory_allocates_nothing(view) -> None:
     before = torch.zeros(4, 4)
     with Observer() as seen:
         y = view(before)
@@ -208,10 +208,10 @@ def test_operators_count_by_what_issuing_them_takes() -> None:
             lambda: a + a,
             lambda: torch.nn.functional.scaled_dot_product_attention(a, a, a),
         ):
-            before = seen.issued
+            before = seen.launches
             work()
-            counts.append(seen.issued - before)
-    assert counts == pytest.approx([VIEW_ISSUE, 1.0, ATTENTION_ISSUE])
+            counts.append(seen.launches - before)
+    assert counts == pytest.approx([VIEW_LAUNCH, 1.0, ATTENTION_LAUNCH])
 
 
 # --- the stack of modes

@@ -33,9 +33,9 @@ def cells_of(numel: int) -> torch.Tensor:
 # --- memory
 
 
-def test_a_birth_beyond_the_budget_is_refused_with_its_bytes(device: SimDevice) -> None:
+def test_an_allocation_beyond_the_budget_is_refused_with_its_bytes(device: SimDevice) -> None:
     held = device.empty(600)
-    with pytest.raises(DeviceOutOfMemory, match=r"1000 B \(1000B\), but 401B more would make it 1001B"):
+    with pytest.raises(DeviceOutOfMemory, match=r"an allocation of 401B makes 1001B, the budget is 1000 B \(1000B\)"):
         device.empty(401)
     device.empty(400)
     assert device.observer.live_bytes == 600 and held.numel() == 600
@@ -107,9 +107,9 @@ def test_a_batch_is_copied_to_the_device_and_a_buffer_is_counted(device: SimDevi
 def test_devices_of_one_name_share_what_engines_were_promised() -> None:
     one, other = choose_device("sim:7MiB"), choose_device("sim:7MiB")
     assert one is other and one is not choose_device("sim:8MiB")
-    one.promised[1], one.promised[2] = 2**20, 2 * 2**20
+    one.budgets[1], one.budgets[2] = 2**20, 2 * 2**20
     assert other.free_bytes == 4 * 2**20
-    one.promised.clear()
+    one.budgets.clear()
 
 
 def test_an_engine_promises_its_budget_and_takes_it_back() -> None:
@@ -119,11 +119,11 @@ def test_an_engine_promises_its_budget_and_takes_it_back() -> None:
         cells.prepare(cells.Cell(kind=kind, weights="host", optimizer="host"), sim, budget=budget)
         for kind, budget in zip(("plain", "llama"), budgets, strict=True)
     ]
-    assert sorted(sim.promised.values()) == sorted(budgets) and sim.free_bytes == 56 * 2**20
+    assert sorted(sim.budgets.values()) == sorted(budgets) and sim.free_bytes == 56 * 2**20
     engines[0].detach()
-    assert list(sim.promised.values()) == [budgets[1]]
+    assert list(sim.budgets.values()) == [budgets[1]]
     engines[1].detach()
-    assert sim.promised == {} and sim.observer.live_bytes == 0
+    assert sim.budgets == {} and sim.observer.live_bytes == 0
 
 
 def test_two_engines_may_each_use_what_they_were_promised() -> None:
