@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, str] = {
     "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
     "plan": "base hardware.lanes hardware.spec model.graph model.work layout",
-    "optim": "base compat device layout",
+    "optim": "base compat device hardware.host layout",
     "dist": "base device",
     "activation": "base compat device model",
     "calibration": "base config.source device hardware optim plan progress",

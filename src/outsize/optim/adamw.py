@@ -24,7 +24,7 @@ from torch import Tensor
 from outsize.base.log import log
 from outsize.layout.scratch import BYTES_PER_ELEMENT, PIECE_NUMEL
 from outsize.optim.clip import round_fp32
-from outsize.optim.native import find_kernel, kernel, torch_is_asked_for
+from outsize.optim.native import find_kernel, forces_torch, kernel
 from outsize.optim.split import join_into, split_into
 
 
@@ -67,9 +67,8 @@ class Hyper:
         )
 
 
-_NUMBERS = tuple(
-    field.name for field in fields(Hyper)
-)  # dataclasses.asdict takes 40 µs, for every range of every chunk
+# dataclasses.asdict takes 40 µs, for every range of every chunk
+_NUMBERS = tuple(field.name for field in fields(Hyper))
 
 
 class Scratch:
@@ -150,15 +149,13 @@ def update(
 @cache
 def find_gpu_kernel() -> ModuleType | str:
     """triton_kernel.py, or why it cannot be used."""
-    if torch_is_asked_for():
+    if forces_torch():
         return "OUTSIZE_KERNELS=torch"
     try:
         from outsize.optim import triton_kernel
 
         triton_kernel.prove()
-    except (
-        Exception
-    ) as error:  # Triton fails in many ways (no compiler, an unknown GPU), and torch's kernel makes up for all of them
+    except Exception as error:  # Triton fails in many ways (no compiler, an unknown GPU); torch replaces it in all
         reason = f"Triton cannot be used: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
         log.warning("updates on the GPU run in torch, several times slower: %s", reason)
         return reason
@@ -171,9 +168,7 @@ def gpu_kernel() -> ModuleType | None:
 
 
 def slow_kernels(*, host: bool, gpu: bool) -> tuple[str, ...]:
-    """Updates that run in torch instead of a kernel of ours, with the reason. `host`, `gpu`: where updates run
-    at all.
-    """
+    """Updates that run in torch and not in the C or Triton kernel, with the reason. `host`, `gpu`: where they run."""
     found = ("on the host", find_kernel() if host else ""), ("on the GPU", find_gpu_kernel() if gpu else "")
     return tuple(
         f"updates {where} run in torch, several times slower: {reason}"
@@ -210,7 +205,7 @@ def _update_piece(
 
     wide.copy_(v)
     wide.sqrt_()
-    d = value  # the gradient has done its work
+    d = value  # overwrites the gradient
     d.copy_(wide)
     d.mul_(hyper.c2)
     d.add_(hyper.eps)
@@ -223,7 +218,7 @@ def _update_piece(
         weight.mul_(hyper.decay)
         weight.sub_(move)
     else:
-        w = value  # and so has the denominator
+        w = value  # overwrites the denominator
         join_into(weight, lo, out=w)
         w.mul_(hyper.decay)
         w.sub_(move)

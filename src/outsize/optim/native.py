@@ -1,8 +1,7 @@
-"""The C kernel of AdamW for host memory: the one that came with the package, else compiled when first wanted and kept
-in the cache folder.
+"""The C kernel of AdamW for host memory: built with the package, or compiled at first use and kept in the cache folder.
 
-Without a compiler there is none, which is said once; `adamw.py` then does the same in torch, to the same bits and
-several times slower. OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
+Without a compiler, one warning is logged, and `adamw.py` computes the same bits in torch, several times slower.
+OUTSIZE_KERNELS=torch selects that. Calls release the GIL.
 """
 
 import ctypes
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from outsize.base.cache_folder import cache_folder
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.log import log
+from outsize.hardware.host import num_cores, quota_cores
 from outsize.optim.build import compile_library, find_compiler, fingerprint
 
 _PACKAGE = Path(__file__).parent
 _SPARE_CORES = 2
-"""Left to the thread that issues work and to the driver."""
+"""Left to the launching thread and to the driver."""
 
 
 class _Numbers(ctypes.Structure):
@@ -58,20 +58,20 @@ class Kernel:
             self._functions[name](*places, weight.numel(), ctypes.byref(_Numbers(**numbers)), threads or _num_threads())
             != 0
         ):
-            raise MemoryError("no memory for an update on the host")
+            raise MemoryError("host memory is full: an update on the host cannot be started")
 
 
-def torch_is_asked_for() -> bool:
+def forces_torch() -> bool:
     value = os.environ.get("OUTSIZE_KERNELS", "")
     if value not in ("", "torch"):
-        raise ConfigError(tell("OUTSIZE_KERNELS is `torch`, or not set", f"it is {value!r}", "Correct it"))
+        raise ConfigError(f"OUTSIZE_KERNELS={value} is unknown. Set it to torch, or unset it.")
     return value == "torch"
 
 
 @cache
 def find_kernel() -> Kernel | str:
     """The kernel, or why it cannot be used."""
-    if torch_is_asked_for():
+    if forces_torch():
         return "OUTSIZE_KERNELS=torch"
     try:
         return Kernel(_packaged() or _compiled())
@@ -92,9 +92,7 @@ def kernel() -> Kernel | None:
 
 
 def _packaged() -> ctypes.CDLL | None:
-    """The library that was compiled with the package (setup.py), if it was made from this source and runs on this
-    machine.
-    """
+    """The library built with the package (setup.py), if it is of this source and loads on this machine."""
     for path in _PACKAGE.glob("_native*.so"):
         try:
             library = ctypes.CDLL(str(path))
@@ -107,7 +105,7 @@ def _packaged() -> ctypes.CDLL | None:
 
 
 def _compiled() -> ctypes.CDLL:
-    """The library in the cache folder, named by what went into it; without a cache, from a temporary folder."""
+    """The library in the cache folder, named by source, flags and compiler; without a cache, in a temporary folder."""
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     name = f"adamw-{fingerprint()}-{hashlib.sha256(version).hexdigest()[:8]}.so"
@@ -120,30 +118,12 @@ def _compiled() -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
         except OSError as error:
             log.debug("%s cannot be used: %s", path, error)
-    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:  # a loaded library needs its file no more
+    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:  # a loaded library does not need its file
         compile_library(compiler, Path(temporary) / name)
         return ctypes.CDLL(str(Path(temporary) / name))
 
 
 def _num_threads() -> int:
-    """As many as torch, this process and its container may use, less some on machines that have them to spare."""
-    cores = min(torch.get_num_threads(), _allowed_cores())
+    """Threads of an update: all cores that torch, this process and its container may use, less the spare ones."""
+    cores = max(1, min(torch.get_num_threads(), num_cores(), quota_cores()))
     return cores - _SPARE_CORES if cores > 2 * _SPARE_CORES else cores
-
-
-def _allowed_cores() -> int:
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(affinity, _quota_cores()))
-
-
-@cache
-def _quota_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Whole cores of the container's quota (cgroup v2, then v1); many where there is none."""
-    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        try:
-            quota, period = " ".join((root / file).read_text() for file in files).split()
-            if quota != "max" and int(quota) > 0:
-                return max(1, int(quota) // int(period))
-        except (OSError, ValueError):
-            continue
-    return 2**16

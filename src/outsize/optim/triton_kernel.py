@@ -1,7 +1,7 @@
 """AdamW over a flat range in GPU memory, one pass in Triton: 26 bytes a parameter move once (28 with fp32 gradients).
 
-Imported only where it is wanted: a CPU box has no triton. The sequence of operations is that of adamw.py and native.c,
-to the bit. What makes it so, as read in the PTX that Triton 3.6 makes: `enable_fp_fusion=False` keeps LLVM from
+Imported only on a GPU: a CPU machine has no Triton. The sequence of operations is that of adamw.py and native.c,
+to the bit. Why, as read in the PTX of Triton 3.6: `enable_fp_fusion=False` keeps LLVM from
 contracting a*b+c and has every multiplication written as `mul.rn`, which ptxas may not contract either; `div_rn` and
 `sqrt_rn` become `div.rn` and `sqrt.rn`; nothing carries `.ftz`, so denormals stay. bf16 is widened and the master split
 by integer arithmetic. tests/gpu/test_kernels.py reads the PTX again, and compares the bits.
@@ -24,8 +24,8 @@ WARPS = 8
 
 @triton.jit
 def _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, clip, mask):
-    """One block of pointers; `mask` is None where the block is whole."""
-    # All loads before all stores: the compiler cannot know that the ranges are apart, and would wait twice for memory.
+    """Update one block of pointers; `mask` is None for a whole block."""
+    # All loads before all stores: the compiler does not know that ranges are disjoint and would wait twice.
     g, first, second, w = tl.load(grad, mask), tl.load(m, mask), tl.load(v, mask), tl.load(weight, mask)
     if lo is not None:
         w = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + tl.load(lo, mask).to(tl.int32)).to(
@@ -49,8 +49,8 @@ def _update_block(weight, lo, m, v, grad, b1, b2, o1, o2, eps, decay, step, c2, 
         tl.store(lo, (bits - (high << 16)).to(tl.int16), mask)
 
 
-# `n` as one kind of number, else lengths that are 1, divisible by 16 or beyond 2**31 would each be compiled anew.
-# Floats never are.
+# Without this, lengths that are 1, divisible by 16 or beyond 2**31 would each compile a kernel. Floats are never
+# specialized.
 @triton.jit(do_not_specialize=["n"])
 def _update(
     weight,
@@ -119,7 +119,7 @@ def update(
 
 
 def prove() -> None:
-    """Raises where Triton cannot compile or load a kernel: no C compiler, an unknown GPU. Touches no memory."""
+    """Raise if Triton cannot compile or load a kernel: no C compiler, an unknown GPU. Touches no memory."""
     nothing = torch.empty(0, device="cuda")
     names = ("b1", "b2", "o1", "o2", "eps", "decay", "step", "c2")
     update(nothing, None, nothing, nothing, nothing, dict.fromkeys(names, 1.0), 1.0)

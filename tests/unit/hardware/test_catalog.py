@@ -56,7 +56,7 @@ def test_case_and_spaces_do_not_matter_and_all_that_begins_so_is_offered() -> No
     )
     with pytest.raises(ConfigError, match="Did you mean a100-40gb or a100-80gb"):
         lookup("a100")
-    with pytest.raises(ConfigError, match="hardware is a name"):
+    with pytest.raises(ConfigError, match="hardware 24 is not a string"):
         lookup(24)  # type: ignore[arg-type]
 
 

@@ -17,6 +17,7 @@ import torch
 from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
 
 from outsize.base.errors import ConfigError
+from outsize.hardware.host import quota_cores
 from outsize.optim import native
 from outsize.optim.build import compile_library, find_compiler
 from outsize.optim.native import find_kernel, kernel
@@ -179,9 +180,9 @@ def test_threads_are_those_that_torch_the_process_and_the_container_allow_less_t
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr(native, "_quota_cores", lambda: 2**16)
+    monkeypatch.setattr(native, "quota_cores", lambda: 2**16)
     assert native._num_threads() == 10
-    monkeypatch.setattr(native, "_quota_cores", lambda: 3)
+    monkeypatch.setattr(native, "quota_cores", lambda: 3)
     assert native._num_threads() == 3, "too few to spare any"
 
 
@@ -200,7 +201,7 @@ def test_the_quota_of_a_container_is_read(files: dict[str, str], cores: int, tmp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert native._quota_cores(tmp_path) == cores
+    assert quota_cores(tmp_path) == cores
 
 
 def test_torch_can_be_asked_for() -> None:
@@ -211,6 +212,6 @@ def test_torch_can_be_asked_for() -> None:
 def test_a_wish_that_nobody_understands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_KERNELS", "tritn")
     find_kernel.cache_clear()
-    with pytest.raises(ConfigError, match="OUTSIZE_KERNELS is `torch`, or not set"):
+    with pytest.raises(ConfigError, match="OUTSIZE_KERNELS=tritn is unknown"):
         kernel()
     find_kernel.cache_clear()
