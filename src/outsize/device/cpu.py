@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import psutil
 import torch
@@ -83,7 +83,8 @@ class CpuDevice(Device):
         name: str = "",
     ) -> Event:
         self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
-        work()
+        with self.on_host() if lane == "host" else nullcontext():
+            work()
         return self.end(lane, reads=reads, writes=writes, seconds=seconds)
 
     def synchronize(self) -> None:

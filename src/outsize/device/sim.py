@@ -5,8 +5,8 @@ Races are found by happens-before, not by time: a lane is ordered after another 
 the events it waited for. An access that conflicts with an unordered one raises, even if the clock would hide the race.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -154,22 +154,6 @@ class SimDevice(CpuDevice):
             )
         return SimEvent(ends, dict(self._known[lane]))
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        waits: Sequence[Event],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        seconds: float,
-        name: str = "",
-    ) -> SimEvent:
-        self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
-        with self.observer.paused() if lane == "host" else _as_is():
-            work()
-        return self.end(lane, reads=reads, writes=writes, seconds=seconds)
-
     def synchronize(self) -> None:
         now = self.clock.now
         done = {lane: self._known[lane][lane] for lane in LANES}
@@ -210,8 +194,3 @@ class AbsentDevice(SimDevice):
         super().__init__(spec)
         is_real = spec.context_bytes > 0
         self.op_launch_seconds = spec.op_launch_seconds if is_real else 0.0
-
-
-@contextmanager
-def _as_is() -> Iterator[None]:
-    yield

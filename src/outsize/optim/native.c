@@ -1,11 +1,10 @@
-/* AdamW over a flat range, one pass: 26 bytes a parameter move instead of a hundred and more.
+/* AdamW over a flat range in one pass: 26 bytes of memory traffic a parameter instead of more than a hundred.
  *
  * The sequence of operations is that of adamw.py, to the bit: no contraction (-ffp-contract=off), no fast-math, correctly rounded division and
- * root (IEEE instructions; never through errno or a library). Nothing here knows torch or Python: pointers, a length, nine numbers.
+ * root (IEEE instructions; never through errno or a library). The arguments are pointers, a length and nine numbers: no torch, no Python.
  *
- * The threads are our own, and sleep between calls. Those of OpenMP spin for some 8 ms after every call (measured: 11 ms of processor time for
- * 2.8 ms of work), on cores that the main thread and the driver need; what stops them is an environment variable that libgomp reads when it is
- * first loaded, which is by torch.
+ * The threads are our own and sleep between calls. OpenMP's spin for about 8 ms after every call (measured: 11 ms of processor time for 2.8 ms of
+ * work), on cores that the main thread and the driver need. Only an environment variable stops that, which libgomp reads when torch loads it.
  */
 #include <fenv.h>
 #include <math.h>
@@ -15,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What this was made from, so that a library left over from another source is not used (see build.py). */
+/* Fingerprint of the source and flags, so that a library of another source is not used (see build.py). */
 #ifndef SOURCE
 #define SOURCE "unknown"
 #endif
@@ -25,7 +24,7 @@ typedef struct {
     float b1, b2, o1, o2, eps, decay, step, c2, clip;
 } numbers;
 
-/* Which instructions the machine has is found out when it runs. */
+/* The instruction set is chosen at run time. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define BEST __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -71,7 +70,7 @@ typedef struct {
 
 typedef void (*step_of)(const range *, int64_t at, int64_t n);
 
-/* One call of `run`. Whoever lets go of it last frees it: a helper may come after the call has returned, and finds nothing left to do. */
+/* One call of `run`. The last thread to release it frees it: a helper may arrive after the call has returned. */
 typedef struct {
     range r;
     step_of step;
@@ -81,11 +80,11 @@ typedef struct {
     pthread_cond_t done;
 } call;
 
-/* Helpers sleep here between calls. The first call makes them; they end with the process. */
+/* Helper threads sleep here between calls. The first call creates them; they end with the process. */
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    call *open; /* wants helpers; 0: none does */
+    call *open; /* the call that wants helpers, or 0 */
     int wanted, helpers;
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0};
 
@@ -96,7 +95,7 @@ static void let_go(call *c) {
     free(c);
 }
 
-/* Each thread takes the next piece when it is done with one: where one is held up, the others do its work. */
+/* Each thread takes the next piece when it has finished one, so a delayed thread does not delay the others. */
 static void work(call *c) {
     for (;;) {
         const int64_t at = atomic_fetch_add(&c->next, PIECE);
@@ -111,7 +110,7 @@ static void work(call *c) {
 }
 
 static void *help(void *unused) {
-    fesetenv(FE_DFL_ENV); /* a new thread has what its maker has */
+    fesetenv(FE_DFL_ENV); /* a new thread inherits its creator's */
     for (;;) {
         pthread_mutex_lock(&pool.lock);
         while (pool.wanted == 0) pthread_cond_wait(&pool.wake, &pool.lock);
@@ -125,7 +124,7 @@ static void *help(void *unused) {
     return unused;
 }
 
-/* With the pool's lock held. A helper that cannot be made is not missed. */
+/* Called with the pool's lock held. Failing to create a helper is no error. */
 static void make_helpers(int count) {
     pthread_attr_t attributes;
     pthread_t thread;
@@ -136,7 +135,7 @@ static void make_helpers(int count) {
     pthread_attr_destroy(&attributes);
 }
 
-/* A second call at the same time, from another thread, gets no helpers. */
+/* A concurrent second call, from another thread, gets no helpers. */
 static void open_for_helpers(call *c, int count) {
     if (count < 1) return;
     pthread_mutex_lock(&pool.lock);
@@ -158,7 +157,7 @@ static void close_for_helpers(call *c) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* A forked child has no helpers, and perhaps a lock that nobody will open. */
+/* A forked child has no helpers, and may have a lock that stays held. */
 static void forget_helpers(void) {
     pthread_mutex_init(&pool.lock, 0);
     pthread_cond_init(&pool.wake, 0);
@@ -168,7 +167,7 @@ static void forget_helpers(void) {
 
 __attribute__((constructor)) static void set_up(void) { pthread_atfork(0, 0, forget_helpers); }
 
-/* Returns 0, or -1 where there is no memory for the call itself. */
+/* Returns 0, or -1 without memory for the call itself. */
 static int run(step_of step, range r, int threads) {
     const int64_t pieces = (r.n + PIECE - 1) / PIECE;
     fenv_t before;
@@ -182,7 +181,7 @@ static int run(step_of step, range r, int threads) {
     pthread_mutex_init(&c->lock, 0);
     pthread_cond_init(&c->done, 0);
     open_for_helpers(c, (int)(threads < pieces ? threads : pieces) - 1);
-    /* The default environment, also where somebody made denormals zero. */
+    /* The default environment, even if the caller flushes denormals. */
     fegetenv(&before);
     fesetenv(FE_DFL_ENV);
     work(c);
@@ -200,7 +199,7 @@ static int run(step_of step, range r, int threads) {
         return run(name##_at, (range){weight, lo, m, v, grad, n, *h}, threads);                                                       \
     }
 
-/* A split master: hi is the weight, lo the rest of it (see split.py). A NaN keeps no payload. */
+/* A split master: hi is the weight, lo its low bits (see split.py). A NaN keeps no payload. */
 #define SPLIT(name, type, widen)                                                                                                      \
     BEST static void name##_piece(uint16_t *restrict hi, int16_t *restrict lo, float *restrict m, float *restrict v,                  \
                                   const type *restrict grad, int64_t n, const numbers *restrict h) {                                  \

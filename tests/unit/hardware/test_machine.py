@@ -1,4 +1,4 @@
-"""A machine's YAML file: what is written reads back equal, and nonsense is answered with all that is wrong with it."""
+"""A machine's YAML file: what is written reads back equal, and an error lists every mistake."""
 
 import dataclasses
 import math

@@ -181,7 +181,7 @@ def test_gradient_is_only_read() -> None:
         assert torch.equal(grad, before)
 
 
-class Births(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Counts the bytes of every storage that comes out of an operator and did not go into it."""
 
     def __init__(self) -> None:
@@ -197,9 +197,9 @@ class Births(TorchDispatchMode):
         return out
 
 
-def test_the_birth_counter_sees_a_birth() -> None:
+def test_the_allocation_counter_sees_an_allocation() -> None:
     x = torch.ones(10)
-    with Births() as births:
+    with Allocations() as births:
         x.add_(1)
         x[2:5].mul_(2.0)
         assert births.born == []
@@ -213,7 +213,7 @@ def test_update_allocates_nothing(dtype: torch.dtype, as_tensor: bool) -> None:
     weight, grad, m, v = torch.randn(5000).to(dtype), torch.randn(5000).to(dtype), torch.zeros(5000), torch.zeros(5000)
     lo = torch.zeros(5000, dtype=torch.int16) if dtype == torch.bfloat16 else None
     scratch, clip = make_scratch(1000), torch.tensor(0.5) if as_tensor else 0.5
-    with Births() as births:
+    with Allocations() as births:
         update(weight, lo, m, v, grad, hyper=Hyper.at(**OPTIONS, step=1), clip=clip, scratch=scratch)
     assert births.born == []
 
