@@ -23,17 +23,18 @@ MAY_IMPORT: dict[str, str] = {
     "config": "base",
     "hardware": "base config.source",  # a machine is a YAML file
     "model": "base compat",
-    "device": "base compat hardware",
+    "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
     "plan": "base hardware.lanes hardware.spec model.graph model.work layout",
-    "optim": "base compat device layout plan",
+    "optim": "base compat device hardware.host layout plan",
     "dist": "base device",
     "activation": "base compat device model",
-    "profile": "base compat device hardware model activation layout plan optim progress",
+    "calibration": "base config.source device hardware optim plan progress",
+    "profile": "base compat device hardware model activation layout plan progress",
     "planner": "base hardware model.graph model.work profile.trace layout plan",
     "report": "base hardware plan planner layout model.graph profile.trace",
-    "runtime": "base compat device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint "
-    "progress",
+    "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout plan activation dist optim "
+    "checkpoint progress",
     "checkpoint": "base compat model",
     "data": "base compat progress",
     "methods": "base model device plan",
@@ -52,6 +53,7 @@ MAY_IMPORT["cli"] = f"{_ALL_BELOW} train run outsize"
 WITHOUT_TORCH = (
     "base",
     "hardware",
+    "calibration.rates",
     "layout",
     "plan",
     "planner",

@@ -215,7 +215,7 @@ def test_the_teacher_of_a_trainer_of_ones_own_is_part_of_the_plan(where: str, tm
         cells.assert_same(trainers.train(trainer), expected)
         (other,) = trainer._running
         assert other.name == type(trainer.teacher).__name__
-        assert sum(trainer.engine.device.promised.values()) >= other.gpu_bytes + trainer.engine.plan.gpu_budget_bytes
+        assert sum(trainer.engine.device.budgets.values()) >= other.gpu_bytes + trainer.engine.plan.gpu_budget_bytes
         again = trainers.planned("streamed" if on_gpu else where, gpu=on_gpu)
         second = distilling((OutsizeMixin, Trainer), tmp_path / "second", use_cpu=not on_gpu, **again)
         second.teacher = second._others[other.name] = trainer.teacher

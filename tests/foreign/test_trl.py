@@ -228,11 +228,11 @@ def test_a_reference_model_and_the_model_stay_within_gpu_memory_together(name: s
         found = trainers.train(trainer)
         (other,) = trainer._running
         assert {home.weights for home in other.engine.plan.decision.homes} == {"host"}
-        assert sum(machine.promised.values()) <= both.value.needed_bytes and other.gpu_bytes < sum(
+        assert sum(machine.budgets.values()) <= both.value.needed_bytes and other.gpu_bytes < sum(
             param.nbytes for param in trainer.model.parameters()
         )
         assert machine.observer.peak_bytes <= both.value.needed_bytes
-    assert not machine.promised
+    assert not machine.budgets
     cells.assert_same(found, trainers.train(plain(name, tmp_path)))
 
 

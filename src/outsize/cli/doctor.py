@@ -86,7 +86,7 @@ def _gpu() -> Iterator[Finding]:
     from outsize.device.choose import choose_device
 
     device = choose_device()
-    if device.kind == "cuda":
+    if device.is_gpu:
         yield Finding(
             "ok",
             f"{device.spec.name}, {show_bytes(device.spec.gpu_bytes)}, of which {show_bytes(device.free_bytes)} can "
@@ -116,12 +116,12 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _probe() -> Iterator[Finding]:
+    from outsize.calibration.rates import load_probe
     from outsize.device.choose import choose_device
-    from outsize.hardware.probed import find_probe
 
     device = choose_device()
-    if device.kind == "cuda":
-        found = find_probe(device.identity)
+    if device.is_gpu:
+        found = load_probe(device.identity)
         no = "no: plans take the rates above; run `outsize probe`, which takes seconds"
         yield Finding("note", no) if found is None else Finding("ok", f"yes, plans take the rates {found.provenance}")
     else:

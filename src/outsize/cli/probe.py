@@ -1,22 +1,22 @@
-"""`outsize probe`: measures this machine, so that plans for it are made with its own rates."""
+"""`outsize probe`: measures this machine, so that plans for it use its own rates."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.units import show_bytes, show_seconds
 from outsize.cli.options import require_file
+from outsize.hardware.lanes import lane_words
 
 if TYPE_CHECKING:
     from outsize.hardware.machine import Machine
 
-_DOC = """How fast are the lanes of this machine: copies, updates, matrices?
+_DOC = """How fast are copies, updates and matrix products on this machine?
 
-Takes about twenty seconds, during which nothing else should run. The rates are kept in the cache (OUTSIZE_CACHE) and
-used by every plan for this machine until the driver or torch changes. Without a GPU, only the host is measured.
+Takes less than twenty seconds, during which nothing else should run. The rates are saved in the cache (OUTSIZE_CACHE)
+and used by every plan for this machine until the driver or torch changes. Without a GPU, only the host is measured.
 
 [bold]Examples[/bold]
 
@@ -24,8 +24,6 @@ outsize probe
 
 outsize probe --save box.yaml     [dim]then, anywhere: outsize plan MODEL --hardware box.yaml[/dim]
 """
-_BESIDE = {"h2d": "copies in", "d2h": "copies out", "host": "host updates"}
-_UNITS = {"h2d": (1e9, "GB/s"), "d2h": (1e9, "GB/s"), "host": (1e9, "G parameters/s")}
 
 
 def probe(
@@ -38,92 +36,58 @@ def probe(
     ] = None,
 ) -> None:
     if device is not None and device.partition(":")[0] not in ("cuda", "cpu"):
-        raise ConfigError(
-            tell(
-                "--device is cuda, cuda:<number> or cpu", f"{device!r} was given", "Only what is there can be measured"
-            )
-        )
+        raise ConfigError(f"--device {device} cannot be measured. Use cuda, cuda:<number> or cpu.")
     require_file("--save", save)
 
-    # Importing takes seconds; what can be refused without it was refused above.
+    # Importing takes seconds: check the options first.
+    from outsize.calibration.probe import probe as measure
+    from outsize.calibration.rates import save_probe
     from outsize.device.choose import choose_device
     from outsize.hardware.machine import write_machine
-    from outsize.hardware.probed import keep_probe
-    from outsize.profile.probe import probe as measure
 
-    where = choose_device(device)
-    machine = measure(where)
+    measured_device = choose_device(device)
+    machine = measure(measured_device)
     print(show(machine))
-    if where.kind == "cuda":
-        kept = keep_probe(machine, where.identity)
-        print(
-            f"\nkept      {kept}; plans for this machine use it"
-            if kept
-            else "\nkept      not at all: without a cache (OUTSIZE_CACHE) plans do not use it"
-        )
+    if not measured_device.is_gpu:
+        print("\nOnly the host was measured: the GPU's rates are assumed. Plans for this machine do not use them.")
+    elif path := save_probe(machine, measured_device.identity):
+        print(f"\nSaved as {path}; plans for this machine use it.")
     else:
-        print(
-            "\nno GPU    only the host was measured: the card's rates are assumed, and plans for this machine do not "
-            "use them"
-        )
+        print("\nNot saved: there is no cache (OUTSIZE_CACHE), so plans do not use it.")
     if save is not None:
         save.write_text(write_machine(machine), encoding="utf-8")
-        print(f"written   {save}; use it as --hardware {save}, or device='sim:{save}'")
+        print(f"Written to {save}. Use it as --hardware {save} or device='sim:{save}'.")
 
 
 probe.__doc__ = _DOC
 
 
 def show(machine: "Machine") -> str:
-    """What was measured, a line each; where it is several figures, with the one that plans use."""
+    """The measured rates, one line each."""
     spec, measured = machine.spec, machine.measured
     memory, identity = measured["host_memory"], measured["identity"]
-    lines = [
-        f"machine   {spec.name}; {identity['cores']} cores, torch {identity['torch']}; took "
-        f"{show_seconds(measured['seconds'])}; {spec.provenance}"
-    ]
     limit = " (the container's limit)" if memory["container_limit_bytes"] == memory["bytes"] else ""
-    lines.append(f"RAM       {show_bytes(memory['bytes'])}{limit}, {show_bytes(memory['free_bytes'])} free")
-    used = {
-        "h2d": spec.h2d_bytes_per_second,
-        "d2h": spec.d2h_bytes_per_second,
-        "host": spec.host_adam_params_per_second,
+    lines = {
+        "machine": f"{spec.name}; {identity['cores']} cores, torch {identity['torch']}; {spec.provenance}, in "
+        f"{show_seconds(measured['seconds'])}",
+        "host memory": f"{show_bytes(memory['bytes'])}{limit}, {show_bytes(memory['free_bytes'])} free; "
+        f"{measured['host_adam_bytes_per_second'] / 1e9:.3g} GB/s in updates, "
+        f"{measured['host_copy_bytes_per_second'] / 1e9:.3g} GB/s in copies within it",
+        lane_words("host"): f"{spec.host_adam_params_per_second / 1e9:.3g} G parameters/s",
     }
-    for lane, label in (("h2d", "in"), ("d2h", "out"), ("host", "updates")):
-        rates = {key: found[lane] for key, found in measured["lanes_per_second"].items() if lane in found}
-        if rates:
-            lines.append(f"{label:<9} {_lane(lane, rates)}; plans take {used[lane] / _UNITS[lane][0]:.3g}")
-    host = measured["host_adam_bytes_per_second"], measured["host_copy_bytes_per_second"]
-    lines.append(f"DRAM      {host[0] / 1e9:.3g} GB/s under updates, {host[1] / 1e9:.3g} under copies within it")
-    return "\n".join([*lines, *(_card(measured) if "gpu_adam_params_per_second" in measured else ())])
-
-
-def _lane(lane: str, rates: dict[str, float]) -> str:
-    factor, unit = _UNITS[lane]
-    words = []
-    for key, rate in sorted(rates.items(), key=lambda item: item[0].count("+")):
-        others = [_BESIDE[other] for other in key.split("+") if other != lane]
-        words.append(f"{rate / factor:.3g}" + (f" beside {' and '.join(others)}" if others else f" {unit} alone"))
-    return ", ".join(words)
-
-
-def _card(measured: dict[str, Any]) -> Iterator[str]:
-    for way, by_size in measured["copy_bytes_per_second"].items():
-        yield f"{way:<9} " + ", ".join(f"{size} {rate / 1e9:.3g}" for size, rate in by_size.items()) + " GB/s"
-    yield (
-        f"card      {measured['gpu_copy_bytes_per_second'] / 1e9:,.0f} GB/s; AdamW "
-        f"{measured['gpu_adam_params_per_second'] / 1e9:.3g} G parameters/s"
-    )
-    for label, key in (("matrices", "gemm_flops"), ("attention", "attention_flops")):
-        yield (
-            f"{label:<9} "
-            + ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured[key].items())
-            + " TFLOP/s"
-        )
-    yield f"layer     {measured['layer_flops'] / 1e12:.3g} TFLOP/s forward and backward"
-    alone, beside = (show_seconds(seconds) for seconds in measured["op_launch_seconds"].values())
-    yield f"issuing   {alone} for a few hundred small operators, {beside} beside host updates"
-    launch = ", ".join(f"{way} {show_seconds(seconds)}" for way, seconds in measured["launch_seconds"].items())
-    allocator = measured["allocator"]
-    taken = f"{show_bytes(allocator['taken_on_the_card_bytes'])} on the card taken by the process (and others)"
-    yield f"overhead  {launch} a copy; {show_seconds(allocator['cached_allocation_seconds'])} an allocation; {taken}"
+    if "step_per_second" in measured:
+        alone, beside = (show_seconds(seconds) for seconds in measured["op_launch_seconds"].values())
+        gemms = ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured["gemm_flops"].items())
+        lines |= {
+            lane_words("host"): f"{lines[lane_words('host')]} beside copies, "
+            f"{measured['host_adam_params_per_second'] / 1e9:.3g} alone",
+            lane_words("h2d"): f"{spec.h2d_bytes_per_second / 1e9:.3g} GB/s beside CPU updates",
+            lane_words("d2h"): f"{spec.d2h_bytes_per_second / 1e9:.3g} GB/s beside CPU updates",
+            "GPU memory": f"{measured['gpu_copy_bytes_per_second'] / 1e9:,.0f} GB/s",
+            "GPU updates": f"{spec.gpu_adam_params_per_second / 1e9:.3g} G parameters/s",
+            "matrix products": f"{gemms} TFLOP/s",
+            "kernel launches": f"{alone} for 600 small operators, {beside} beside CPU updates",
+            "overhead": f"{show_seconds(spec.launch_seconds)} a copy; {show_bytes(spec.context_bytes)} of GPU memory "
+            "for the CUDA context",
+        }
+    return "\n".join(f"{label:<19} {text}" for label, text in lines.items())

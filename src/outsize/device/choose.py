@@ -1,10 +1,10 @@
-"""From a name to a device: `cuda`, `cuda:1`, `cpu`, `sim:rtx4090`, `sim:64MiB`. One object per name and process, so
-engines share budgets.
+"""`choose_device`: the device of a name such as `cuda`, `cuda:1`, `cpu`, `sim:rtx4090` or `sim:64MiB`. One object per
+name and process, so that engines share its memory.
 """
 
 import torch
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.device.cpu import CpuDevice
 from outsize.device.device import Device
 from outsize.device.sim import SimDevice
@@ -34,30 +34,17 @@ def _make(name: str) -> Device:
         return SimDevice(lookup(rest))
     if kind == "cuda":
         if not torch.cuda.is_available():
-            found = "torch sees no CUDA device"
             raise ConfigError(
-                tell(
-                    "device 'cuda' needs an NVIDIA GPU",
-                    found,
-                    "Use device='cpu', or 'sim:24GiB' to try a budget; `outsize doctor` tells why",
-                )
+                f"device {name!r} needs an NVIDIA GPU, and torch sees none. Use device='cpu', or 'sim:24GiB' to try a "
+                "budget; `outsize doctor` says why."
             )
         if rest and not (rest.isdigit() and int(rest) < torch.cuda.device_count()):
-            found = f"{name!r} was given"
+            count = torch.cuda.device_count()
             raise ConfigError(
-                tell(
-                    f"cuda:<number> with a number below {torch.cuda.device_count()}",
-                    found,
-                    "Use device='cuda' for the current one",
-                )
+                f"device {name!r} does not exist: this machine has {count} GPU{'s' if count != 1 else ''}. Use "
+                f"cuda:<number> with a number below {count}, or device='cuda' for the current one."
             )
         from outsize.device.cuda import CudaDevice
 
         return CudaDevice(int(rest or 0))
-    raise ConfigError(
-        tell(
-            "device is cuda, cpu, or sim:<catalog name, .yaml file or size>",
-            f"{name!r} was given",
-            "Choose one of them",
-        )
-    )
+    raise ConfigError(f"device {name!r} is unknown. Use cuda, cpu, or sim:<catalog name, .yaml file or size>.")

@@ -1,8 +1,8 @@
-"""Device `cpu`: the host plays the device. Everything completes at once; the numerics are real."""
+"""Device `cpu`: the host is the device. Actions run at once, in the calling thread."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import psutil
 import torch
@@ -11,17 +11,19 @@ from torch import Tensor
 from outsize.device.device import Device, Event, Meter
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.timeline import Span
-from outsize.hardware.lanes import Lane
+from outsize.hardware.lanes import Lane, require_lane
 from outsize.hardware.spec import HardwareSpec
 
 
 class CpuDevice(Device):
     kind = "cpu"
+    has_own_memory = False
+    is_async = False
 
     def __init__(self) -> None:
         super().__init__()
         self._open: tuple[str, float] | None = None
-        """The action that runs: its name and when it began."""
+        """Name and start of the action that runs."""
         self._zero = 0.0
         self.torch_device = torch.device("cpu")
         memory = psutil.virtual_memory()
@@ -60,6 +62,7 @@ class CpuDevice(Device):
     def begin(
         self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
     ) -> None:
+        require_lane(lane)
         self._open = (name, time.perf_counter())
 
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event:
@@ -80,7 +83,8 @@ class CpuDevice(Device):
         name: str = "",
     ) -> Event:
         self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
-        work()
+        with self.on_host() if lane == "host" else nullcontext():
+            work()
         return self.end(lane, reads=reads, writes=writes, seconds=seconds)
 
     def synchronize(self) -> None:

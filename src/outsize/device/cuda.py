@@ -1,18 +1,17 @@
-"""Device `cuda`: one NVIDIA GPU. Lanes are streams (compute: whatever stream the model runs on; copies: two of our own)
-and a thread for updates on the host. An event is a CUDA event, or the future of what a thread does. A stream cannot
-wait for a future: a copy that must is issued by a thread of its lane, and only the compute lane makes the issuing
-thread wait.
+"""Device `cuda`: one NVIDIA GPU. Lanes are streams (compute: the model's current stream; copies: two of our own) and a
+thread for CPU updates. An event is a CUDA event, or the future of a thread's task. A stream cannot wait for a future: a
+copy that depends on one is issued by a thread of its lane. Only the compute lane makes the launching thread wait.
 
-Memory: homes, slots and arenas are allocated once; after that only the model's own operators use the allocator, on the
+Memory: homes, slots and arenas are allocated once. After that only the model's own operators use the allocator, on the
 compute stream. A tensor that a copy stream reads stays referenced until the compute stream has waited for that copy, so
-its memory cannot be reused too early.
+its memory is not reused too early.
 """
 
 import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,49 +26,52 @@ from torch import Tensor
 from outsize import compat
 from outsize.base.log import log
 from outsize.base.units import show_bytes
+from outsize.calibration.rates import Identity, machine_spec
 from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
 from outsize.device.timeline import Span
-from outsize.hardware.lanes import Lane
-from outsize.hardware.probed import Identity, describe, save_calibration
+from outsize.hardware.lanes import COPY_LANES, Lane
 from outsize.hardware.spec import ProcessOverhead
 
 _SLACK_BYTES = 64 * 2**20
-"""Kept free beside the allocator's share: small plans lose more than in proportion."""
+"""Kept free beside the allocator's share: small plans lose a larger share to fragmentation."""
 _MOST_OVERHEAD_BYTES = 2**30
-"""Of kernels, and of workspaces. A decoder's are 240 and 64 MiB."""
+"""Upper bound of kernels and of workspaces. A decoder's take 240 and 64 MiB."""
 _HEAD_START_CYCLES = 40_000_000
-"""Some 20 ms: longer than it takes to issue a few layers."""
+"""About 20 ms: longer than launching a few layers takes."""
 
 
 class CudaDevice(Device):
     kind = "cuda"
+    is_gpu = True
+    keeps_guard = False  # it takes time at every operator
     observes_by_mode = False
+    saves_calibration = True
 
     def __init__(self, index: int):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()
         _use_expandable_segments(self.torch_device)
-        self._streams = {"h2d": torch.cuda.Stream(self.torch_device), "d2h": torch.cuda.Stream(self.torch_device)}
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
         """One thread per lane, from its first task until the last engine closes."""
         self._tasks: list[Future[tuple[Any, Any]]] = []
         self._last: dict[Lane, Future[tuple[Any, Any]]] = {}
-        """Of what was handed to a lane's thread, the latest."""
+        """The last task of each lane's thread."""
         self._began: dict[Lane, tuple[str, torch.cuda.Event]] = {}
         self._zero: tuple[float, torch.cuda.Event] = (0.0, torch.cuda.Event())
-        self.spec = describe(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
+        self.spec = machine_spec(self.identity, gpu_bytes=self._total, host_bytes=psutil.virtual_memory().total)
         self._limit = self._total
         self._given_fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        """The limit that the user's process had before ours."""
+        """The limit that the process had before."""
         self._at_start = (self._outside, torch.cuda.memory_allocated(self.torch_device))
-        """What was taken outside of the allocator, and inside it by the user."""
+        """GPU memory in use at the start: outside of the allocator, and inside it."""
         self._workspaces = 0
         self._expected = ProcessOverhead()
         self._has_opened = False
         self.trial_peak_bytes = 0
-        """Most that was allocated before the engine opened: in the trial run."""
+        """Peak of the profiling run, before the engine opened."""
 
     @property
     def _total(self) -> int:
@@ -111,17 +113,17 @@ class CudaDevice(Device):
 
     @property
     def _outside(self) -> int:
-        """Used on the card by others and by this process's context."""
+        """GPU memory used by other processes and by this process's context."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free - torch.cuda.memory_reserved(self.torch_device)
 
     @property
     def free_bytes(self) -> int:
-        return self._total - sum(self.promised.values())
+        return self._total - sum(self.budgets.values())
 
     @property
     def _loaded(self) -> int:
-        """Kernels, as far as is known: nobody tells what others have taken on the card meanwhile."""
+        """GPU memory of kernels loaded since the start. Includes what other processes have allocated since."""
         return max(0, self._outside - self._at_start[0])
 
     @property
@@ -130,18 +132,15 @@ class CudaDevice(Device):
 
     @property
     def _allocated_by_libraries(self) -> int:
-        """With another engine at work, what is allocated is its own; the libraries' part was measured before it
-        opened.
-        """
-        return self._workspaces if self.promised else torch.cuda.memory_allocated(self.torch_device)
+        """With an engine attached, allocated memory is its own; the libraries' part was measured before."""
+        return self._workspaces if self.budgets else torch.cuda.memory_allocated(self.torch_device)
 
     def process_overhead(self) -> ProcessOverhead:
-        if self._has_opened:  # what is there now may be of an engine, or of its loop
+        if self._has_opened:  # memory in use may belong to an engine or a training loop
             return self._expected
         gc.collect()
         torch.cuda.empty_cache()
-        # Others may have come to the card meanwhile, and users may keep tensors there: neither is for later processes
-        # to expect.
+        # Memory of other processes and tensors of the user are no overhead of later processes.
         workspaces = torch.cuda.memory_allocated(self.torch_device) - self._at_start[1]
         return ProcessOverhead(
             code_bytes=min(self._loaded, _MOST_OVERHEAD_BYTES),
@@ -154,22 +153,20 @@ class CudaDevice(Device):
 
     @property
     def overhead_bytes(self) -> int:
-        """Context, kernels, library workspaces, and the allocator's loss."""
+        """CUDA context, kernels, library workspaces and allocator fragmentation."""
         torch.cuda.empty_cache()
         workspaces = max(self._allocated_by_libraries, self._at_start[1] + self._expected.workspace_bytes)
         return self._outside_soon + workspaces + _SLACK_BYTES + int(self._limit * self.spec.allocator_share)
 
     def limit(self, num_bytes: int) -> None:
-        """`num_bytes` is the total with the context; the allocator gets the rest, beside what other engines were
-        promised.
-        """
-        self._limit = min(num_bytes + sum(self.promised.values()), self._total)
+        """`num_bytes` is the total with the CUDA context. The allocator gets the rest, and other engines' budgets."""
+        self._limit = min(num_bytes + sum(self.budgets.values()), self._total)
         torch.cuda.set_per_process_memory_fraction(
             max(0.0, (self._limit - self._outside_soon) / self._total), self.torch_device
         )
 
     def lift_limit(self) -> None:
-        if not self.promised:
+        if not self.budgets:
             self._limit = self._total
             torch.cuda.set_per_process_memory_fraction(self._given_fraction, self.torch_device)
 
@@ -177,7 +174,7 @@ class CudaDevice(Device):
         super().open(owner, budget_bytes)
         torch.cuda.empty_cache()
         self.trial_peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
-        if len(self.promised) == 1:
+        if len(self.budgets) == 1:
             self._workspaces = max(
                 torch.cuda.memory_allocated(self.torch_device), self._at_start[1] + self._expected.workspace_bytes
             )
@@ -188,20 +185,26 @@ class CudaDevice(Device):
         super().close(owner)
         self.synchronize()
         torch.cuda.empty_cache()
-        if not self.promised:
+        if not self.budgets:
             for thread in self._threads.values():
                 thread.shutdown()
             self._threads, self._last = {}, {}
 
     @property
     def peak_bytes(self) -> int:
-        """Without what libraries had allocated before: that is part of `overhead_bytes`, not of any plan."""
+        """Without library workspaces: they are part of `overhead_bytes`, not of a plan."""
         return torch.cuda.max_memory_allocated(self.torch_device) - self._workspaces
 
     # Lanes.
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return self._streams.get(lane) or torch.cuda.current_stream(self.torch_device)
+        if lane == "compute":
+            return torch.cuda.current_stream(self.torch_device)
+        if lane not in self._streams:
+            raise ValueError(
+                f"lane {lane!r} has no CUDA stream. Lanes with one are compute, {', '.join(self._streams)}."
+            )
+        return self._streams[lane]
 
     def begin(
         self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
@@ -217,8 +220,8 @@ class CudaDevice(Device):
         return event
 
     def _wait(self, lane: Lane, waits: Sequence[Event]) -> None:
-        """The lane's stream waits for what the device does; this thread, for what another has yet to do or to issue."""
-        for event in _on_the_device(waits):
+        """Make the lane's stream wait for events, and this thread for futures."""
+        for event in _device_events(waits):
             self._stream(lane).wait_event(event)
 
     def _mark(self, lane: Lane, *, timed: bool) -> torch.cuda.Event:
@@ -255,9 +258,9 @@ class CudaDevice(Device):
         return end
 
     def _is_held_up(self, lane: Lane, waits: Sequence[Event]) -> bool:
-        """Whether a copy would keep the issuing thread waiting for an update on the host. The lane's own thread waits
-        for it then, and for the copies after it too, since a lane keeps its order: without this, a resident weight that
-        the host updates held up all forwards until the last update."""
+        """Whether a copy would make the launching thread wait for a CPU update. The lane's own thread waits then, and
+        issues the copies after it too, since a lane keeps its order. Without this, a resident weight that the host
+        updates delayed all forwards until the last update."""
         last = self._last.get(lane)
         if lane not in self._streams:
             return False
@@ -276,7 +279,7 @@ class CudaDevice(Device):
     def _issue(
         self, lane: Lane, waits: tuple[Event, ...], work: Callable[[], None], *, timed: bool
     ) -> tuple[torch.cuda.Event | None, torch.cuda.Event]:
-        """Returns when the device begins it, if that is to be timed, and when it ends it."""
+        """Issue work on the lane's stream. Returns its start event, if timed, and its end event."""
         self._wait(lane, waits)
         start = self._mark(lane, timed=True) if timed else None
         with torch.cuda.stream(self._stream(lane)):
@@ -284,8 +287,8 @@ class CudaDevice(Device):
         return start, self._mark(lane, timed=timed)
 
     def _update(self, waits: tuple[Event, ...], work: Callable[[], None]) -> tuple[float, float]:
-        """Runs on the host lane's thread; returns when the work began and ended."""
-        for event in _on_the_device(waits):
+        """Runs on the host lane's thread; returns the start and end times of the work."""
+        for event in _device_events(waits):
             event.synchronize()
         start = time.perf_counter()
         work()
@@ -294,7 +297,7 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
-            task.exception()  # all of them end before the first failure is raised
+            task.exception()  # waits for all before the first failure is raised
         for task in tasks:
             task.result()
         torch.cuda.synchronize(self.torch_device)
@@ -304,9 +307,6 @@ class CudaDevice(Device):
     def _begin_timeline(self) -> None:
         self._began = {}
         self._zero = (time.perf_counter(), self._mark("compute", timed=True))
-
-    def save_rates(self, seen: Mapping[str, float]) -> None:
-        save_calibration(seen, self.identity, self.spec)
 
     @contextmanager
     def meter(self) -> Iterator[Meter]:
@@ -338,7 +338,7 @@ class CudaDevice(Device):
 
 
 def _use_expandable_segments(device: torch.device) -> None:
-    """Segments that grow lose less memory to fragmentation near the limit. A setting of the user's own stays."""
+    """Expandable segments lose less memory to fragmentation near the limit. A setting of the user is kept."""
     if any(
         "expandable_segments" in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     ):
@@ -346,8 +346,8 @@ def _use_expandable_segments(device: torch.device) -> None:
     if held := torch.cuda.memory_reserved(device):
         log.warning(
             "PyTorch's CUDA allocator is switched to expandable segments, but %s were allocated on %s before and stay "
-            "fragmented. "
-            "Call outsize.prepare before other code uses the GPU, or set PYTORCH_ALLOC_CONF=expandable_segments:True.",
+            "fragmented. Call outsize.prepare before other code uses the GPU, or set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True.",
             show_bytes(held),
             device,
         )
@@ -355,8 +355,8 @@ def _use_expandable_segments(device: torch.device) -> None:
 
 
 class _MappedHost:
-    """Page-locked host memory, which the GPU addresses under the same pointer (measured on the H200: 50 to 55 GB/s, the
-    rate of copies).
+    """Page-locked host memory that the GPU addresses by the same pointer. Measured on the H200: 50 to 55 GB/s, the rate
+    of copies.
     """
 
     def __init__(self, buffer: Tensor):
@@ -370,8 +370,8 @@ class _MappedHost:
         }
 
 
-def _on_the_device(waits: Sequence[Event]) -> Iterator[torch.cuda.Event]:
-    """Waits for what threads do; what they have issued, and all else, is for the device to be waited for."""
+def _device_events(waits: Sequence[Event]) -> Iterator[torch.cuda.Event]:
+    """The CUDA events to wait for. Resolves futures to events, blocking until the worker thread has issued its copy."""
     for event in waits:
         done = event.result()[1] if isinstance(event, Future) else event
         if isinstance(done, torch.cuda.Event):
@@ -383,7 +383,7 @@ def _span(
 ) -> Span | None:
     if not (zero.query() and end.query()):
         return None
-    began = zero.elapsed_time(start) / 1e3  # negative where a copy ran before the compute stream came to `zero`
+    began = zero.elapsed_time(start) / 1e3  # negative if a copy ran before the compute stream reached `zero`
     return Span(lane, name, began, began + start.elapsed_time(end) / 1e3)
 
 
@@ -392,14 +392,14 @@ def _issued_span(lane: Lane, name: str, task: "Future[tuple[Any, Any]]", *, zero
 
 
 def _host_span(name: str, task: "Future[tuple[Any, Any]]", *, zero: float) -> Span | None:
-    if not task.done() or task.exception() is not None:  # a failure is for `synchronize` to raise
+    if not task.done() or task.exception() is not None:  # `synchronize` raises the failure
         return None
     start, end = task.result()
     return Span("host", name, start - zero, end - zero)
 
 
 class _AllocatorMeter:
-    """Reads the caching allocator: rounding and kernel workspaces are included."""
+    """Meter of the caching allocator: includes rounding and kernel workspaces."""
 
     def __init__(self, device: torch.device):
         self._device = device

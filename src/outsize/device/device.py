@@ -1,32 +1,32 @@
-"""The device seam: memory, lanes and a meter, in about a dozen methods. `cpu`, `sim` and `cuda` implement it.
+"""Device: memory, lanes and measuring, the interface that `cpu`, `sim` and `cuda` implement.
 
-A lane runs its actions in order, beside the other lanes. An action is `begin` (wait, then start), its work, and `end`
-(which gives the event that others wait for); `submit` is the three in one for work that is known at once. Reads and
-writes name the tensors that an action touches: only `sim` looks at them, to find accesses that nothing orders
-(`finds_races`), elsewhere they may be left out.
+A lane runs its actions in order, beside the other lanes. An action is `begin` (wait, then start), its work, and `end`,
+which returns the event that other actions wait for. `submit` does all three for work that is known at once. Reads and
+writes are the tensors that an action touches. Only `sim` uses them, to find accesses without an order (`finds_races`);
+for other devices they may be empty.
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from outsize.calibration.rates import Identity
 from outsize.device.timeline import Timeline
 from outsize.hardware.host import num_cores
 from outsize.hardware.lanes import Lane
-from outsize.hardware.probed import Identity
 from outsize.hardware.spec import HardwareSpec, ProcessOverhead
 
 Event = Any
-"""What `end` returns; opaque, of one device."""
+"""What `end` returns: opaque, valid on its own device."""
 
 
 class Meter(Protocol):
-    """Live device bytes, counted from when the meter was started."""
+    """Live device bytes since the meter was started."""
 
     def level(self) -> int: ...
     def peak(self) -> int: ...
@@ -35,26 +35,39 @@ class Meter(Protocol):
 
 class Device(ABC):
     kind: str
+    """`cuda`, `cpu` or `sim`: for names and cache keys. Code outside of `device/` branches on the attributes below."""
     torch_device: torch.device
     spec: HardwareSpec
+    is_gpu = False
+    """A real GPU."""
+    is_simulated = False
+    """Seconds are computed from the spec, not measured."""
+    has_own_memory = True
+    """Device memory is not the host's."""
+    is_async = True
+    """Kernels run beside the thread that launches them, or are simulated to."""
+    keeps_guard = True
+    """The guard against reading a slot that holds another chunk stays on after the first step."""
     finds_races = False
+    saves_calibration = False
+    """Whether rates that training steps measure are saved for later plans."""
     op_launch_seconds = 0.0
-    """What it takes a thread to issue an operator, where that is counted and not measured."""
+    """CPU time to launch an operator, where it is computed from the spec and not measured."""
     observes_by_mode = True
-    """Whether memory is seen by a dispatch mode, also in a trial run. Autograd adds up gradients out of place under any
-    such mode.
+    """Memory is counted by a dispatch mode, in profiling runs too. Autograd accumulates gradients out of place under
+    any such mode.
     """
 
     def __init__(self) -> None:
-        self.promised: dict[int, int] = {}
-        """Bytes that engines on this device have planned for, by engine."""
+        self.budgets: dict[int, int] = {}
+        """GPU budget in bytes of each engine on this device, by engine id."""
         self._timeline: Timeline | None = None
         self.oom_margin_bytes = 0
-        """Kept free in every plan on top of `overhead_bytes`, since memory has run out once."""
+        """Kept free in every plan on top of `overhead_bytes`; grows when memory has run out."""
 
     @property
     def identity(self) -> Identity:
-        """What a probe of this machine belongs to."""
+        """What measured rates of this machine are valid for."""
         return Identity(
             gpu="none", driver="none", torch=str(torch.__version__), cores=min(torch.get_num_threads(), num_cores())
         )
@@ -67,60 +80,56 @@ class Device(ABC):
 
     @abstractmethod
     def host_empty(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """Host memory for the whole run, zeroed, as flat uint8. `pinned` where copies to or from the device read or
-        write it.
-        """
+        """Host memory for the whole run, zeroed, as flat uint8. `pinned`: for copies to or from the device."""
 
     def map_host(self, buffer: Tensor) -> Tensor:
-        """Host memory from `host_empty(pinned=True)` as a tensor of the device, over the same bytes."""
+        """A device tensor over the bytes of host memory from `host_empty(pinned=True)`."""
         return buffer
 
     @abstractmethod
     def put(self, tensor: Tensor) -> Tensor:
-        """A batch tensor on the device."""
+        """A batch tensor, copied to the device."""
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to copy a small tensor to the host, after what was issued so far. Calling the result waits for the
-        copy, and for no more.
-        """
+        """Start copying a small tensor to the host. Calling the result waits for this copy alone."""
         copy = tensor.detach().clone()
         return lambda: copy
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A model's buffer on the device for the whole run."""
+        """A model's buffer, copied to the device for the whole run."""
         return tensor.to(self.torch_device)
 
     @property
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most device memory that was in use at one time since the engine was opened."""
+        """Peak device memory since the engine was opened."""
 
     def elapsed(self, wall_seconds: float) -> float:
-        """Time as this device keeps it."""
+        """Seconds on this device's clock: wall-clock, or simulated."""
         return wall_seconds
 
     @property
     @abstractmethod
     def free_bytes(self) -> int:
-        """What a new engine may plan with, everything else on the device left alone."""
+        """Device memory that a new engine may use."""
 
     @property
     def overhead_bytes(self) -> int:
-        """Device memory that belongs to no plan: context, library workspaces, the allocator's loss."""
+        """Device memory outside of plans: CUDA context, library workspaces, allocator fragmentation."""
         return 0
 
     def process_overhead(self) -> ProcessOverhead:
-        """What the trial run that has just ended left behind."""
+        """Memory beside tensors that the profiling run which has just ended left in use."""
         return ProcessOverhead()
 
     def expect(self, process_overhead: ProcessOverhead) -> None:  # noqa: B027 - only some devices have any
-        """The model's trial run left this, or will have: a trace may be older than the process."""
+        """Count on this process overhead of the model. The profile may come from an earlier process."""
 
     def limit(self, num_bytes: int) -> None:  # noqa: B027 - only some devices enforce it
-        """Let the process hold at most this much, until `lift_limit`."""
+        """Limit the device memory of this process until `lift_limit`."""
 
     def lift_limit(self) -> None:  # noqa: B027
-        """Undo `limit`, unless an engine is attached that was planned under it."""
+        """Undo `limit`, unless an engine with a budget is attached."""
 
     # Lanes.
 
@@ -128,7 +137,7 @@ class Device(ABC):
     def begin(
         self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
     ) -> None:
-        """`name` is for the timeline alone."""
+        """`name` is only for the timeline."""
 
     @abstractmethod
     def end(self, lane: Lane, *, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float) -> Event: ...
@@ -148,14 +157,14 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Until all lanes are idle. Raises what a background update raised."""
+        """Wait until all lanes are idle. Raises the exception of a failed background update."""
 
     # Measuring.
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """Record what the lanes do inside. The spans are there when it has ended, which waits for the lanes. A timeline
-        that was open is cut short.
+        """Record the lanes' actions within the block. Waits for the lanes at its end, then the spans are complete. A
+        timeline that was open is ended.
         """
         self.synchronize()
         if self._timeline is not None:
@@ -169,13 +178,11 @@ class Device(ABC):
             self.stop_timeline(timeline)
 
     def start_timeline(self) -> Timeline | None:
-        """Record what the lanes are given from now on, without waiting for anything. None while somebody else
-        records.
-        """
+        """Record actions from now on, without waiting. None while another timeline is open."""
         return self._open_timeline() if self._timeline is None else None
 
     def stop_timeline(self, timeline: Timeline) -> None:
-        """Record no more there. What was given to the lanes is still to be collected."""
+        """End a recording. The spans of actions in flight are still to be collected."""
         timeline.is_open = False
         if self._timeline is timeline:
             self._timeline = None
@@ -186,59 +193,56 @@ class Device(ABC):
         return self._timeline
 
     def _begin_timeline(self) -> None:  # noqa: B027
-        """Note what time zero is."""
-
-    def save_rates(self, seen: Mapping[str, float]) -> None:  # noqa: B027 - only a real card has something to learn
-        """Rates as training saw them, by their names in HardwareSpec: for the plans of later processes."""
+        """Set the timeline's time zero."""
 
     @abstractmethod
     def meter(self) -> AbstractContextManager[Meter]: ...
 
     def mark(self) -> Any:
-        """Where the compute lane will have come to, without waiting for it."""
+        """The current end of the compute lane's queue. Does not wait."""
         return time.perf_counter()
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to another. Waits for the lane to come there."""
+        """Seconds from one mark to another. Waits until the lane has reached the second."""
         return float(end - start)
 
     def has_reached(self, mark: Any) -> bool:
-        """Whether the compute lane has come there. Never waits."""
+        """Whether the compute lane has reached a mark. Does not wait."""
         return True
 
-    def delay_device(self) -> None:  # noqa: B027 - only what runs beside the issuing thread can
-        """Give the issuing thread a head start if it has none, so that marks tell how long the device computes and not
-        how long it waits to be told.
+    def delay_device(self) -> None:  # noqa: B027 - only an asynchronous device can
+        """Keep an idle device busy for a moment, so that launches get ahead of it and the time between marks is compute
+        time, not launch time.
         """
 
     # Random numbers.
 
     def rng_state(self) -> Tensor | None:
-        """Of the device's generator, where it has one beside the host's."""
+        """State of the device's random generator; None if it uses the host's."""
         return None
 
     def set_rng_state(self, state: Tensor | None) -> None:  # noqa: B027
-        """Back to a state that `rng_state` gave."""
+        """Restore a state from `rng_state`."""
 
-    # Life.
+    # Engines.
 
     def open(self, owner: int, budget_bytes: int) -> None:
-        """An engine with this budget starts."""
-        self.promised[owner] = budget_bytes
+        """Register an engine with its GPU budget."""
+        self.budgets[owner] = budget_bytes
 
     def close(self, owner: int) -> None:
-        """It ends."""
-        self.promised.pop(owner, None)
+        """Unregister an engine."""
+        self.budgets.pop(owner, None)
         self.lift_limit()
 
     def forget(self, owner: int) -> None:
-        """An engine was dropped without `close`: its memory is free already."""
-        self.promised.pop(owner, None)
+        """Unregister an engine that was garbage-collected; its memory is already free."""
+        self.budgets.pop(owner, None)
         self.lift_limit()
 
     def watching(self, on: bool) -> None:  # noqa: B027
-        """Model code runs from now on (or no more): the observer of `sim` counts what it allocates."""
+        """Model code runs from now on, or has ended: `sim` counts its allocations."""
 
     def on_host(self) -> AbstractContextManager[None]:
-        """What is allocated inside is host memory."""
+        """Allocations within the block are host memory."""
         return nullcontext()

@@ -1,8 +1,8 @@
-"""Counts live device memory by the birth and death of storages. Knows nothing of plans.
+"""Observer: counts live device memory by the allocation and release of storages, independently of plans.
 
-A dispatch mode sees every operator's outputs; a storage that it has not seen is born, and a finalizer tells when it
-dies. Scratch inside kernels is outside. The device `sim` enforces its budget against this, and estimates must equal it
-to the byte.
+A dispatch mode sees the outputs of every operator. A storage that it has not seen counts as allocated until its
+finalizer runs. Workspaces inside kernels are not counted. The device `sim` enforces its budget by this count, and
+predictions must equal it to the byte.
 """
 
 import weakref
@@ -17,16 +17,16 @@ from torch.utils.flop_counter import flop_registry
 from outsize.compat import TorchDispatchMode, current_dispatch_modes, pop_dispatch_mode, push_dispatch_mode, storage_id
 
 _WHERE = torch.ops.prim.device.default
-"""How a fake tensor is asked for its device: not an operation."""
+"""Reads the device of a fake tensor: not an operator to count."""
 _aten = torch.ops.aten
 _NO_TRAFFIC = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.set_}
-"""Give memory or exchange it, but read and write none."""
+"""Allocate or exchange memory without reading or writing it."""
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False, **_: Any
 ) -> float:
-    pairs = query.shape[:-1].numel() * key.shape[-2] / (2 if is_causal else 1)  # kernels skip what a causal mask hides
+    pairs = query.shape[:-1].numel() * key.shape[-2] / (2 if is_causal else 1)  # kernels skip the masked half
     return 2.0 * pairs * (query.shape[-1] + value.shape[-1])
 
 
@@ -41,7 +41,7 @@ def _attention_backward(
     is_causal: bool,
     **_: Any,
 ) -> float:
-    return 2.5 * _attention(query, key, value, dropout, is_causal)  # five products for two
+    return 2.5 * _attention(query, key, value, dropout, is_causal)  # five matrix products, two in forward
 
 
 def _grouped(rows: Tensor, columns: Tensor, *_: Any, **__: Any) -> float:
@@ -53,21 +53,21 @@ _FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._grouped_mm: _grouped,
 }
-"""Where torch's own counter has no formula."""
+"""Formulas that torch's own counter lacks."""
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 }
 ATTENTION_SHARE = 0.75
-"""Of the FLOP/s of a matrix product, what attention reaches. Measured on the H200: 329 to 501 TFLOP/s of 670."""
-VIEW_ISSUE, ATTENTION_ISSUE = 1 / 3, 2.0
-"""What the thread that runs the model's Python takes over a view and over attention, of what it takes over another
-operator. Fitted to layers' forwards and backwards on the H200: see decision 13."""
+"""Share of a matrix product's FLOP/s that attention reaches. Measured on the H200: 329 to 501 TFLOP/s of 670."""
+VIEW_LAUNCH, ATTENTION_LAUNCH = 1 / 3, 2.0
+"""CPU time to launch a view and attention, relative to another operator. Fitted to layers' forwards and backwards on
+the H200: see decision 13."""
 
 
 def tensors_of(*values: Any) -> Iterator[Tensor]:
-    """Among an operator's arguments or results: tensors, lists of such, or neither. All operators come by here, and
-    walking a general tree takes too long.
+    """The tensors among an operator's arguments or results, also in lists. Called for every operator: walking a general
+    tree takes too long.
     """
     for value in values:
         if isinstance(value, Tensor):
@@ -79,7 +79,7 @@ def tensors_of(*values: Any) -> Iterator[Tensor]:
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold its elements: itself, or the indices and values of a sparse one, which has no storage."""
+    """The tensors that hold its elements: itself, or indices and values of a sparse tensor, which has no storage."""
     if tensor.layout == torch.strided:
         return (tensor,)
     if tensor.layout == torch.sparse_coo:
@@ -92,10 +92,9 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def push_mode(mode: TorchDispatchMode) -> None:
-    """Enter a dispatch mode for longer than a `with` block can say: a backward pass sees the modes of whoever called
-    it.
+    """Enter a dispatch mode beyond a `with` block: a backward pass sees the modes of its caller.
 
-    At the bottom of the stack, so that the `with` blocks of callers still find their own modes on top.
+    It goes to the bottom of the stack, so that callers' `with` blocks still find their own modes on top.
     """
     above = [pop_dispatch_mode() for _ in current_dispatch_modes()]
     push_dispatch_mode(mode)
@@ -104,7 +103,7 @@ def push_mode(mode: TorchDispatchMode) -> None:
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
-    """Leave it again, wherever in this thread's stack it is by now."""
+    """Leave a mode that `push_mode` entered, wherever it is in this thread's stack."""
     above = []
     while current_dispatch_modes():
         top = pop_dispatch_mode()
@@ -116,35 +115,36 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 
 def _aliases(key: int, args: Any, kwargs: Any) -> bool:
-    """A view of (or a write into) memory that was there before the observer: not a birth."""
+    """Whether a storage is an argument's: a view of it or a write into it allocates nothing."""
     given = tensors_of(*args, *kwargs.values())
     return any(storage_id(part.untyped_storage()) == key for leaf in given for part in parts_of(leaf))
 
 
-def _dies(observer: "weakref.ref[Observer]", key: int) -> None:
+def _released(observer: "weakref.ref[Observer]", key: int) -> None:
     alive = observer()
     if alive is not None:
         alive.live_bytes -= alive._alive.pop(key)
 
 
 class Observer(TorchDispatchMode):
-    def __init__(self, on_birth: Callable[[int, int], None] | None = None) -> None:
-        """`on_birth(new_bytes, live_bytes)` may refuse by raising; `live_bytes` includes the new ones."""
+    def __init__(self, on_allocation: Callable[[int, int], None] | None = None) -> None:
+        """`on_allocation(new_bytes, live_bytes)` may raise to refuse; `live_bytes` includes the new ones."""
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self.flops = 0.0
         self.moved_bytes = 0
-        self.issued = 0.0
-        """Operators, by what issuing them takes."""
+        self.launches = 0.0
+        """Operators, weighted by the CPU time of their launch."""
         self.active = True
         self.seconds = 0.0
         self.cost_of: Callable[[float, int], float] | None = None
-        """The seconds of an operator, by its FLOPs and the bytes it moves. None: none of the four is counted."""
+        """Seconds of an operator from its FLOPs and memory traffic. None: FLOPs, traffic, launches and seconds are not
+        counted."""
         self.on_read: Callable[[Tensor], None] | None = None
         """Called with every tensor that an operator reads."""
         self._alive: dict[int, int] = {}  # storage to bytes
-        self._on_birth = on_birth
+        self._on_allocation = on_allocation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -164,20 +164,19 @@ class Observer(TorchDispatchMode):
         return out
 
     def adopt(self, tensor: Tensor) -> None:
-        """Count a tensor's storage from now until its death."""
+        """Count a tensor's storage until it is released."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         if key in self._alive:
             return
         num_bytes = storage.nbytes()
-        if self._on_birth is not None:
-            self._on_birth(num_bytes, self.live_bytes + num_bytes)
+        if self._on_allocation is not None:
+            self._on_allocation(num_bytes, self.live_bytes + num_bytes)
         self._alive[key] = num_bytes
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        # The registry of finalizers is global: through it, a storage that lives long must not keep the observer, and
-        # what that refers to, alive.
-        weakref.finalize(storage, _dies, weakref.ref(self), key)
+        # The registry of finalizers is global, so a long-lived storage must not keep the observer alive.
+        weakref.finalize(storage, _released, weakref.ref(self), key)
 
     def _count(
         self,
@@ -196,7 +195,7 @@ class Observer(TorchDispatchMode):
         moved = sum(t.nbytes for t in read) + sum(t.nbytes for t in leaves) if moves else 0
         self.flops += flops
         self.moved_bytes += moved
-        self.issued += VIEW_ISSUE if func.is_view else ATTENTION_ISSUE if packet in _ATTENTION else 1.0
+        self.launches += VIEW_LAUNCH if func.is_view else ATTENTION_LAUNCH if packet in _ATTENTION else 1.0
         self.seconds += cost_of(flops / ATTENTION_SHARE if packet in _ATTENTION else flops, moved)
 
     @contextmanager

@@ -1,6 +1,4 @@
-"""Where random generators stand: of Python, numpy and torch on the host, and of the device. To make again what was
-made, with the same numbers.
-"""
+"""Saves and restores the state of random generators: Python's, numpy's and torch's on the host, and the device's."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ from outsize.device.device import Device
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostRng:
-    """Where the generators of Python, numpy and torch on the CPU stand."""
+    """State of the generators of Python, numpy and torch on the CPU."""
 
     python: Any
     numpy: Any
@@ -40,7 +38,7 @@ class HostRng:
 
 @contextmanager
 def host_rng_untouched() -> Iterator[None]:
-    """The same of the host's generators alone, where no device is chosen yet. Also works as a decorator."""
+    """Restore the host's generators at the end, for code without a device. Also works as a decorator."""
     host = HostRng.now()
     try:
         yield
@@ -50,7 +48,7 @@ def host_rng_untouched() -> Iterator[None]:
 
 @contextmanager
 def rng_untouched(device: Device) -> Iterator[None]:
-    """Whatever is drawn inside is as if it had not been."""
+    """Restore all generators at the end of the block."""
     rewind = rewinder(device)
     try:
         yield
@@ -59,7 +57,7 @@ def rng_untouched(device: Device) -> Iterator[None]:
 
 
 def rewinder(device: Device) -> Callable[[], None]:
-    """Puts all generators back to where they stand now, as often as it is called."""
+    """A function that restores all generators to their current state, each time it is called."""
     host, own = HostRng.now(), device.rng_state()
 
     def rewind() -> None:

@@ -1,24 +1,23 @@
 """Device `sim`: CPU numerics under a byte budget, on a virtual clock, with race detection.
 
-Memory is what the Observer sees, and a birth beyond the budget raises DeviceOutOfMemory. Time is LaneClock's. Races are
-found by happens-before, not by time: a lane knows of another lane's action only through its own order and the events it
-waited for, and an access that conflicts with one it does not know of raises, whether or not the clock would have hidden
-it.
+The Observer counts memory, and an allocation beyond the budget raises DeviceOutOfMemory. LaneClock keeps the time.
+Races are found by happens-before, not by time: a lane is ordered after another lane's action only by its own order and
+the events it waited for. An access that conflicts with an unordered one raises, even if the clock would hide the race.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from outsize.base.errors import DeviceOutOfMemory, RaceDetected, tell
+from outsize.base.errors import DeviceOutOfMemory, RaceDetected
 from outsize.base.units import exact_bytes, show_bytes
 from outsize.device.cpu import CpuDevice
 from outsize.device.device import Event
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.timeline import Span
-from outsize.hardware.lanes import LANES, Lane, LaneClock
+from outsize.hardware.lanes import LANES, Lane, LaneClock, require_lane
 from outsize.hardware.spec import HardwareSpec
 
 _Known = dict[Lane, int]
@@ -28,11 +27,11 @@ _Known = dict[Lane, int]
 class SimEvent:
     ends: float
     known: _Known
-    """Per lane, how many of its actions surely happened before."""
+    """Per lane, how many of its actions happened before."""
 
 
 class _Accesses:
-    """Who wrote a buffer last and who has read it since, as (lane, count)."""
+    """The last write of a buffer and the reads since, as (lane, count)."""
 
     def __init__(self) -> None:
         self.write: tuple[Lane, int] | None = None
@@ -41,6 +40,9 @@ class _Accesses:
 
 class SimDevice(CpuDevice):
     kind = "sim"
+    is_simulated = True
+    has_own_memory = True
+    is_async = True
     finds_races = True
 
     def __init__(self, spec: HardwareSpec):
@@ -48,23 +50,21 @@ class SimDevice(CpuDevice):
         self.spec = spec
         self.budget_bytes = spec.gpu_bytes
         self.clock = LaneClock()
-        self.observer = Observer(self._birth)
+        self.observer = Observer(self._check_budget)
         self.observer.active = False
         self._known: dict[Lane, _Known] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
         self._accesses: dict[int, _Accesses] = {}
         self._names: dict[Lane, str] = {}
-        """Of what each lane began last."""
+        """Name of the action that each lane began last."""
 
     # Memory.
 
-    def _birth(self, num_bytes: int, live_bytes: int) -> None:
+    def _check_budget(self, num_bytes: int, live_bytes: int) -> None:
         if live_bytes > self.budget_bytes:
             raise DeviceOutOfMemory(
-                tell(
-                    f"device memory stays within {show_bytes(self.budget_bytes)} ({exact_bytes(self.budget_bytes)})",
-                    f"{exact_bytes(num_bytes)} more would make it {exact_bytes(live_bytes)}",
-                    "Give the plan a smaller batch or a larger gpu_memory",
-                )
+                f"GPU memory is full: an allocation of {exact_bytes(num_bytes)} makes {exact_bytes(live_bytes)}"
+                f", the budget is {show_bytes(self.budget_bytes)} ({exact_bytes(self.budget_bytes)}). Raise gpu_memory "
+                "or reduce the batch."
             )
 
     def empty(self, num_bytes: int) -> Tensor:
@@ -78,7 +78,7 @@ class SimDevice(CpuDevice):
             return super().host_empty(num_bytes, pinned=pinned)
 
     def put(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()  # gradients reach it, as they do through a copy to a real device
+        return tensor.clone()  # with its autograd history, as a copy to a real device
 
     def keep(self, tensor: Tensor) -> Tensor:
         with self.observer.paused():
@@ -95,37 +95,37 @@ class SimDevice(CpuDevice):
 
     @property
     def free_bytes(self) -> int:
-        return self.spec.gpu_bytes - sum(self.promised.values())
+        return self.spec.gpu_bytes - sum(self.budgets.values())
 
     def on_host(self) -> AbstractContextManager[None]:
         return self.observer.paused()
 
     def open(self, owner: int, budget_bytes: int) -> None:
         super().open(owner, budget_bytes)
-        if len(self.promised) == 1:
+        if len(self.budgets) == 1:
             push_mode(self.observer)
-            # Nothing of an earlier engine is under way, and its buffers' addresses may come back as others'.
+            # No action of an earlier engine is in flight, and its buffers' addresses may be reused.
             self.synchronize()
             self._accesses.clear()
             self.observer.reset_peak()
         self._share()
 
     def _share(self) -> None:
-        """Engines on one device may use what they have planned for, together."""
+        """Engines on one device share the sum of their budgets."""
         self.budget_bytes = (
-            min(self.spec.gpu_bytes, sum(self.promised.values())) if self.promised else self.spec.gpu_bytes
+            min(self.spec.gpu_bytes, sum(self.budgets.values())) if self.budgets else self.spec.gpu_bytes
         )
 
     def limit(self, num_bytes: int) -> None:
-        """Bound a trial run that runs another engine's model too: by this much beside what engines were promised."""
-        self.budget_bytes = min(self.spec.gpu_bytes, num_bytes + sum(self.promised.values()))
+        """Limit a profiling run to this much beside the budgets of engines: it may run another engine's model too."""
+        self.budget_bytes = min(self.spec.gpu_bytes, num_bytes + sum(self.budgets.values()))
 
     def lift_limit(self) -> None:
         self._share()
 
     def close(self, owner: int) -> None:
         super().close(owner)
-        if not self.promised:
+        if not self.budgets:
             remove_mode(self.observer)
 
     def watching(self, on: bool) -> None:
@@ -136,6 +136,7 @@ class SimDevice(CpuDevice):
     def begin(
         self, lane: Lane, *, waits: Sequence[Event], reads: Sequence[Tensor], writes: Sequence[Tensor], name: str = ""
     ) -> None:
+        require_lane(lane)
         for event in waits:
             self.clock.free[lane] = max(self.clock.free[lane], event.ends)
             for other, count in event.known.items():
@@ -153,22 +154,6 @@ class SimDevice(CpuDevice):
             )
         return SimEvent(ends, dict(self._known[lane]))
 
-    def submit(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        waits: Sequence[Event],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        seconds: float,
-        name: str = "",
-    ) -> SimEvent:
-        self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
-        with self.observer.paused() if lane == "host" else _as_is():
-            work()
-        return self.end(lane, reads=reads, writes=writes, seconds=seconds)
-
     def synchronize(self) -> None:
         now = self.clock.now
         done = {lane: self._known[lane][lane] for lane in LANES}
@@ -180,8 +165,8 @@ class SimDevice(CpuDevice):
         self._zero = self.clock.now
 
     def _touch(self, lane: Lane, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Record accesses of the lane's action now being issued; raise if one of another lane conflicts and is not
-        known to be over.
+        """Record the accesses of the lane's current action. Raises if one conflicts with an unordered access of another
+        lane.
         """
         known = self._known[lane]
         count = known[lane] + 1
@@ -192,14 +177,9 @@ class SimDevice(CpuDevice):
                 earlier += [("read", other, n) for other, n in seen.reads.items()]
             for verb, other, n in earlier:
                 if other != lane and n > known[other]:
-                    action = "writes" if writing else "reads"
-                    found = f"{lane} {action} {exact_bytes(tensor.nbytes)} that {other} may not have {verb} yet"
                     raise RaceDetected(
-                        tell(
-                            "every access is ordered after those it conflicts with",
-                            found,
-                            "This is a bug of outsize: a wait is missing",
-                        )
+                        f"{lane} {'writes' if writing else 'reads'} {exact_bytes(tensor.nbytes)} that {other} may not "
+                        f"have {verb} yet. This is a bug in outsize: a wait is missing."
                     )
             if writing:
                 seen.write, seen.reads = (lane, count), {}
@@ -208,16 +188,9 @@ class SimDevice(CpuDevice):
 
 
 class AbsentDevice(SimDevice):
-    """A machine that is not here, to be traced for. `sim` issues its operators in no time; a real machine's Python does
-    not.
-    """
+    """A machine that is planned for without being present. Unlike on `sim`, launching operators takes time."""
 
     def __init__(self, spec: HardwareSpec):
         super().__init__(spec)
         is_real = spec.context_bytes > 0
         self.op_launch_seconds = spec.op_launch_seconds if is_real else 0.0
-
-
-@contextmanager
-def _as_is() -> Iterator[None]:
-    yield

@@ -1,6 +1,4 @@
-"""Timeline: what each lane really did and when, for a few steps that somebody looks at. Nothing is recorded at other
-times.
-"""
+"""Timeline: what each lane did and when, while recording is on."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,28 +13,26 @@ class Span:
 
     lane: Lane
     name: str
-    """The action as the schedule writes it: `F12`, `L3`."""
+    """The action as in the schedule: `F12`, `L3`."""
     start: float
-    """Seconds since the timeline began. Of one that began without waiting: only spans of the same lane can be told
-    apart by it.
-    """
+    """Seconds since the timeline began. If that did not wait for the lanes, only spans of one lane are comparable."""
     end: float
 
 
 @dataclass(slots=True)
 class Timeline:
     spans: list[Span] = field(default_factory=list)
-    """Complete once `Timeline.collect` says so."""
+    """Complete once `collect` returns True."""
     is_open: bool = True
-    """Whether what the lanes are given now is recorded here."""
+    """Whether actions are recorded now."""
     _to_come: deque[Callable[[], Span | None]] = field(default_factory=deque)
 
     def add_later(self, read: Callable[[], Span | None]) -> None:
-        """A span whose times the device still has: `read` gives it, or None until they are there, and does not wait."""
+        """Add a span whose times are not known yet. `read` returns it, or None until then; it never waits."""
         self._to_come.append(read)
 
     def collect(self) -> bool:
-        """Take in the spans whose times are there by now; whether these are all. Never waits."""
+        """Add the spans whose times are known by now; returns whether these are all. Never waits."""
         while self._to_come and (span := self._to_come[0]()) is not None:
             self.spans.append(span)
             self._to_come.popleft()

@@ -1,15 +1,15 @@
-"""Machines one may not have, a YAML file each in machines/: most of them rates from datasheets times the efficiency
-seen in practice, marked estimated.
+"""The catalog of machines, a YAML file each in machines/. Most rates are the datasheet's times the efficiency seen in
+practice, marked as estimated.
 
-`lookup` answers a catalog name, the path of such a file, or a byte size such as `64MiB`: the same small machine with
-that much memory, for tests and for trying a budget.
+`lookup` returns the spec of a catalog name, of the path of such a file, or of a size such as `64MiB`: a small machine
+with that much memory, for tests and for trying a budget.
 """
 
 import dataclasses
 import difflib
 from pathlib import Path
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.units import parse_bytes
 from outsize.hardware.machine import read_machine
 from outsize.hardware.spec import HardwareSpec
@@ -37,10 +37,10 @@ _TINY = HardwareSpec(
 
 
 def lookup(name: str) -> HardwareSpec:
-    """Of the catalog, a file or a size, in this order. Paths are relative to the working directory."""
+    """The spec of a catalog name, a file or a size, in this order. Paths are relative to the working directory."""
     if not isinstance(name, str):
         raise ConfigError(
-            tell("hardware is a name, a file or a size such as '24GiB'", f"{name!r} was given", "Write it as a text")
+            f"hardware {name!r} is not a string. Use a catalog name, a .yaml file or a size such as '24GiB'."
         )
     plain = name.lower().replace(" ", "").replace("_", "-")
     if plain in CATALOG:
@@ -52,15 +52,8 @@ def lookup(name: str) -> HardwareSpec:
     nearest = [known for known in CATALOG if plain and known.startswith(plain)] or difflib.get_close_matches(
         plain, CATALOG, n=1, cutoff=0.5
     )
-    do = (
-        f"Did you mean {' or '.join(nearest)}? `outsize probe --save` writes a file of this machine"
-        if nearest
-        else "Choose one of them"
-    )
+    hint = f" Did you mean {' or '.join(nearest)}?" if nearest else ""
     raise ConfigError(
-        tell(
-            f"a machine of the catalog ({', '.join(CATALOG)}), a .yaml file of one, or a size such as 64MiB",
-            f"{name!r} was given",
-            do,
-        )
+        f"hardware {name!r} is unknown.{hint} Use a catalog name ({', '.join(CATALOG)}), a .yaml file (`outsize probe "
+        "--save` writes one) or a size such as 64MiB."
     )

@@ -1,21 +1,33 @@
-"""How much the host really gives this process: its cores, and the memory that is free within the limits of its
-container.
-"""
+"""Cores and memory that this process may use, within the limits of its container."""
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 
 def num_cores() -> int:
-    """That this process may run on."""
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@cache
+def quota_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Whole cores of the container's CPU quota (cgroup v2, then v1); a large number without a quota."""
+    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        try:
+            quota, period = " ".join((root / file).read_text() for file in files).split()
+            if quota != "max" and int(quota) > 0:
+                return max(1, int(quota) // int(period))
+        except (OSError, ValueError):
+            continue
+    return 2**16
+
+
 def free_host_bytes() -> int:
-    """What can be allocated now without meeting the machine's end or the container's."""
+    """Host memory that can be allocated now, within the machine's and the container's limits."""
     available = int(psutil.virtual_memory().available)
     limit = container_limit()
     return available if limit is None else min(available, max(0, limit - psutil.Process().memory_info().rss))
@@ -30,7 +42,7 @@ def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
         if kinds and "memory" not in kinds.split(","):
             continue
         base, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
-        # In a container the path may be the host's, of which only the end is visible: then the root is ours.
+        # In a container the path may be the host's and not visible: then the root holds our limit.
         here = base / path.strip("/")
         for folder in (here, *here.parents):
             file = folder / name
@@ -42,9 +54,7 @@ def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most host memory this process has had. Where there is no /proc it is getrusage's, which begins with the
-    parent's.
-    """
+    """Peak host memory of this process. Without /proc it is getrusage's, which starts at the parent's."""
     if status.exists():
         line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), None)
         if line is not None:

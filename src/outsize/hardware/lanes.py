@@ -1,31 +1,66 @@
-"""The lanes of a machine and the arithmetic of time on them.
+"""The lanes of a machine, and the arithmetic of time on them.
 
-A lane does one thing after another. An action starts when its lane is free and everything it waits for has
-ended. The planner's simulator and the `sim` device both keep time with this class and the functions beside
-it, so an estimate and a simulated run can only differ if their actions do.
+A lane does one thing after another. An action starts when its lane is free and everything it waits for has ended. The
+planner's simulator and the `sim` device use the same clock and functions, so a prediction and a simulated run can only
+differ if their actions do.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from outsize.hardware.spec import HardwareSpec
 
 Lane = Literal["compute", "h2d", "d2h", "host"]
-LANES: tuple[Lane, ...] = ("compute", "h2d", "d2h", "host")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneFacts:
+    words: str
+    """In the plan's text, log lines, reports and on the report page."""
+    copy_rate: str = ""
+    """Field of HardwareSpec with the bytes per second of copies. Empty: the lane makes none."""
+    update_rate: str = ""
+    """Field of HardwareSpec with the parameters per second of updates. Empty: the lane makes none."""
+
+
+LANE_FACTS: dict[Lane, LaneFacts] = {
+    "compute": LaneFacts(words="GPU compute", update_rate="gpu_adam_params_per_second"),
+    "h2d": LaneFacts(words="copies to the GPU", copy_rate="h2d_bytes_per_second"),
+    "d2h": LaneFacts(words="copies to the host", copy_rate="d2h_bytes_per_second"),
+    "host": LaneFacts(words="CPU updates", update_rate="host_adam_params_per_second"),
+}
+"""Every lane. What is not in this table is no lane: using it raises."""
+LANES: tuple[Lane, ...] = tuple(LANE_FACTS)
+COPY_LANES: tuple[Lane, ...] = tuple(lane for lane, facts in LANE_FACTS.items() if facts.copy_rate)
+_COPY_RATES = {str(lane): attrgetter(facts.copy_rate) for lane, facts in LANE_FACTS.items() if facts.copy_rate}
+_UPDATE_RATES = {str(lane): attrgetter(facts.update_rate) for lane, facts in LANE_FACTS.items() if facts.update_rate}
 LEAD_SECONDS = 0.1
-"""So far the thread that issues gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B
-decoder, 120 of an 8B one.
+"""How far the launching thread gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B decoder,
+120 ms of an 8B one.
 """
 
 
+def require_lane(lane: str) -> Lane:
+    """`lane`, which must be in the table of lanes."""
+    if lane not in LANE_FACTS:
+        raise ValueError(f"lane {lane!r} is unknown. The lanes are {', '.join(LANES)}.")
+    return lane
+
+
+def lane_words(lane: str) -> str:
+    return LANE_FACTS[require_lane(lane)].words
+
+
 class LaneClock:
-    """When each lane is free, and how long it has worked. Whoever puts the work there takes no time over it."""
+    """When each lane is free, and how long it was busy. Launching takes no time."""
 
     def __init__(self) -> None:
         self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.visible_at = 0.0
-        """When the device knew of what was issued last: until then nothing can wait for that but a thread."""
+        """When the device had received the action issued last. Before, only a thread can wait for that action."""
 
     def run(self, lane: Lane, seconds: float, after: Iterable[float] = ()) -> float:
         """Put work on a lane; returns when it ends."""
@@ -34,13 +69,12 @@ class LaneClock:
     def issue(
         self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool
     ) -> float:
-        """Put work on a lane that takes a thread `issue` seconds to put there; returns when it ends. `after`: when what
-        it needs ends, and when the device was visible_at of that. `waits`: the thread waits in it until the device has
-        come so far."""
+        """Put work on a lane that takes a thread `issue` seconds to launch; returns when it ends. `after`: when what it
+        needs ends, and when the device received that. `waits`: the work contains a host sync."""
         return self.run(lane, seconds, (end for end, _ in after))
 
     def wait(self) -> None:
-        """The thread that issues waits until all that was to be computed is."""
+        """The launching thread waits until the compute lane is idle."""
 
     def _put(self, lane: Lane, start: float, seconds: float) -> float:
         self.free[lane] = start + seconds
@@ -54,21 +88,21 @@ class LaneClock:
 
 
 class IssuedClock(LaneClock):
-    """The same with the thread that puts the work there: no action starts before that thread comes to it, nor ends
-    before it is issued.
+    """A LaneClock with the launching thread: no action starts before that thread reaches it, nor ends before it is
+    launched.
 
-    [Note: The thread that issues] Lanes work on what they have been visible_at. One thread tells all of them: it runs
-    the model's Python, and where a layer is small that takes longer than its computing. It takes longer still while the
-    host updates: the cores are shared. It runs ahead of the device, no further than LEAD_SECONDS, until it is held up:
-    by a call that asks the device for something (most transformers' decoders look at their position ids), by the end of
-    a step that reads its norm, and by work to compute that needs what the host has not updated yet, since a stream
-    cannot wait for a thread. Copies in such need are handed to a thread of their lane, and the next ones with them.
+    [Note: The thread that issues] One thread launches the work of all lanes. It runs the model's Python, and for a
+    small layer that takes longer than the GPU's compute. It takes longer still while the host updates, because the
+    cores are shared. It runs ahead of the device, by at most LEAD_SECONDS, until it must wait: at a host sync (most
+    transformers' decoders look at their position ids), at the end of a step that reads its norm, and at compute that
+    needs what the host has not updated yet, since a stream cannot wait for a thread. Copies that need such an update
+    are handed to a thread of their lane, and so are the copies after them.
     """
 
     def __init__(self, launch_slowdown: float) -> None:
         super().__init__()
         self.issued = 0.0
-        """When the thread has issued what was put on lanes so far."""
+        """When the thread has launched everything so far."""
         self._busy_issue = launch_slowdown
         self._held: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
 
@@ -96,8 +130,8 @@ class IssuedClock(LaneClock):
 
 
 def slowed(issue: float, computing: float, busy: float, launch_slowdown: float) -> float:
-    """What issuing takes with the host at work for another `busy` seconds: but for what of it is waiting for the
-    device, so much longer meanwhile.
+    """Launch seconds while the host updates for another `busy` seconds. Only the part that does not wait for the
+    device (`computing`) is slowed down.
     """
     python = max(0.0, issue - computing)
     extra = (launch_slowdown - 1.0) * python
@@ -107,24 +141,20 @@ def slowed(issue: float, computing: float, busy: float, launch_slowdown: float) 
 
 
 def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:
-    rate = spec.h2d_bytes_per_second if lane == "h2d" else spec.d2h_bytes_per_second
-    return spec.launch_seconds + num_bytes / rate
+    if lane not in _COPY_RATES:
+        raise ValueError(f"lane {lane!r} makes no copies. Use one of {', '.join(_COPY_RATES)}.")
+    return spec.launch_seconds + num_bytes / float(_COPY_RATES[lane](spec))
 
 
 def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int, traffic: float = 1.0) -> float:
     """`traffic`: memory traffic of the optimizer's update, relative to AdamW's, whose rates the spec has."""
-    rate = spec.host_adam_params_per_second if lane == "host" else spec.gpu_adam_params_per_second
-    return spec.launch_seconds + num_params * traffic / rate
+    if lane not in _UPDATE_RATES:
+        raise ValueError(f"lane {lane!r} makes no updates. Use one of {', '.join(_UPDATE_RATES)}.")
+    return spec.launch_seconds + num_params * traffic / float(_UPDATE_RATES[lane](spec))
 
 
 def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:
     """Of one operator, by the roofline: the longer of arithmetic and memory traffic. A layer is the sum of its
-    operators, which come one after the other.
+    operators, which run one after another.
     """
     return max(flops / spec.flops, num_bytes / spec.gpu_bytes_per_second)
-
-
-def together(lanes: Iterable[Lane]) -> str:
-    """The name of what was measured with these lanes at work: `h2d+host`."""
-    at_work = set(lanes)
-    return "+".join(lane for lane in LANES if lane in at_work)

@@ -1,8 +1,7 @@
-"""How fast a step can be at all: no faster than its busiest lane, nor than its longest chain of dependencies.
+"""Lower bounds of a step's time: its busiest lane and its longest chain of dependencies.
 
-Transfers and updates count at the machine's rates, without what starting them costs; forward and backward as they were
-measured. Host memory has no line of its
-own: what it gives is in the rate of the updates.
+Transfers and updates count at the machine's rates, without launch overhead; forward and backward as profiled. Host
+memory bandwidth is part of the update rate.
 """
 
 from dataclasses import dataclass
@@ -12,18 +11,18 @@ from outsize.hardware.spec import HardwareSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What one optimizer step asks of a machine, all its micro-batches together."""
+    """The work of one optimizer step, all its micro-batches together."""
 
     compute_seconds: float
     """Forward and backward, recompute included."""
     hiding_seconds: float
-    """Of those, under which updates can run: the first micro-batch's forward, which needs them one by one, and the last
-    backward, if they come in it.
+    """The part that updates can overlap with: the first micro-batch's forward, which needs them one by one, and the
+    last backward with updates in backward.
     """
     h2d_bytes: float
     d2h_bytes: float
     host_params: float
-    """Parameters that the host updates."""
+    """Parameters updated on the host."""
     gpu_params: float
 
 
@@ -31,9 +30,9 @@ class Demand:
 class Limit:
     seconds: float
     bottleneck: str
-    """What cannot be faster."""
+    """Name of the largest bound."""
     bounds: dict[str, float]
-    """All that were looked at, in seconds."""
+    """All bounds, in seconds."""
 
 
 def limit(demand: Demand, spec: HardwareSpec) -> Limit:
@@ -49,6 +48,6 @@ def limit(demand: Demand, spec: HardwareSpec) -> Limit:
         "host updates that nothing hides": compute + unhidden,
     }
     seconds = max(bounds.values())
-    # Where the chain is nothing but a lane, the lane is named; the two may differ in their last bit.
+    # A chain that equals its lane, up to the last bit, is named as the lane.
     bottleneck = next(name for name, bound in bounds.items() if bound >= seconds * (1 - 1e-9))
     return Limit(seconds=seconds, bottleneck=bottleneck, bounds=bounds)

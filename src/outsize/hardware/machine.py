@@ -1,9 +1,7 @@
-"""A machine as a YAML file: a HardwareSpec, key by key, with the figures behind it under `measured`. `outsize probe`
-writes one; the catalog is of such.
+"""Machine: a HardwareSpec as a YAML file, key by key, with the measurements behind it under `measured`.
 
-Sizes are written as `24GiB`, rates as numbers of the unit in their key's name. What `measured` holds is kept as it is:
-data for people, and for a planner that knows more about lanes than one rate each. All that is wrong with a file is told
-at once.
+`outsize probe` writes such files, and the catalog consists of them. Sizes are written as `24GiB`, rates as numbers in
+the unit of their key's name. `measured` is kept as it is. An error lists everything that is wrong with a file.
 """
 
 import dataclasses
@@ -15,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.units import exact_bytes, parse_bytes
 from outsize.config.source import load_yaml, read_text
 from outsize.hardware.spec import HardwareSpec
@@ -25,19 +23,18 @@ from outsize.hardware.spec import HardwareSpec
 class Machine:
     spec: HardwareSpec
     measured: dict[str, Any]
-    """What was measured, when and with what; empty where nothing was."""
+    """What was measured, when and with what; may be empty."""
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(HardwareSpec)}
 _TYPES = typing.get_type_hints(HardwareSpec)
 _KEYS = (*_FIELDS, "measured")
 _LEAST_BYTES = 2**20
-"""A bare number below is no number of bytes: whoever writes `gpu_bytes: 24` means something else."""
+"""A smaller bare number is a mistake, such as `gpu_bytes: 24`."""
 _MOST = 1e20
-"""Above every rate; not infinite, and no NaN."""
+"""Above every rate. Excludes infinity and NaN."""
 _LEAST_RATE = 1e6
-"""Below every rate: whoever writes `h2d_bytes_per_second: 25` means GB."""
-
+"""Below every rate. A smaller one is a mistake, such as `h2d_bytes_per_second: 25`."""
 _MOST_BYTES = 2**50
 """Above every machine's memory."""
 _RANGES = {
@@ -47,20 +44,16 @@ _RANGES = {
     "launch_slowdown": (1.0, 100.0),
     "sustained_clock_ratio": (0.5, 5.0),
 }
-"""From the first to below the second, of what is no rate: whoever writes `launch_seconds: 20` means µs."""
+"""Valid ranges, without the second number, of fields that are not rates. `launch_seconds: 20` is a mistake."""
 
 
 def read_machine(path: str | Path) -> Machine:
     where = str(path)
     data, problems = load_yaml(read_text(path), where=where)
     if not isinstance(data, dict):
-        found = "it is empty" if data is None else f"it is a {type(data).__name__}"
+        found = "is empty" if data is None else f"is a {type(data).__name__}, not a mapping of keys to values"
         raise ConfigError(
-            tell(
-                f"{where} is a mapping of keys to values",
-                found,
-                "`outsize probe --save` writes such a file; docs/probe.md tells of its keys",
-            )
+            f"{where} {found}. `outsize probe --save` writes a machine file; docs/probe.md lists its keys."
         )
     values: dict[str, Any] = {}
     for key, value in data.items():
@@ -79,25 +72,14 @@ def read_machine(path: str | Path) -> Machine:
             f"{exact_bytes(context)}"
         )
     if problems:
-        count = "1 thing in it is" if len(problems) == 1 else f"{len(problems)} things in it are"
-        raise ConfigError(
-            "\n  ".join(
-                [
-                    tell(
-                        f"{where} describes a machine",
-                        f"{count} wrong",
-                        "Correct this; docs/probe.md tells of every key",
-                    ),
-                    *problems,
-                ]
-            )
-        )
+        count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
+        raise ConfigError("\n  ".join([f"{where} has {count}. docs/probe.md describes every key.", *problems]))
     measured = values.pop("measured", {})
     return Machine(spec=HardwareSpec(**values), measured=measured)
 
 
 def write_machine(machine: Machine) -> str:
-    """The text that `read_machine` reads back to the same machine."""
+    """The text of a machine file; `read_machine` reads it back."""
     spec = {
         name: exact_bytes(value) if _TYPES[name] is int else value
         for name in _FIELDS
@@ -108,7 +90,7 @@ def write_machine(machine: Machine) -> str:
 
 
 def _read(key: str, value: Any) -> tuple[Any, str]:
-    """The value that is meant, and what is wrong with it."""
+    """The parsed value, and what is wrong with it or an empty text."""
     wrong = f"expected {_expected(key)}, found {value!r}"
     if key == "measured":
         return value, "" if isinstance(value, dict) else wrong
@@ -144,7 +126,7 @@ def _expected(key: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Numbers as people write them, `54.3e+9`, where that is the same number."""
+    """Writes numbers as `54.3e+9` where that is the same number."""
 
 
 def _written(number: float) -> str:

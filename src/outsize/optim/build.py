@@ -1,7 +1,6 @@
-"""How native.c becomes a library: by setup.py when a wheel is made, else by native.py when it is first wanted. Standard
-library only: setup.py has no more.
+"""Compiles native.c: called by setup.py for a wheel, else by native.py at first use. Uses the standard library only.
 
-A library says what it was made from, so that one left behind by another source or other flags is not used.
+A library contains a fingerprint of its source and flags, so that one of another source or other flags is not used.
 """
 
 import hashlib
@@ -15,22 +14,20 @@ FLAGS = ("-O3", "-std=c11", "-pthread", "-fno-fast-math", "-ffp-contract=off", "
 
 
 def fingerprint() -> str:
-    """Of the source and the flags."""
+    """Hash of the source and the flags."""
     return hashlib.sha256(SOURCE.read_bytes() + b"\0" + " ".join(FLAGS).encode()).hexdigest()[:16]
 
 
 def find_compiler() -> str:
-    """OSError where there is none."""
+    """Path of a C compiler. Raises OSError if there is none."""
     for name in (os.environ.get("CC", "cc"), "gcc", "clang"):
         if path := shutil.which(name):
             return path
-    raise OSError("there is no C compiler")
+    raise OSError("no C compiler found")
 
 
 def compile_library(compiler: str, target: Path) -> None:
-    """Makes `target` at once, whole: another process may be looking for it. CalledProcessError where the compiler
-    complains.
-    """
+    """Compile to `target`, replacing it atomically: another process may load it. Raises CalledProcessError."""
     made = target.with_name(f".{target.name}-{os.getpid()}")
     define = f'-DSOURCE="{fingerprint()}"'
     subprocess.run(

@@ -14,9 +14,7 @@ def round_fp32(value: float) -> float:
 
 
 def clip_factor(total_norm: float, max_grad_norm: float | None) -> float:
-    """What every gradient is multiplied by, rounded to fp32. `total_norm` is finite: policies for NaN and infinity come
-    first.
-    """
+    """The factor of every gradient, rounded to fp32. `total_norm` is finite: NaN and infinity are handled before."""
     if max_grad_norm is None:
         return 1.0
     assert math.isfinite(total_norm), f"clip_factor of a non-finite norm {total_norm}"

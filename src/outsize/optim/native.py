@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from outsize.base.cache_folder import cache_folder
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.log import log
+from outsize.hardware.host import num_cores, quota_cores
 from outsize.optim.build import compile_library, find_compiler, fingerprint
 
 _PACKAGE = Path(__file__).parent
@@ -69,7 +70,7 @@ class Kernel:
 def torch_is_asked_for() -> bool:
     value = os.environ.get("OUTSIZE_KERNELS", "")
     if value not in ("", "torch"):
-        raise ConfigError(tell("OUTSIZE_KERNELS is `torch`, or not set", f"it is {value!r}", "Correct it"))
+        raise ConfigError(f"OUTSIZE_KERNELS is {value!r}. Set it to `torch`, or unset it.")
     return value == "torch"
 
 
@@ -131,24 +132,6 @@ def _compiled() -> ctypes.CDLL:
 
 
 def _num_threads() -> int:
-    """As many as torch, this process and its container may use, less some on machines that have them to spare."""
-    cores = min(torch.get_num_threads(), _allowed_cores())
+    """Threads of an update: all cores that torch, this process and its container may use, less the spare ones."""
+    cores = max(1, min(torch.get_num_threads(), num_cores(), quota_cores()))
     return cores - _SPARE_CORES if cores > 2 * _SPARE_CORES else cores
-
-
-def _allowed_cores() -> int:
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(affinity, _quota_cores()))
-
-
-@cache
-def _quota_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Whole cores of the container's quota (cgroup v2, then v1); many where there is none."""
-    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        try:
-            quota, period = " ".join((root / file).read_text() for file in files).split()
-            if quota != "max" and int(quota) > 0:
-                return max(1, int(quota) // int(period))
-        except (OSError, ValueError):
-            continue
-    return 2**16

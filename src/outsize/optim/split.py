@@ -1,11 +1,10 @@
 """fp32 masters in two halves: `hi`, a bf16 value that is the weight itself, and `lo`, a 16-bit remainder.
 
 `hi` is the master rounded to bf16 with ties away from zero, h = (bits + 0x8000) >> 16, and lo = bits - (h << 16): a
-bijection on all fp32 values (tools/split_exhaustive.c goes through all of them). Nearest-even is not: its ties need 17
+bijection on all fp32 values (tools/split_exhaustive.c checks all of them). Nearest-even is not: its ties need 17
 bits. So `.to(bfloat16)` of a master is used nowhere. NaN keeps no payload: hi = 0x7FC0, lo = 0.
 
-Two forms: `split` and `join` are the formula and allocate; `split_into` and `join_into` use the caller's buffers and
-allocate nothing.
+`split` and `join` allocate their results; `split_into` and `join_into` use the caller's buffers and allocate nothing.
 """
 
 import sys
@@ -36,8 +35,7 @@ def split_into(master: Tensor, *, hi: Tensor, lo: Tensor, mask: Tensor) -> None:
     afterwards. `mask` is a bool workspace.
     """
     bits = master.view(torch.int32)
-    # First of all, since a NaN near 0x7FFFFFFF would overflow in the addition and one near 0xFFFFFFFF would come out as
-    # zero.
+    # NaNs first: one near 0x7FFFFFFF would overflow in the addition, one near 0xFFFFFFFF would become zero.
     torch.ne(master, master, out=mask)
     bits.masked_fill_(mask, NAN_BITS)
     # After the addition the upper half is h and the lower half is lo + 0x8000 modulo 2**16, which differs from lo in
@@ -50,7 +48,7 @@ def split_into(master: Tensor, *, hi: Tensor, lo: Tensor, mask: Tensor) -> None:
 
 
 def join_into(hi: Tensor, lo: Tensor, *, out: Tensor) -> None:
-    """Write the master to `out` (fp32, 1-D, contiguous): the steps of `split_into` backwards."""
+    """Write the master to `out` (fp32, 1-D, contiguous): the steps of `split_into` in reverse."""
     halves = out.view(torch.int16)
     halves[1::2].copy_(hi.view(torch.int16))
     halves[0::2].copy_(lo)

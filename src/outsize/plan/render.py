@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outsize.base.units import show_bytes, show_seconds
+from outsize.hardware.lanes import lane_words
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.plan.buffers import group_of
@@ -20,12 +21,6 @@ BUSY_SHARE = 0.9
 """A lane that works this share of the step is what the step takes so long for."""
 TELLING = 0.05
 """Of the step: less than that of waiting for Python is not worth a word."""
-_LANE_WORDS = {
-    "compute": "computing on the GPU",
-    "h2d": "copies to the GPU",
-    "d2h": "copies to the host",
-    "host": "optimizer updates on the host",
-}
 _NUMBER = re.compile(r"\d+")
 
 
@@ -226,7 +221,7 @@ def bottleneck_text(plan: Plan) -> str:
     """What the step takes so long for."""
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
-    most = f"{_LANE_WORDS.get(busiest, busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
+    most = f"{lane_words(busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
     if busiest == "compute" and (starved := _starved_share(plan)):
         most += f", {starved:.0%} of it waiting for Python to say what"
     return (

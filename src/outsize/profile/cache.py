@@ -121,7 +121,7 @@ def _speed(device: Device) -> list[Any]:
     return [
         device.kind,
         to_json(replace(spec, name="", gpu_bytes=0, host_bytes=0))
-        if device.kind == "sim"
+        if device.is_simulated
         else [spec.name, spec.sustained_clock_ratio],
     ]
 

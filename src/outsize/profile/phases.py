@@ -253,7 +253,7 @@ class Phases:
         self._dead = []
         self._level = self._read()
         if isinstance(self._meter, Observer):
-            self._counted = self._meter.seconds, self._meter.issued
+            self._counted = self._meter.seconds, self._meter.launches
         if self._meter is not None:
             self._meter.reset_peak()
         else:
@@ -264,7 +264,7 @@ class Phases:
     def _take(self, phase: Phase) -> None:
         if isinstance(self._meter, Observer):
             phase.seconds = self._meter.seconds - self._counted[0]
-            phase.op_launch_seconds = (self._meter.issued - self._counted[1]) * self._device.op_launch_seconds
+            phase.op_launch_seconds = (self._meter.launches - self._counted[1]) * self._device.op_launch_seconds
         if self._meter is None:
             phase.op_launch_seconds = time.perf_counter() - self._issued_since
             phase.ran_ahead = not self._device.has_reached(self._since)

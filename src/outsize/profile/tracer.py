@@ -153,7 +153,7 @@ class Tracer:
         self._is_bringing = False
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
-        to_time: tuple[Strategy, ...] = ("keep", "recompute") if self.device.kind != "sim" else ()
+        to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
         with self._model_untouched(), self.progress:
             discovery = self._discover()
             if self._join_stages(discovery):
@@ -192,7 +192,7 @@ class Tracer:
         )
         calls = tuple(self._works(passes, timed, v) for v in range(len(graph.calls)))
         provenance = (
-            "estimated from FLOPs and bytes" if self.device.kind == "sim" else f"measured on {self.device.spec.name}"
+            "estimated from FLOPs and bytes" if self.device.is_simulated else f"measured on {self.device.spec.name}"
         )
         trace = ModelTrace(
             graph=fingerprint(graph),
@@ -339,7 +339,7 @@ class Tracer:
     def _run(self, strategy: Strategy, *, discovery: bool = False) -> ProfilingPass:
         with self.device.meter() as meter:
             if isinstance(meter, Observer):
-                meter.cost_of = partial(compute_seconds, self.device.spec) if self.device.kind == "sim" else None
+                meter.cost_of = partial(compute_seconds, self.device.spec) if self.device.is_simulated else None
             run = ProfilingPass(self, strategy, meter, discovery=discovery)
             if not discovery:
                 self._once(run)
@@ -608,7 +608,7 @@ class Tracer:
         """What of a call is the issuing thread's, where there is one beside the device. Packing what is swapped takes
         it about as long as making it again.
         """
-        if self.device.kind == "cpu":
+        if not self.device.is_async:
             return {}
         phases = clocks["keep" if strategy == "keep" else "recompute"].phases
         forward, back = phases.forward[representative], phases.backward.get(representative) or Phase()

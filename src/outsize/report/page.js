@@ -3,7 +3,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const GUTTER = 84, RIGHT = 10, AXIS = 22, PHASES = 20, TIP_GAP = 14;
+  const GUTTER = 120, RIGHT = 10, AXIS = 22, PHASES = 20, TIP_GAP = 14;
   const KINDS = [...data.kinds, "activations", "transients"];
   const WORDS = { returned: "returned activations" };
   const COLOUR_OF = { F: "forward", B: "backward", U: "optimizer", L: "slots", W: "weights", G: "gradients", Q: "gradients", S: "activations", P: "activations", R: "activations" };

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from outsize.base.records import fingerprint
 from outsize.base.units import show_bytes, show_seconds
-from outsize.hardware.lanes import LANES
+from outsize.hardware.lanes import LANES, lane_words
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
@@ -33,7 +33,6 @@ from outsize.report.measured import Measured, MeasuredStep, last_step
 from outsize.report.step import KINDS, Phase, Step, StepSpan, describe, placement_of, step_of
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
-_LANE_WORDS = {"compute": "GPU", "h2d": "host to GPU", "d2h": "GPU to host", "host": "host CPU"}
 _KIND_WORDS = {"returned": "returned activations"}
 
 
@@ -157,7 +156,7 @@ def _meter(name: str, used: int, budget: int, parts: Mapping[str, int]) -> str:
 
 
 def _share(lane: str, share: float) -> str:
-    words = escape(_LANE_WORDS.get(lane, lane))
+    words = escape(lane_words(lane))
     return f'<div class="share"><span>{words}</span><div class="bar"><i style="width:{min(1.0, share):.3%}"></i></div><b>{share:.0%}</b></div>'
 
 
@@ -219,7 +218,7 @@ def _comparison(plan: Plan, measured: Measured, real: MeasuredStep | None) -> st
         rows.append(_compared("GPU high-water", estimate.gpu_bytes, measured.gpu_bytes, show_bytes))
     if real is not None:
         rows += [
-            _compared(f"{_LANE_WORDS[lane]} busy", estimate.busy_seconds[lane], real.busy_seconds[lane], show_seconds)
+            _compared(f"{lane_words(lane)} busy", estimate.busy_seconds[lane], real.busy_seconds[lane], show_seconds)
             for lane in LANES
         ]
     titles = "".join(f'<th scope="col" class="number">{name}</th>' for name in ("predicted", "measured", "difference"))
@@ -275,7 +274,7 @@ def _data(
     calls = [[row.name, row.strategy, row.homes, row.nbytes] for group in groups for row in group]
     return {
         "names": [[name, describe(place, name)] for name in names],
-        "lanes": [_LANE_WORDS[lane] for lane in LANES],
+        "lanes": [lane_words(lane) for lane in LANES],
         "kinds": KINDS,
         "allocated": [step.allocated[kind] for kind in KINDS],
         "budget": plan.gpu_budget_bytes,

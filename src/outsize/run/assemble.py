@@ -72,7 +72,7 @@ class RunTrainer(OutsizeTrainer):
 
     def trace_half(self) -> ModelTrace | None:
         """Of the half batch, before the engine starts. None also on `cpu`, whose memory is not planned."""
-        if self.half_batch is None or choose_device(self._device_name).kind == "cpu":
+        if self.half_batch is None or not choose_device(self._device_name).has_own_memory:
             return None
         try:
             return trace_shorter(self.model, shorter=self._as_in_training(self.half_batch), **self._preparation(None))
@@ -153,7 +153,7 @@ def assemble(config: RunConfig) -> Assembled:
     else:
         _tell_of_earlier_run(config)
     config = _split(config, splits[0])
-    arguments = training_arguments(config, on_gpu=device.kind == "cuda")
+    arguments = training_arguments(config, on_gpu=device.is_gpu)
     trackers, arguments.report_to = make_trackers(arguments.report_to), []
     require_scheduler(config)
     load_config(config.base_model)  # a wrong name is told as one, not as a tokenizer that is missing

@@ -67,7 +67,7 @@ def complete(
     image_size: int = 1024,
 ) -> Bench:
     """What was not asked for, by what there is: on a GPU a real shape, else `tiny` on `sim`."""
-    has_gpu = device.startswith("cuda") if device is not None else choose_device().kind == "cuda"
+    has_gpu = device.startswith("cuda") if device is not None else choose_device().is_gpu
     model = model or ("llama-1b" if has_gpu else "tiny")
     if device is None and not has_gpu and model != "tiny":
         do = "Use --model tiny; or name a machine with --device sim:<name>, which computes on the CPU and is slow"
@@ -142,7 +142,7 @@ def run_bench(
         if save_plan is not None:
             save(engine.plan, save_plan)
         clock = Clock.of_host(engine.drain, lambda: engine.report().seconds)
-        if device.kind == "cuda":
+        if device.is_gpu:
             clock = Clock.of_stream(device.torch_device, engine.drain)
             # As from a loader that pins: a copy from pageable memory would wait for the step before, and images on the
             # device are memory that no plan knows.
@@ -190,7 +190,7 @@ def compare(result: Result, kinds: Sequence[str]) -> Result:
 
 def _stepper(engine: Engine, batches: list[dict[str, Tensor]], bench: Bench) -> Callable[[], Tensor | float]:
     endless = itertools.cycle(batches)
-    on_gpu = engine.device.kind == "cuda"
+    on_gpu = engine.device.is_gpu
 
     def step() -> Tensor | float:
         for i in range(bench.accumulate):
@@ -207,13 +207,11 @@ def _stepper(engine: Engine, batches: list[dict[str, Tensor]], bench: Bench) -> 
 
 
 def _memory(engine: Engine, before: int) -> Memory:
-    kind, host = engine.device.kind, peak_rss_bytes()
+    device, host = engine.device, peak_rss_bytes()
     return Memory(
-        gpu_peak_bytes=engine.device.peak_bytes if kind != "cpu" else None,
-        gpu_reserved_bytes=torch.accelerator.max_memory_reserved(engine.device.torch_device)
-        if kind == "cuda"
-        else None,
-        gpu_trial_bytes=getattr(engine.device, "trial_peak_bytes", None),
+        gpu_peak_bytes=device.peak_bytes if device.has_own_memory else None,
+        gpu_reserved_bytes=torch.accelerator.max_memory_reserved(device.torch_device) if device.is_gpu else None,
+        gpu_trial_bytes=getattr(device, "trial_peak_bytes", None),
         host_peak_bytes=host,
         host_before_bytes=before,
         host_bytes_per_param=host / engine.graph.num_params,
@@ -276,7 +274,7 @@ def _result(
         command=command,
         machine=machine,
         num_params=engine.graph.num_params,
-        is_simulated=engine.device.kind == "sim",
+        is_simulated=engine.device.is_simulated,
         speed=speed,
         memory=memory,
         start_up=start_up,
@@ -341,7 +339,7 @@ def _machine(engine: Engine, version: str) -> Machine:
         "transformers": transformers.__version__,
     }
     return Machine(
-        device=spec.name if engine.device.kind != "sim" else f"sim ({spec.name})",
+        device=spec.name if not engine.device.is_simulated else f"sim ({spec.name})",
         gpu_bytes=spec.gpu_bytes,
         cpu=platform.processor() or platform.machine(),
         cores=os.cpu_count() or 0,

@@ -5,6 +5,7 @@ allow.
 from collections.abc import Sequence
 
 from outsize.base.units import show_bytes, show_seconds
+from outsize.hardware.lanes import lane_words
 from outsize.plan.render import BUSY_SHARE
 from outsize.run.bench_record import Baseline, Result
 
@@ -12,7 +13,6 @@ SIMULATED = (
     "No GPU is used: a simulated one computes on the CPU. Seconds below are its clock's, which is simulated; "
     "they say nothing about any machine."
 )
-_WORK = {"compute": "computing", "h2d": "copies to the GPU", "d2h": "copies to the host", "host": "host updates"}
 
 
 def show(result: Result) -> str:
@@ -100,7 +100,7 @@ def _lanes(result: Result) -> str:
     shares = ", ".join(f"{lane} {share:.0%}" for lane, share in lanes.shares.items())
     most = lanes.shares[lanes.bottleneck]
     busiest = (
-        f"{_WORK.get(lanes.bottleneck, lanes.bottleneck)} {_bind(lanes.bottleneck)}"
+        f"{lane_words(lanes.bottleneck)} {_bind(lanes.bottleneck)}"
         if most >= BUSY_SHARE
         else "no lane works all the time"
     )

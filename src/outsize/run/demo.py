@@ -70,7 +70,7 @@ def main(
     started = time.perf_counter()
     here = choose_device()
     size = SIZES[here.kind]
-    if here.kind == "cpu":
+    if not here.is_gpu:
         # Sums depend on the number of threads, so this gives every machine the same losses; and two threads that wait
         # for each other at every small operator are ten times slower than one as soon as another process wants a core.
         torch.set_num_threads(1)
@@ -85,9 +85,7 @@ def main(
         f"{budget / plain:.0%} of that."
     )
     where = (
-        f"gpu_memory={exact_bytes(_with_context(budget, here))}"
-        if here.kind == "cuda"
-        else f"device=sim:{exact_bytes(budget)}"
+        f"gpu_memory={exact_bytes(_with_context(budget, here))}" if here.is_gpu else f"device=sim:{exact_bytes(budget)}"
     )
     done = train_run(read_config(run, [where]), console)
     outcome = Outcome(

@@ -64,13 +64,13 @@ class Showing(TrainerCallback):
         engine = self._trainer.engine
         facts = [f"loss {self.losses[-1][1]:.{3 if self._console.is_terminal else 6}f}"] if self.losses else []
         facts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if engine.device.kind != "cpu":  # where one process is both, its memory is the host's
+        if engine.device.has_own_memory:  # where one process is both, its memory is the host's
             facts.append(
                 f"GPU {show_bytes(engine.report().gpu_peak_bytes)} of {show_bytes(engine.plan.estimate.gpu_bytes)} "
                 "planned"
             )
         planned = (
-            f", {show_bytes(engine.plan.estimate.host_bytes)} of it planned" if engine.device.kind != "cpu" else ""
+            f", {show_bytes(engine.plan.estimate.host_bytes)} of it planned" if engine.device.has_own_memory else ""
         )
         facts.append(f"host {show_bytes(self._host.memory_info().rss)}{planned}")
         return ", ".join(facts)

@@ -78,7 +78,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             result=result,
             checkpoint=last,
             gpu_peak_bytes=report.gpu_peak_bytes,
-            planned_gpu_bytes=report.planned_gpu_bytes if engine.device.kind != "cpu" else 0,
+            planned_gpu_bytes=report.planned_gpu_bytes if engine.device.has_own_memory else 0,
             tokens_per_second=showing.tokens_per_second,
         )
     finally:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, UpdateFailed, tell
 from outsize.base.log import log
+from outsize.calibration.steps import StepCalibration
 from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.batch import Call, arguments_of, fits, positional_names
@@ -27,7 +28,6 @@ from outsize.model.weights import Weights, convert, is_finite
 from outsize.optim.spec import OptimizerSpec
 from outsize.plan.plan import Plan, StepConfig
 from outsize.runtime import process_hooks
-from outsize.runtime.calibration import Calibration
 from outsize.runtime.checkpoints import Checkpoints
 from outsize.runtime.executor import Stage
 from outsize.runtime.optimizer import EngineOptimizer
@@ -100,7 +100,10 @@ class Engine:
         except BaseException:
             self.device.close(id(self))
             raise
-        self._calibration = Calibration(self.plan, self.runtime.executor, self.device)
+        executor = self.runtime.executor
+        self._calibration = StepCalibration(
+            self.plan, executor.place, executor.schedule, self.device, sees_calls=executor.sees_calls
+        )
         self._hooks.attach()
         process_hooks.install(self)
 
@@ -213,7 +216,7 @@ class Engine:
         self.optimizer.spec.require_valid_groups(self.optimizer.param_groups)
         self.runtime.access.apply_user_writes()
         self._steps.step()
-        if self.device.kind == "cuda" and os.environ.get("OUTSIZE_GUARD") != "1":
+        if not self.device.keeps_guard and os.environ.get("OUTSIZE_GUARD") != "1":
             self.runtime.drop_guard()
         self._calibration.step_made(self.num_steps)
 

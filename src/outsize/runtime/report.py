@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from outsize.base.units import show_bytes, show_seconds
+from outsize.calibration.steps import StepTiming
 from outsize.device.device import Device
-from outsize.hardware.lanes import LANES
+from outsize.hardware.lanes import LANES, lane_words
 from outsize.plan.plan import Plan
-from outsize.runtime.calibration import LANE_WORDS, StepTiming
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +60,13 @@ class StepReport:
         for lane in LANES:
             if self.planned_busy_seconds.get(lane):
                 lines.append(
-                    _beside(f"  {LANE_WORDS[lane]}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane])
+                    _beside(f"  {lane_words(lane)}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane])
                 )
         return "\n".join([*lines, *self.slow_kernels])
 
 
 def _beside(what: str, found: float | None, planned: float) -> str:
     return (
-        f"{what:<14} {show_seconds(found) if found is not None else 'not measured':<12}  planned "
+        f"{what:<20} {show_seconds(found) if found is not None else 'not measured':<12}  planned "
         f"{show_seconds(planned)}"
     )

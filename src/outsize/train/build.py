@@ -487,7 +487,7 @@ def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
     """Engines on one device share it: what one has planned for, another does not get."""
     gc.collect()  # models and engines are reference cycles: without this, dropped ones still hold device memory
     free = device.free_bytes
-    if gpu_memory is None and device.promised and free <= 0:
+    if gpu_memory is None and device.budgets and free <= 0:
         for engine in attached_engines():
             if engine.device is device and engine.takes_all_memory:
                 name = type(engine.model).__name__
@@ -504,7 +504,7 @@ def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
         free = device.free_bytes
     if gpu_memory is None:
         if free <= 0:
-            held = show_bytes(sum(device.promised.values()))
+            held = show_bytes(sum(device.budgets.values()))
             raise ConfigError(
                 f"{device.spec.name} has no free memory: other engines hold {held}. Call detach() on one of them, or "
                 "prepare it with a smaller gpu_memory."
@@ -512,7 +512,7 @@ def _gpu_budget(gpu_memory: str | int | None, device: Device) -> int:
         return free
     asked = parse_bytes(gpu_memory, name="gpu_memory")
     if asked > free:
-        taken = sum(device.promised.values())
+        taken = sum(device.budgets.values())
         found = f"{exact_bytes(asked)} was asked for" + (
             f" while another engine has {show_bytes(taken)}" if taken else ""
         )

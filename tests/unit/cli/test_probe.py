@@ -7,13 +7,13 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
+from outsize.calibration.rates import Identity, save_probe
 from outsize.cli import doctor
 from outsize.cli.main import app
 from outsize.device.choose import choose_device
 from outsize.device.cpu import CpuDevice
 from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.machine import Machine, write_machine
-from outsize.hardware.probed import Identity, keep_probe
 
 runner = CliRunner()
 SHAPE = dict(
@@ -28,14 +28,10 @@ SHAPE = dict(
 
 def test_the_host_is_measured_and_the_file_plans(tmp_path: Path) -> None:
     box = tmp_path / "box.yaml"
-    choose_device("cpu").promised.clear()  # of engines that other tests of this process have left behind
+    choose_device("cpu").budgets.clear()  # of engines that other tests of this process have left behind
     result = runner.invoke(app, ["probe", "--device", "cpu", "--save", str(box)])
     assert result.exit_code == 0, result.output
-    assert (
-        "only the host was measured" in result.output
-        and "G parameters/s alone" in result.output
-        and str(box) in result.output
-    )
+    assert all(words in result.output for words in ("Only the host was measured", "G parameters/s", str(box)))
     transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
     planned = runner.invoke(app, ["plan", str(tmp_path / "model"), "--sequence-len", "32", "--hardware", str(box)])
     assert planned.exit_code == 0, planned.output
@@ -60,7 +56,7 @@ def test_a_machines_file_has_the_budget_of_its_card(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--device", "sim:64MiB"], "--device is cuda"),
+        (["--device", "sim:64MiB"], "--device sim:64MiB cannot be measured"),
         (["--save", "no/such/box.yaml"], "a folder that exists"),
         (["--save", "."], "is a folder"),
     ],
@@ -85,12 +81,12 @@ def test_doctor_tells_whether_the_machine_was_probed(monkeypatch: pytest.MonkeyP
     assert [f.state for f in doctor._probe()] == ["note"]
 
     class Card(CpuDevice):
-        kind = "cuda"
+        is_gpu = True
         identity = Identity(gpu="A Card", driver="1", torch="2", cores=3)
 
     monkeypatch.setattr("outsize.device.choose.choose_device", lambda: Card())
     assert [(f.state, "outsize probe" in f.text) for f in doctor._probe()] == [("note", True)]
-    keep_probe(
+    save_probe(
         Machine(spec=dataclasses.replace(lookup("rtx4090"), provenance="probed on 2026-11-16"), measured={}),
         Card.identity,
     )

@@ -1,4 +1,4 @@
-"""From a name to a device: one object per name, and an error that says what the names are."""
+"""choose_device: one object per name, and an error that lists the names."""
 
 import pytest
 import torch
@@ -53,12 +53,12 @@ def test_cuda_without_a_gpu_says_what_to_use_instead(name: str, no_gpu: None) ->
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "tpu:0", "sim", "sim:", "cpu:0", "CPU"])
-def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
+def test_an_unknown_name_is_an_error_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cuda, cpu, or sim:<catalog name, .yaml file or size>"):
         choose_device(name)
 
 
-def test_an_unknown_machine_is_answered_with_the_catalog() -> None:
+def test_an_unknown_machine_is_an_error_with_the_catalog() -> None:
     with pytest.raises(ConfigError, match="rtx4090"):
         choose_device("sim:rtx9999")
     with pytest.raises(ConfigError, match="GiB"):
@@ -71,7 +71,7 @@ def test_a_name_that_failed_is_not_remembered(no_gpu: None) -> None:
             choose_device("cuda")
 
 
-def test_a_gpu_without_a_number_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_number_that_does_not_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError):
         choose_device("cuda:first")

@@ -1,4 +1,4 @@
-"""Observer: a storage is born with the first tensor that has it and dies with the last. Nothing else is counted."""
+"""Observer: a storage counts from the first tensor that has it until the last is released."""
 
 import gc
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from outsize.device.observer import ATTENTION_ISSUE, VIEW_ISSUE, Observer, parts_of, push_mode, remove_mode
+from outsize.device.observer import ATTENTION_LAUNCH, VIEW_LAUNCH, Observer, parts_of, push_mode, remove_mode
 
 
-def test_births_and_deaths_are_counted_and_the_peak_stays() -> None:
+def test_allocations_and_releases_are_counted_and_the_peak_stays() -> None:
     with Observer() as seen:
         x = torch.zeros(10)
         assert (seen.live_bytes, seen.peak_bytes) == (40, 40)
@@ -23,7 +23,7 @@ def test_births_and_deaths_are_counted_and_the_peak_stays() -> None:
         assert seen.peak_bytes == 0
 
 
-def test_a_death_after_the_observer_left_is_seen() -> None:
+def test_a_release_after_the_observer_left_is_seen() -> None:
     with Observer() as seen:
         x = torch.zeros(10)
     assert seen.live_bytes == 40
@@ -58,7 +58,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_is_no_birth_and_keeps_its_storage_alive(view) -> None:
+def test_a_view_allocates_nothing_and_keeps_its_storage_alive(view) -> None:
     with Observer() as seen:
         x = torch.zeros(4, 4)
         y = view(x)
@@ -70,7 +70,7 @@ def test_a_view_is_no_birth_and_keeps_its_storage_alive(view) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_of_memory_that_was_there_before_is_no_birth(view) -> None:
+def test_a_view_of_earlier_memory_allocates_nothing(view) -> None:
     before = torch.zeros(4, 4)
     with Observer() as seen:
         y = view(before)
@@ -79,7 +79,7 @@ def test_a_view_of_memory_that_was_there_before_is_no_birth(view) -> None:
     assert seen.live_bytes == seen.peak_bytes == 0
 
 
-def test_writing_in_place_is_no_birth() -> None:
+def test_writing_in_place_allocates_nothing() -> None:
     before = torch.zeros(4, 4)
     with Observer() as seen:
         before.add_(1)
@@ -90,14 +90,14 @@ def test_writing_in_place_is_no_birth() -> None:
         assert seen.live_bytes == 16
 
 
-def test_an_operator_with_several_outputs_has_several_births() -> None:
+def test_every_output_of_an_operator_is_counted() -> None:
     with Observer() as seen:
         out = torch.max(torch.zeros(8, 8), dim=0)
         assert seen.live_bytes == 8 * 4 + 8 * 8 and seen.peak_bytes == 256 + 96
         del out
 
 
-def test_backward_is_seen_by_whom_the_caller_has_entered() -> None:
+def test_a_backward_is_seen_by_its_callers_modes() -> None:
     weight = torch.ones(10, requires_grad=True)
     with Observer() as seen:
         loss = (weight * 2).sum()
@@ -117,7 +117,7 @@ def test_a_backward_outside_is_not_seen() -> None:
     assert seen.live_bytes == level
 
 
-def test_saved_tensors_die_with_the_graph() -> None:
+def test_saved_tensors_are_released_with_the_graph() -> None:
     weight = torch.ones(10, requires_grad=True)
     with Observer() as seen:
         out = torch.exp(weight).sum()
@@ -129,7 +129,7 @@ def test_saved_tensors_die_with_the_graph() -> None:
         assert seen.live_bytes == 0
 
 
-def test_a_birth_may_be_refused_and_is_then_not_counted() -> None:
+def test_a_refused_allocation_is_not_counted() -> None:
     told: list[tuple[int, int]] = []
 
     def refuse(new: int, live: int) -> None:
@@ -144,7 +144,7 @@ def test_a_birth_may_be_refused_and_is_then_not_counted() -> None:
         assert told == [(80, 80), (80, 160)] and seen.live_bytes == seen.peak_bytes == 80
 
 
-def test_paused_sees_no_births_but_every_death() -> None:
+def test_paused_counts_releases_only() -> None:
     with Observer() as seen:
         x = torch.zeros(10)
         with seen.paused():
@@ -176,7 +176,7 @@ def test_an_address_that_comes_back_is_another_storage() -> None:
     gc.collect()
 
 
-def test_the_tensors_that_operators_read_are_told() -> None:
+def test_the_tensors_that_operators_read_are_reported() -> None:
     linear, x, read = torch.nn.Linear(2, 2), torch.ones(2), []
     seen = Observer()
     seen.on_read = lambda p: read.append(p)
@@ -197,7 +197,7 @@ def test_cost_counts_products_and_traffic_but_no_views() -> None:
     assert seen.seconds == seen.flops + seen.moved_bytes
 
 
-def test_operators_count_by_what_issuing_them_takes() -> None:
+def test_launches_are_weighted_by_their_cpu_time() -> None:
     seen = Observer()
     seen.cost_of = lambda flops, moved: 0.0
     a = torch.ones(1, 2, 4, 8)
@@ -208,10 +208,10 @@ def test_operators_count_by_what_issuing_them_takes() -> None:
             lambda: a + a,
             lambda: torch.nn.functional.scaled_dot_product_attention(a, a, a),
         ):
-            before = seen.issued
+            before = seen.launches
             work()
-            counts.append(seen.issued - before)
-    assert counts == pytest.approx([VIEW_ISSUE, 1.0, ATTENTION_ISSUE])
+            counts.append(seen.launches - before)
+    assert counts == pytest.approx([VIEW_LAUNCH, 1.0, ATTENTION_LAUNCH])
 
 
 # --- the stack of modes
@@ -250,7 +250,7 @@ def test_removing_a_mode_that_is_not_there_changes_nothing() -> None:
     remove_mode(mode)
 
 
-def test_two_observers_see_the_same_births() -> None:
+def test_two_observers_see_the_same_allocations() -> None:
     with Observer() as outer, Observer() as inner:
         x = torch.zeros(10)
         y = x + 1

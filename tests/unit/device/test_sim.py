@@ -1,4 +1,4 @@
-"""The simulated device: a budget that bites, a clock that adds up, and races found by order rather than by luck."""
+"""The simulated device: an enforced budget, a clock, and races found by order, not by timing."""
 
 from collections.abc import Iterator
 
@@ -33,9 +33,9 @@ def cells_of(numel: int) -> torch.Tensor:
 # --- memory
 
 
-def test_a_birth_beyond_the_budget_is_refused_with_its_bytes(device: SimDevice) -> None:
+def test_an_allocation_beyond_the_budget_is_refused_with_its_bytes(device: SimDevice) -> None:
     held = device.empty(600)
-    with pytest.raises(DeviceOutOfMemory, match=r"1000 B \(1000B\), but 401B more would make it 1001B"):
+    with pytest.raises(DeviceOutOfMemory, match=r"an allocation of 401B makes 1001B, the budget is 1000 B \(1000B\)"):
         device.empty(401)
     device.empty(400)
     assert device.observer.live_bytes == 600 and held.numel() == 600
@@ -45,7 +45,7 @@ def test_out_of_memory_is_known_by_type() -> None:
     assert issubclass(DeviceOutOfMemory, MemoryError) and issubclass(DeviceOutOfMemory, OutsizeError)
 
 
-def test_what_a_model_allocates_counts_only_while_it_is_watched(device: SimDevice) -> None:
+def test_a_models_allocations_count_only_while_watching(device: SimDevice) -> None:
     with pytest.raises(DeviceOutOfMemory):
         device.watching(True)
         torch.zeros(300)  # fp32
@@ -104,29 +104,29 @@ def test_a_batch_is_copied_to_the_device_and_a_buffer_is_counted(device: SimDevi
 # --- engines side by side
 
 
-def test_devices_of_one_name_share_what_engines_were_promised() -> None:
+def test_devices_of_one_name_share_their_engines_budgets() -> None:
     one, other = choose_device("sim:7MiB"), choose_device("sim:7MiB")
     assert one is other and one is not choose_device("sim:8MiB")
-    one.promised[1], one.promised[2] = 2**20, 2 * 2**20
+    one.budgets[1], one.budgets[2] = 2**20, 2 * 2**20
     assert other.free_bytes == 4 * 2**20
-    one.promised.clear()
+    one.budgets.clear()
 
 
-def test_an_engine_promises_its_budget_and_takes_it_back() -> None:
+def test_an_engine_registers_and_releases_its_budget() -> None:
     sim = SimDevice(lookup("64MiB"))
     budgets = (5 * 2**20, 3 * 2**20)
     engines = [
         cells.prepare(cells.Cell(kind=kind, weights="host", optimizer="host"), sim, budget=budget)
         for kind, budget in zip(("plain", "llama"), budgets, strict=True)
     ]
-    assert sorted(sim.promised.values()) == sorted(budgets) and sim.free_bytes == 56 * 2**20
+    assert sorted(sim.budgets.values()) == sorted(budgets) and sim.free_bytes == 56 * 2**20
     engines[0].detach()
-    assert list(sim.promised.values()) == [budgets[1]]
+    assert list(sim.budgets.values()) == [budgets[1]]
     engines[1].detach()
-    assert sim.promised == {} and sim.observer.live_bytes == 0
+    assert sim.budgets == {} and sim.observer.live_bytes == 0
 
 
-def test_two_engines_may_each_use_what_they_were_promised() -> None:
+def test_two_engines_may_each_use_their_budget() -> None:
     """Both plans are exact to the byte and fit the machine side by side, so neither may run out of memory."""
     sim = SimDevice(lookup("64MiB"))
     engines = [
@@ -153,7 +153,7 @@ def test_reading_before_the_writers_event_is_a_race(device: SimDevice) -> None:
         device.begin("compute", waits=[], reads=[slot], writes=[])
 
 
-def test_reading_after_it_is_none(device: SimDevice) -> None:
+def test_reading_after_the_writers_event_is_no_race(device: SimDevice) -> None:
     slot = cells_of(16)
     loaded = device.submit("h2d", lambda: None, waits=[], reads=[], writes=[slot], seconds=1.0)
     device.begin("compute", waits=[loaded], reads=[slot], writes=[])
@@ -175,7 +175,7 @@ def test_two_writers_need_an_order(device: SimDevice) -> None:
         device.submit("d2h", lambda: None, waits=[], reads=[], writes=[slot], seconds=1.0)
 
 
-def test_two_readers_need_none(device: SimDevice) -> None:
+def test_two_readers_need_no_order(device: SimDevice) -> None:
     slot = cells_of(16)
     for lane in LANES:
         device.submit(lane, lambda: None, waits=[], reads=[slot], writes=[], seconds=1.0)
@@ -187,7 +187,7 @@ def test_a_lane_is_in_order_with_itself(device: SimDevice) -> None:
         device.submit("compute", lambda: None, waits=[], reads=[slot], writes=[slot], seconds=1.0)
 
 
-def test_an_action_that_has_begun_and_not_ended_is_under_way(device: SimDevice) -> None:
+def test_an_action_that_has_begun_and_not_ended_is_in_flight(device: SimDevice) -> None:
     slot = cells_of(16)
     device.begin("compute", waits=[], reads=[], writes=[slot])
     with pytest.raises(RaceDetected):
@@ -204,7 +204,7 @@ def test_what_is_touched_only_at_the_end_is_seen(device: SimDevice) -> None:
     device.submit("d2h", lambda: None, waits=[before], reads=[late], writes=[], seconds=1.0)
 
 
-def test_waiting_for_someone_who_waited_is_enough(device: SimDevice) -> None:
+def test_waiting_is_transitive(device: SimDevice) -> None:
     """No false alarm: h2d writes, compute waits for it, d2h waits for compute alone."""
     slot = cells_of(16)
     loaded = device.submit("h2d", lambda: None, waits=[], reads=[], writes=[slot], seconds=1.0)
@@ -253,7 +253,7 @@ def test_after_synchronize_everything_is_ordered(device: SimDevice) -> None:
         device.synchronize()
 
 
-def test_a_new_engine_starts_with_a_clean_sheet(device: SimDevice) -> None:
+def test_a_new_engine_starts_without_earlier_accesses(device: SimDevice) -> None:
     """Addresses come back as other buffers: an access of an earlier engine is nobody's race."""
     slot = cells_of(16)
     device.submit("h2d", lambda: None, waits=[], reads=[], writes=[slot], seconds=1.0)

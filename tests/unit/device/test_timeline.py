@@ -1,4 +1,4 @@
-"""What lanes really did: the same spans that the schedule names, on a clock that begins with the timeline."""
+"""Timeline: the spans of a schedule's actions, on a clock that begins with the timeline."""
 
 import cells
 from cells import Cell

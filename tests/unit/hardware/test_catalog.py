@@ -1,4 +1,4 @@
-"""The catalog: every machine is whole and honest, and a size stands for a small machine of that size."""
+"""The catalog: every machine is complete, and a size is a small machine with that much memory."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
         assert part in str(caught.value)
 
 
-def test_case_and_spaces_do_not_matter_and_all_that_begins_so_is_offered() -> None:
+def test_case_and_spaces_do_not_matter_and_a_prefix_is_completed() -> None:
     assert (
         lookup("H100") == lookup("h100")
         and lookup("RTX 4090") == lookup("rtx4090")
@@ -56,11 +56,11 @@ def test_case_and_spaces_do_not_matter_and_all_that_begins_so_is_offered() -> No
     )
     with pytest.raises(ConfigError, match="Did you mean a100-40gb or a100-80gb"):
         lookup("a100")
-    with pytest.raises(ConfigError, match="hardware is a name"):
+    with pytest.raises(ConfigError, match="hardware 24 is not a string"):
         lookup(24)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["64MB", "64", "0B"])
-def test_a_size_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_size_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="device size"):
         lookup(name)

@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.device.cpu import CpuDevice
+from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
-from outsize.hardware.lanes import LANES, LaneClock, compute_seconds, copy_seconds, together, update_seconds
+from outsize.hardware.lanes import (
+    LANE_FACTS,
+    LANES,
+    LaneClock,
+    compute_seconds,
+    copy_seconds,
+    lane_words,
+    update_seconds,
+)
 
 MACHINE = dataclasses.replace(
     lookup("64MiB"),
@@ -80,10 +90,24 @@ def test_compute_is_bound_by_arithmetic_or_by_memory_whichever_is_longer() -> No
     assert compute_seconds(MACHINE, 1.0, 300_000_000_000) == pytest.approx(3.0)
 
 
-def test_lanes_at_work_have_one_name_in_any_order() -> None:
-    assert [together(lanes) for lanes in (["h2d"], ["d2h", "h2d"], ["host", "h2d"], ["h2d", "host", "d2h"])] == [
-        "h2d",
-        "h2d+d2h",
-        "h2d+host",
-        "h2d+d2h+host",
-    ]
+def test_an_unknown_lane_is_an_error_everywhere() -> None:
+    clock = LaneClock()
+    for use in (
+        lambda lane: clock.run(lane, 1.0),
+        lambda lane: copy_seconds(MACHINE, lane, 1),
+        lambda lane: update_seconds(MACHINE, lane, 1),
+        lambda lane: lane_words(lane),
+        lambda lane: CpuDevice().begin(lane, waits=(), reads=(), writes=()),
+        lambda lane: SimDevice(MACHINE).begin(lane, waits=(), reads=(), writes=()),
+    ):
+        with pytest.raises((ValueError, KeyError), match="net"):
+            use("net")
+    with pytest.raises(ValueError, match="lane 'host' makes no copies"):
+        copy_seconds(MACHINE, "host", 1)
+    with pytest.raises(ValueError, match="lane 'd2h' makes no updates"):
+        update_seconds(MACHINE, "d2h", 1)
+
+
+def test_the_rates_of_lanes_are_fields_of_the_spec() -> None:
+    for facts in LANE_FACTS.values():
+        assert all(hasattr(MACHINE, rate) for rate in (facts.copy_rate, facts.update_rate) if rate)

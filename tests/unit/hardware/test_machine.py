@@ -1,4 +1,4 @@
-"""A machine's YAML file: what is written reads back equal, and nonsense is answered with all that is wrong with it."""
+"""A machine's YAML file: what is written reads back equal, and an error lists every mistake."""
 
 import dataclasses
 import math
@@ -77,10 +77,10 @@ def test_numbers_are_written_as_people_read_them() -> None:
 
 
 GOOD = write_machine(Machine(spec=a_spec(), measured={}))
-NONSENSE = {
+MISTAKES = {
     "a missing key": (
         GOOD.replace("flops: ", "# "),
-        ["1 thing", "flops: expected a number such as 25.0e+9", "FLOPs a second, found nothing"],
+        ["1 error", "flops: expected a number such as 25.0e+9", "FLOPs a second, found nothing"],
     ),
     "a key without a value": (GOOD.replace("name: rtx4090", "name:"), ["name: expected a text, found nothing"]),
     "a string for a number": (
@@ -161,17 +161,17 @@ NONSENSE = {
     "a key twice": (GOOD + "name: other\n", ["name: given twice"]),
     "figures that are none": (GOOD + "measured: much\n", ["measured: expected a mapping, found 'much'"]),
     "not YAML": ("name: [\n", ["is YAML", "in line"]),
-    "a list": ("- 1\n- 2\n", ["is a mapping of keys to values", "it is a list", "outsize probe --save"]),
-    "a text": ("rtx4090", ["it is a str"]),
-    "nothing": ("", ["it is empty"]),
-    "only comments": ("# nothing\n", ["it is empty"]),
+    "a list": ("- 1\n- 2\n", ["is a list, not a mapping of keys to values", "outsize probe --save"]),
+    "a text": ("rtx4090", ["is a str, not a mapping"]),
+    "nothing": ("", ["is empty"]),
+    "only comments": ("# nothing\n", ["is empty"]),
     "zero bytes": ("\x00\x01", ["is YAML", "a character that YAML does not allow"]),
 }
 
 
-@pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_is_answered_in_one_message(kind: str, tmp_path: Path) -> None:
-    text, words = NONSENSE[kind]
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_every_mistake_in_a_file_is_an_error(kind: str, tmp_path: Path) -> None:
+    text, words = MISTAKES[kind]
     path = tmp_path / "m.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -181,7 +181,7 @@ def test_nonsense_is_answered_in_one_message(kind: str, tmp_path: Path) -> None:
         assert part in str(caught.value), caught.value
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text("name: mine\ngpu_bytes: much\nflop: 1e12\nh2d_bytes_per_second: -1\n")
     with pytest.raises(ConfigError) as caught:
@@ -193,12 +193,12 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         for field in dataclasses.fields(HardwareSpec)
         if field.default is dataclasses.MISSING and field.name not in given
     ]
-    assert f"{len(missing) + 3} things in it are wrong" in text
+    assert f"{len(missing) + 3} errors" in text
     assert all(f"{name}: expected" in text for name in missing)
     assert "gpu_bytes: " in text and "flop: unknown key; did you mean flops?" in text and "found -1" in text
 
 
-def test_a_folder_and_a_file_that_is_not_there_are_told_by_name(tmp_path: Path) -> None:
+def test_a_folder_and_a_missing_file_are_errors_with_their_path(tmp_path: Path) -> None:
     for path, words in ((tmp_path, "directory"), (tmp_path / "none.yaml", "No such file")):
         with pytest.raises(ConfigError, match=words) as caught:
             lookup(str(path))
@@ -208,7 +208,7 @@ def test_a_folder_and_a_file_that_is_not_there_are_told_by_name(tmp_path: Path) 
         lookup(str(tmp_path / "binary.yaml"))
 
 
-def test_a_path_stands_wherever_a_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_accepted_wherever_a_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outsize.device.choose import choose_device
 
     (tmp_path / "4090box.yaml").write_text(GOOD.replace("name: rtx4090", "name: box"))  # begins as a size does

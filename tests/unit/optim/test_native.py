@@ -17,6 +17,7 @@ import torch
 from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
 
 from outsize.base.errors import ConfigError
+from outsize.hardware.host import quota_cores
 from outsize.optim import native
 from outsize.optim.build import compile_library, find_compiler
 from outsize.optim.native import find_kernel, kernel
@@ -58,7 +59,7 @@ def test_without_a_cache_nothing_is_left_on_disk(
     assert not list((tmp_path / "temporary").iterdir()) and not (tmp_path / "home").exists()
 
 
-def test_without_a_compiler_torch_does_it_and_that_is_said_once(
+def test_without_a_compiler_torch_is_used_with_one_warning(
     unpackaged: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -160,7 +161,7 @@ def test_helpers_sleep_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(used) < 0.01, used
 
 
-def test_denormals_are_kept_also_where_somebody_made_them_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denormals_are_kept_even_if_the_caller_flushes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_num_threads", lambda: 3)
     start = adversarial(300_001, weight=BF16, grad=BF16)
     want, flushed = start.each(torch.clone), start.each(torch.clone)
@@ -180,9 +181,9 @@ def test_threads_are_those_that_torch_the_process_and_the_container_allow_less_t
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr(native, "_quota_cores", lambda: 2**16)
+    monkeypatch.setattr(native, "quota_cores", lambda: 2**16)
     assert native._num_threads() == 10
-    monkeypatch.setattr(native, "_quota_cores", lambda: 3)
+    monkeypatch.setattr(native, "quota_cores", lambda: 3)
     assert native._num_threads() == 3, "too few to spare any"
 
 
@@ -201,17 +202,17 @@ def test_the_quota_of_a_container_is_read(files: dict[str, str], cores: int, tmp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert native._quota_cores(tmp_path) == cores
+    assert quota_cores(tmp_path) == cores
 
 
-def test_torch_can_be_asked_for() -> None:
+def test_outsize_kernels_selects_torch() -> None:
     with kernels("torch"):
         assert kernel() is None
 
 
-def test_a_wish_that_nobody_understands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_of_outsize_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_KERNELS", "tritn")
     find_kernel.cache_clear()
-    with pytest.raises(ConfigError, match="OUTSIZE_KERNELS is `torch`, or not set"):
+    with pytest.raises(ConfigError, match="OUTSIZE_KERNELS=tritn is unknown"):
         kernel()
     find_kernel.cache_clear()

@@ -105,7 +105,7 @@ def test_the_comparison_sees_a_fused_operation() -> None:
         assert_same(replace(state, m=fused), state)
 
 
-def test_without_triton_torch_does_it_on_the_gpu_and_that_is_said_once(
+def test_without_triton_torch_is_used_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it raises

@@ -33,7 +33,7 @@ style.setProperty("--phase", "transparent");
 # The left and right margins, the phases above and the axis below are as in page.js; a row's lane leaves three pixels
 # free at its edges.
 DARKNESS = """(row => { const chart = document.getElementById("predicted"), ratio = devicePixelRatio, box = chart.getBoundingClientRect();
-const each = (box.height - 42) / 4, [x, y, wide, high] = [84, 20 + row * each + 3, box.width - 94, each - 6].map(size => Math.round(size * ratio));
+const each = (box.height - 42) / 4, [x, y, wide, high] = [120, 20 + row * each + 3, box.width - 130, each - 6].map(size => Math.round(size * ratio));
 const copy = new OffscreenCanvas(chart.width, chart.height), pen = copy.getContext("2d", { willReadFrequently: true }); pen.drawImage(chart, 0, 0);
 const d = pen.getImageData(x, y, wide, high).data; let sum = 0;
 for (let i = 0; i < d.length; i += 4) sum += 1 - d[i] / 255; return sum / (wide * high); })"""
@@ -105,7 +105,7 @@ def test_the_pointer_is_told_what_is_there(tab: Tab) -> None:
     assert "optimizer" in tip(tab) and "total" in tip(tab)
     # The last backward ends the step, on the first lane.
     tab.mouse("mouseMoved", *point(tab, "predicted", 0.985, 0.2))
-    assert tip(tab).startswith("B0: backward of stem") and "GPU: " in tip(tab)
+    assert tip(tab).startswith("B0: backward of stem") and "GPU compute: " in tip(tab)
     tab.mouse("mouseMoved", *point(tab, "map", 0.6, 0.1))
     assert "model.layers." in tip(tab) and "activations: " in tip(tab)
     tab.mouse("mouseMoved", 2, 2)
@@ -180,4 +180,4 @@ def test_thousands_of_short_spans_are_drawn_as_the_share_they_take(
     )
     assert shares["compute"] > 0.9 and shares["h2d"] < 0.4, "one lane that hardly rests, one that mostly does"
     tab.mouse("mouseMoved", *point(tab, "predicted", 0.5, 0.2))
-    assert "GPU: " in tip(tab), "a span that is too narrow to be seen still tells what it is"
+    assert "GPU compute: " in tip(tab), "a span that is too narrow to be seen still tells what it is"

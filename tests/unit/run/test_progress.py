@@ -11,7 +11,7 @@ from outsize.run.progress import Showing
 
 def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> None:
     engine = SimpleNamespace(
-        device=SimpleNamespace(kind="sim"),
+        device=SimpleNamespace(has_own_memory=True),
         report=lambda: SimpleNamespace(gpu_peak_bytes=2**30),
         plan=SimpleNamespace(estimate=SimpleNamespace(gpu_bytes=2**30, host_bytes=2**30)),
     )

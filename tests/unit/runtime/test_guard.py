@@ -89,7 +89,7 @@ def test_an_engine_that_is_dropped_without_a_word_leaves_nothing_behind() -> Non
     del engine
     gc.collect()
     assert [ref() for ref in kept] == [None, None, None]
-    assert not guarded() and not device.promised
+    assert not guarded() and not device.budgets
 
 
 def test_a_guard_that_outlives_its_engine_does_not_mistake_new_parameters_for_old_ones() -> None:

@@ -268,7 +268,7 @@ def test_a_refused_model_leaves_the_device_as_it_was() -> None:
     try:
         with pytest.raises(ModelUnsupported):
             cells.prepare_by_hand(Stack(Strided), {"x": torch.randn(4, 8)}, spec=SPEC, device=device, budget=2**20)
-        assert device.promised == {} and device.observer.live_bytes == 0 and _get_current_dispatch_mode_stack() == modes
+        assert device.budgets == {} and device.observer.live_bytes == 0 and _get_current_dispatch_mode_stack() == modes
     finally:
         remove_mode(device.observer)
 
@@ -405,12 +405,12 @@ def test_preparing_and_detaching_five_times_leaves_nothing_on_the_device() -> No
             weights="host" if seed % 2 else "gpu", optimizer="gpu" if seed % 3 else "host", strategy=strategy
         )
         engine = cells.prepare_by_hand(model, zoo.batch("llama"), spec=SPEC, device=device, **how)
-        assert device.promised and device.observer.live_bytes > 0
+        assert device.budgets and device.observer.live_bytes > 0
         if state is not None:
             engine.optimizer.load_state_dict(state)
         step(engine, "llama", seed)
         state = copy.deepcopy(engine.detach())
-        assert device.observer.live_bytes == 0 and device.promised == {}
+        assert device.observer.live_bytes == 0 and device.budgets == {}
         assert facts() == before and _get_current_dispatch_mode_stack() == modes
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
         plain(**zoo.batch("llama", seed=seed)).loss.backward()

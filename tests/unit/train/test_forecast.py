@@ -496,7 +496,7 @@ def test_the_smallest_machine_has_the_host_memory_that_was_asked_for() -> None:
         (dict(gpu_memory="512MiB"), "a CUDA process takes"),
         (dict(gpu_memory="24GB"), "GiB"),
         (dict(sequence_len=0), "sequence_len is 0"),
-        (dict(hardware=24), "hardware is a name"),
+        (dict(hardware=24), "hardware 24 is not a string"),
         (dict(pins={"n_swap": 1}), "pins are outsize.Pins, but a dict was given"),
         (dict(micro_batch_size=1.5, dtype="float16"), "micro_batch_size is 1.5; dtype is 'float16'"),
     ],

@@ -1,11 +1,13 @@
-"""A few early steps beside their plan: which are timing, what is said of them, and what they teach. Times are only
-compared on `sim`, where they are exact.
+"""Timing of early steps: which steps are timed, what is logged, which rates are saved. Times are only compared on `sim`,
+where they are exact.
 """
 
+import dataclasses
 import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import cells
 import pytest
@@ -15,12 +17,14 @@ from cells import Cell
 from torch import Tensor
 
 import outsize
+from outsize.calibration import steps
+from outsize.calibration.rates import Identity
+from outsize.calibration.steps import LAST_STEP, TIMED_STEPS, WARM_UP_STEPS
 from outsize.device.cpu import CpuDevice
 from outsize.device.device import Event
 from outsize.device.sim import SimDevice, SimEvent
 from outsize.hardware.catalog import lookup
-from outsize.hardware.lanes import LANES, Lane
-from outsize.runtime.calibration import GIVE_UP, LANE_WORDS, WARM_UP, WATCHED
+from outsize.hardware.lanes import LANES, Lane, lane_words
 from outsize.runtime.engine import Engine
 
 STREAMED = Cell(kind="llama", dtype="bf16", weights="host", optimizer="host", strategy="offload")
@@ -34,19 +38,31 @@ PLANS = [
     Cell(kind="llama", dtype="fp32", weights="host", optimizer="gpu", accumulate=2, clip=True),
     Cell(kind="bert", dtype="fp32"),
 ]
-FIRST_READ = WARM_UP + WATCHED
-"""Steps after which the timing ones are read, where nothing comes late."""
+FIRST_READ = WARM_UP_STEPS + TIMED_STEPS
+"""Steps after which the timed ones are read, on devices whose times are known at once."""
 
 
-class Learner(SimDevice):
-    """Remembers what it was to learn."""
+class Calibrated(SimDevice):
+    """Has its measured rates saved, into `saved`."""
+
+    saves_calibration = True
+    alive: ClassVar["weakref.WeakValueDictionary[str, Calibrated]"] = weakref.WeakValueDictionary()
 
     def __init__(self, name: str = "16GiB") -> None:
         super().__init__(lookup(name))
-        self.seen: list[Mapping[str, float]] = []
+        self.saved: list[Mapping[str, float]] = []
+        self.alive[self.identity.gpu] = self
 
-    def save_rates(self, seen: Mapping[str, float]) -> None:
-        self.seen.append(seen)
+    @property
+    def identity(self) -> Identity:
+        return dataclasses.replace(super().identity, gpu=str(id(self)))
+
+
+@pytest.fixture(autouse=True)
+def _saved_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        steps, "save_step_rates", lambda rates, identity, spec: Calibrated.alive[identity.gpu].saved.append(rates)
+    )
 
 
 def step(engine: Engine, times: int = 1) -> None:
@@ -57,8 +73,8 @@ def step(engine: Engine, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("cell", PLANS, ids=str)
-def test_on_sim_a_run_takes_what_its_plan_said_lane_by_lane(cell: Cell, caplog: pytest.LogCaptureFixture) -> None:
-    device = Learner()
+def test_on_sim_every_lane_is_busy_as_planned(cell: Cell, caplog: pytest.LogCaptureFixture) -> None:
+    device = Calibrated()
     with cells.closing(cells.prepare(cell, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
         cells.train_cell(cell, engine, steps=FIRST_READ)
         report, planned = engine.report(), engine.plan.estimate
@@ -66,12 +82,12 @@ def test_on_sim_a_run_takes_what_its_plan_said_lane_by_lane(cell: Cell, caplog: 
     assert report.planned_busy_seconds == planned.busy_seconds
     assert report.busy_seconds == pytest.approx(planned.busy_seconds, rel=1e-9)
     (line,) = [record.message for record in caplog.records if record.message.startswith("steps ")]
-    busy = [LANE_WORDS[lane] for lane in LANES if planned.busy_seconds[lane]]
+    busy = [lane_words(lane) for lane in LANES if planned.busy_seconds[lane]]
     assert line.startswith("steps 3-4: ") and line.endswith(" (+0 %); " + ", ".join(f"{words} +0 %" for words in busy))
-    assert device.seen == [pytest.approx({name: getattr(device.spec, name) for name in device.seen[0]}, rel=1e-6)]
+    assert device.saved == [pytest.approx({name: getattr(device.spec, name) for name in device.saved[0]}, rel=1e-6)]
 
 
-class Otherwise(Learner):
+class Otherwise(Calibrated):
     """Works at other rates than it describes itself by: `factor` of the seconds of each lane, the fixed cost of an
     action left out.
     """
@@ -87,30 +103,31 @@ class Otherwise(Learner):
         )
 
 
-def test_a_machine_that_is_not_as_described_teaches_its_rates(caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_rates_that_differ_from_the_spec_are_saved(caplog: pytest.LogCaptureFixture) -> None:
     device = Otherwise(h2d=2.0, d2h=1.0, host=0.5)
     with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
         step(engine, FIRST_READ)
         found, planned = engine.report().busy_seconds, engine.plan.estimate.busy_seconds
     spec = device.spec
     rates = {"h2d_bytes_per_second": spec.h2d_bytes_per_second / 2, "d2h_bytes_per_second": spec.d2h_bytes_per_second}
-    assert device.seen == [
+    assert device.saved == [
         pytest.approx(rates | {"host_adam_params_per_second": spec.host_adam_params_per_second * 2}, rel=1e-6)
     ]
     assert (
-        f"copies in {100 * (found['h2d'] / planned['h2d'] - 1):+.0f} %, copies out +0 %, host updates -" in caplog.text
+        f"copies to the GPU {100 * (found['h2d'] / planned['h2d'] - 1):+.0f} %, copies to the host +0 %, CPU updates -"
+        in caplog.text
     )
 
 
-def test_a_lane_with_nothing_or_little_to_do_teaches_nothing() -> None:
-    for cell, device in ((Cell(kind="llama", dtype="bf16"), Learner()), (STREAMED, Otherwise(compute=1e5))):
+def test_a_lane_with_little_or_no_work_has_no_rate() -> None:
+    for cell, device in ((Cell(kind="llama", dtype="bf16"), Calibrated()), (STREAMED, Otherwise(compute=1e5))):
         with cells.closing(cells.prepare(cell, device)) as engine:
             step(engine, FIRST_READ)
-            assert engine.report().step_seconds is not None and device.seen == [{}]
+            assert engine.report().step_seconds is not None and device.saved == [{}]
 
 
-def test_the_report_shows_every_lane_that_works_before_and_after() -> None:
-    with cells.closing(cells.prepare(STREAMED, Learner())) as engine:
+def test_the_report_shows_every_lane_with_work() -> None:
+    with cells.closing(cells.prepare(STREAMED, Calibrated())) as engine:
         step(engine)
         report = engine.report()
         assert (
@@ -119,25 +136,25 @@ def test_the_report_shows_every_lane_that_works_before_and_after() -> None:
             and str(report).count("not measured") == 1 + len(LANES)
         )
         step(engine, FIRST_READ - 1)
-        assert all(words in str(engine.report()) for words in LANE_WORDS.values()) and "not measured" not in str(
+        assert all(lane_words(lane) in str(engine.report()) for lane in LANES) and "not measured" not in str(
             engine.report()
         )
-    with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), Learner())) as engine:
+    with cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), Calibrated())) as engine:
         assert "compute" in str(engine.report()) and "copies" not in str(engine.report()), (
-            "lanes that do nothing are left out"
+            "lanes without work are left out"
         )
 
 
-def test_after_the_watched_steps_nothing_is_recorded() -> None:
-    device = Learner()
+def test_after_the_timed_steps_nothing_is_recorded() -> None:
+    device = Calibrated()
     with cells.closing(cells.prepare(STREAMED, device)) as engine:
-        step(engine, WARM_UP + 1)
+        step(engine, WARM_UP_STEPS + 1)
         assert device._timeline is not None
-        step(engine, WATCHED)
+        step(engine, TIMED_STEPS)
         found = engine.report().busy_seconds
         assert device._timeline is None and found
         step(engine, FIRST_READ)
-        assert engine.report().busy_seconds == found and len(device.seen) == 1
+        assert engine.report().busy_seconds == found and len(device.saved) == 1
 
 
 def evaluate(engine: Engine) -> None:
@@ -154,31 +171,31 @@ def accumulate_more(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("between", [evaluate, abandon, accumulate_more, Engine.drain])
-def test_steps_that_did_something_else_than_planned_are_passed_over_for_later_ones(
+def test_steps_that_do_not_follow_the_plan_are_skipped(
     between: Callable[[Engine], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = Learner()
+    device = Calibrated()
     with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
-        step(engine, WARM_UP + 1)
+        step(engine, WARM_UP_STEPS + 1)
         between(engine)
-        step(engine, WATCHED)
-        assert engine.report().step_seconds is None and not device.seen
+        step(engine, TIMED_STEPS)
+        assert engine.report().step_seconds is None and not device.saved
         step(engine, FIRST_READ)
         assert engine.report().step_seconds == pytest.approx(engine.plan.estimate.step_seconds, rel=1e-9)
-        assert "steps 3-4" not in caplog.text and len(device.seen) == 1
+        assert "steps 3-4" not in caplog.text and len(device.saved) == 1
 
 
-def test_a_run_that_never_does_what_its_plan_says_is_left_alone_in_the_end() -> None:
-    device = Learner()
+def test_a_run_that_never_follows_its_plan_is_not_timed_any_more() -> None:
+    device = Calibrated()
     with cells.closing(cells.prepare(STREAMED, device)) as engine:
-        for _ in range(GIVE_UP + 2 * FIRST_READ):
+        for _ in range(LAST_STEP + 2 * FIRST_READ):
             evaluate(engine)
             step(engine)
-        assert device._timeline is None and engine.report().step_seconds is None and not device.seen
+        assert device._timeline is None and engine.report().step_seconds is None and not device.saved
 
 
-def test_who_records_a_timeline_of_their_own_goes_before() -> None:
-    device = Learner()
+def test_a_users_timeline_takes_precedence() -> None:
+    device = Calibrated()
     with cells.closing(cells.prepare(STREAMED, device)) as engine:
         step(engine)
         with device.timeline() as mine:
@@ -192,30 +209,32 @@ def test_who_records_a_timeline_of_their_own_goes_before() -> None:
         assert engine.report().step_seconds is not None
 
 
-def test_a_timeline_that_begins_in_the_middle_of_watched_steps_is_whole_and_theirs_is_not_used() -> None:
-    device = Learner()
+def test_a_users_timeline_that_begins_within_the_timed_steps_is_complete() -> None:
+    device = Calibrated()
     with cells.closing(cells.prepare(STREAMED, device)) as engine:
-        step(engine, WARM_UP + 1)
+        step(engine, WARM_UP_STEPS + 1)
         with device.timeline() as mine:
-            step(engine, WATCHED)
+            step(engine, TIMED_STEPS)
         planned = engine.plan.estimate.busy_seconds
-        assert {lane: busy / WATCHED for lane, busy in mine.busy_seconds().items()} == pytest.approx(planned, rel=1e-9)
-        assert all(span.name != "step" for span in mine.spans) and not device.seen
+        assert {lane: busy / TIMED_STEPS for lane, busy in mine.busy_seconds().items()} == pytest.approx(
+            planned, rel=1e-9
+        )
+        assert all(span.name != "step" for span in mine.spans) and not device.saved
         step(engine, 2 * FIRST_READ)
-        assert len(device.seen) == 1
+        assert len(device.saved) == 1
 
 
-def test_two_engines_on_one_device_do_not_count_each_others_work() -> None:
-    device = Learner()
+def test_two_engines_on_one_device_are_not_timed() -> None:
+    device = Calibrated()
     with cells.closing(cells.prepare(STREAMED, device)) as one, cells.closing(cells.prepare(STREAMED, device)) as other:
-        for _ in range(GIVE_UP):
+        for _ in range(LAST_STEP):
             step(one)
             step(other)
-        assert not device.seen
+        assert not device.saved
 
 
-def test_a_new_plan_is_watched_anew() -> None:
-    device = Learner("64MiB")
+def test_a_new_plan_is_timed_again() -> None:
+    device = Calibrated("64MiB")
     engine = outsize.prepare(
         STREAMED.model(), zoo.batch("llama"), device=device, chunk_bytes=cells.CHUNK_BYTES, optimizer=STREAMED.spec
     )
@@ -227,31 +246,31 @@ def test_a_new_plan_is_watched_anew() -> None:
         step(engine, FIRST_READ)
         assert (
             engine.report().step_seconds == pytest.approx(engine.plan.estimate.step_seconds, rel=1e-9)
-            and len(device.seen) == 2
+            and len(device.saved) == 2
         )
 
 
-def test_a_run_that_ends_with_the_watched_steps_is_read_too_and_one_that_ends_within_leaves_nothing_behind() -> None:
-    device = Learner()
+def test_a_run_may_end_with_or_within_the_timed_steps() -> None:
+    device = Calibrated()
     with cells.closing(cells.prepare(STREAMED, device)) as engine:
         step(engine, FIRST_READ)
-    assert len(device.seen) == 1
+    assert len(device.saved) == 1
     with cells.closing(cells.prepare(STREAMED, device)) as engine:
-        step(engine, WARM_UP + 1)
+        step(engine, WARM_UP_STEPS + 1)
         assert device._timeline is not None
-    assert device._timeline is None and len(device.seen) == 1
+    assert device._timeline is None and len(device.saved) == 1
     engine = cells.prepare(STREAMED, device)
-    step(engine, WARM_UP + 1)
+    step(engine, WARM_UP_STEPS + 1)
     del engine
     gc.collect()
-    assert device._timeline is None, "also when it was dropped without a word"
+    assert device._timeline is None, "also when it is dropped without detach()"
 
 
-def test_an_engine_that_has_ended_holds_no_memory_for_it() -> None:
+def test_a_detached_engine_holds_no_memory_for_it() -> None:
     """A new plan is attached while the old calibration is still there: on a GPU there is no room for both plans'
     buffers.
     """
-    with cells.closing(cells.prepare(STREAMED, Learner())) as engine:
+    with cells.closing(cells.prepare(STREAMED, Calibrated())) as engine:
         step(engine, FIRST_READ)
         store = weakref.ref(engine.runtime.store)
     gc.collect()
@@ -278,9 +297,7 @@ class Late(CpuDevice):
         self.is_done = True
 
 
-def test_nothing_waits_for_the_watched_steps_and_they_are_read_when_their_times_are_there(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_waits_for_the_timed_steps(caplog: pytest.LogCaptureFixture) -> None:
     device = Late()
     with cells.closing(cells.prepare(STREAMED, device)) as engine, caplog.at_level(logging.INFO, "outsize"):
         device.num_waits, device.is_done = 0, False
@@ -292,7 +309,7 @@ def test_nothing_waits_for_the_watched_steps_and_they_are_read_when_their_times_
         assert (engine.report().step_seconds or 0) > 0 and engine.report().busy_seconds["host"] > 0
 
 
-def test_a_run_that_ends_before_its_times_are_there_is_read_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_ends_before_its_times_are_known_is_read_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     device = Late()
     with caplog.at_level(logging.INFO, "outsize"), cells.closing(cells.prepare(STREAMED, device)) as engine:
         device.is_done = False
@@ -301,9 +318,7 @@ def test_a_run_that_ends_before_its_times_are_there_is_read_at_its_end(caplog: p
     assert "steps 3-4: " in caplog.text
 
 
-def test_under_a_plan_with_nothing_to_tell_of_visits_only_the_step_is_compared(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_under_a_plan_without_block_call_hooks_only_the_step_is_compared(caplog: pytest.LogCaptureFixture) -> None:
     with (
         cells.closing(cells.prepare(Cell(kind="llama", dtype="bf16"), CpuDevice())) as engine,
         caplog.at_level(logging.INFO, "outsize"),
@@ -312,4 +327,4 @@ def test_under_a_plan_with_nothing_to_tell_of_visits_only_the_step_is_compared(
         step(engine, FIRST_READ)
         report = engine.report()
         assert report.step_seconds is not None and "compute" not in report.busy_seconds
-        assert caplog.records[-1].message.endswith(" %)"), "and no lane is told of"
+        assert caplog.records[-1].message.endswith(" %)"), "no lane is listed"
