@@ -81,4 +81,4 @@ test-gpu: $(READY)
 ON_GPU := --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB
 BENCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),$(ON_GPU))
 bench: $(READY)
-	PYTHONPATH=src $(PYTHON) -m outsize.cli.main bench $(BENCH)
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench $(BENCH)
