@@ -4,10 +4,10 @@ The names are those Axolotl and transformers users know. To add a key, add a fie
 is checked, its default how it is when left out, and docs/config.md lists it.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from outsize.base.records import Rule
 from outsize.config.types import (
     Adapter,
     Bf16,
@@ -19,7 +19,6 @@ from outsize.config.types import (
     PinName,
     PlanFile,
     Positive,
-    Rule,
     SaveStrategy,
     Scheduler,
     Seed,
@@ -37,7 +36,7 @@ from outsize.config.types import (
 class DatasetConfig:
     path: Text
     """A local file or folder, or a hub id. A dataset written as a plain text is its path."""
-    type: Annotated[Literal["completion", "chat_template"], Rule(expected="completion or chat_template")] | None = None
+    type: Literal["completion", "chat_template"] | None = None
     """How a row becomes tokens. None: told from the columns."""
     field: Text = "text"
     """The column of a completion."""
@@ -162,7 +161,7 @@ class RunConfig:
     adapter: Adapter | None = None
     """None: all weights are trained."""
     lora_r: Count = 8
-    lora_alpha: Annotated[float | int, Rule(expected="a number above 0", holds=lambda value: value > 0)] = 16
+    lora_alpha: Annotated[float | int, Rule(expected="a positive number", holds=lambda value: value > 0)] = 16
     lora_dropout: ShareBelowOne = 0.0
     lora_target_modules: TargetModules = ()
     lora_target_linear: bool = False
@@ -196,13 +195,3 @@ class RunConfig:
         if not self.has_eval_data:
             return "no"
         return "epoch" if self.eval_steps is None else "steps"
-
-
-def fields_by_key(record: type) -> dict[str, list[str]]:
-    """Per key of the YAML file the fields that it fills: one, but for `plan`."""
-    keys: dict[str, list[str]] = {}
-    for item in dataclasses.fields(record):
-        key = item.metadata.get("key", item.name)
-        if key:
-            keys.setdefault(key, []).append(item.name)
-    return keys
