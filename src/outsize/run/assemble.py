@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from outsize.config.run import RunConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator, pad_id_of, widest_batch
 from outsize.data.packing import keeps_documents_apart
-from outsize.data.sources import Source
 from outsize.device.choose import choose_device
 from outsize.integrations.arguments import update_mode
 from outsize.integrations.hf import OutsizeTrainer
@@ -323,12 +322,11 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list
         seed=config.seed if config.data_seed is None else config.data_seed,
         train_on_inputs=config.train_on_inputs,
     )
-    sources = [Source(**asdict(d)) for d in config.datasets]
     train, evaluated = load_rows(
-        tokenizer, sources, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
+        tokenizer, config.datasets, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
     )
     if config.test_datasets:
-        evaluated, _ = load_rows(tokenizer, [Source(**asdict(d)) for d in config.test_datasets], **settings)
+        evaluated, _ = load_rows(tokenizer, config.test_datasets, **settings)
     return train, evaluated, fingerprints
 
 
