@@ -56,7 +56,7 @@ browser:
 	else echo "tests/unit/report needs Chromium. Install it: sudo apt-get install chromium" >&2; fi
 
 train: $(READY)
-	PYTHONPATH=src $(PYTHON) -m outsize.run.demo
+	PYTHONPATH=src $(PYTHON) -m examples.demo
 
 check: $(READY)
 	$(PYTHON) -m ruff check .

@@ -147,6 +147,6 @@ def test_a_checkpoint_is_exported_as_a_plain_folder(tmp_path: Path) -> None:
         tmp_path / "out" / "model.safetensors"
     ).read_bytes()
     result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), str(tmp_path / "plain")])
-    assert result.exit_code == 2 and "holds files" in result.stderr
+    assert result.exit_code == 2 and "not empty" in result.stderr
     result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), str(tmp_path / "other"), "--merge"])
     assert result.exit_code == 2 and "--merge" in result.stderr
