@@ -1,5 +1,4 @@
-"""`make train`: a whole run in about two minutes, without a download. A small Llama learns the text in demo.txt, byte by
-byte.
+"""`make train`: a whole run in about two minutes, without a download. A small Llama learns the bytes of demo.txt.
 
 First, plain PyTorch steps show how much memory they need. Then `outsize train` runs with at most 40 % of that: on the
 GPU if there is one, otherwise on `sim`, which computes on the CPU and enforces the budget. The seed is fixed, so losses
@@ -68,8 +67,8 @@ def main(
     here = choose_device()
     size = SIZES[here.kind]
     if here.kind == "cpu":
-        # Sums depend on the number of threads: one thread gives the same losses everywhere. Two are ten times slower for
-        # small operators as soon as another process uses a core.
+        # Sums depend on the number of threads: one thread gives the same losses everywhere. Two are ten times slower
+        # for small operators as soon as another process uses a core.
         torch.set_num_threads(1)
     run = write_run(folder, steps, size)
     plain = plain_peak_bytes(size, here)

@@ -1,4 +1,4 @@
-"""`outsize probe`: measures this machine, so that plans for it are made with its own rates."""
+"""`outsize probe`: measures the rates of this machine for its plans."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.units import show_bytes, show_seconds
 from outsize.cli.options import require_file
 
@@ -38,14 +38,10 @@ def probe(
     ] = None,
 ) -> None:
     if device is not None and device.partition(":")[0] not in ("cuda", "cpu"):
-        raise ConfigError(
-            tell(
-                "--device is cuda, cuda:<number> or cpu", f"{device!r} was given", "Only what is there can be measured"
-            )
-        )
+        raise ConfigError(f"--device: {device!r} cannot be measured. Use cuda, cuda:<number> or cpu.")
     require_file("--save", save)
 
-    # Importing takes seconds; what can be refused without it was refused above.
+    # Imports take seconds: wrong options were reported before them.
     from outsize.device.choose import choose_device
     from outsize.hardware.machine import write_machine
     from outsize.hardware.probed import keep_probe
@@ -59,7 +55,7 @@ def probe(
         print(
             f"\nkept      {kept}; plans for this machine use it"
             if kept
-            else "\nkept      not at all: without a cache (OUTSIZE_CACHE) plans do not use it"
+            else "\nkept      no: without a cache (OUTSIZE_CACHE) plans do not use it"
         )
     else:
         print(
@@ -75,7 +71,7 @@ probe.__doc__ = _DOC
 
 
 def show(machine: "Machine") -> str:
-    """What was measured, a line each; where it is several figures, with the one that plans use."""
+    """The measurements, one line each, with the figure that plans use."""
     spec, measured = machine.spec, machine.measured
     memory, identity = measured["host_memory"], measured["identity"]
     lines = [

@@ -100,7 +100,7 @@ def test_several_models_have_a_process_each_and_one_table(tmp_path: Path, monkey
         (["--model", "llama3b"], "Did you mean llama-3b?"),
         (["--update", "in_backwards"], "Did you mean in-backward?"),
         (["--compare", "plain,checkpoint"], "Did you mean checkpointed?"),
-        (["--json", "no/such/folder/x.json"], "a folder that exists"),
+        (["--json", "no/such/folder/x.json"], "does not exist"),
         (["--model", "tiny,llama-1b", "--trace", "x.json"], "Name one model"),
         (["--clip", "1", "--update", "in-backward"], "--clip needs all gradients"),
         ([*SMALL, "--gpu-memory", "24GB"], "use GiB"),

@@ -69,7 +69,7 @@ def edited(run: Path, tmp_path: Path, **keys: Any) -> Path:
 
 
 def changes_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "another setting" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "changed setting" in record.getMessage()]
 
 
 # --- data, by content
