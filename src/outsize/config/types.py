@@ -60,7 +60,7 @@ Trackers = Annotated[
 TargetModules = Annotated[
     tuple[Text, ...],
     Rule(
-        expected="a list of module names (for all linear layers: lora_target_linear: true)",
+        expected="a list of module names (for all linear layers, set lora_target_linear: true)",
         holds=lambda names: "all-linear" not in names,
     ),
 ]

@@ -137,7 +137,7 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
         ),
         (
             {**LORA, "lora_target_modules": "all-linear"},
-            "lora_target_modules: 'all-linear' is not a list of module names (for all linear layers: lora_target_linear: true).",
+            "lora_target_modules: 'all-linear' is not a list of module names (for all linear layers, set lora_target_linear: true).",
         ),
         ({"gpu_memory": 2.5}, "gpu_memory: 2.5 is not a size such as '24GiB' or a number of bytes."),
         (
