@@ -65,7 +65,7 @@ browser:
 	else echo "tests/unit/report needs Chromium. Install it: sudo apt-get install chromium" >&2; fi
 
 train: $(READY)
-	PYTHONPATH=src $(PYTHON) -m outsize.run.demo
+	PYTHONPATH=src $(PYTHON) -m examples.demo
 
 check: $(READY)
 	$(PYTHON) -m ruff check .
@@ -90,4 +90,4 @@ test-gpu: $(READY)
 ON_GPU := --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB
 BENCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),$(ON_GPU))
 bench: $(READY)
-	PYTHONPATH=src $(PYTHON) -m outsize.cli.main bench $(BENCH)
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench $(BENCH)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def run_all(args: argparse.Namespace) -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import outsize.run.bench  # noqa: F401
+    import benchmarks.measure  # noqa: F401
 
     found: dict[str, Any] = {"command": sys.argv, "rows": []}
     for case in CASES:
@@ -146,9 +147,9 @@ def in_a_child(case: Case, steps: int, warm_up: int, *, timeout: float) -> dict[
 
 
 def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
+    from benchmarks.measure import complete, run_bench
     from outsize.base.errors import OutsizeError
     from outsize.base.records import to_json
-    from outsize.run.bench import complete, run_bench
     from outsize.run.quiet import quiet
 
     quiet()
@@ -160,11 +161,8 @@ def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
         steps=steps,
         warm_up=warm_up,
         accumulate=case.accumulate,
-        update=None,
         clip=case.clip,
         gpu_memory=f"{case.gib}GiB",
-        host_memory=None,
-        plan=None,
     )
     plan = out.with_name("plan.json")
     try:
@@ -179,13 +177,13 @@ def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
 
 
 def _plan_by_hand(bench: Any, pins: dict[str, int], path: Path) -> Path:
+    from benchmarks.shapes import random_batches, random_shape
     from outsize.plan.check import save
     from outsize.plan.pins import Pins
-    from outsize.run.random_weights import random_batches, random_model
     from outsize.runtime.optimizer import AdamW
     from outsize.train.build import preview
 
-    model, weights = random_model(bench.model, seq=bench.seq)
+    model, weights = random_shape(bench.model, seq=bench.seq)
     planned = preview(
         model,
         random_batches(model, bench)[0],
@@ -277,7 +275,7 @@ def forecast(path: Path) -> None:
     """The seconds of the same cases without the card, each by the plan that is chosen there, which need not be the one
     that ran.
     """
-    from outsize.run.shapes import shape_config
+    from benchmarks.shapes import named_config
     from outsize.runtime.optimizer import AdamW
     from outsize.train.forecast import plan
 
@@ -288,7 +286,7 @@ def forecast(path: Path) -> None:
             continue
         bench, measured = row["result"]["bench"], row["result"]["speed"]["median_step_seconds"]
         promised = plan(
-            shape_config(bench["model"], seq=bench["seq"]),
+            named_config(bench["model"], seq=bench["seq"]),
             sequence_len=bench["seq"],
             micro_batch_size=bench["micro_batch"],
             accumulate=bench["accumulate"],
@@ -313,6 +311,7 @@ def count_fake(path: Path) -> None:
     """
     import torch
 
+    from benchmarks.shapes import named_config
     from outsize.base.records import from_json
     from outsize.hardware.catalog import lookup
     from outsize.layout.chunks import pack
@@ -321,7 +320,6 @@ def count_fake(path: Path) -> None:
     from outsize.plan.schedule import compile_schedule
     from outsize.planner.memory import high_water
     from outsize.profile.trace import added_in_place
-    from outsize.run.shapes import shape_config
     from outsize.train.forecast import fake_trace
 
     found = json.loads(path.read_text())
@@ -329,7 +327,7 @@ def count_fake(path: Path) -> None:
         if "result" not in row or "fake_gpu_bytes" in row:
             continue
         plan, bench = from_json(Plan, row["plan"]), row["result"]["bench"]
-        config = shape_config(bench["model"], seq=bench["seq"])
+        config = named_config(bench["model"], seq=bench["seq"])
         graph, trace, _ = fake_trace(
             config, lookup("h200"), rows=bench["micro_batch"], tokens=bench["seq"], dtype=torch.bfloat16
         )

@@ -1,5 +1,5 @@
-"""What it costs that prepared parameters can be read and written between steps: `python3 benchmarks/between_steps.py
---model llama-1b`.
+"""What it costs that prepared parameters can be read and written between steps: `PYTHONPATH=src python -m
+benchmarks.between_steps --model llama-1b`.
 
 In one process, blocks of steps with the class assignments of runtime/access.py and blocks without them alternate; the
 medians are compared. Then what common reads and writes between steps take under the same plan.
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import outsize
+from benchmarks.measure import complete
+from benchmarks.shapes import random_batches, random_shape
 from outsize.device.choose import choose_device
 from outsize.plan.pins import Pins
-from outsize.run.bench import complete
-from outsize.run.random_weights import random_batches, random_model
 from outsize.runtime.access import ParameterAccess
 from outsize.runtime.engine import Engine
 from outsize.runtime.store import Store
@@ -41,21 +41,8 @@ def main() -> None:
         help="everything on the GPU; default: everything streamed, updated on the host",
     )
     args = parser.parse_args()
-    bench = complete(
-        model=args.model,
-        device=args.device,
-        micro_batch=None,
-        seq=None,
-        steps=None,
-        warm_up=1,
-        accumulate=1,
-        update="after_step",
-        clip=None,
-        gpu_memory=args.gpu_memory,
-        host_memory=None,
-        plan=None,
-    )
-    model, weights = random_model(bench.model, seq=bench.seq)
+    bench = complete(model=args.model, device=args.device, update="after_step", gpu_memory=args.gpu_memory)
+    model, weights = random_shape(bench.model, seq=bench.seq)
     batches = random_batches(model, bench)
     pins = Pins() if args.resident else Pins(n_persist=0, n_optimizer_gpu=0)
     engine = outsize.prepare(

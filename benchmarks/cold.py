@@ -1,5 +1,5 @@
-"""How long it takes to a plan, where nothing is known yet and where the trace is kept: `python3 benchmarks/cold.py
---model llama-8b --gpu-memory 24GiB`.
+"""How long it takes to a plan, where nothing is known yet and where the trace is kept: `PYTHONPATH=src python -m
+benchmarks.cold --model llama-8b --gpu-memory 24GiB`.
 
 The first is the trial run and the search, the second the search and reading the trace. Neither has the making of the
 model, the CUDA context or the allocation of what the plan holds in it: those are no part of planning.
@@ -13,9 +13,9 @@ import time
 
 import torch
 
+from benchmarks.measure import complete
+from benchmarks.shapes import random_batches, random_shape
 from outsize.device.choose import choose_device
-from outsize.run.bench import complete
-from outsize.run.random_weights import random_batches, random_model
 from outsize.runtime.optimizer import AdamW
 from outsize.train.build import preview
 
@@ -30,20 +30,9 @@ def main() -> None:
     args = parser.parse_args()
     device = choose_device(args.device)
     bench = complete(
-        model=args.model,
-        device=args.device,
-        micro_batch=args.micro_batch,
-        seq=args.seq,
-        steps=None,
-        warm_up=1,
-        accumulate=1,
-        update=None,
-        clip=None,
-        gpu_memory=args.gpu_memory,
-        host_memory=None,
-        plan=None,
+        model=args.model, device=args.device, micro_batch=args.micro_batch, seq=args.seq, gpu_memory=args.gpu_memory
     )
-    model, weights = random_model(bench.model, seq=bench.seq)
+    model, weights = random_shape(bench.model, seq=bench.seq)
     batch = random_batches(model, bench, number=1)[0]
     torch.zeros(1, device=device.torch_device)
     print(f"{device.spec.name}, torch {torch.__version__}, {' '.join(sys.argv)}")

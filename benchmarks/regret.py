@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from accuracy import Case, in_a_child
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.accuracy import Case, in_a_child
 
 LAYERS = {"llama-1b": 16, "llama-3b": 28}
 CHUNKS = {"llama-1b": 18, "llama-3b": 30}
@@ -80,7 +80,7 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import outsize.run.bench  # noqa: F401
+    import benchmarks.measure  # noqa: F401
 
     found: dict[str, Any] = {"command": sys.argv, "settings": []}
     chosen_settings = [SETTINGS[int(i)] for i in args.settings.split(",")] if args.settings else SETTINGS

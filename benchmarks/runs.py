@@ -1,8 +1,8 @@
 """Whole runs of `outsize train` on the GPU at hand, from weights on disk, timing from outside: loss by step, GPU and
 host memory, seconds.
 
-    PYTHONPATH=src python benchmarks/runs.py full --work /some/disk --out results.json      7B shape: 24 GiB, killed
-    after its save, resumed under 40 GiB PYTHONPATH=src python benchmarks/runs.py lora --work /some/disk --out
+    PYTHONPATH=src python -m benchmarks.runs full --work /some/disk --out results.json      7B shape: 24 GiB, killed
+    after its save, resumed under 40 GiB PYTHONPATH=src python -m benchmarks.runs lora --work /some/disk --out
     results.json      8B shape, LoRA: under 8 GiB, and resident
 
 Weights are random, the text is the demo's. Memory is what nvidia-smi and /proc see, not what outsize says.
@@ -27,9 +27,9 @@ import yaml
 from accelerate import init_empty_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from examples.demo import byte_tokenizer, read_text
 from outsize.checkpoint.model_files import model_files, write_configs
 from outsize.model.tensorfile import TensorFile
-from outsize.run.demo import byte_tokenizer, read_text
 
 SHAPES = {
     "7b": dict(
@@ -94,7 +94,18 @@ def have_model(folder: Path, shape: str) -> None:
     """In a process of its own: what it leaves on the GPU would count as others'."""
     if not (folder / "config.json").exists():
         subprocess.run(
-            [sys.executable, __file__, "write", "--work", str(folder), "--shape", shape, "--out", os.devnull],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.runs",
+                "write",
+                "--work",
+                str(folder),
+                "--shape",
+                shape,
+                "--out",
+                os.devnull,
+            ],
             check=True,
         )
 

@@ -2,9 +2,10 @@
 
     python3 benchmarks/side_by_side.py --out found.json --cases 3b-24,3b-24-clip,7b-24 --peers --limit 580
 
-Ours is `outsize bench`. The peers are those of carry/bench/peers.py (laid out by ../shared/bench/make_site.sh), started
-as its own `all` does. Compare ratios of one run; absolute figures move from machine to machine. JSON is written after
-every process, so a run that is cut off loses little. Standard library only: the machine with the GPU has no network.
+Ours is `benchmarks.bench`. The peers are those of carry/bench/peers.py (written by ../shared/bench/make_site.sh),
+started as its own `all` does. Compare ratios of one run; absolute figures differ between machines. JSON is written
+after every process, so a run that is cut off loses little. Standard library only: the machine with the GPU has no
+network.
 """
 
 import argparse
@@ -35,7 +36,7 @@ class Case:
     seq: int = 1024
     clip: float | None = None
     update: str | None = None
-    """None: what `outsize bench` chooses."""
+    """None: what `benchmarks.bench` chooses."""
     against: str = ""
     """A peer's case (`gc`), `offloading`, or `plain`: our own --compare. Empty: no speed to compare."""
     least_ratio: float | None = None
@@ -136,8 +137,7 @@ class Run:
             command = [
                 sys.executable,
                 "-m",
-                "outsize.cli.main",
-                "bench",
+                "benchmarks.bench",
                 "--model",
                 case.model,
                 "--micro-batch",

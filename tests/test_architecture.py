@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout plan activation dist optim "
     "checkpoint progress",
     "checkpoint": "base compat model",
-    "data": "base compat progress",
+    "data": "base compat config.run progress",
     "methods": "base model device plan",
     # Modules of the top level are rooms of one file. Importing the package itself is `outsize`.
     "progress": "",

@@ -15,6 +15,7 @@ import outsize.reference
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, PlanInfeasible
 from outsize.model.weights import is_unmaterialized
 from outsize.run.random_weights import RandomWeights, random_model
+from outsize.run.shapes import SHAPES, shape_config
 from outsize.train.build import preview
 
 pytestmark = pytest.mark.usefixtures("_profiles_anew")
@@ -125,7 +126,7 @@ class Full(RandomWeights):
 
 def test_weights_that_do_not_even_fit_a_trial_leave_the_model_as_it_was() -> None:
     """Embedding and head are brought to the device before anything runs: a card may be too small for them alone."""
-    model, _ = random_model("tiny", seq=16)
+    model, _ = random_model(shape_config(SHAPES["tiny"]))
     config: Any = model.config
     config.use_cache = True
     param = next(model.parameters())

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from outsize.checkpoint.folder import checkpoints
 from outsize.cli.main import app
 from outsize.config.read import read_config
+from outsize.config.run import DatasetConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator
-from outsize.data.sources import Source
 from outsize.run.assemble import training_arguments
 
 CASES: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def test_a_run_equals_plain_peft_under_three_plans_and_its_files_are_pefts(
     tokenizer = AutoTokenizer.from_pretrained(config.base_model)
     train, _ = load_rows(
         tokenizer,
-        [Source(path=config.datasets[0].path)],
+        [DatasetConfig(path=config.datasets[0].path)],
         sequence_len=config.sequence_len,
         pad_id=tokenizer.pad_token_id,
     )
@@ -147,6 +147,6 @@ def test_a_checkpoint_is_exported_as_a_plain_folder(tmp_path: Path) -> None:
         tmp_path / "out" / "model.safetensors"
     ).read_bytes()
     result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), str(tmp_path / "plain")])
-    assert result.exit_code == 2 and "holds files" in result.stderr
+    assert result.exit_code == 2 and "not empty" in result.stderr
     result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), str(tmp_path / "other"), "--merge"])
     assert result.exit_code == 2 and "--merge" in result.stderr

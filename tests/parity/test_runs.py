@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from outsize.checkpoint.folder import checkpoints
 from outsize.cli.main import app
 from outsize.config.read import read_config
+from outsize.config.run import DatasetConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator
-from outsize.data.sources import Source
 from outsize.integrations.hf import OutsizeTrainer
 from outsize.run.assemble import training_arguments
 
@@ -50,7 +50,7 @@ def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_a
     tokenizer = AutoTokenizer.from_pretrained(config.base_model)
     train, _ = load_rows(
         tokenizer,
-        [Source(path=config.datasets[0].path)],
+        [DatasetConfig(path=config.datasets[0].path)],
         sequence_len=config.sequence_len,
         pad_id=tokenizer.pad_token_id,
         sample_packing=config.sample_packing,

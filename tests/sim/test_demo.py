@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from outsize.run import demo
+from examples import demo
 
 
 @pytest.mark.usefixtures("_profiles_anew")

@@ -1,27 +1,48 @@
-"""Frozen dataclasses to JSON and back, and their fingerprint.
+"""Records (frozen dataclasses): written as JSON, read from JSON or YAML, fingerprinted.
 
-The schema is the dataclass itself: a field that is added is written and read without further code, an unknown
-or missing key is refused by name. Supported field types: str, int, float, bool, None, records, `tuple[X, ...]`,
-`tuple[X, Y]`, `dict[str, X]`, `X | None` and `Literal`.
+The dataclass is the schema: its type hints say how a value is read and checked. Supported are str, int, float, bool,
+None, Any, records, `tuple[X, ...]`, `tuple[X, Y]`, `dict[K, X]`, unions, `Literal`, and `Annotated[X, Rule(...)]`.
 """
 
 import dataclasses
+import difflib
+import functools
 import hashlib
 import json
+import math
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 
 R = TypeVar("R")
+
+_NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
+_SHOWN_CHARS, _SHOWN_PROBLEMS = 80, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What the values of a field must satisfy beyond their type."""
+
+    expected: str = ""
+    """What a value must be, for error messages: `a positive integer`. Empty: what the type says."""
+    holds: Callable[[Any], bool] = lambda value: True
+    """Whether a value of the right type satisfies the rule. May raise a ConfigError that says more than `expected`."""
+    also: tuple[tuple[Any, Any], ...] = ()
+    """Other spellings of a value, as (written, meant)."""
+    convert: Callable[[Any], Any] | None = None
+    """Applied first, where values are written in another form, such as `24GiB`. May raise a ConfigError."""
 
 
 def to_json(record: Any) -> Any:
     """Plain JSON data (dicts, lists, numbers, strings) of a record."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        hints = typing.get_type_hints(type(record))
-        values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        hints = _schema(type(record)).hints
+        values = {name: getattr(record, name) for name in hints}
         # An int in a float field would come back as a float: equal, but with another fingerprint.
         return {name: float(value) if hints[name] is float else to_json(value) for name, value in values.items()}
     if isinstance(record, (tuple, list)):
@@ -33,86 +54,227 @@ def to_json(record: Any) -> Any:
     raise TypeError(f"{type(record).__name__} has no JSON form")
 
 
-def from_json(cls: type[R], data: Any, *, where: str = "") -> R:
-    """The record that `to_json` wrote, perhaps before some of its fields were there: those with defaults have them.
-    `where` names the place in messages.
-    """
-    where = where or cls.__name__
-    if not isinstance(data, dict):
-        raise ConfigError(
-            tell(f"{where} is a mapping", f"found {type(data).__name__}", "Write it again with this version of outsize")
-        )
-    hints = typing.get_type_hints(cls)
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    names = [field.name for field in fields]
-    required = {
-        field.name
-        for field in fields
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    missing, unknown = sorted(required - set(data)), sorted(set(data) - set(names))
-    if missing or unknown:
-        found = "; ".join(
-            p for p in (missing and f"missing {', '.join(missing)}", unknown and f"unknown {', '.join(unknown)}") if p
-        )
-        raise ConfigError(
-            tell(f"{where} has the fields {', '.join(names)}", found, "Write it again with this version of outsize")
-        )
-    return cls(**{name: _value(hints[name], data[name], f"{where}.{name}") for name in names if name in data})
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return from_json(typing.cast(type, hint), data, where=where)
-    if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in args:
-            return None
-        return _value(next(a for a in args if a is not type(None)), data, where)
-    if origin is typing.Literal:
-        ok = any(data == arg and type(data) is type(arg) for arg in args)
-    elif origin is tuple:
-        ok = isinstance(data, list)
-        if ok and len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-        if ok and len(args) == len(data):
-            return tuple(
-                _value(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True))
-            )
-        ok = False
-    elif origin is dict:
-        if isinstance(data, dict):
-            return {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
-        ok = False
-    elif hint is float:
-        ok = isinstance(data, (int, float)) and not isinstance(data, bool)
-        data = float(data) if ok else data
-    elif hint is int:
-        ok = isinstance(data, int) and not isinstance(data, bool)
-    else:
-        ok = isinstance(data, hint)
-    if not ok:
-        wanted = " or ".join(map(repr, args)) if origin is typing.Literal else getattr(hint, "__name__", str(hint))
-        raise ConfigError(tell(f"{where} is {wanted}", f"found {data!r}", "Correct it, or write the file again"))
-    return data
-
-
 def dumps(record: Any) -> str:
     return json.dumps(to_json(record), indent=1, ensure_ascii=False, allow_nan=False)
-
-
-def loads(cls: type[R], text: str, *, where: str = "") -> R:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        found = f"it is not at line {error.lineno} ({error.msg})"
-        raise ConfigError(
-            tell(f"{where or cls.__name__} is JSON", found, "Write it again; it may be truncated")
-        ) from None
-    return from_json(cls, data, where=where)
 
 
 def fingerprint(record: Any) -> str:
     """Sixteen hex digits that change whenever any field does."""
     text = json.dumps(to_json(record), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def from_json(cls: type[R], data: Any, *, where: str = "") -> R:
+    """The record that `to_json` wrote. Fields that are missing get their defaults: the file may be older than they are.
+
+    `where` names the file or object in messages.
+    """
+    reader = Reader(strict=True)
+    record = reader.value(cls, data, where or cls.__name__)
+    if reader.problems:
+        shown, more = reader.problems[:_SHOWN_PROBLEMS], len(reader.problems) - _SHOWN_PROBLEMS
+        rest = [f"{more} more problems."] if more > 0 else []
+        raise ConfigError(" ".join([*shown, *rest, "Write the file again with this version of outsize."]))
+    return typing.cast(R, record)
+
+
+def loads(cls: type[R], text: str, *, where: str = "") -> R:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        what = f"{where or cls.__name__}: not valid JSON at line {error.lineno} ({error.msg})"
+        raise ConfigError(f"{what}. The file may be truncated: write it again.") from None
+    return from_json(cls, data, where=where)
+
+
+class Reader:
+    """Reads data into the fields of records. Collects all problems, one line each, instead of raising the first.
+
+    A strict reader takes what `to_json` wrote. The other one takes what people write in YAML: a key without a value is
+    absent, a number may be quoted, one item is a list of one, and a string is a record with its first field.
+    """
+
+    def __init__(self, *, strict: bool = False):
+        self.strict = strict
+        self.problems: list[str] = []
+
+    def fields(
+        self,
+        record: type,
+        data: Mapping[str, Any],
+        *,
+        prefix: str = "",
+        spelled: Mapping[str, str] | None = None,
+        rules: Mapping[str, Rule] | None = None,
+    ) -> dict[str, Any]:
+        """Values of the fields that are given and valid. `spelled`: how the user wrote a key, if not by its name.
+        `rules`: of fields whose hints have none.
+        """
+        schema, values = _schema(record), {}
+        for key, item in data.items():
+            label = prefix + (spelled or {}).get(key, str(key))
+            if key not in schema.keys:
+                self.problems.append(_unknown(label, str(key), list(schema.keys)))
+            elif item is not None or self.strict:
+                name = _field_for(item, schema.keys[key], schema.hints)
+                hint, before = schema.hints[name], len(self.problems)
+                value = self.value(Annotated[hint, rules[name]] if rules else hint, item, label)
+                if len(self.problems) == before:
+                    values[name] = value
+        for name in schema.required:
+            if (name not in data) if self.strict else data.get(name) is None:
+                expected = rules[name].expected if rules else _noun(schema.hints[name])
+                self.problems.append(f"{prefix}{name}: missing. Give {expected}.")
+        return values
+
+    def value(self, hint: Any, data: Any, label: str, expected: str = "") -> Any:
+        """`data` as a value of `hint`; without meaning if it adds to `problems`. `expected`: better words than the
+        hint's.
+        """
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if origin is Annotated:
+            return self._ruled(args[0], args[1], data, label)
+        if origin in (typing.Union, types.UnionType):
+            if data is None and types.NoneType in args:
+                return None
+            # `float | int` keeps 16 an int; data of none of the types is read, or refused, as the first.
+            members = [arg for arg in args if arg is not types.NoneType]
+            member = next((kind for kind in members if type(data) is kind), members[0])
+            return self.value(member, data, label, expected)
+        if origin is tuple:
+            items = [data] if isinstance(data, (str, dict)) and not self.strict else data
+            if isinstance(items, (list, tuple)):
+                kinds = [args[0]] * len(items) if args[-1] is Ellipsis else args
+                if len(kinds) == len(items):
+                    both = zip(kinds, items, strict=True)
+                    return tuple(self.value(kind, item, f"{label}.{i}") for i, (kind, item) in enumerate(both))
+        elif origin is dict and isinstance(data, dict):
+            return self._mapping(args[0], args[1], data, label)
+        elif dataclasses.is_dataclass(hint):
+            if isinstance(data, dict) or (isinstance(data, str) and not self.strict):
+                return self._record(typing.cast(type, hint), data, label)
+        elif origin is Literal:
+            if any(type(data) is type(arg) and data == arg for arg in args):
+                return data
+        elif hint is float:
+            if (number := self._number(data)) is not None:
+                return number
+        elif hint is Any or type(data) is hint:  # by type(): a bool is no int
+            return data
+        noun = "a mapping" if self.strict and dataclasses.is_dataclass(hint) else expected or _noun(hint)
+        self.problems.append(f"{label}: {show(data)} is not {noun}.")
+        return data
+
+    def _ruled(self, hint: Any, rule: Rule, data: Any, label: str) -> Any:
+        for written, meant in rule.also:
+            if type(data) is type(written) and data == written:
+                return meant
+        before = len(self.problems)
+        try:
+            value = self.value(hint, rule.convert(data) if rule.convert else data, label, rule.expected)
+            if len(self.problems) == before and not rule.holds(value):
+                self.problems.append(f"{label}: {show(data)} is not {rule.expected}.")
+        except ConfigError as error:
+            self.problems.append(f"{label}: {error}")
+            return data
+        return value
+
+    def _mapping(self, key_hint: Any, hint: Any, data: dict[Any, Any], label: str) -> dict[str, Any]:
+        names = typing.get_args(key_hint)  # of a Literal; empty if any key is valid
+        unknown = [key for key in data if names and key not in names]
+        self.problems += [_unknown(f"{label}.{key}", str(key), list(names)) for key in unknown]
+        known = {key: item for key, item in data.items() if key not in unknown and (item is not None or self.strict)}
+        return {str(key): self.value(hint, item, f"{label}.{key}") for key, item in known.items()}
+
+    def _record(self, record: type, data: str | dict[Any, Any], label: str) -> Any:
+        given = {_schema(record).first: data} if isinstance(data, str) else data
+        before = len(self.problems)
+        values = self.fields(record, given, prefix=f"{label}.")
+        return record(**values) if len(self.problems) == before else None
+
+    def _number(self, data: Any) -> float | None:
+        """YAML 1.1 reads `2e-5` as a string, and quotes are easily written. Infinity and NaN are no settings."""
+        if isinstance(data, bool) or not isinstance(data, (int, float) if self.strict else (int, float, str)):
+            return None
+        try:
+            number = float(data)
+        except (ValueError, OverflowError):
+            return None
+        return number if self.strict or math.isfinite(number) else None
+
+
+def raise_problems(where: str, problems: list[str], docs: str) -> None:
+    """One ConfigError for all problems of a file, if there are any. `docs`: the page that describes its keys."""
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{where}: {count}. {docs} describes every key.", *problems]))
+
+
+def require_mapping(data: Any, where: str, hint: str) -> None:
+    if not isinstance(data, Mapping):
+        found = "is empty" if data is None else f"holds a {type(data).__name__}, not a mapping of keys to values"
+        raise ConfigError(f"{where} {found}. {hint}")
+
+
+def show(data: Any) -> str:
+    """A value as found in a file, shortened if it is long."""
+    shown = str(data).lower() if isinstance(data, bool) else "null" if data is None else repr(data)
+    return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}…"
+
+
+def fields_by_key(record: type) -> dict[str, list[str]]:
+    """The fields that each key fills: one of the same name, unless the field's metadata has another `key` (empty: the
+    field is in no file).
+    """
+    keys: dict[str, list[str]] = {}
+    for field in dataclasses.fields(record):
+        if key := field.metadata.get("key", field.name):
+            keys.setdefault(key, []).append(field.name)
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    hints: dict[str, Any]
+    keys: dict[str, list[str]]
+    required: list[str]
+    first: str
+
+
+@functools.cache
+def _schema(record: type) -> _Schema:
+    fields, missing = dataclasses.fields(record), dataclasses.MISSING
+    hints = typing.get_type_hints(record, include_extras=True)
+    required = [field.name for field in fields if field.default is missing and field.default_factory is missing]
+    return _Schema({field.name: hints[field.name] for field in fields}, fields_by_key(record), required, fields[0].name)
+
+
+def _field_for(data: Any, names: list[str], hints: dict[str, Any]) -> str:
+    """Of the fields that one key fills: the one for mappings if `data` is a mapping, otherwise the other."""
+    if len(names) > 1:
+        for name in names:
+            takes_mapping = any(typing.get_origin(arg) is dict for arg in typing.get_args(hints[name]))
+            if takes_mapping == isinstance(data, dict):
+                return name
+    return names[0]
+
+
+def _unknown(label: str, key: str, names: list[str]) -> str:
+    nearest = difflib.get_close_matches(key, names, n=1)
+    return f"{label}: unknown key" + (f"; did you mean {nearest[0]}?" if nearest else ".")
+
+
+def _noun(hint: Any) -> str:
+    """What a value of the hint is, for readers of YAML."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return args[1].expected or _noun(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_noun(arg) for arg in args if arg is not types.NoneType)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin is tuple:
+        return "a list" if args[-1] is Ellipsis else f"a list of {len(args)}"
+    if dataclasses.is_dataclass(hint):
+        return f"a mapping, or its {dataclasses.fields(hint)[0].name} alone"
+    return _NOUNS.get(origin or hint, str(hint))

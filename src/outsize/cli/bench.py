@@ -1,49 +1,42 @@
-"""`outsize bench`: how fast this machine trains a model of a known shape, and how that compares with the plan, the
-hardware and a plain loop.
+"""`outsize bench`: train a model of random weights for some steps, and print the plan and the measurement.
+
+The developers' benchmarks (comparisons, tables, reports) are in the repository's benchmarks/.
 """
 
-import shlex
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from outsize.base.errors import ConfigError, tell
-from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, ImageSize, NumImages, require_file, update_mode
-from outsize.run.shapes import SHAPES, require_one_of
+from outsize.base.errors import ConfigError
+from outsize.base.units import show_bytes, show_seconds
+from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN
+from outsize.run.shapes import SHAPES, require_one_of, shape_config
 
-_DOC = f"""How fast does this machine train, measured beside what the plan promised?
+_DOC = f"""How fast does this machine train, and is that what the plan predicts?
 
-Random weights and random text: speed and memory depend on neither. Without a GPU, a tiny model runs on a simulated one.
+Weights and text are random: speed and memory do not depend on them. Without a GPU, a tiny model runs on a simulated
+one.
 
-Shapes: {", ".join(SHAPES)}.
+Models: {", ".join(SHAPES)}; or the path of a folder with a config.json.
 
 [bold]Examples[/bold]
 
 outsize bench --model llama-3b --gpu-memory 24GiB
 
-outsize bench --model llama-3b --gpu-memory 24GiB --clip 1.0 --accumulate 4     [dim]as most people train[/dim]
-
-outsize bench --model llama-1b --compare plain,checkpointed     [dim]and the usual loop, all on the GPU[/dim]
-
-outsize bench --model llama-7b --gpu-memory 24GiB --trace lanes.json     [dim]lanes for ui.perfetto.dev[/dim]
-
-outsize bench --model llama-7b --gpu-memory 24GiB --html run.html     [dim]the plan and the run, lane by lane[/dim]
-
-outsize bench --model qwen2.5-vl-7b --micro-batch 2 --seq 4096 --images 2     [dim]with images in every row[/dim]
-
-outsize bench --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB     [dim]a process for each, and a table[/dim]
+outsize bench --model llama-3b --gpu-memory 24GiB --clip 1.0 --accumulate 4     [dim]updates after the step[/dim]
 """
-_RIVALS = ("plain", "checkpointed")
+SIMULATED = (
+    "No GPU is used: the CPU computes what a simulated GPU would. The seconds below are simulated too and say nothing "
+    "about any machine.\n"
+)
+SMALL_DEVICE, SMALL_CHUNK_BYTES = "sim:8MiB", 256 * 2**10
+"""For `tiny` without a GPU: a budget well below what `tiny` needs when it is resident."""
 
 
 def bench(
     model: Annotated[
-        str | None,
-        typer.Option(help="A shape, or several with commas between.", show_default="llama-1b; tiny without a GPU"),
+        str | None, typer.Option(help="A model of the list, or a path.", show_default="llama-1b; tiny without a GPU")
     ] = None,
     gpu_memory: Annotated[
         str | None,
@@ -53,158 +46,84 @@ def bench(
         str | None, typer.Option(help="Most host memory to use.", show_default="what is free, less a tenth")
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(*MICRO_BATCH, help="Rows of a batch.", show_default="8; 2 without a GPU")
+        int | None, typer.Option(*MICRO_BATCH, min=1, help="Rows of a batch.", show_default="8; 2 without a GPU")
     ] = None,
     seq: Annotated[
-        int | None, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.", show_default="1024; 64 without a GPU")
+        int | None, typer.Option(*SEQUENCE_LEN, min=1, help="Tokens of a row.", show_default="1024; 64 without a GPU")
     ] = None,
-    images: NumImages = None,
-    image_size: ImageSize = 1024,
-    accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
-    clip: Annotated[float | None, typer.Option(help="Clip the gradient norm here.", show_default="no clipping")] = None,
-    update: Annotated[
-        str | None,
-        typer.Option(help="in-backward or after-step.", show_default="in-backward where nothing needs all gradients"),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 8,
-    warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 3,
-    plan: Annotated[Path | None, typer.Option(help="A plan's file, to run as it is.")] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Backward passes per optimizer step.")] = 1,
+    clip: Annotated[float | None, typer.Option(help="Clip the gradient norm.", show_default="no clipping")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time, after three others.")] = 8,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="cuda, cpu, or sim:<catalog name, .yaml file or size>.", show_default="the GPU if there is one"
-        ),
+        typer.Option(help="cuda, cpu, or sim:<catalog name, .yaml file or size>.", show_default="the GPU, if any"),
     ] = None,
-    compare: Annotated[
-        str | None, typer.Option(help="Also run the usual loop: plain, checkpointed, or both with a comma.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write what each lane did in three steps to this file, for Perfetto.")
-    ] = None,
-    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file, for --plan.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with plan and run side by side to this file.")] = None,
 ) -> None:
-    names = [require_one_of(SHAPES, name, "--model") for name in _split(model)]
-    kinds = [require_one_of(_RIVALS, name, "--compare") for name in _split(compare)]
-    how = update_mode(update) if update is not None else None
-    given = [
-        option
-        for option, value in (("--plan", plan), ("--save-plan", save_plan), ("--trace", trace), ("--html", html))
-        if value is not None
-    ]
-    if len(names) > 1 and given:
-        raise ConfigError(
-            tell(
-                "a plan, a trace and a page are of one model",
-                f"--model names {len(names)} with {given[0]}",
-                "Name one model",
-            )
-        )
-    for option, path in (("--json", json), ("--save-plan", save_plan), ("--trace", trace), ("--html", html)):
-        require_file(option, path)
-    if len(names) > 1:
-        asked = {
-            "--gpu-memory": gpu_memory,
-            "--host-memory": host_memory,
-            "--micro-batch": micro_batch,
-            "--seq": seq,
-            "--images": images,
-            "--image-size": image_size,
-            "--accumulate": accumulate,
-            "--clip": clip,
-            "--update": update,
-            "--steps": steps,
-            "--warm-up": warm_up,
-            "--device": device,
-            "--compare": compare,
-        }
-        _bench_each(
-            names, [word for option, value in asked.items() if value is not None for word in (option, str(value))], json
-        )
-        return
+    if model is not None and not Path(model).exists():
+        require_one_of(SHAPES, model, "--model")
 
-    # Importing takes seconds; what can be refused without it was refused above.
-    from outsize import __version__
-    from outsize.base.records import dumps
-    from outsize.run.bench import compare as run_rivals
-    from outsize.run.bench import complete, run_bench
-    from outsize.run.bench_text import SIMULATED, show
+    # Imports take seconds: wrong options were reported before them.
+    from outsize.device.choose import choose_device
+    from outsize.hardware.host import peak_rss_bytes
+    from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+    from outsize.model.build import load_config
+    from outsize.plan.render import render
+    from outsize.run.bench import Clock, time_steps, training_step
     from outsize.run.quiet import quiet
+    from outsize.run.random_weights import random_model, random_text
+    from outsize.runtime.optimizer import AdamW
+    from outsize.train.build import prepare
 
     quiet()
-    asked_for = complete(
-        model=names[0] if names else None,
-        device=device,
-        micro_batch=micro_batch,
-        seq=seq,
-        steps=steps,
-        warm_up=warm_up,
-        accumulate=accumulate,
-        update=how,
-        clip=clip,
+    chosen = choose_device(device)
+    has_gpu = chosen.is_gpu
+    model = model or ("llama-1b" if has_gpu else "tiny")
+    if device is None and not has_gpu:
+        if model != "tiny":
+            raise ConfigError(
+                f"--model {model} needs a GPU, and there is none. Use --model tiny, or simulate a GPU on the CPU with "
+                "--device sim:<name> (slow)."
+            )
+        chosen = choose_device(SMALL_DEVICE)
+    if chosen.is_simulated:
+        print(SIMULATED)
+    rows, tokens = micro_batch or (8 if has_gpu else 2), seq or (1024 if has_gpu else 64)
+    config = shape_config(SHAPES[model], seq=tokens) if model in SHAPES else load_config(model)
+    built, weights = random_model(config)
+    batches = random_text(config, rows, tokens)
+    in_backward = clip is None and accumulate == 1
+    engine = prepare(
+        built,
+        batches[0],
+        optimizer=AdamW(lr=1e-5, update="in_backward" if in_backward else "after_step", max_grad_norm=clip),
         gpu_memory=gpu_memory,
         host_memory=host_memory,
-        plan=plan,
-        images=images,
-        image_size=image_size,
+        device=chosen,
+        accumulate=accumulate,
+        weights=weights,
+        chunk_bytes=SMALL_CHUNK_BYTES if model == "tiny" else DEFAULT_CHUNK_BYTES,
     )
-    if asked_for.device.startswith("sim"):
-        print(f"{SIMULATED}\n")
-    command = shlex.join(["outsize", *sys.argv[1:]])
-    result = run_bench(
-        asked_for,
-        say=lambda text: print(f"{text}\n", flush=True),
-        trace=trace,
-        page=html,
-        save_plan=save_plan,
-        command=command,
-        version=__version__,
-    )
-    if json is not None:
-        json.write_text(dumps(result) + "\n")  # before rivals run: they may take long
-    if kinds:
-        result = run_rivals(result, kinds)
-        if json is not None:
-            json.write_text(dumps(result) + "\n")
-    print(show(result), flush=True)
-    for path in filter(None, (json, save_plan, trace, html)):
-        print(f"written   {path}")
-    if not (result.losses_finite and result.within_budget):
+    try:
+        print(f"{render(engine.plan, engine.graph, engine.layout)}\n", flush=True)
+        step = training_step(engine, batches, accumulate)
+        timed = time_steps(step, Clock.of_engine(engine), warm_up=3, steps=steps)
+        per_step, planned, mean = rows * tokens * accumulate, engine.plan.estimate, timed.window_seconds / steps
+        predicted = f"{per_step / planned.step_seconds:,.0f}" if planned.step_seconds else ""
+        median, gpu = show_seconds(timed.median_step_seconds), chosen.peak_bytes if chosen.has_own_memory else 0
+        found = [
+            ("", "measured", "predicted", ""),
+            ("tokens/s", f"{per_step / mean:,.0f}", predicted, "over the whole window"),
+            ("step", median, show_seconds(planned.step_seconds), f"median; {show_seconds(mean)} mean of {steps}"),
+            ("GPU peak", show_bytes(gpu), show_bytes(planned.gpu_bytes), "allocated"),
+            ("host peak", show_bytes(peak_rss_bytes()), show_bytes(planned.host_bytes), "measured: the whole process"),
+        ]
+        print(f"{model}, {engine.graph.num_params:,} parameters, {rows} × {tokens} tokens, on {chosen.spec.name}\n")
+        print("\n".join(f"{name:<9}  {a:>10}  {b:>10}  {note}".rstrip() for name, a, b, note in found))
+    finally:
+        engine.close()
+    if not all(loss - loss == 0.0 for loss in timed.losses):
+        print("WRONG      a loss is not finite")
         raise typer.Exit(1)
 
 
 bench.__doc__ = _DOC
-
-
-def _split(names: str | None) -> list[str]:
-    return [name.strip() for name in (names or "").split(",") if name.strip()]
-
-
-def _bench_each(names: list[str], asked: list[str], json: Path | None) -> None:
-    """A process for each: host memory is counted by process, at its highest."""
-    from outsize.base.records import dumps, loads
-    from outsize.run.bench_record import Result
-    from outsize.run.bench_text import show_all
-
-    results, failed = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            out = Path(folder) / f"{name}.json"
-            print(f"{name}\n", flush=True)
-            code = subprocess.run(
-                [sys.executable, "-m", "outsize.cli.main", "bench", "--model", name, *asked, "--json", str(out)]
-            ).returncode
-            if code:
-                failed.append(name)
-            if out.exists():
-                results.append(loads(Result, out.read_text(), where=str(out)))
-            print(flush=True)
-    if results:
-        print(show_all(results))
-    if json is not None:
-        json.write_text(dumps(tuple(results)) + "\n")
-        print(f"written   {json}")
-    if failed:
-        print(f"failed    {', '.join(failed)}")
-        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`outsize doctor`: is this machine ready, and if not, why? Ends with a small training run whose bits are compared."""
+"""`outsize doctor`: checks that this machine can train. Ends with a small run whose bits are compared."""
 
 import copy
 import os
@@ -46,13 +46,13 @@ def doctor() -> None:
     for name, look in CHECKS.items():
         try:
             findings = list(look())
-        except Exception as error:  # whatever it is, it is what the user came to see
+        except Exception as error:  # any failure is a finding
             findings = [Finding("broken", f"{type(error).__name__}: {error}")]
         for finding in findings:
             console.print(f"{_SIGNS[finding.state]} {name:<12} {escape(finding.text)}")
             broken += finding.state == "broken"
     if broken:
-        console.print(f"\n[red]{broken} of these must be put right before training.[/red]")
+        console.print(f"\n[red]{broken} of these must be fixed before training.[/red]")
         raise typer.Exit(1)
     console.print("\n[green]Ready.[/green]")
 
@@ -80,7 +80,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
-    """Without a GPU one can still plan and try budgets, so that is no fault."""
+    """No GPU is not an error: plans and simulated devices need none."""
     import torch
 
     from outsize.device.choose import choose_device
@@ -145,13 +145,15 @@ def _cache() -> Iterator[Finding]:
         return
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not os.access(existing, os.W_OK):
-        yield Finding("broken", f"{path} cannot be written; set OUTSIZE_CACHE to a folder that can, or to nothing")
+        yield Finding(
+            "broken", f"{path} cannot be written. Set OUTSIZE_CACHE to a writable folder, or to an empty string"
+        )
     else:
         yield Finding("ok", f"{path}, {len(list((path / 'traces').glob('*.json')))} profiles")
 
 
 def _self_test() -> Iterator[Finding]:
-    """Everything that can move does: weights streamed, optimizer on the host, one layer recomputed."""
+    """Weights streamed, optimizer state on the host, one layer recomputed."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -162,15 +164,8 @@ def _self_test() -> Iterator[Finding]:
 
     with torch.random.fork_rng(devices=[]), _without_cache():
         torch.manual_seed(0)
-        shape = dict(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            vocab_size=64,
-        )
-        model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False)).to(torch.bfloat16).train()
+        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).to(torch.bfloat16).train()
         plain = copy.deepcopy(model)
         batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (2, 2, 16))]
         reference = Reference(plain.parameters(), lr=1e-2, max_grad_norm=1.0)
@@ -200,7 +195,7 @@ def _self_test() -> Iterator[Finding]:
         )
     elif report.gpu_peak_bytes != report.planned_gpu_bytes:
         yield Finding(
-            "broken", f"the plan promised {report.planned_gpu_bytes} bytes, the run took {report.gpu_peak_bytes}"
+            "broken", f"the plan predicted {report.planned_gpu_bytes} bytes, the run took {report.gpu_peak_bytes}"
         )
     else:
         yield Finding(
@@ -220,7 +215,7 @@ def _step(model, optimizer, batch) -> float:  # type: ignore[no-untyped-def]  # 
 
 @contextmanager
 def _without_cache() -> Iterator[None]:
-    """A broken cache is another line's business."""
+    """Another check reports a broken cache."""
     was = os.environ.get("OUTSIZE_CACHE")
     os.environ["OUTSIZE_CACHE"] = ""
     try:

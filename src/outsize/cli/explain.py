@@ -1,4 +1,4 @@
-"""`outsize explain`: why this plan, what the usual recipes would take, and what a better machine would be worth."""
+"""`outsize explain`: compares a plan with common ones, and shows what a better machine would gain."""
 
 from outsize.cli.options import (
     Accumulate,

@@ -1,7 +1,6 @@
-"""The `outsize` command: gathers the commands, one file each, and shows our errors as the sentences they are, without a
-traceback.
+"""The `outsize` command. Prints our errors without a traceback.
 
-Importing this loads neither torch nor transformers, so `outsize --help` answers at once.
+Imports neither torch nor transformers, so that `outsize --help` is fast.
 """
 
 import sys
@@ -48,15 +47,13 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help="Trains Hugging Face models that are too large for the GPU at hand, to the same bits.")
+@app.callback(help="Trains Hugging Face models that are larger than the GPU, with the same bits as plain PyTorch.")
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Warnings go to stderr by themselves: a handler for all of Python would say those of libraries that have one
-    twice.
-    """
+    """No logging handler: warnings go to stderr anyway, and those of libraries with a handler would appear twice."""
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Options that several commands share: said once, so that they mean the same everywhere."""
+"""Options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.run.shapes import require_one_of
 
 ConfigPath = Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")]
 Hardware = Annotated[
     str, typer.Option(help="A machine of the catalog, a machine's YAML file, or a size such as 64MiB.")
 ]
-# Two are said daily: by the names that they have in a run's YAML, and shorter.
+# The names of the YAML file, and shorter ones.
 SEQUENCE_LEN, MICRO_BATCH = ("--sequence-len", "--seq"), ("--micro-batch-size", "--micro-batch")
 SequenceLen = Annotated[int, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.")]
 MicroBatch = Annotated[
@@ -35,19 +35,17 @@ Accumulate = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
 NumImages = Annotated[
-    int | None, typer.Option("--images", help="Images in a row; only for models that see.", show_default="1 for those")
+    int | None, typer.Option("--images", help="Images in a row; only for vision models.", show_default="1 for those")
 ]
 ImageSize = Annotated[int, typer.Option(help="Pixels of an image's side.")]
 Update = Annotated[str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")]
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Before the work that is to be written there."""
+    """Fail before the work if its result could not be written."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        found = f"{path} is a folder" if path.is_dir() else f"{path.parent} does not exist"
-        raise ConfigError(
-            tell(f"{option} names a file in a folder that exists", found, "Name a file, and make its folder first")
-        )
+        found = f"{path} is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
+        raise ConfigError(f"{option}: {found}. Name a file in an existing folder.")
 
 
 def update_mode(update: str) -> Literal["after_step", "in_backward"]:

@@ -1,11 +1,11 @@
-"""`outsize plan`: will it fit, and how fast would it be? For machines one has or only thinks of buying."""
+"""`outsize plan`: plans a model's config for any machine, without weights or a GPU."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.base.errors import ConfigError, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import show_bytes, show_enough, show_seconds
 from outsize.cli.options import (
     Accumulate,
@@ -76,21 +76,15 @@ def plan(
         option: path for option, path in (("--save", save), ("--html", html), ("--trace", trace)) if path is not None
     }
     if not names or (written and len(names) > 1):
-        found = f"--hardware names {len(names)} machines" + (f" with {', '.join(written)}" if names else "")
-        raise ConfigError(
-            tell(
-                "one machine for a plan that is written to a file, and one or more to compare",
-                found,
-                "Name one of them with --hardware",
-            )
-        )
+        files = f", but {', '.join(written)} is for one plan" if names else ""
+        raise ConfigError(f"--hardware names {len(names)} machines{files}. Name one.")
     for option, path in written.items():
         require_file(option, path)
     for name in names:
-        lookup(name)  # all of them, before the first is planned for
+        lookup(name)  # check all names before the first plan
     mode = update_mode(update)
 
-    # Importing takes seconds; what can be refused without it was refused above.
+    # Imports take seconds: wrong options were reported before them.
     from outsize.plan.check import save as save_plan
     from outsize.runtime.optimizer import AdamW
     from outsize.train.forecast import plan as forecast
@@ -137,7 +131,7 @@ def plan(
 
 
 def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
-    """A row for each machine, and where its rates are from; what does not fit says what is missing."""
+    """One row per machine, the source of its rates, and what is missing where the model does not fit."""
     rows = [("machine", "tokens/s", "step", "GPU", "host", "binds")]
     notes: list[str] = []
     rates: dict[str, list[str]] = {}

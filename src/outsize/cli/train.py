@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-_DOC = """Train as a YAML file says: plan, train, save, export.
+_DOC = """Run the training that a YAML file describes: plan, train, save, export.
 
-The plan is shown first. Ctrl-C saves and stops; a second one leaves at once.
+The plan is shown first. Ctrl-C saves and stops; a second one exits at once.
 
 [bold]Examples[/bold]
 
@@ -17,7 +17,7 @@ outsize train run.yaml --set learning_rate=1e-5 --set gpu_memory=16GiB
 
 outsize train run.yaml --dry-run     [dim]plan and stop[/dim]
 
-outsize train run.yaml --resume     [dim]go on from the newest complete checkpoint, also under another budget[/dim]
+outsize train run.yaml --resume     [dim]resume from the newest complete checkpoint[/dim]
 
 outsize train run.yaml --resume --set learning_rate=1e-5     [dim]change it from there on[/dim]
 """
@@ -30,7 +30,7 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and stop.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in output_dir.")
+        bool, typer.Option("--resume", help="Resume from the newest complete checkpoint in output_dir.")
     ] = False,
 ) -> None:
     from outsize.config.read import read_config
@@ -41,7 +41,7 @@ def train(
     ]
     run = read_config(config, asked)
 
-    # Importing takes seconds; a wrong config was refused above.
+    # Imports take seconds: a wrong config was reported before them.
     from rich.console import Console
 
     from outsize.run.quiet import quiet

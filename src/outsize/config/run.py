@@ -1,13 +1,13 @@
-"""RunConfig: what a run is, as the user wrote it. `read.py` makes one out of YAML and answers for its being sound.
+"""RunConfig: the settings of a run. `read.py` makes one from YAML and checks it.
 
-The names are those Axolotl and transformers users know. To add a key, add a field: its type (see `kinds.py`) is how it
-is checked, its default how it is when left out, and docs/config.md lists it.
+The names are those of Axolotl and transformers. To add a key, add a field: its type (see `types.py`) says how it is
+checked, its default what it is if left out. docs/config.md lists it.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from outsize.base.records import Rule
 from outsize.config.types import (
     Adapter,
     Bf16,
@@ -19,7 +19,6 @@ from outsize.config.types import (
     PinName,
     PlanFile,
     Positive,
-    Rule,
     SaveStrategy,
     Scheduler,
     Seed,
@@ -36,9 +35,9 @@ from outsize.config.types import (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetConfig:
     path: Text
-    """A local file or folder, or a hub id. A dataset written as a plain text is its path."""
-    type: Annotated[Literal["completion", "chat_template"], Rule(expected="completion or chat_template")] | None = None
-    """How a row becomes tokens. None: told from the columns."""
+    """A local file or folder, or a hub id. A dataset written as a string is its path."""
+    type: Literal["completion", "chat_template"] | None = None
+    """How a row becomes tokens. None: decided by the columns."""
     field: Text = "text"
     """The column of a completion."""
     field_messages: Text = "messages"
@@ -47,12 +46,12 @@ class DatasetConfig:
     name: Text | None = None
     """The configuration of a hub dataset that has several."""
     ds_type: Literal["json", "jsonl", "text", "parquet"] | None = None
-    """The format of local files. None: told from their names."""
+    """The format of local files. None: decided by their suffix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """A field is a key of the same name, unless its metadata says `key`: another name, or none where it is empty."""
+    """A field is a key of the same name, unless its metadata has `key`: another name, or none if empty."""
 
     base_model: Text
     """A local folder or a hub id."""
@@ -61,20 +60,20 @@ class RunConfig:
 
     datasets: Annotated[tuple[DatasetConfig, ...], Rule(expected="a list of at least one dataset", holds=bool)]
     test_datasets: tuple[DatasetConfig, ...] = ()
-    """What to evaluate on."""
+    """Evaluation data."""
     val_set_size: ShareOrCount = 0
-    """Held out of `datasets` to evaluate on: a share below 1, or a number of examples."""
+    """Held out of `datasets` for evaluation: a fraction below 1, or a number of examples."""
     sequence_len: Count = 2048
-    """Tokens in the longest row."""
+    """Maximum tokens of a row."""
     sample_packing: bool = False
-    """Several examples in a row, each blind to the others. Packed rows are padded to `sequence_len`."""
+    """Several examples per row, which do not attend to each other. Packed rows are padded to `sequence_len`."""
     pad_to_sequence_len: bool = False
     train_on_inputs: bool = False
-    """Whether the loss counts the tokens that the model is asked with."""
+    """Whether the loss includes the prompt's tokens."""
     excess_length_strategy: Literal["split", "truncate", "drop", "raise"] = "split"
-    """What becomes of an example longer than `sequence_len`."""
+    """What to do with an example longer than `sequence_len`."""
     chat_template_jinja: Text | None = None
-    """A template's text or the path of one. None: the tokenizer's own."""
+    """A template or the path of one. None: the tokenizer's own."""
 
     batch_size: Count | None = None
     """Rows in an optimizer step. None: `micro_batch_size` × `gradient_accumulation_steps`."""
@@ -83,17 +82,17 @@ class RunConfig:
     fastest.
     """
     eval_batch_size: Count | None = None
-    """None: as in training."""
+    """None: `micro_batch_size`."""
     gradient_accumulation_steps: Count | None = None
-    """Backward passes per step. None: 1, or what `batch_size` makes of it."""
+    """Backward passes per step. None: 1, or as `batch_size` requires."""
     num_epochs: Positive = 1.0
     max_steps: Count | None = None
-    """In place of `num_epochs`."""
+    """Instead of `num_epochs`."""
 
     learning_rate: Positive = 2e-5
     lr_scheduler: Scheduler = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None
-    """What the scheduler takes beside the number of steps, such as `min_lr`."""
+    """Arguments of the scheduler, such as `min_lr`."""
     warmup_steps: CountFromZero | None = None
     warmup_ratio: Share | None = None
     """Warmup as a share of all steps."""
@@ -116,13 +115,13 @@ class RunConfig:
     save_total_limit: Count | None = None
     """Checkpoints to keep; older ones are deleted. None: all."""
     save_only_model: bool = False
-    """Checkpoints without optimizer state, from which no run can resume."""
+    """Checkpoints without optimizer state; a run cannot resume from them."""
     eval_strategy: SaveStrategy | None = None
     """None: see `evaluates`."""
     eval_steps: Count | None = None
     load_best_model_at_end: bool = False
     metric_for_best_model: Literal["eval_loss", "loss"] | None = None
-    """The evaluation loss by either name: nothing else is measured."""
+    """Both are the evaluation loss, the only metric."""
     early_stopping_patience: Count | None = None
     """Evaluations without improvement after which the run ends."""
     logging_steps: Count = 1
@@ -131,11 +130,11 @@ class RunConfig:
 
     seed: Seed = 42
     data_seed: Seed | None = None
-    """Of the order of examples. None: `seed`."""
+    """For the order of examples. None: `seed`."""
     full_determinism: bool = False
-    """Only operators that give the same bits every time, as far as torch has them; slower on a GPU."""
+    """Deterministic operators only, where torch has them; slower on a GPU."""
     bf16: Bf16 = True
-    """Weights in bf16 with exact fp32 masters. False: fp32 weights."""
+    """Weights in bf16 with exact fp32 master weights. False: fp32 weights."""
     attn_implementation: Text | None = None
     """As in transformers: sdpa, flash_attention_2, eager, … None: its choice."""
     dataloader_num_workers: CountFromZero = 0
@@ -147,11 +146,11 @@ class RunConfig:
     device: Text | None = None
     """`cuda`, `cpu`, `sim:24GiB`, `sim:rtx4090`. None: the GPU if there is one."""
     plan_file: PlanFile | None = field(default=None, metadata={"key": "plan"})
-    """A whole plan to use as it is."""
+    """A plan file to use unchanged."""
     pins: dict[PinName, CountFromZero] | None = field(default=None, metadata={"key": "plan"})
-    """Parts of the plan to fix; the search fills in the rest."""
+    """Fixed parts of the plan; the search decides the rest."""
     activation_offloading: bool | None = None
-    """Whether activations may go to the host. None: the plan decides."""
+    """Whether activations may be offloaded. None: the plan decides."""
     chunk_bytes: Size | None = None
     """Upper bound of a chunk. None: the library's."""
     chunked_loss: bool | None = None
@@ -162,13 +161,13 @@ class RunConfig:
     adapter: Adapter | None = None
     """None: all weights are trained."""
     lora_r: Count = 8
-    lora_alpha: Annotated[float | int, Rule(expected="a number above 0", holds=lambda value: value > 0)] = 16
+    lora_alpha: Annotated[float | int, Rule(expected="a positive number", holds=lambda value: value > 0)] = 16
     lora_dropout: ShareBelowOne = 0.0
     lora_target_modules: TargetModules = ()
     lora_target_linear: bool = False
-    """All linear layers but the output head."""
+    """All linear layers except the output head."""
     lora_modules_to_save: tuple[Text, ...] = ()
-    """Modules that are trained whole beside the adapter."""
+    """Modules that are fully trained in addition to the adapter."""
     peft_use_rslora: bool = False
     peft_use_dora: bool = False
 
@@ -178,7 +177,7 @@ class RunConfig:
     """The newest checkpoint in `output_dir`, if there is one."""
 
     notes: tuple[str, ...] = field(default=(), metadata={"key": ""})
-    """What was written and is ignored, in sentences to show the user."""
+    """Notes for the user on ignored keys."""
     asked: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """Keys that were given on the command line, with `--set`."""
 
@@ -188,21 +187,11 @@ class RunConfig:
 
     @property
     def evaluates(self) -> Literal["no", "steps", "epoch"]:
-        """What `eval_strategy` amounts to: where it is left out and there is data to evaluate on, every `eval_steps` if
-        given, else every epoch.
+        """The effective `eval_strategy`. If left out and there is evaluation data: every `eval_steps` if given,
+        otherwise every epoch.
         """
         if self.eval_strategy is not None:
             return self.eval_strategy
         if not self.has_eval_data:
             return "no"
         return "epoch" if self.eval_steps is None else "steps"
-
-
-def fields_by_key(record: type) -> dict[str, list[str]]:
-    """Per key of the YAML file the fields that it fills: one, but for `plan`."""
-    keys: dict[str, list[str]] = {}
-    for item in dataclasses.fields(record):
-        key = item.metadata.get("key", item.name)
-        if key:
-            keys.setdefault(key, []).append(item.name)
-    return keys

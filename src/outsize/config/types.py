@@ -1,24 +1,13 @@
-"""The kinds of values a key can have: a type with the rule that its values keep.
+"""The types of settings: a type and the rule that its values satisfy.
 
-`micro_batch_size: Count = 1` says all there is to say about a key. For a type checker `Count` is `int`; `values.py`
-reads the rule as well.
+`micro_batch_size: Count = 1` is all that a key needs. For a type checker `Count` is `int`; `base.records.Reader` also
+checks the rule.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from outsize.base.records import Rule
 from outsize.base.units import parse_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    expected: str
-    """What the value is, in words: the first half of every complaint about it."""
-    holds: Callable[[Any], bool] = lambda value: True
-    """Whether a value of the right type keeps the rule. May raise a ConfigError that says more than `expected` does."""
-    also: tuple[tuple[Any, Any], ...] = ()
-    """Other ways to write a value, as (written, meant)."""
 
 
 def _is_share_or_count(value: float) -> bool:
@@ -29,22 +18,22 @@ def _is_size(value: str | int) -> bool:
     return parse_bytes(value, name="it") > 0
 
 
-Text = Annotated[str, Rule(expected="a text that is not empty", holds=bool)]
-Count = Annotated[int, Rule(expected="a whole number from 1", holds=lambda value: value >= 1)]
-CountFromZero = Annotated[int, Rule(expected="a whole number from 0", holds=lambda value: value >= 0)]
-Seed = Annotated[int, Rule(expected="a whole number from 0 to 4294967295", holds=lambda value: 0 <= value < 2**32)]
-"""What numpy takes as a seed, the narrowest of the generators."""
-Positive = Annotated[float, Rule(expected="a number above 0", holds=lambda value: value > 0)]
-NotNegative = Annotated[float, Rule(expected="a number from 0", holds=lambda value: value >= 0)]
+Text = Annotated[str, Rule(expected="a non-empty string", holds=bool)]
+Count = Annotated[int, Rule(expected="a positive integer", holds=lambda value: value >= 1)]
+CountFromZero = Annotated[int, Rule(expected="a non-negative integer", holds=lambda value: value >= 0)]
+Seed = Annotated[int, Rule(expected="an integer from 0 to 4294967295", holds=lambda value: 0 <= value < 2**32)]
+"""The range of numpy, the narrowest of the generators."""
+Positive = Annotated[float, Rule(expected="a positive number", holds=lambda value: value > 0)]
+NotNegative = Annotated[float, Rule(expected="a non-negative number", holds=lambda value: value >= 0)]
 Share = Annotated[float, Rule(expected="a number from 0 to 1", holds=lambda value: 0 <= value <= 1)]
 ShareBelowOne = Annotated[float, Rule(expected="a number from 0 to below 1", holds=lambda value: 0 <= value < 1)]
 ShareOrCount = Annotated[
-    float | int, Rule(expected="a share from 0 to below 1, or a whole number of examples", holds=_is_share_or_count)
+    float | int, Rule(expected="a fraction below 1 or a number of examples", holds=_is_share_or_count)
 ]
-Size = Annotated[str | int, Rule(expected="a size such as '24GiB', or a number of bytes", holds=_is_size)]
+Size = Annotated[str | int, Rule(expected="a size such as '24GiB' or a number of bytes", holds=_is_size)]
 
 # YAML 1.1 reads a bare `no` as false.
-SaveStrategy = Annotated[Literal["no", "steps", "epoch"], Rule(expected="no, steps or epoch", also=((False, "no"),))]
+SaveStrategy = Annotated[Literal["no", "steps", "epoch"], Rule(also=((False, "no"),))]
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -59,24 +48,24 @@ Scheduler = Literal[
 Optimizer = Annotated[
     Literal["adamw"],
     Rule(
-        expected="adamw (outsize has AdamW with exact fp32 masters, wherever they live)",
+        expected="adamw, the only optimizer of outsize",
         also=(("adamw_torch", "adamw"), ("adamw_torch_fused", "adamw"), ("adamw_hf", "adamw")),
     ),
 ]
-Adapter = Annotated[Literal["lora"], Rule(expected="lora (base weights stay as they are, not quantised)")]
-Bf16 = Annotated[bool, Rule(expected="true or false", also=(("auto", True),))]
+Adapter = Annotated[Literal["lora"], Rule(expected="lora, the only adapter (base weights are never quantized)")]
+Bf16 = Annotated[bool, Rule(also=(("auto", True),))]
 Trackers = Annotated[
     tuple[Text, ...], Rule(expected="a list of trackers such as [wandb, tensorboard]", also=(("none", ()),))
 ]
 TargetModules = Annotated[
     tuple[Text, ...],
     Rule(
-        expected="a list of module names (for all linear layers: lora_target_linear: true)",
+        expected="a list of module names (for all linear layers, set lora_target_linear: true)",
         holds=lambda names: "all-linear" not in names,
     ),
 ]
 Checkpoint = Annotated[
-    str | bool, Rule(expected="the folder of a checkpoint, or true for the newest one", holds=lambda value: value != "")
+    str | bool, Rule(expected="the folder of a checkpoint or true for the newest one", holds=lambda value: value != "")
 ]
-PlanFile = Annotated[str, Rule(expected="the path of a plan file, or a mapping of pins", holds=bool)]
+PlanFile = Annotated[str, Rule(expected="the path of a plan file or a mapping of pins", holds=bool)]
 PinName = Literal["n_persist", "n_buffer", "n_swap", "n_checkpoint", "n_offload", "n_optimizer_gpu"]

@@ -1,19 +1,18 @@
-"""From the datasets a user names to rows ready for a batch: read, tokenize, set validation aside, cut to length, pack.
-All before the first step.
-"""
+"""Turns datasets into rows for batches, before the first step: read, tokenize, split off validation, cut, pack."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
-from outsize.base.errors import ConfigError, DataError, tell
+from outsize.base.errors import ConfigError, DataError
 from outsize.base.log import log
+from outsize.config.run import DatasetConfig
 from outsize.data.chat import chat_documents, check_tokenizer, is_chat
 from outsize.data.files import Record
 from outsize.data.packing import PackedRows, pack
 from outsize.data.rows import Document, Excess, Rows, check_lengths, cut, split_off, trainable
-from outsize.data.sources import Source, read
+from outsize.data.sources import read
 from outsize.data.text import text_documents
 from outsize.progress import counted
 
@@ -23,7 +22,7 @@ _RECORDS_AT_ONCE = 256
 
 def load_rows(
     tokenizer: Any,
-    datasets: Sequence[Source],
+    datasets: Sequence[DatasetConfig],
     *,
     sequence_len: int,
     pad_id: int,
@@ -34,21 +33,15 @@ def load_rows(
     train_on_inputs: bool = False,
     fingerprints: list[str] | None = None,
 ) -> tuple[Rows | PackedRows, Rows | PackedRows | None]:
-    """Rows to train on, and rows to validate on if `val_set_size` is not zero. The same for the same files, tokenizer
-    and arguments.
+    """Rows to train on, and rows to validate on if `val_set_size` is not zero. Deterministic.
 
-    `pad_id` fills up packed rows; `collate.pad_id_of` gives it. `fingerprints` is filled with one of each dataset's
-    content as tokens.
+    `pad_id` fills up packed rows (see `collate.pad_id_of`). `fingerprints` gets one entry per dataset, of its tokens.
     """
     if sequence_len < 2:
         raise ConfigError(
-            tell(
-                "sequence_len is 2 or more",
-                f"it is {sequence_len}",
-                "Raise it: a token is predicted from the one before",
-            )
+            f"sequence_len {sequence_len} is too small: a token is predicted from the one before. Use 2 or more."
         )
-    # All are opened before any is tokenized: a wrong path or column at the end of the list is told at once.
+    # All are opened before any is tokenized, so that a wrong path or column in the last one is found first.
     opened = [_open(source, tokenizer, train_on_inputs) for source in datasets]
     sizes = [0] * len(opened)
 
@@ -61,12 +54,12 @@ def load_rows(
     if fingerprints is not None:
         ends = list(accumulate(sizes, initial=0))
         fingerprints += [everything.fingerprint(*edges) for edges in pairwise(ends)]
-    documents = _with_something_to_train(everything, "documents")
+    documents = _require_trainable(everything, "documents")
     check_lengths(documents, sequence_len=sequence_len, strategy=excess_length_strategy)
     train, validation = split_off(documents, val_set_size=val_set_size, seed=seed)
 
     def finish(rows: Rows, what: str) -> Rows | PackedRows:
-        fitting = _with_something_to_train(
+        fitting = _require_trainable(
             cut(rows, sequence_len=sequence_len, strategy=excess_length_strategy), f"pieces of the {what} data"
         )
         return pack(fitting, sequence_len=sequence_len, pad_id=pad_id) if sample_packing else fitting
@@ -74,9 +67,9 @@ def load_rows(
     return finish(train, "training"), None if validation is None else finish(validation, "validation")
 
 
-def _open(source: Source, tokenizer: Any, train_on_inputs: bool) -> Iterator[Document]:
+def _open(source: DatasetConfig, tokenizer: Any, train_on_inputs: bool) -> Iterator[Document]:
     records = read(source)
-    first = next(records)  # there is one, or reading has raised
+    first = next(records)  # reading raises if there is none
     kind = source.type or _kind_of(first, source)
     if kind == "chat_template":
         check_tokenizer(tokenizer, needs_offsets=not train_on_inputs)
@@ -93,29 +86,25 @@ def _documents(records: Iterator[Record], tokenize: Callable[[list[Record]], lis
         yield from tokenize(batch)
 
 
-def _kind_of(first: Record, source: Source) -> str:
+def _kind_of(first: Record, source: DatasetConfig) -> str:
     if is_chat(first, source.field_messages):
         return "chat_template"
     if source.field in first.fields:
         return "completion"
-    expected = f"{first.place} has messages in {source.field_messages!r} or text in {source.field!r}"
-    do = "Name the right column with `field_messages` or `field` of this dataset"
-    raise DataError(tell(expected, f"its columns are {', '.join(first.fields) or 'none'}", do))
+    raise DataError(
+        f"{first.place}: neither messages in {source.field_messages!r} nor text in {source.field!r}; its columns are "
+        f"{', '.join(first.fields) or 'none'}. Set `field_messages` or `field` of this dataset."
+    )
 
 
-def _with_something_to_train(rows: Rows, what: str) -> Rows:
+def _require_trainable(rows: Rows, what: str) -> Rows:
     kept = trainable(rows)
     if not len(kept):
-        found = (
-            f"none of the {len(rows)} {what} has one (all labels are -100)"
-            if len(rows)
-            else f"there are no {what} left"
+        found = f"none of the {len(rows)} {what} has any (all labels are -100)" if len(rows) else f"no {what} are left"
+        raise DataError(
+            f"datasets: no tokens to train on: {found}. Check for assistant messages, set train_on_inputs: true, "
+            "raise sequence_len, or choose another excess_length_strategy."
         )
-        do = (
-            "Look for assistant messages in the data, set train_on_inputs: true, raise sequence_len, or choose "
-            "another excess_length_strategy"
-        )
-        raise DataError(tell("the datasets have tokens to train on", found, do))
     if len(kept) < len(rows):
-        log.warning("%d of %d %s have no token to train on and are left out", len(rows) - len(kept), len(rows), what)
+        log.warning("%d of %d %s have no tokens to train on and are dropped", len(rows) - len(kept), len(rows), what)
     return kept

@@ -1,13 +1,13 @@
-"""Conversations to documents, by the tokenizer's own chat template. The loss comes from what the assistant says, its
-end of turn included.
+"""Turns conversations into documents with the tokenizer's chat template. The loss is on the assistant's turns, end of
+turn included.
 
-What the assistant says is found as spans of the rendered text. A template that marks them (`{% generation %}`) is
-asked. For any other, a conversation rendered up to the assistant's turn, with the prompt to speak, must be the
-beginning of the whole: then the span is what follows, and training sees what generation will. The whole text is
-tokenized once, never in parts, since tokens at a seam would differ from those at inference.
+The assistant's turns are spans of the rendered text. Some templates mark them (`{% generation %}`). For the others, the
+conversation rendered up to the turn, with the generation prompt, must be a prefix of the whole; the turn is what
+follows. The whole text is tokenized once: tokenizing it in parts would give other tokens at the boundaries than at
+inference.
 
-The tokenizer's `return_assistant_tokens_mask` is not used: where a tokenizer trims spaces from its offsets (GPT-2's
-does), a span that ends in a space makes it mark all that follows, the user's words too.
+The tokenizer's `return_assistant_tokens_mask` is not used. If a tokenizer trims spaces from its offsets (GPT-2), a span
+that ends in a space makes it mark everything after it, the user's turns included.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from outsize import compat
-from outsize.base.errors import ConfigError, DataError, tell
+from outsize.base.errors import ConfigError, DataError
 from outsize.data.files import Record, json_type
 from outsize.data.rows import IGNORED, Document
 
@@ -29,19 +29,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DEFAULT_FIELD, _SHAREGPT_FIELD = "messages", "conversations"
+_CORRECT = "Correct or remove the record."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
     text: str
     spans: Sequence[Span]
-    """Of characters: what the assistant says."""
+    """The assistant's turns, in characters."""
 
 
 def chat_documents(
     tokenizer: Any, records: Sequence[Record], *, field_messages: str = _DEFAULT_FIELD, train_on_inputs: bool = False
 ) -> list[Document]:
-    """One document for each record. `train_on_inputs`: the loss comes from every token."""
+    """One document per record. `train_on_inputs`: the loss is on every token."""
     check_tokenizer(tokenizer, needs_offsets=not train_on_inputs)
     rendered = [_render(tokenizer, record, field_messages, find_spans=not train_on_inputs) for record in records]
     encoded = tokenizer(
@@ -65,18 +66,14 @@ def is_chat(record: Record, field_messages: str = _DEFAULT_FIELD) -> bool:
 
 def check_tokenizer(tokenizer: Any, *, needs_offsets: bool) -> None:
     if not tokenizer.chat_template:
-        do = "Set chat_template_jinja to a template or its file, or use the tokenizer of an instruct model"
         raise ConfigError(
-            tell("the tokenizer has a chat template", f"that of {tokenizer.name_or_path or 'this model'} has none", do)
+            f"The tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template. Set chat_template_jinja "
+            "to a template or its file, or use the tokenizer of an instruct model."
         )
     if needs_offsets and not tokenizer.is_fast:
-        found = f"{type(tokenizer).__name__} does not"
         raise ConfigError(
-            tell(
-                "the tokenizer tells which characters a token is from",
-                found,
-                "Use a fast tokenizer, or set train_on_inputs: true",
-            )
+            f"{type(tokenizer).__name__} does not report character offsets of tokens. Use a fast tokenizer, or set "
+            "train_on_inputs: true."
         )
 
 
@@ -84,13 +81,11 @@ def check_tokenizer(tokenizer: Any, *, needs_offsets: bool) -> None:
 
 
 def messages_of(record: Record, field_messages: str = _DEFAULT_FIELD) -> list[Message]:
-    """With `role` and `content`, whichever way they were written. Keys without a value, which columns of parquet have,
-    are left out.
-    """
+    """The messages with `role` and `content`. Keys without a value, as parquet columns have them, are dropped."""
     messages = record.get(_field(record, field_messages), key="field_messages")
     if not isinstance(messages, list) or not messages:
-        found = "the list is empty" if messages == [] else f"it is {json_type(messages)}"
-        raise DataError(tell(f"{record.place} has a list of messages", found, "Correct or remove the record"))
+        found = "the list of messages is empty" if messages == [] else f"{json_type(messages)}, not a list of messages"
+        raise DataError(f"{record.place}: {found}. {_CORRECT}")
     return [
         _message(message, f"message {number} of {record.place}") for number, message in enumerate(messages, start=1)
     ]
@@ -105,24 +100,20 @@ def _field(record: Record, field_messages: str) -> str:
 
 def _message(given: Any, place: str) -> Message:
     if not isinstance(given, dict):
-        raise DataError(
-            tell(
-                f"{place} is an object with role and content",
-                f"it is {json_type(given)}",
-                "Correct or remove the record",
-            )
-        )
+        raise DataError(f"{place}: {json_type(given)}, not an object with role and content. {_CORRECT}")
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         message = {"role": _SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
+        found = f"unknown role {role!r}" if role is not None else f"no role among {', '.join(given) or 'no keys'}"
         known = f"{', '.join(ROLES)} (or human, gpt and system in `from`)"
-        found = f"it is {role!r}" if role is not None else f"there is none among {', '.join(given) or 'no keys'}"
-        raise DataError(tell(f"the role of {place} is one of {known}", found, "Correct or remove the record"))
+        raise DataError(f"{place}: {found}. Use one of {known}, or remove the record.")
     if not isinstance(content, (str, list)) and not (content is None and "tool_calls" in message):
-        found = f"it is {json_type(content)}" if content is not None else f"there is none among {', '.join(given)}"
-        raise DataError(tell(f"the content of {place} is text", found, "Correct or remove the record"))
+        found = f"the content is {json_type(content)}, not text"
+        if content is None:
+            found = f"no content among {', '.join(given)}"
+        raise DataError(f"{place}: {found}. {_CORRECT}")
     return message
 
 
@@ -133,13 +124,7 @@ def _render(tokenizer: Any, record: Record, field_messages: str, *, find_spans: 
     messages = messages_of(record, field_messages)
     tools = record.fields.get("tools") or None
     if tools is not None and not isinstance(tools, list):
-        raise DataError(
-            tell(
-                f"the tools of {record.place} are a list of JSON schemas",
-                f"it is {json_type(tools)}",
-                "Correct or remove the record",
-            )
-        )
+        raise DataError(f"{record.place}: tools is {json_type(tools)}, not a list of JSON schemas. {_CORRECT}")
     try:
         if find_spans and _MARKS_GENERATION.search(template := tokenizer.get_chat_template(tools=tools)):
             return _render_marked(tokenizer, template, messages, tools)
@@ -149,14 +134,13 @@ def _render(tokenizer: Any, record: Record, field_messages: str, *, find_spans: 
             spans=tuple(_spans_by_prefix(tokenizer, messages, tools, text, record.place)) if find_spans else (),
         )
     except (TemplateError, TypeError) as error:
-        found = f"it says: {error}".rstrip(".")
         raise DataError(
-            tell(f"the chat template can write {record.place}", found, "Correct the record, or set chat_template_jinja")
+            f"{record.place}: the chat template fails ({str(error).rstrip('.')}). Correct the record, or set "
+            "chat_template_jinja."
         ) from error
 
 
 def _render_marked(tokenizer: Any, template: str, messages: list[Message], tools: list[Any] | None) -> Rendered:
-
     (text,), (spans,) = compat.transformers().render_jinja_template(
         [messages],
         tools=tools,
@@ -181,29 +165,25 @@ def _spans_by_prefix(
         after = tokenizer.apply_chat_template(messages[: index + 1], tools=tools, tokenize=False)
         if not after.startswith(before):
             raise _not_a_prefix(
-                place, f"the chat template writes message {index + 1} otherwise than as an answer to its prompt"
+                place, f"message {index + 1} is not rendered as a continuation of its generation prompt"
             )
         if not whole.startswith(after):
-            raise _not_a_prefix(
-                place, f"the chat template writes message {index + 1} otherwise when more messages follow"
-            )
+            raise _not_a_prefix(place, f"message {index + 1} is rendered differently when more messages follow")
         yield len(before), len(after)
 
 
 def _not_a_prefix(place: str, found: str) -> DataError:
-    do = (
-        "Set chat_template_jinja to a template that puts {% generation %} and {% endgeneration %} around what the "
-        "assistant says, or set train_on_inputs: true"
+    return DataError(
+        f"{place}: the assistant's turns cannot be located, because {found}. Set chat_template_jinja to a template "
+        "with {% generation %} and {% endgeneration %} around them, or set train_on_inputs: true."
     )
-    return DataError(tell(f"what the assistant says in {place} can be told from the rest", found, do))
 
 
 def _labels(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> list[int]:
     labels = [IGNORED] * len(ids)
     token = 0
     for start, end in spans:
-        # Trimmed offsets make a token of spaces empty, at the place where the spaces end: at `start` it is still the
-        # prompt's.
+        # Trimmed offsets make a token of spaces empty, at the end of the spaces: at `start` it is part of the prompt.
         while token < len(ids) and (offsets[token][0] < start or offsets[token] == (start, start)):
             token += 1
         while token < len(ids) and offsets[token][1] <= end:

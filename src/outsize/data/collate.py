@@ -1,4 +1,4 @@
-"""Rows to batches, and the batch that a memory plan is made for."""
+"""Collates rows into batches, and builds the batch that the memory plan is for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from outsize.data.rows import IGNORED, Ints, Row
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Packed rows are stacked. Others are padded on the right, to the longest of the batch or to `pad_to` tokens."""
+    """Stacks packed rows. Pads others on the right, to the longest of the batch or to `pad_to` tokens."""
 
     pad_id: int
     pad_to: int | None = None
@@ -51,10 +51,10 @@ def pad_id_of(tokenizer: Any) -> int:
 
 
 def widest_batch(collator: Collator, *, rows: int, tokens: int, packed: bool, vocab_size: int) -> dict[str, Tensor]:
-    """A batch that takes as much memory as any of `rows` rows of at most `tokens` tokens. The same at every call.
+    """The batch of `rows` × `tokens` that needs the most memory. Deterministic.
 
-    Masks take memory, and a batch without need for one gets none: so a packed row here has two documents, and where
-    batches may have padding, the last row is one token short.
+    Masks need memory, and transformers builds none for a batch that needs none. So a packed row here has two documents,
+    and if batches may have padding, the last row is one token shorter.
     """
     ids = (np.arange(rows * tokens, dtype=np.int64) % vocab_size).astype(np.int32).reshape(rows, tokens)
     if packed:

@@ -1,8 +1,7 @@
-"""Records from single files. Each knows where it came from, so that whatever is wrong with it later can be told with
-file and line.
+"""Reads records from single files. Each record knows its file and line, for error messages.
 
-Lines of JSON are read one at a time. Nothing is skipped in silence: what cannot be read raises. Since all data is read
-before the first step, nothing was trained then.
+Lines of JSON are read one at a time. Nothing is skipped silently: unreadable data raises. All data is read before the
+first step.
 """
 
 import importlib
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outsize.base.errors import ConfigError, DataError, tell
+from outsize.base.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,67 +21,50 @@ class Record:
     """`data.jsonl:17`, for messages."""
 
     def get(self, field: str, *, key: str) -> Any:
-        """What is in a field; `key` is the configuration's key that names it."""
+        """The value of a field. `key`: the setting that names the field."""
         if field not in self.fields:
-            found = f"its columns are {', '.join(self.fields) or 'none'}"
+            columns = ", ".join(self.fields) or "none"
             raise DataError(
-                tell(
-                    f"{self.place} has the column {field!r}", found, f"Name the right one with `{key}` of this dataset"
-                )
+                f"{self.place}: no column {field!r}; its columns are {columns}. Set `{key}` of this dataset."
             )
         return self.fields[field]
 
     def get_text(self, field: str, *, key: str) -> str:
         text = self.get(field, key=key)
         if not isinstance(text, str):
-            do = f"Correct the record, or name another column with `{key}` of this dataset"
-            raise DataError(tell(f"{field!r} of {self.place} is text", f"it is {json_type(text)}", do))
+            raise DataError(
+                f"{self.place}: {field!r} is {json_type(text)}, not text. Correct the record, or set `{key}` of this "
+                "dataset to another column."
+            )
         return text
 
 
 def json_type(value: Any) -> str:
-    """In the words of a JSON file: what its author sees."""
-    names = {
-        type(None): "null",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-    }
+    """The type of a value as the author of a JSON file calls it."""
+    names: dict[Any, str] = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "an object"}
+    names |= {int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def read_file(path: Path, *, suffix: str, field: str) -> Iterator[Record]:
-    """All records of one file, read as a file that ends in `suffix`, one of `READERS`. `field` is where a file of plain
-    text has its text.
+    """All records of one file, read as a file with this suffix, one of `READERS`. `field`: where to put the content of
+    a text file.
     """
     record = None
     for record in READERS[suffix](path, field):
         yield record
     if record is None:
-        raise DataError(
-            tell(
-                f"{path} has records",
-                "it is empty",
-                "Nothing was trained. Write the file again, or remove it from the datasets",
-            )
-        )
+        raise DataError(f"{path}: the file is empty. Write it again, or remove it from the datasets.")
 
 
 def need(module: str, *, to_read: str) -> Any:
-    """A module of a package that not everyone has."""
+    """Import a module of an optional package."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ConfigError(
-            tell(
-                f"the package {package} is there to read {to_read}",
-                "it is not installed",
-                "Run: pip install 'outsize[data]'",
-            )
+            f"Reading {to_read} needs the package {package}, which is not installed. Run: pip install 'outsize[data]'"
         ) from error
 
 
@@ -102,15 +84,9 @@ def _json_lines(path: Path, file: BinaryIO) -> Iterator[Record]:
             fields = json.loads(line)
         except ValueError as error:  # not JSON, or not UTF-8
             if not line.endswith(b"\n"):
-                raise _cut_off(path, f"its last line, {place}, stops in the middle") from error
+                raise _cut_off(path, f"its last line, {place}, is incomplete") from error
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataError(
-                tell(
-                    f"each line of {path} is a JSON object",
-                    f"{place} is not JSON ({reason})",
-                    "Correct or delete that line",
-                )
-            ) from error
+            raise DataError(f"{place}: not valid JSON ({reason}). Correct or delete the line.") from error
         yield _record(fields, place)
 
 
@@ -121,9 +97,7 @@ def _json_list(path: Path, file: BinaryIO) -> Iterator[Record]:
     except ValueError as error:
         if not text.rstrip().endswith(b"]"):
             raise _cut_off(path, "its list has no end") from error
-        raise DataError(
-            tell(f"{path} is a JSON list of objects", f"it is not JSON ({error})", "Correct it there")
-        ) from error
+        raise DataError(f"{path}: not valid JSON ({error}). Correct the file.") from error
     for number, fields in enumerate(items, start=1):
         yield _record(fields, f"{path} item {number}")
 
@@ -131,11 +105,7 @@ def _json_list(path: Path, file: BinaryIO) -> Iterator[Record]:
 def _record(fields: Any, place: str) -> Record:
     if not isinstance(fields, dict):
         raise DataError(
-            tell(
-                f'{place} is a JSON object, such as {{"text": …}}',
-                f"it is {json_type(fields)}",
-                "Write one object for each record",
-            )
+            f'{place}: {json_type(fields)}, not a JSON object such as {{"text": …}}. Write one object for each record.'
         )
     return Record(fields=fields, place=place)
 
@@ -144,9 +114,7 @@ def _read_text(path: Path, field: str) -> Iterator[Record]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            tell(f"{path} is text in UTF-8", f"it is not ({error})", "Convert it, or remove it from the datasets")
-        ) from error
+        raise DataError(f"{path}: not UTF-8 ({error}). Convert the file, or remove it from the datasets.") from error
     if text.strip():
         yield Record(fields={field: text}, place=str(path))
 
@@ -161,7 +129,7 @@ def _read_parquet(path: Path, _: str) -> Iterator[Record]:
                     number += 1
                     yield Record(fields=fields, place=f"{path}:{number}")
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
-        raise _cut_off(path, f"it cannot be read after row {number} ({error})") from error
+        raise _cut_off(path, f"unreadable after row {number} ({error})") from error
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Record]]] = {
@@ -170,12 +138,8 @@ READERS: dict[str, Callable[[Path, str], Iterator[Record]]] = {
     ".txt": _read_text,
     ".parquet": _read_parquet,
 }
-"""By the ending of a file."""
+"""By file suffix."""
 
 
 def _cut_off(path: Path, found: str) -> DataError:
-    return DataError(
-        tell(
-            f"{path} is whole", f"{found}: the file seems cut off", "Nothing was trained. Copy or write the file again"
-        )
-    )
+    return DataError(f"{path}: {found}. The file seems to be cut off: copy or write it again.")

@@ -1,8 +1,8 @@
-"""Packing: whole documents side by side in rows of one length, so that no step is spent on padding.
+"""Packing: several whole documents per row of fixed length, so that no compute goes to padding.
 
-Positions restart at zero with each document, and there is no attention mask: from that, transformers makes masks that
-keep the documents of a row apart. It does so only while no key-value cache is filled (`use_cache: false`), and some
-models do not do so at all; `keeps_documents_apart` tries it.
+Positions restart at zero with each document, and there is no attention mask: transformers then builds masks that keep
+the documents of a row apart. It does so only without a key-value cache (`use_cache: false`), and some models never do;
+`keeps_documents_apart` tests it.
 """
 
 import inspect
@@ -19,12 +19,12 @@ from outsize.data.rows import IGNORED, Row, Rows
 
 _TRIAL_TOKENS = 8
 _ROUNDING = 0.01
-"""Of the change that a mixed row shows: below that, a difference is rounding."""
+"""A difference below this fraction of that of a row with mixed documents is rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRows:
-    """A map dataset of torch. Rows are put together when asked for."""
+    """A map dataset of torch. Rows are assembled on access."""
 
     documents: Rows
     rows: tuple[NDArray[np.int64], ...]
@@ -83,7 +83,7 @@ def best_fit(lengths: NDArray[np.int64], sequence_len: int) -> tuple[NDArray[np.
 
 
 def lay_out(documents: Sequence[Row], *, sequence_len: int, pad_id: int) -> Row:
-    """One row of exactly `sequence_len` tokens. What fills it up counts as a document of its own."""
+    """One row of exactly `sequence_len` tokens. The padding counts as one more document."""
     ids = np.full(sequence_len, pad_id, dtype=np.int32)
     labels = np.full(sequence_len, IGNORED, dtype=np.int32)
     positions = np.zeros(sequence_len, dtype=np.int32)
@@ -91,7 +91,9 @@ def lay_out(documents: Sequence[Row], *, sequence_len: int, pad_id: int) -> Row:
     for document in documents:
         end = start + len(document["input_ids"])
         ids[start:end] = document["input_ids"]
-        labels[start + 1 : end] = document["labels"][1:]  # a first token would be predicted from the document before
+        labels[start + 1 : end] = document["labels"][
+            1:
+        ]  # the first token would be predicted from the previous document
         positions[start:end] = np.arange(end - start)
         start = end
     positions[start:] = np.arange(sequence_len - start)
@@ -99,12 +101,12 @@ def lay_out(documents: Sequence[Row], *, sequence_len: int, pad_id: int) -> Row:
 
 
 def keeps_documents_apart(model: nn.Module, vocab_size: int, *, rows: int = 2) -> bool:
-    """Whether the second of two packed documents is computed as if the first were not there. Tried with a batch of
-    `rows`: some attention kernels keep documents apart in a batch of one row only.
+    """Whether the second of two packed documents is independent of the first. Tested with a batch of `rows`: some
+    attention kernels keep documents apart in batches of one row only.
 
-    Usually a second document that does not see the first comes out the same to the bit. Not so with experts: the first
-    document's tokens change how many rows an expert's product has, and with it the rounding. A difference is therefore
-    measured against that of a row which is one document.
+    Usually an independent second document has the same bits. With experts it does not: the first document changes how
+    many rows an expert's matrix product has, and so the rounding. A difference is therefore compared with that of a row
+    that is one document.
     """
     takes = inspect.signature(model.forward).parameters.values()
     if not any(parameter.name == "position_ids" or parameter.kind == parameter.VAR_KEYWORD for parameter in takes):

@@ -1,8 +1,7 @@
-"""Rows: tokenized documents in a few flat arrays, and what is done to them before they are packed or batched.
+"""Tokenized documents as rows in a few flat arrays, with splitting, truncating and validation splits.
 
-A row is a span of the flat arrays, so taking some rows, splitting or truncating copies no token; and a million
-documents are a handful of objects to the garbage collector and to a worker process. What a row came from is kept, for
-messages.
+A row is a span of the flat arrays. Selecting, splitting and truncating rows copies no tokens, and a million documents
+are only a handful of objects for the garbage collector and worker processes. Each row keeps its origin, for messages.
 """
 
 import hashlib
@@ -14,11 +13,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.base.errors import ConfigError, DataError, tell
+from outsize.base.errors import ConfigError, DataError
 from outsize.base.log import log
 
 IGNORED = -100
-"""The label of a token that no loss comes from; the value is torch's default."""
+"""The label of a token without loss; torch's default."""
 
 Ints = NDArray[np.int32]
 Row = dict[str, Ints]
@@ -79,10 +78,9 @@ class Rows:
         return int(self.lengths.sum())
 
     def fingerprint(self, start: int, end: int) -> str:
-        """Of the tokens, labels and lengths of rows `start` to `end`, in their order: any change of them is another
-        one.
+        """A hash of the tokens, labels and lengths of rows `start` to `end`, in order.
 
-        Only of rows as `of` makes them, which lie end to end. It takes a second for 90 million tokens.
+        Only for rows as `of` makes them, which are contiguous. Takes 1 s for 90 million tokens.
         """
         bounds = self.bounds[start:end]
         first, last = (int(bounds[0, 0]), int(bounds[-1, 1])) if len(bounds) else (0, 0)
@@ -99,10 +97,9 @@ class Rows:
 
 
 def trainable(rows: Rows) -> Rows:
-    """Without the rows that no loss comes from. A batch of only such rows would have the mean of nothing as its loss,
-    which is NaN.
+    """Drop rows without loss. A batch of such rows only would have a NaN loss (the mean of nothing).
 
-    A first token is never predicted, so a row of one token is such a row too.
+    The first token is never predicted, so a row of one token has no loss either.
     """
     predicts = [bool((rows.labels[start + 1 : end] != IGNORED).any()) for start, end in rows.bounds]
     return rows.take(np.flatnonzero(predicts))
@@ -111,28 +108,24 @@ def trainable(rows: Rows) -> Rows:
 def split_off(rows: Rows, *, val_set_size: float, seed: int) -> tuple[Rows, Rows | None]:
     """Training and validation rows, each in the order of `rows`. `val_set_size` is a share below one, or a count.
 
-    Done with whole documents, before any of them is cut: else the end of a document would be validated on a model that
-    knows its beginning.
+    Splits whole documents, before they are cut: otherwise the end of a document could be validated by a model that was
+    trained on its beginning.
     """
     if val_set_size == 0:
         return rows, None
     is_share = 0 < val_set_size < 1
     count = max(1, round(val_set_size * len(rows))) if is_share else int(val_set_size)
     if not 0 < count < len(rows) or (count != val_set_size and not is_share):
-        found = f"it is {val_set_size} and there are {len(rows)} documents"
         raise ConfigError(
-            tell(
-                "val_set_size is a share between 0 and 1, or a number of documents that leaves some to train on",
-                found,
-                "Change val_set_size",
-            )
+            f"val_set_size {val_set_size} does not split {len(rows)} documents. Use a fraction below 1, or a number of "
+            "documents that leaves some for training."
         )
     order = np.random.default_rng(seed).permutation(len(rows))
     return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
 
 
 def check_lengths(rows: Rows, *, sequence_len: int, strategy: Excess) -> None:
-    """Tells once about documents that are too long, or refuses them; `cut` then does what is told."""
+    """Log once, or raise, if documents are longer than `sequence_len`. `cut` then applies the strategy."""
     lengths = rows.lengths
     num_long = int((lengths > sequence_len).sum())
     if not num_long:
@@ -141,13 +134,13 @@ def check_lengths(rows: Rows, *, sequence_len: int, strategy: Excess) -> None:
     where = f"the longest with {lengths[longest]} tokens at {rows.place(longest)}"
     found = f"{num_long} of {len(rows)} documents are longer than sequence_len ({sequence_len}), {where}"
     if strategy == "raise":
-        do = "Raise sequence_len, shorten them, or choose split, truncate or drop as excess_length_strategy"
-        raise DataError(tell("no document is too long (excess_length_strategy: raise)", found, do))
-    done = {
-        "split": "each is split and no token is lost",
-        "truncate": "what is beyond is cut off",
-        "drop": "they are left out",
-    }[strategy]
+        raise DataError(
+            f"{found} (excess_length_strategy: raise). Raise sequence_len, shorten them, or set excess_length_strategy "
+            "to split, truncate or drop."
+        )
+    done = {"split": "each is split without loss", "truncate": "the rest is cut off", "drop": "they are dropped"}[
+        strategy
+    ]
     log.warning("%s: %s (excess_length_strategy: %s)", found, done, strategy)
 
 

@@ -1,4 +1,4 @@
-"""Plain text to documents: everything is trained, and the model learns where a document ends."""
+"""Turns plain text into documents. The loss is on all tokens, the end of the document included."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,7 @@ from outsize.data.rows import Document
 
 
 def text_documents(tokenizer: Any, records: Sequence[Record], *, field: str = "text") -> list[Document]:
-    """One document for each record, with the special tokens that the tokenizer puts around a text and its eos at the
-    end. Blank text has no tokens.
-    """
+    """One document per record, with the tokenizer's special tokens and an eos at the end. Blank text has no tokens."""
     texts = [record.get_text(field, key="field") for record in records]
     encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id

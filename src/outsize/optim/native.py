@@ -70,7 +70,7 @@ class Kernel:
 def torch_is_asked_for() -> bool:
     value = os.environ.get("OUTSIZE_KERNELS", "")
     if value not in ("", "torch"):
-        raise ConfigError(f"OUTSIZE_KERNELS is {value!r}. Set it to `torch`, or unset it.")
+        raise ConfigError(f"OUTSIZE_KERNELS={value} is unknown. Set it to torch, or unset it.")
     return value == "torch"
 
 

@@ -1,4 +1,4 @@
-"""LoRA around a model whose weights may still be in their files."""
+"""Adds LoRA adapters to a model, whose weights may still be unmaterialized."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.config.run import RunConfig
 from outsize.model.build import Built
 from outsize.model.weights import Weights, is_unmaterialized
@@ -15,21 +15,14 @@ from outsize.run.compat_checks import first_line
 
 
 def adapt(built: Built, config: RunConfig) -> Built:
-    """A PEFT model around this one. Its base keeps its parameters, under PEFT's names."""
+    """Wrap the model in a PEFT model. The base keeps its parameters, under PEFT's names."""
     peft = _peft()
     paths = [path for path, _ in built.model.named_modules()]
-    if missing := [
-        name for name in config.lora_modules_to_save if not any(path.endswith(name) for path in paths)
-    ]:  # PEFT leaves them out in silence
-        raise ConfigError(
-            tell(
-                "lora_modules_to_save names modules of the model",
-                f"there is no {', '.join(missing)}",
-                "Correct it, or leave it out",
-            )
-        )
+    missing = [name for name in config.lora_modules_to_save if not any(path.endswith(name) for path in paths)]
+    if missing:  # PEFT ignores them silently
+        raise ConfigError(f"lora_modules_to_save: the model has no module {', '.join(missing)}. Correct or remove it.")
     if built.weights is not None:
-        # DoRA begins with the norms of the base's weights; modules_to_save are copied. Both need values now.
+        # DoRA starts from the norms of the base weights; modules_to_save are copied. Both need values now.
         _fill(built.model, built.weights, ends=("",) if config.peft_use_dora else config.lora_modules_to_save)
     before = {id(param): name for name, param in built.model.named_parameters()}
     settings = peft.LoraConfig(
@@ -45,9 +38,9 @@ def adapt(built: Built, config: RunConfig) -> Built:
     try:
         model = peft.get_peft_model(built.model, settings)
     except ValueError as error:
-        found = first_line(error)
         raise ConfigError(
-            tell("lora_target_modules names linear layers of the model", found, "Correct it, or use lora_target_linear")
+            f"lora_target_modules: {first_line(error)}. Name linear layers of the model, or use lora_target_linear: "
+            "true."
         ) from None
     if built.weights is None or not any(is_unmaterialized(param) for param in model.parameters()):
         return Built(model, None)
@@ -68,7 +61,7 @@ class _Renamed:
 
 
 def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:
-    """Read the parameters of modules whose path ends so. The engine takes them over from there like any other's."""
+    """Materialize the parameters of modules whose path ends with one of `ends`."""
     wanted = (
         {id(param) for path, module in model.named_modules() if path.endswith(ends) for param in module.parameters()}
         if ends
@@ -86,6 +79,6 @@ def _peft() -> Any:
         import peft
     except ImportError:
         raise ConfigError(
-            tell("adapter: lora needs peft", "it is not installed", "pip install 'outsize[lora]'")
+            "adapter: lora needs peft, which is not installed. Run: pip install 'outsize[lora]'"
         ) from None
     return peft

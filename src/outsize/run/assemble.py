@@ -1,12 +1,10 @@
-"""From a RunConfig to a Trainer that is ready to start: tokenizer, data, model, adapter, arguments. Config objects end
-here.
-"""
+"""Builds a ready Trainer from a RunConfig: tokenizer, data, model, adapter, arguments."""
 
 import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
 
-from outsize.base.errors import ConfigError, OutsizeError, tell
+from outsize.base.errors import ConfigError, OutsizeError
 from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, newest, read_manifest
 from outsize.config.run import RunConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator, pad_id_of, widest_batch
 from outsize.data.packing import keeps_documents_apart
-from outsize.data.sources import Source
 from outsize.device.choose import choose_device
 from outsize.integrations.arguments import update_mode
 from outsize.integrations.hf import OutsizeTrainer
@@ -46,7 +43,7 @@ from outsize.train.build import choose_micro_batch, trace_shorter
 from outsize.train.micro_batch import Choice, Split, splits_of
 
 _NEVER = 2**31
-"""Steps between saves, where only the end is saved."""
+"""Steps between saves if only the end is saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Assembled:
     trainer: "RunTrainer"
     tokenizer: Any
     checkpoint: Path | None
-    """To go on from."""
+    """To resume from."""
     num_rows: int
     num_eval_rows: int
     chosen_by: str
@@ -62,28 +59,26 @@ class Assembled:
 
 
 class RunTrainer(OutsizeTrainer):
-    """A Trainer whose checkpoints say which run they are of."""
+    """A Trainer whose checkpoints record the settings of the run."""
 
     recipe: dict[str, Any]
     changed: tuple[str, ...] = ()
-    """Settings that differ from those of the checkpoint, as was asked for."""
+    """Settings that differ from the checkpoint's, changed with `--set`."""
     half_batch: dict[str, Any] | None = None
-    """A batch half as long as the longest; None where all are as long."""
+    """A batch half as long as the longest; None if all are equally long."""
 
     def trace_half(self) -> ModelTrace | None:
-        """Of the half batch, before the engine starts. None also on `cpu`, whose memory is not planned."""
+        """The profile of `half_batch`, before the engine starts. None on `cpu`, whose memory is not planned."""
         if self.half_batch is None or not choose_device(self._device_name).has_own_memory:
             return None
         try:
             return trace_shorter(self.model, shorter=self._as_in_training(self.half_batch), **self._preparation(None))
-        except (OutsizeError, RuntimeError, ValueError) as error:  # it is for one line of text: no reason not to train
-            log.info("what shorter batches leave free is not known: %s", first_line(error))
+        except (OutsizeError, RuntimeError, ValueError) as error:  # only one line of text depends on it
+            log.info("no profile of shorter batches: %s", first_line(error))
             return None
 
     def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[PlannedModel]:
-        """Split every step into the micro-batches that train fastest. `batch_of`: the batch to plan for, of so many
-        rows.
-        """
+        """Choose the fastest micro-batch size. `batch_of`: the batch to plan for, by its number of rows."""
 
         def optimizer_for(split: Split) -> AdamW:
             self.args.gradient_accumulation_steps = split.passes
@@ -103,7 +98,7 @@ class RunTrainer(OutsizeTrainer):
             choice.split.rows,
             choice.split.passes,
         )
-        self._train_batch_size = self.args.train_batch_size  # which Trainer keeps for its loaders
+        self._train_batch_size = self.args.train_batch_size  # Trainer caches it for its loaders
         return choice
 
     def _write_common(self, folder: Path) -> None:
@@ -111,16 +106,14 @@ class RunTrainer(OutsizeTrainer):
         (folder / RECIPE).write_text(json.dumps(self.recipe, indent=1))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loading brings the checkpoint's settings of the optimizer and its learning rate; those that were asked for go
-        on top.
-        """
+        """Loading restores the checkpoint's optimizer settings and learning rate; changed ones are applied again."""
         groups = self.engine.optimizer.param_groups
         asked = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
         super()._load_optimizer_and_scheduler(checkpoint)
         scheduler = self.lr_scheduler
         if checkpoint is None or not self.changed or not isinstance(scheduler, LambdaLR):
             return
-        # The next step is the schedule's, as if it had been this one from the start.
+        # As if the new schedule had been used from the start.
         scheduler.base_lrs = [settings["initial_lr"] for settings in asked]
         scheduler._last_lr = [
             base * factor(scheduler.last_epoch)
@@ -132,16 +125,16 @@ class RunTrainer(OutsizeTrainer):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Trainer makes a step before it looks whether one is left."""
+        """Trainer runs one step before it checks whether any is left."""
         done = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
-        # Trainer goes on with the checkpoint's micro-batch size and steps between saves, evaluations and log lines.
+        # Trainer would keep the checkpoint's micro-batch size and intervals of saves, evaluations and logs.
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else done
 
 
 def assemble(config: RunConfig) -> Assembled:
-    """Everything that can be found wrong before the first step is found here, the cheapest first."""
+    """All checks that are possible before the first step happen here, the cheapest first."""
     device = choose_device(config.device)
     _require_writable(Path(config.output_dir))
     checkpoint = find_checkpoint(config)
@@ -151,12 +144,12 @@ def assemble(config: RunConfig) -> Assembled:
         splits = [split_of(checkpoint, splits)]
         changed = require_resumable(checkpoint, _split(config, splits[0]))
     else:
-        _tell_of_earlier_run(config)
+        _check_earlier_run(config)
     config = _split(config, splits[0])
     arguments = training_arguments(config, on_gpu=device.is_gpu)
     trackers, arguments.report_to = make_trackers(arguments.report_to), []
     require_scheduler(config)
-    load_config(config.base_model)  # a wrong name is told as one, not as a tokenizer that is missing
+    load_config(config.base_model)  # a wrong name is reported as such, not as a missing tokenizer
     tokenizer = load_tokenizer(config)
     pad_id = pad_id_of(tokenizer)
     train, evaluated, fingerprints = rows(config, tokenizer, pad_id)
@@ -240,23 +233,23 @@ def _build(config: RunConfig, checkpoint: Path | None) -> Built:
     except (ImportError, ValueError) as error:
         if config.attn_implementation is None:
             raise
-        expected = f"attn_implementation: {config.attn_implementation} can be used here"
         raise ConfigError(
-            tell(expected, f"transformers says: {first_line(error)}", "Leave it out, or install what it needs")
+            f"attn_implementation: {config.attn_implementation} cannot be used ({first_line(error)}). Remove it, or "
+            "install what it needs."
         ) from None
 
 
 def start(assembled: Assembled, config: RunConfig) -> None:
-    """Prepare the model. With packing, see for ourselves that documents in a row do not know of each other."""
+    """Prepare the model. With packing, test that the documents of a row are independent."""
     trainer = assembled.trainer
     trainer.start_engine()
     vocabulary = trainer.model.config.vocab_size
     if config.sample_packing and not keeps_documents_apart(
         trainer.model, vocabulary, rows=trainer.args.per_device_train_batch_size
     ):
-        do = "Use sample_packing: false, or another attn_implementation"
         raise ConfigError(
-            tell("documents of a packed row do not see each other", f"in {type(trainer.model).__name__} they do", do)
+            f"sample_packing: in {type(trainer.model).__name__} the documents of a packed row attend to each other. "
+            "Use sample_packing: false, or another attn_implementation."
         )
 
 
@@ -265,11 +258,7 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     if isinstance(wanted, str):
         if not Path(wanted).is_dir():
             raise ConfigError(
-                tell(
-                    f"resume_from_checkpoint names a folder ({wanted})",
-                    "there is none",
-                    "Correct it; true is the newest in output_dir",
-                )
+                f"resume_from_checkpoint: there is no folder {wanted}. Correct it; true means the newest in output_dir."
             )
         read_manifest(Path(wanted))
         return Path(wanted)
@@ -278,11 +267,8 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     found = newest(Path(config.output_dir))
     if found is None and wanted:
         raise ConfigError(
-            tell(
-                f"{config.output_dir} has a complete checkpoint",
-                "there is none",
-                "Leave resume_from_checkpoint out, or name the folder",
-            )
+            f"resume_from_checkpoint: there is no complete checkpoint in {config.output_dir}. Remove the setting, or "
+            "name the folder."
         )
     return found
 
@@ -291,29 +277,28 @@ def load_tokenizer(config: RunConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.base_model)
     except (OSError, ValueError, KeyError) as error:
-        found, do = f"transformers says: {first_line(error)}", "Save one into the folder"
-        raise ConfigError(tell(f"{config.base_model} has a tokenizer", found, do)) from None
+        raise ConfigError(
+            f"base_model: {config.base_model} has no usable tokenizer ({first_line(error)}). Save one into the folder."
+        ) from None
     if config.chat_template_jinja is not None:
         tokenizer.chat_template = _template(config.chat_template_jinja)
     return tokenizer
 
 
 def _template(written: str) -> str:
-    if "{" in written:  # a template without any would say the same of every chat
+    if "{" in written:  # a template without one would render all chats alike
         return written
     try:
         return Path(written).read_text()
     except (OSError, UnicodeError) as error:
-        do = "Correct the path; a template's text has {{ }} or {% %}"
         raise ConfigError(
-            tell(
-                f"chat_template_jinja is a template, or the path of one ({written})", f"it cannot be read ({error})", do
-            )
+            f"chat_template_jinja: {written} is no template and cannot be read as a file ({error}). Correct the path; "
+            "a template contains {{ }} or {% %}."
         ) from None
 
 
 def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list[str]]:
-    """Rows to train on, rows to evaluate on or None, and a fingerprint of each of `datasets`."""
+    """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset."""
     fingerprints: list[str] = []
     settings: dict[str, Any] = dict(
         sequence_len=config.sequence_len,
@@ -323,12 +308,11 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list
         seed=config.seed if config.data_seed is None else config.data_seed,
         train_on_inputs=config.train_on_inputs,
     )
-    sources = [Source(**asdict(d)) for d in config.datasets]
     train, evaluated = load_rows(
-        tokenizer, sources, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
+        tokenizer, config.datasets, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
     )
     if config.test_datasets:
-        evaluated, _ = load_rows(tokenizer, [Source(**asdict(d)) for d in config.test_datasets], **settings)
+        evaluated, _ = load_rows(tokenizer, config.test_datasets, **settings)
     return train, evaluated, fingerprints
 
 
@@ -374,8 +358,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         disable_tqdm=True,
         bf16=False,
         dataloader_pin_memory=on_gpu,
-        # It asks the device for two flags after every micro-batch, and the thread that issues the next one waits for
-        # them; and it hides a NaN.
+        # The filter syncs the host after every micro-batch, and it hides a NaN.
         logging_nan_inf_filter=False,
     )
 
@@ -387,24 +370,20 @@ def _pins(config: RunConfig) -> Pins | None:
     return Pins(**given) if given else None
 
 
-def _tell_of_earlier_run(config: RunConfig) -> None:
-    """Which checkpoints are old is told by their numbers alone: with a limit, those of this run would be deleted before
-    those of a longer one.
+def _check_earlier_run(config: RunConfig) -> None:
+    """Checkpoints are ordered by step number alone: with a limit, those of this run would be deleted before those of a
+    longer earlier run.
     """
     found = checkpoints(Path(config.output_dir))
     if not found:
         return
     last = found[-1][1]
     if config.save_total_limit is not None:
-        do = "Go on from it with --resume, name another output_dir, or remove the checkpoints"
         raise ConfigError(
-            tell("a new run with save_total_limit begins without checkpoints", f"an earlier one has left {last}", do)
+            f"save_total_limit: {last} is left from an earlier run. Resume from it with --resume, set another "
+            "output_dir, or remove the checkpoints."
         )
-    log.warning(
-        "%s is of an earlier run: this one replaces checkpoints of the same number, and --resume goes on from the "
-        "highest",
-        last,
-    )
+    log.warning("%s is of an earlier run: equal numbers are replaced, and --resume continues from the highest", last)
 
 
 def _require_writable(folder: Path) -> None:
@@ -414,6 +393,4 @@ def _require_writable(folder: Path) -> None:
         probe.touch()
         os.unlink(probe)
     except OSError as error:
-        raise ConfigError(
-            tell(f"output_dir {folder} can be written", str(error.strerror), "Name another one; nothing was trained")
-        ) from None
+        raise ConfigError(f"output_dir: {folder} cannot be written ({error.strerror}). Set another one.") from None

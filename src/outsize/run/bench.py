@@ -1,349 +1,114 @@
-"""One run of `outsize bench`: a named shape with random weights, prepared as a user would, timed, and held against its
-plan and against the machine.
+"""Timing of training steps that overlap: the updates of one step run under the forward of the next.
+
+All lanes are drained before the timed window and after it, never inside: the window holds exactly the work of its
+steps. It is slightly long, because the last updates have no forward to run under. The times between steps are not.
 """
 
-import dataclasses
-import datetime
 import itertools
-import os
-import platform
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-import psutil
 import torch
-import transformers
 from torch import Tensor
 
-from outsize.base.errors import ConfigError, tell
-from outsize.base.records import fingerprint
-from outsize.base.units import parse_bytes
-from outsize.device.choose import choose_device
-from outsize.device.timeline import Timeline
-from outsize.hardware.host import peak_rss_bytes
-from outsize.hardware.lanes import LANES
-from outsize.hardware.limits import Demand, limit
-from outsize.hardware.spec import HardwareSpec
-from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.plan.actions import Kind, action_seconds, effect
-from outsize.plan.check import save
-from outsize.plan.placement import Placement
-from outsize.plan.render import render, summary
-from outsize.plan.schedule import compile_schedule
-from outsize.report.measured import Measured
-from outsize.report.page import write_page
-from outsize.report.trace import write_trace
-from outsize.run.bench_record import Baseline, Bench, Lanes, Machine, Memory, Prediction, Result, Speed, StartUp
-from outsize.run.plain import run_rival
-from outsize.run.random_weights import random_batches, random_model
-from outsize.run.timing import Clock, Timed, time_steps
 from outsize.runtime.engine import Engine
-from outsize.runtime.optimizer import AdamW
-from outsize.train.build import prepare
-
-SMALL_DEVICE = "sim:8MiB"
-"""For `tiny` where there is no GPU: its budget is well below what `tiny` takes."""
-SMALL_CHUNK_BYTES = 256 * 2**10
-TRACED_STEPS = 3
 
 
-def complete(
-    *,
-    model: str | None,
-    device: str | None,
-    micro_batch: int | None,
-    seq: int | None,
-    steps: int | None,
-    warm_up: int,
-    accumulate: int,
-    update: str | None,
-    clip: float | None,
-    gpu_memory: str | None,
-    host_memory: str | None,
-    plan: Path | None,
-    images: int | None = None,
-    image_size: int = 1024,
-) -> Bench:
-    """What was not asked for, by what there is: on a GPU a real shape, else `tiny` on `sim`."""
-    has_gpu = device.startswith("cuda") if device is not None else choose_device().is_gpu
-    model = model or ("llama-1b" if has_gpu else "tiny")
-    if device is None and not has_gpu and model != "tiny":
-        do = "Use --model tiny; or name a machine with --device sim:<name>, which computes on the CPU and is slow"
-        raise ConfigError(tell(f"{model} is trained on a GPU", "there is none here", do))
-    if update is None:
-        update = "in_backward" if clip is None and accumulate == 1 else "after_step"
-    if clip is not None and update == "in_backward":
-        do = "Leave --clip out, or use --update after-step"
-        raise ConfigError(tell("updates in backward come before all gradients are known", "--clip needs them", do))
-    for name, value in (
-        ("--micro-batch", micro_batch),
-        ("--seq", seq),
-        ("--steps", steps),
-        ("--warm-up", warm_up),
-        ("--accumulate", accumulate),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(tell(f"{name} is 1 or more", f"{value} was given", "Raise it"))
-    rows, tokens = (8, 1024) if has_gpu else (2, 64)
-    return Bench(
-        model=model,
-        device=device or ("cuda" if has_gpu else SMALL_DEVICE),
-        micro_batch=micro_batch or rows,
-        seq=seq or tokens,
-        steps=steps or 8,
-        warm_up=warm_up,
-        accumulate=accumulate,
-        update="in_backward" if update == "in_backward" else "after_step",
-        clip=clip,
-        gpu_memory=gpu_memory,
-        host_memory=host_memory,
-        plan=str(plan) if plan is not None else None,
-        images=images,
-        image_size=image_size,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """How to measure time on a device."""
+
+    drain: Callable[[], None]
+    """Wait until everything issued is done."""
+    now: Callable[[], float]
+    mark: Callable[[], Any]
+    """Record when the device finishes what was issued so far, without waiting for it."""
+    between: Callable[[Any, Any], float]
+    """Seconds from one mark to another. Drain first."""
+
+    @staticmethod
+    def of_stream(device: torch.device, drain: Callable[[], None]) -> "Clock":
+        """Events on the current stream of an accelerator: the issuing thread runs ahead of it."""
+
+        def mark() -> torch.Event:
+            event = torch.Event(device, enable_timing=True)
+            event.record()
+            return event
+
+        return Clock(drain=drain, now=time.perf_counter, mark=mark, between=lambda a, b: a.elapsed_time(b) / 1e3)
+
+    @staticmethod
+    def of_host(drain: Callable[[], None], now: Callable[[], float] = time.perf_counter) -> "Clock":
+        """For devices that finish work as it is issued, or whose clock is simulated."""
+        return Clock(drain=drain, now=now, mark=now, between=lambda a, b: b - a)
+
+    @staticmethod
+    def of_engine(engine: Engine) -> "Clock":
+        if engine.device.is_gpu:
+            return Clock.of_stream(engine.device.torch_device, engine.drain)
+        return Clock.of_host(engine.drain, lambda: engine.report().seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    first_step_seconds: float
+    """Wall-clock, drained. It includes all warm-up."""
+    window_seconds: float
+    step_seconds: tuple[float, ...]
+    """From the end of one step to the end of the next: one fewer than the steps, unless there is only one."""
+    losses: tuple[float, ...]
+    """Of all steps, warm-up included."""
+
+    @property
+    def median_step_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+def time_steps(step: Callable[[], Tensor | float], clock: Clock, *, warm_up: int, steps: int) -> Timed:
+    """`step` runs one training step and returns its loss. Losses are read at the end, since reading one drains."""
+    assert warm_up >= 1 and steps >= 1
+    started = time.perf_counter()
+    losses = [step()]
+    clock.drain()
+    first = time.perf_counter() - started
+    losses += [step() for _ in range(warm_up - 1)]
+    clock.drain()
+    begin, marks = clock.now(), []
+    for _ in range(steps):
+        losses.append(step())
+        marks.append(clock.mark())
+    clock.drain()
+    window = clock.now() - begin
+    between = tuple(clock.between(a, b) for a, b in itertools.pairwise(marks)) or (window,)
+    return Timed(
+        first_step_seconds=first, window_seconds=window, step_seconds=between, losses=tuple(map(float, losses))
     )
 
 
-def run_bench(
-    bench: Bench,
-    *,
-    say: Callable[[str], None],
-    trace: Path | None = None,
-    page: Path | None = None,
-    save_plan: Path | None = None,
-    command: str = "",
-    version: str = "",
-) -> Result:
-    """`trace`: where to write what the lanes did, for Perfetto; `page`: where to write it beside the plan. `command`,
-    `version`: for the record.
-    """
-    device = choose_device(bench.device)  # an unknown name is told before a model is built
-    before = peak_rss_bytes()
-    marks = [time.perf_counter()]
-    model, weights = random_model(bench.model, seq=bench.seq)
-    marks.append(time.perf_counter())
-    batches = random_batches(model, bench)
-    engine = prepare(
-        model,
-        batches[0],
-        optimizer=AdamW(lr=1e-5, update=bench.update, max_grad_norm=bench.clip),
-        gpu_memory=bench.gpu_memory,
-        host_memory=bench.host_memory,
-        device=device,
-        accumulate=bench.accumulate,
-        plan=bench.plan,
-        weights=weights,
-        chunk_bytes=SMALL_CHUNK_BYTES if bench.model == "tiny" else DEFAULT_CHUNK_BYTES,
-    )
-    marks.append(time.perf_counter())
-    try:
-        say(render(engine.plan, engine.graph, engine.layout))
-        if save_plan is not None:
-            save(engine.plan, save_plan)
-        clock = Clock.of_host(engine.drain, lambda: engine.report().seconds)
-        if device.is_gpu:
-            clock = Clock.of_stream(device.torch_device, engine.drain)
-            # As from a loader that pins: a copy from pageable memory would wait for the step before, and images on the
-            # device are memory that no plan knows.
-            batches = [{name: values.pin_memory() for name, values in batch.items()} for batch in batches]
-        step = _stepper(engine, batches, bench)
-        timed = time_steps(step, clock, warm_up=bench.warm_up, steps=bench.steps)
-        memory = _memory(engine, before)
-        with device.timeline() as timeline:
-            for _ in range(TRACED_STEPS):
-                step()
-        if trace is not None:
-            write_trace(timeline.spans, trace)
-        start_up = StartUp(
-            build_seconds=marks[1] - marks[0],
-            prepare_seconds=marks[2] - marks[1],
-            first_step_seconds=timed.first_step_seconds,
-        )
-        result = _result(
-            bench, engine, timed, memory, timeline, start_up, command=command, machine=_machine(engine, version)
-        )
-        if page is not None:
-            found = Measured(
-                step_seconds=result.speed.median_step_seconds,
-                gpu_bytes=memory.gpu_peak_bytes,
-                spans=timeline.spans,
-                where=result.machine.device,
-                tokens_per_second=result.speed.tokens_per_second,
-            )
-            write_page(page, engine.plan, engine.graph, engine.layout, device.spec, title=bench.model, measured=found)
-        return result
-    finally:
-        engine.close()
-
-
-def compare(result: Result, kinds: Sequence[str]) -> Result:
-    """The same shape in plain loops, each in a process of its own. After ours has ended: its memory is free again."""
-    rivals: dict[str, Baseline] = {}
-    for kind in kinds:
-        rival = run_rival(kind, result.bench)
-        if rival.speed is not None and not result.is_simulated:
-            rival = dataclasses.replace(rival, ratio=result.speed.tokens_per_second / rival.speed.tokens_per_second)
-        rivals[kind] = rival
-    return dataclasses.replace(result, rivals=rivals)
-
-
-def _stepper(engine: Engine, batches: list[dict[str, Tensor]], bench: Bench) -> Callable[[], Tensor | float]:
-    endless = itertools.cycle(batches)
+def training_step(
+    engine: Engine, batches: list[dict[str, Tensor]], accumulate: int = 1
+) -> Callable[[], Tensor | float]:
+    """A function that trains one optimizer step on the next batches and returns the last loss."""
     on_gpu = engine.device.is_gpu
+    if on_gpu:
+        # As a loader that pins: a copy from pageable memory would wait for the previous step, and images kept on the
+        # device would be memory that no plan counts.
+        batches = [{name: values.pin_memory() for name, values in batch.items()} for batch in batches]
+    endless = itertools.cycle(batches)
+    in_backward = engine.plan.step_config.update == "in_backward"
 
     def step() -> Tensor | float:
-        for i in range(bench.accumulate):
+        for i in range(accumulate):
             out = engine.model(**next(endless))
-            is_last = i == bench.accumulate - 1
-            with engine.last_backward() if is_last and bench.update == "in_backward" else nullcontext():
-                (out.loss if bench.accumulate == 1 else out.loss / bench.accumulate).backward()
+            with engine.last_backward() if in_backward and i == accumulate - 1 else nullcontext():
+                (out.loss if accumulate == 1 else out.loss / accumulate).backward()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         # `sim` counts every byte, so losses are not kept there.
         return out.loss.detach() if on_gpu else float(out.loss.detach())
 
     return step
-
-
-def _memory(engine: Engine, before: int) -> Memory:
-    device, host = engine.device, peak_rss_bytes()
-    return Memory(
-        gpu_peak_bytes=device.peak_bytes if device.has_own_memory else None,
-        gpu_reserved_bytes=torch.accelerator.max_memory_reserved(device.torch_device) if device.is_gpu else None,
-        gpu_trial_bytes=getattr(device, "trial_peak_bytes", None),
-        host_peak_bytes=host,
-        host_before_bytes=before,
-        host_bytes_per_param=host / engine.graph.num_params,
-    )
-
-
-def demand_of(place: Placement, spec: HardwareSpec) -> Demand:
-    """The plan's own actions, added up. On a machine that does one of everything in a second, their seconds are the
-    bytes and parameters.
-    """
-    unit = dataclasses.replace(
-        spec,
-        launch_seconds=0.0,
-        h2d_bytes_per_second=1.0,
-        d2h_bytes_per_second=1.0,
-        host_adam_params_per_second=1.0,
-        gpu_adam_params_per_second=1.0,
-    )
-    in_backward = place.step_config.update == "in_backward"
-    sums = dict.fromkeys(LANES, 0.0)
-    updated = 0.0
-    for segment in compile_schedule(place, only_steps=True).step(place.step_config.accumulate, in_backward):
-        for action in segment.actions:
-            lane = effect(place, action).lane
-            amount = action_seconds(place, action, unit, lane)
-            if lane == "compute" and action.kind == Kind.UPDATE:
-                updated += amount
-            else:
-                sums[lane] += amount
-    forward, backward = (
-        sum(getattr(work, f"{name}_seconds") for work in place.work) for name in ("forward", "backward")
-    )
-    return Demand(
-        compute_seconds=sums["compute"],
-        hiding_seconds=forward + (backward if in_backward else 0.0),
-        h2d_bytes=sums["h2d"],
-        d2h_bytes=sums["d2h"],
-        host_params=sums["host"],
-        gpu_params=updated,
-    )
-
-
-def _result(
-    bench: Bench,
-    engine: Engine,
-    timed: Timed,
-    memory: Memory,
-    timeline: Timeline,
-    start_up: StartUp,
-    *,
-    command: str,
-    machine: Machine,
-) -> Result:
-    plan = engine.plan
-    speed = Speed.of(bench.tokens, bench.steps, timed.window_seconds, timed.step_seconds)
-    best = limit(demand_of(engine.runtime.place, engine.device.spec), engine.device.spec)
-    return Result(
-        bench=bench,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=command,
-        machine=machine,
-        num_params=engine.graph.num_params,
-        is_simulated=engine.device.is_simulated,
-        speed=speed,
-        memory=memory,
-        start_up=start_up,
-        plan=_promise(engine, memory),
-        lanes=_lanes(timeline, speed.median_step_seconds),
-        limit=best,
-        limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
-        losses_finite=all(loss - loss == 0.0 for loss in timed.losses),
-        within_budget=_within_budget(bench, memory, plan.gpu_budget_bytes),
-        rivals={},
-    )
-
-
-def _promise(engine: Engine, memory: Memory) -> Prediction:
-    plan, place = engine.plan, engine.runtime.place
-    estimate, process_overhead = plan.estimate, plan.process_overhead
-    # Weights that live on the card alone come through the host one by one, among the homes of others and before all
-    # else of the plan.
-    alone = [chunk for chunk in place.layout.chunks if not place.has_host_weights(chunk.index)]
-    passing = max((chunk.nbytes * piece.numel // chunk.numel for chunk in alone for piece in chunk.pieces), default=0)
-    homes = place.parts(place.host).get("home", 0)
-    # Libraries are there by then if there was a trial run; with a trace from the cache they come with the first step.
-    loaded = process_overhead.host_bytes if memory.gpu_trial_bytes else memory.host_before_bytes
-    return Prediction(
-        fingerprint=fingerprint(plan),
-        summary=summary(plan),
-        step_seconds=estimate.step_seconds,
-        gpu_bytes=estimate.gpu_bytes,
-        gpu_reserved_bytes=int(estimate.gpu_bytes * (1 + engine.device.spec.allocator_share))
-        + process_overhead.workspace_bytes,
-        gpu_budget_bytes=plan.gpu_budget_bytes,
-        host_bytes=estimate.host_bytes,
-        host_process_bytes=max(estimate.host_bytes + process_overhead.host_bytes, homes + passing + loaded),
-        provenance=plan.provenance,
-        search=plan.search,
-    )
-
-
-def _within_budget(bench: Bench, memory: Memory, planned: int) -> bool:
-    """Of a real allocator, what it has taken from the card, against what was asked for; of `sim`, every byte against
-    the plan's budget.
-    """
-    if memory.gpu_reserved_bytes is not None:
-        return bench.gpu_memory is None or memory.gpu_reserved_bytes <= parse_bytes(bench.gpu_memory)
-    return memory.gpu_peak_bytes is None or memory.gpu_peak_bytes <= planned
-
-
-def _lanes(timeline: Timeline, step_seconds: float) -> Lanes:
-    busy = {lane: seconds / TRACED_STEPS for lane, seconds in timeline.busy_seconds().items()}
-    shares = {lane: seconds / step_seconds if step_seconds else 0.0 for lane, seconds in busy.items()}
-    return Lanes(
-        num_steps=TRACED_STEPS, busy_seconds=busy, shares=shares, bottleneck=max(shares, key=lambda lane: shares[lane])
-    )
-
-
-def _machine(engine: Engine, version: str) -> Machine:
-    spec = engine.device.spec
-    versions = {
-        "outsize": version,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    return Machine(
-        device=spec.name if not engine.device.is_simulated else f"sim ({spec.name})",
-        gpu_bytes=spec.gpu_bytes,
-        cpu=platform.processor() or platform.machine(),
-        cores=os.cpu_count() or 0,
-        threads=torch.get_num_threads(),
-        host_bytes=psutil.virtual_memory().total,
-        versions={**versions, "cuda": torch.version.cuda or "none"},
-    )

@@ -1,6 +1,4 @@
-"""Whether model, tokenizer, data and settings belong together. Found here in a sentence, not in the first step by an
-index out of range.
-"""
+"""Checks that model, tokenizer, data and settings fit together, before the first step would fail."""
 
 from typing import Any
 
@@ -9,7 +7,7 @@ from torch import nn
 from transformers import TrainerCallback, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
-from outsize.base.errors import ConfigError, ModelUnsupported, tell
+from outsize.base.errors import ConfigError, ModelUnsupported
 from outsize.base.log import log
 from outsize.config.run import RunConfig
 from outsize.data.packing import PackedRows
@@ -17,7 +15,7 @@ from outsize.data.rows import Rows
 
 
 def first_line(error: Exception) -> str:
-    """Of another library's error, as a part of a sentence of ours."""
+    """The first line of another library's error, as part of a sentence."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")
 
 
@@ -25,10 +23,7 @@ def make_trackers(names: list[str]) -> list[TrainerCallback]:
     try:
         return [kind() for kind in get_reporting_integration_callbacks(names)]
     except (ImportError, RuntimeError, ValueError) as error:
-        do = "Install what is missing, or leave it out of report_to"
-        raise ConfigError(
-            tell("report_to names trackers that are installed", f"transformers says: {first_line(error)}", do)
-        ) from None
+        raise ConfigError(f"report_to: {first_line(error)}. Install what is missing, or remove the tracker.") from None
 
 
 def require_scheduler(config: RunConfig) -> None:
@@ -39,42 +34,36 @@ def require_scheduler(config: RunConfig) -> None:
             config.lr_scheduler, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=given
         )
     except (TypeError, ValueError) as error:
-        expected = f"lr_scheduler_kwargs are what lr_scheduler: {config.lr_scheduler} takes"
         raise ConfigError(
-            tell(
-                expected,
-                f"transformers says: {first_line(error)}",
-                "Change lr_scheduler_kwargs, or take another lr_scheduler",
-            )
+            f"lr_scheduler_kwargs: not valid for lr_scheduler: {config.lr_scheduler} ({first_line(error)}). Change "
+            "them, or use another lr_scheduler."
         ) from None
 
 
 def require_language_model(model: Any) -> None:
     if model.get_output_embeddings() is None:
-        do = "Name a language model as base_model; others train with OutsizeTrainer"
         raise ModelUnsupported(
-            tell(
-                "`outsize train` trains models that predict tokens",
-                f"{type(model).__name__} has no output head for them",
-                do,
-            )
+            f"base_model: {type(model).__name__} has no language model head, which `outsize train` needs. Use a "
+            "language model, or train it with OutsizeTrainer."
         )
 
 
 def require_packable(model: Any) -> None:
     if model.config.is_encoder_decoder:
-        found = f"{type(model).__name__} has an encoder, which sees the whole row"
-        raise ConfigError(tell("documents of a packed row do not see each other", found, "Use sample_packing: false"))
+        raise ConfigError(
+            f"sample_packing: {type(model).__name__} has an encoder, which attends to the whole row. Use "
+            "sample_packing: false."
+        )
 
 
 def require_positions(model: Any, sequence_len: int) -> None:
-    """A table of positions has an end. Computed positions have none, but beyond those of the config the model was not
-    trained.
+    """A learned table of positions is finite. Computed positions are not, but the model was trained on those of its
+    config only.
     """
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if known is None or sequence_len <= known:
         return
-    # Some tables begin with a few rows for padding. Of a table of tokens nobody cares how long it is.
+    # Some position tables begin with a few rows for padding. The token table is excluded.
     tables = (
         module
         for module in model.modules()
@@ -82,13 +71,9 @@ def require_positions(model: Any, sequence_len: int) -> None:
     )
     if any(known <= table.num_embeddings <= known + 8 for table in tables):
         raise ConfigError(
-            tell(
-                f"sequence_len is at most the model's {known} positions",
-                f"it is {sequence_len}",
-                "Lower it; longer examples are split",
-            )
+            f"sequence_len: {sequence_len} exceeds the model's {known} positions. Lower it; longer examples are split."
         )
-    log.warning("sequence_len is %d, but the model's config tells of %d positions", sequence_len, known)
+    log.warning("sequence_len is %d, but the model's config has %d positions", sequence_len, known)
 
 
 def require_vocabulary(model: Any, tokenizer: Any, rows: list[Rows | PackedRows], pad_id: int) -> None:
@@ -96,6 +81,7 @@ def require_vocabulary(model: Any, tokenizer: Any, rows: list[Rows | PackedRows]
     flat = [(part.documents if isinstance(part, PackedRows) else part).ids for part in rows]
     highest = max(pad_id, *(int(ids.max()) for ids in flat))
     if highest >= size:
-        found = f"the tokenizer makes token {highest} ({tokenizer.convert_ids_to_tokens(highest)}) of it"
-        do = "Use the tokenizer that belongs to the model, or save the model after resize_token_embeddings"
-        raise ConfigError(tell(f"the data is made of the {size} tokens that the model knows", found, do))
+        raise ConfigError(
+            f"The tokenizer produces token {highest} ({tokenizer.convert_ids_to_tokens(highest)}), but the model has "
+            f"{size} tokens. Use the model's own tokenizer, or save the model after resize_token_embeddings."
+        )

@@ -1,6 +1,4 @@
-"""`outsize export`: the result of a run as a plain Hugging Face folder, out of a checkpoint, with or without merging an
-adapter into its base.
-"""
+"""`outsize export`: writes a checkpoint as a plain Hugging Face folder, optionally with the adapter merged."""
 
 import json
 import shutil
@@ -8,60 +6,38 @@ from pathlib import Path
 
 import torch
 
-from outsize.base.errors import BadFile, ConfigError, tell
+from outsize.base.errors import BadFile, ConfigError
 from outsize.checkpoint.folder import MANIFEST, StagedDir, os_errors_as_save_failed, read_manifest
 from outsize.checkpoint.model_files import is_weight_file
 from outsize.model.build import trainable_class
 from outsize.run.compat_checks import first_line
 
-_OURS = {
-    MANIFEST,
-    "state.safetensors",
-    "rng.json",
-    "rng.safetensors",
-    "scheduler.json",
-    "trainer_state.json",
-    "run.json",
-    "training_args.json",
-}
+_OURS = {MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json"}
+_OURS |= {"run.json", "training_args.json"}
 _OURS |= {"optimizer.pt", "scheduler.pt", "outsize-checkpoint.md"}  # see integrations/plain.py
 _ADAPTER = "adapter_config.json"
+_NAME_ONE = "Name a checkpoint, or the output_dir of a run."
 
 
 def export_folder(source: Path, target: Path, *, merge: bool = False, base: str | None = None) -> None:
-    """Args:
-    source: a checkpoint, or a folder that a run has exported.
-    merge: of an adapter: add it to its base, and write a whole model.
-    base: the adapter's base, if it is not where the adapter says.
+    """Export `source`, a checkpoint or the output folder of a run.
+
+    `merge`: merge the adapter into its base and write a whole model. `base`: the adapter's base, if it has moved.
     """
     if not source.is_dir():
-        raise ConfigError(
-            tell(f"{source} is a folder", "it is not there", "Name a checkpoint, or the output_dir of a run")
-        )
+        raise ConfigError(f"{source}: there is no such folder. {_NAME_ONE}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        found = "it holds files" if target.is_dir() else "it is a file"
-        raise ConfigError(tell(f"{target} is an empty folder or not there yet", found, "Name another folder"))
+        found = "the folder is not empty" if target.is_dir() else "it is a file"
+        raise ConfigError(f"{target}: {found}. Name another folder.")
     if (source / MANIFEST).exists():
         read_manifest(source)
     adapted = (source / _ADAPTER).exists()
     if merge and not adapted:
-        raise ConfigError(tell(f"--merge is for an adapter ({_ADAPTER})", f"{source} has none", "Leave --merge out"))
+        raise ConfigError(f"--merge: {source} has no adapter ({_ADAPTER}). Remove --merge.")
     if not adapted and not (source / "config.json").exists():
-        raise BadFile(
-            tell(
-                f"{source} has a model",
-                "there is neither config.json nor an adapter",
-                "Name a checkpoint, or the output_dir of a run",
-            )
-        )
+        raise BadFile(f"{source}: neither config.json nor an adapter. {_NAME_ONE}")
     if not any(path.suffix == ".safetensors" and path.name not in _OURS for path in source.iterdir()):
-        raise BadFile(
-            tell(
-                f"{source} has weights (.safetensors)",
-                "there are none",
-                "Name a checkpoint, or the output_dir of a run",
-            )
-        )
+        raise BadFile(f"{source}: no weights (.safetensors). {_NAME_ONE}")
     draft = StagedDir.into(target)
     try:
         with os_errors_as_save_failed(target):
@@ -82,7 +58,7 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
 
 
 def _merge(adapter: Path, into: Path, base: str | None) -> None:
-    """By PEFT's own arithmetic, in host memory."""
+    """Merge with PEFT, in host memory."""
     from peft import PeftModel
     from transformers import AutoConfig
 
@@ -91,18 +67,16 @@ def _merge(adapter: Path, into: Path, base: str | None) -> None:
         model = trainable_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            tell(
-                f"{base} is the adapter's base",
-                f"transformers says: {first_line(error)}",
-                "Name its folder with --base",
-            )
+            f"{base}: the adapter's base cannot be loaded ({first_line(error)}). Name its folder with --base."
         ) from None
     try:
         with torch.no_grad():
             merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     except (OSError, ValueError, RuntimeError) as error:
-        do = "Name the folder of the model that it was trained on with --base"
-        raise ConfigError(tell(f"the adapter fits {base}", f"PEFT says: {first_line(error)}", do)) from None
+        raise ConfigError(
+            f"{base}: the adapter does not fit this model ({first_line(error)}). Name the model it was trained on with "
+            "--base."
+        ) from None
     merged.save_pretrained(into)
 
 
@@ -110,9 +84,7 @@ def _base_of(path: Path) -> str:
     try:
         base = json.loads(path.read_text()).get("base_model_name_or_path")
     except (OSError, ValueError) as error:
-        raise BadFile(
-            tell(f"{path} describes an adapter", f"it cannot be read ({error})", "Use another checkpoint")
-        ) from None
+        raise BadFile(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
     if not base:
-        raise ConfigError(tell("the adapter says which model it belongs to", "it does not", "Name it with --base"))
+        raise ConfigError(f"{path}: does not name the adapter's base. Name it with --base.")
     return str(base)

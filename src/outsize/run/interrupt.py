@@ -1,6 +1,4 @@
-"""Ctrl-C: the first one lets the step end, saves and stops; the second one leaves at once. SIGTERM, as clusters send
-it, counts as a first one.
-"""
+"""Handles Ctrl-C and SIGTERM: the first finishes the step, saves and stops; the second exits at once."""
 
 import os
 import signal
@@ -14,7 +12,7 @@ from transformers import TrainerCallback
 
 class Interrupt(TrainerCallback):
     def __init__(self, say: Callable[[str], None], *, leave: Callable[[], None]):
-        """`leave` is called last, where no `finally` is."""
+        """`leave` is called before the process exits without `finally` blocks."""
         self._say, self._leave = say, leave
         self.asked = False
 
@@ -26,16 +24,16 @@ class Interrupt(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             self._leave()
             os._exit(128 + number)
         self.asked = True
-        self._say("Finishing this step, then saving. Once more to leave at once, without saving.")
+        self._say("Finishing this step, then saving. Press again to exit at once without saving.")

@@ -1,4 +1,4 @@
-"""What one sees while it trains: steps, loss, tokens/s, and memory beside the plan's."""
+"""Shows a training run: steps, loss, tokens/s, measured and planned memory."""
 
 import time
 from typing import Any
@@ -13,14 +13,14 @@ from outsize.base.units import show_bytes
 from outsize.integrations.hf import OutsizeTrainer
 
 
-class Showing(TrainerCallback):
+class ProgressCallback(TrainerCallback):
     def __init__(self, trainer: OutsizeTrainer, console: Console):
         self._trainer, self._console = trainer, console
         self.losses: list[tuple[int, float]] = []
         """(step, loss) as logged."""
         self.seconds = 0.0
         """Spent in training steps."""
-        # On a narrow terminal the facts are cut off at their end; steps and time stay.
+        # On a narrow terminal the facts are truncated; steps and time stay.
         facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
         columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TimeRemainingColumn(), facts)
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
@@ -43,7 +43,7 @@ class Showing(TrainerCallback):
         logs = logs or {}
         if "loss" in logs:
             self.losses.append((state.global_step, logs["loss"]))
-            self._progress.update(self._bar, facts=self._facts())  # it comes after the step's end
+            self._progress.update(self._bar, facts=self._facts())  # logged after the end of the step
         if "eval_loss" in logs:
             self._console.print(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}")
         elif "loss" in logs and not self._console.is_terminal:
@@ -53,7 +53,7 @@ class Showing(TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """The terminal gets its cursor back. Needed where training has raised; harmless else."""
+        """Restore the terminal's cursor. Needed after an exception; harmless otherwise."""
         self._progress.stop()
 
     @property
@@ -64,7 +64,7 @@ class Showing(TrainerCallback):
         engine = self._trainer.engine
         facts = [f"loss {self.losses[-1][1]:.{3 if self._console.is_terminal else 6}f}"] if self.losses else []
         facts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if engine.device.has_own_memory:  # where one process is both, its memory is the host's
+        if engine.device.has_own_memory:  # there, GPU memory is host memory
             facts.append(
                 f"GPU {show_bytes(engine.report().gpu_peak_bytes)} of {show_bytes(engine.plan.estimate.gpu_bytes)} "
                 "planned"

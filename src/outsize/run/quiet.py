@@ -1,6 +1,4 @@
-"""What other libraries print beside us: bars of their own, and remarks on what we do on purpose (special tokens that
-Trainer aligns, a changed save_steps).
-"""
+"""Silences progress bars and remarks of transformers, such as those on special tokens and a changed save_steps."""
 
 from transformers.utils import logging
 

@@ -1,12 +1,11 @@
-"""The recipe of a run: what its bits depend on. It is kept in every checkpoint, and a resumed run is compared with it.
+"""The settings and data that a run's bits depend on. Every checkpoint stores them; a resumed run is compared with them.
 
-Settings are of three kinds. Where bytes live and what is saved or logged when is free. The learning rate, its schedule,
-the length of the run and the like change the steps to come: they may be changed on resume, by asking for it with
-`--set`. Data, seed, model, adapter and precision decide the steps that were made: they stay.
+There are three kinds of settings. Memory, saving and logging are free. The learning rate, its schedule, the length of
+the run and similar ones affect later steps only: they may be changed on resume with `--set`. Data, seed, model, adapter
+and precision determined the steps so far: they must stay.
 
-Data is compared by content, not by path: by a fingerprint of each dataset's tokens and labels, in their order (see
-`Rows.fingerprint`). So a file may move, and a row that is cut, added, changed or moved is noticed, as is another
-tokenizer or chat template.
+Data is compared by content, not by path: by a fingerprint of each dataset's tokens and labels in order (see
+`Rows.fingerprint`). So a file may move, and a changed row, tokenizer or chat template is noticed.
 """
 
 import json
@@ -16,74 +15,79 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outsize.base.errors import BadFile, ConfigError, tell
+from outsize.base.errors import BadFile, ConfigError
 from outsize.base.log import log
 from outsize.config.run import RunConfig
 from outsize.train.micro_batch import Split
 
 RECIPE = "run.json"
 DATA = "data"
-"""The key of the fingerprints, one for each dataset."""
-_FREE = {
-    "output_dir",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "save_only_model",
-    "eval_strategy",
-    "eval_steps",
-    "eval_batch_size",
-    "test_datasets",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "early_stopping_patience",
-    "logging_steps",
-    "report_to",
-    "dataloader_num_workers",
-    "gpu_memory",
-    "host_memory",
-    "device",
-    "plan_file",
-    "pins",
-    "activation_offloading",
-    "resume_from_checkpoint",
-    "auto_resume_from_checkpoints",
-    "chunk_bytes",
-    "notes",
-    "asked",
-    "base_model",
-    "reinit_weights",
-    "batch_size",
-}
-"""`base_model`: the weights are the checkpoint's and are compared tensor by tensor; the folder may have moved.
+"""The key of the fingerprints, one per dataset."""
+_FREE = set(
+    [
+        "output_dir",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "save_only_model",
+        "eval_strategy",
+        "eval_steps",
+        "eval_batch_size",
+        "test_datasets",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "early_stopping_patience",
+        "logging_steps",
+        "report_to",
+        "dataloader_num_workers",
+        "gpu_memory",
+        "host_memory",
+        "device",
+        "plan_file",
+        "pins",
+        "activation_offloading",
+        "resume_from_checkpoint",
+        "auto_resume_from_checkpoints",
+        "chunk_bytes",
+        "notes",
+        "asked",
+        "base_model",
+        "reinit_weights",
+        "batch_size",
+    ]
+)
+"""`base_model`: the weights come from the checkpoint and are compared tensor by tensor; the folder may have moved.
 `batch_size`: see `_SPLIT`.
 """
 _SPLIT = ("micro_batch_size", "gradient_accumulation_steps")
 _TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio"))
-"""Settings that say one thing: whoever asks for one of them asks for what follows for the others."""
-_ON_REQUEST = {
-    *_SPLIT,
-    "num_epochs",
-    "max_steps",
-    "learning_rate",
-    "lr_scheduler",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "warmup_ratio",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "nonfinite",
-    "chunked_loss",
-    "attn_implementation",
-    "full_determinism",
-}
+"""Settings that express one thing: changing one with `--set` changes the others too."""
+_ON_REQUEST = set(
+    [
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "num_epochs",
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "warmup_ratio",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "nonfinite",
+        "chunked_loss",
+        "attn_implementation",
+        "full_determinism",
+    ]
+)
 
 
 def recipe(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
-    """Of a config whose batch is split. `fingerprints`: of its datasets."""
+    """What a checkpoint stores of a config with a chosen micro-batch. `fingerprints`: of its datasets."""
     return {**_settings(config), DATA: list(fingerprints)}
 
 
@@ -92,7 +96,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def split_of(checkpoint: Path, splits: Sequence[Split]) -> Split:
-    """Of the splits that a config leaves open, the checkpoint's."""
+    """The checkpoint's split, if the config allows it."""
     theirs = _split_in(_read(checkpoint))
     if len(splits) > 1 and theirs not in splits:
         raise _refused(checkpoint, [_another_batch(theirs, splits[0], f"{splits[0].rows * splits[0].passes}")])
@@ -100,22 +104,22 @@ def split_of(checkpoint: Path, splits: Sequence[Split]) -> Split:
 
 
 def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
-    """Compare a config whose batch is split with the checkpoint's. Returns the names of settings that change because it
-    was asked for, and logs them.
+    """Compare a config with a chosen micro-batch with the checkpoint's. Returns and logs the settings that were changed
+    with `--set`.
     """
     then, now = _read(checkpoint), _settings(config)
     theirs, mine = _split_in(then), Split(rows=now["micro_batch_size"], passes=now["gradient_accumulation_steps"])
     keeps_batch = theirs.rows * theirs.passes == mine.rows * mine.passes
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
     changed = []
-    # What is told of otherwise: by content once the data is read, or above.
-    told = (
+    # Reported elsewhere: by content once the data is read, or above.
+    reported = (
         {DATA, "datasets"}
         | ({"chat_template_jinja"} if DATA in then else set())
         | (set() if keeps_batch else set(_SPLIT))
     )
-    # A setting that the checkpoint does not have is younger than the checkpoint.
-    for name in sorted(then.keys() - told):
+    # A setting that the checkpoint lacks is newer than the checkpoint.
+    for name in sorted(then.keys() - reported):
         if then[name] == now.get(name):
             continue
         if name in _ON_REQUEST and _is_asked(name, config.asked):
@@ -127,17 +131,16 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     if problems:
         raise _refused(checkpoint, problems)
     for name in changed:
-        log.warning("resuming with another setting: %s: %s → %s", name, _show(then[name]), _show(now[name]))
+        log.warning("resuming with a changed setting: %s: %s → %s", name, _show(then[name]), _show(now[name]))
     return changed
 
 
 def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequence[str]) -> None:
-    """Once the data is read."""
+    """Compare the content of the datasets with the checkpoint's."""
     then = _read(checkpoint)
     if DATA not in then:
         log.warning(
-            "%s has no fingerprint of its data (an earlier outsize wrote it): the paths are compared, the content is "
-            "not",
+            "%s has no fingerprint of its data (written by an earlier outsize): paths are compared, not content",
             checkpoint,
         )
         return
@@ -148,17 +151,17 @@ def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequenc
                 log.info("the data of %s is now %s, with the same content", was["path"], now)
         return
     if len(then[DATA]) != len(fingerprints):
-        found = [f"datasets: there were {len(then[DATA])} and there are {len(fingerprints)}."]
+        found = [f"datasets: there were {len(then[DATA])}, now there are {len(fingerprints)}."]
     elif sorted(then[DATA]) == sorted(fingerprints):
-        found = ["datasets: they are given in another order."]
+        found = ["datasets: the order has changed."]
     else:
         other = [path for path, was, now in zip(paths, then[DATA], fingerprints, strict=True) if was != now]
         found = [
-            f"datasets: {path} has other content than when the run began (its rows, their order, the tokenizer or the "
-            "chat template)."
+            f"datasets: the content of {path} has changed since the run began (rows, order, tokenizer or chat "
+            "template)."
             for path in other
         ]
-    raise _refused(checkpoint, [f"{text} Put back what it was." for text in found])
+    raise _refused(checkpoint, [f"{text} Restore it." for text in found])
 
 
 def _split_in(then: dict[str, Any]) -> Split:
@@ -170,20 +173,20 @@ def _is_asked(name: str, asked: Sequence[str]) -> bool:
 
 
 def _another_batch(then: Split, now: Split, shown: str) -> str:
-    do = (
-        "A resumed run keeps its global batch, by which its place in the data is counted: choose micro_batch_size × "
-        "gradient_accumulation_steps"
+    batch = then.rows * then.passes
+    return (
+        f"batch_size was {batch} ({then}) and is {shown}. A resumed run keeps its global batch, which defines its "
+        f"position in the data: choose micro_batch_size × gradient_accumulation_steps = {batch}."
     )
-    return f"batch_size was {then.rows * then.passes} ({then}) and is {shown}. {do} = {then.rows * then.passes}."
 
 
 def _problem(name: str, then: Any, now: Any, is_asked: bool) -> str:
     found = f"{name} was {_show(then)} and is {_show(now)}."
     if name in _ON_REQUEST:
         both = " and ".join(f"--set {key}=…" for key in _SPLIT) if name in _SPLIT else f"--set {name}={_show(now)}"
-        return f"{found} Set it back, or ask for the change with {both}."
+        return f"{found} Set it back, or confirm the change with {both}."
     unless = "--set cannot change it on resume" if is_asked else "It cannot be changed on resume"
-    return f"{found} {unless}, since the steps so far were made with it: set it back."
+    return f"{found} {unless}, because the steps so far used it: set it back."
 
 
 def _other_paths(then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
@@ -197,7 +200,7 @@ def _other_paths(then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) 
 
 
 def _is_same_path(one: str, other: str) -> bool:
-    """`./chat.jsonl` is `chat.jsonl`. The name of a dataset on the hub is the same as itself alone."""
+    """`./chat.jsonl` is `chat.jsonl`."""
     return one == other or os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
@@ -206,10 +209,8 @@ def _show(value: Any) -> str:
 
 
 def _refused(checkpoint: Path, problems: Sequence[str]) -> ConfigError:
-    new = f"For a new run from these weights: base_model: {checkpoint}, another output_dir and no --resume."
-    return ConfigError(
-        "\n  ".join([f"{checkpoint}: the run cannot be resumed from it as it is asked for.", *problems, new])
-    )
+    new = f"To start a new run from these weights: base_model: {checkpoint}, another output_dir and no --resume."
+    return ConfigError("\n  ".join([f"{checkpoint}: cannot be resumed with these settings.", *problems, new]))
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
@@ -218,5 +219,4 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
     except (OSError, ValueError) as error:
-        do = "Name a checkpoint that `outsize train` wrote"
-        raise BadFile(tell(f"{path} says which run the checkpoint is of", str(error), do)) from None
+        raise BadFile(f"{path}: cannot be read ({error}). Name a checkpoint that `outsize train` wrote.") from None

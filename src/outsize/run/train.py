@@ -1,4 +1,4 @@
-"""One run of `outsize train`: show the plan, train, export, say where the result is."""
+"""One run of `outsize train`: shows the plan, trains, exports, prints the result."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from outsize.planner.headroom import of_half_length
 from outsize.profile.trace import ModelTrace
 from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.interrupt import Interrupt
-from outsize.run.progress import Showing
+from outsize.run.progress import ProgressCallback
 from outsize.runtime.engine import PlannedModel
 
 
@@ -22,12 +22,12 @@ class Outcome:
     losses: tuple[tuple[int, float], ...]
     """(step, loss) as logged."""
     result: Path | None
-    """The exported folder; None when the run was interrupted."""
+    """The exported folder; None if the run was interrupted."""
     checkpoint: Path | None
     """The last one."""
     gpu_peak_bytes: int
     planned_gpu_bytes: int
-    """0 on `cpu`, where device and host are one."""
+    """0 on `cpu`, where the device is the host."""
     tokens_per_second: float
 
 
@@ -49,24 +49,22 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     console.print(
         f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False
     )
-    half = trainer.trace_half()  # of a model that is not prepared yet
+    half = trainer.trace_half()  # before the model is prepared
     start(assembled, config)
     engine = trainer.engine
-    showing = Showing(trainer, console)
+    progress = ProgressCallback(trainer, console)
     interrupt = Interrupt(lambda text: console.print(f"\n{text}", highlight=False), leave=lambda: _show_cursor(console))
     try:
-        trainer.add_callback(showing)
+        trainer.add_callback(progress)
         trainer.add_callback(interrupt)
         with interrupt.listening():
             _show(engine.runtime.planned, console, assembled, half)
             if assembled.checkpoint is not None:
-                console.print(f"Going on from {assembled.checkpoint}.", highlight=False)
+                console.print(f"Resuming from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
             engine.finish_saving()
-        if not showing.seconds:
-            console.print(
-                f"The checkpoint has all {trainer.state.max_steps} steps: nothing was left to train.", highlight=False
-            )
+        if not progress.seconds:
+            console.print(f"The checkpoint has all {trainer.state.max_steps} steps: nothing to train.", highlight=False)
         last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)
         result = None
         if not interrupt.asked:
@@ -74,17 +72,17 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             trainer.save_model()
         report = engine.report()
         outcome = Outcome(
-            losses=tuple(showing.losses),
+            losses=tuple(progress.losses),
             result=result,
             checkpoint=last,
             gpu_peak_bytes=report.gpu_peak_bytes,
             planned_gpu_bytes=report.planned_gpu_bytes if engine.device.has_own_memory else 0,
-            tokens_per_second=showing.tokens_per_second,
+            tokens_per_second=progress.tokens_per_second,
         )
     finally:
-        showing.stop()
+        progress.stop()
         engine.close()
-    _tell(outcome, config, console)
+    _print_result(outcome, config, console)
     return outcome
 
 
@@ -99,7 +97,7 @@ def _show_notes(config: RunConfig, console: Console) -> None:
 
 
 def _show(planned: PlannedModel, console: Console, assembled: Assembled, half: ModelTrace | None) -> None:
-    """`half`: of batches half as long as those that the plan is for."""
+    """`half`: the profile of batches half as long as the plan's."""
     plan, graph, layout = planned.plan, planned.graph, planned.layout
     short = of_half_length(plan, graph, layout, half) if half is not None else ""
     text = render(plan, graph, layout, {"split": assembled.chosen_by, "short": short})
@@ -110,7 +108,7 @@ def _show_cursor(console: Console) -> None:
     console.show_cursor(True)
 
 
-def _tell(outcome: Outcome, config: RunConfig, console: Console) -> None:
+def _print_result(outcome: Outcome, config: RunConfig, console: Console) -> None:
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     if outcome.losses:
         first, last = outcome.losses[0], outcome.losses[-1]
@@ -125,4 +123,4 @@ def _tell(outcome: Outcome, config: RunConfig, console: Console) -> None:
     if outcome.result is not None:
         say(f"result  {outcome.result}, for from_pretrained")
     else:
-        say("stopped before the end; the same command with --resume goes on")
+        say("stopped before the end; continue with the same command and --resume")

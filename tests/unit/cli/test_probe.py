@@ -57,7 +57,7 @@ def test_a_machines_file_has_the_budget_of_its_card(tmp_path: Path) -> None:
     ("args", "words"),
     [
         (["--device", "sim:64MiB"], "--device sim:64MiB cannot be measured"),
-        (["--save", "no/such/box.yaml"], "a folder that exists"),
+        (["--save", "no/such/box.yaml"], "does not exist"),
         (["--save", "."], "is a folder"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_machines_file_with_nonsense_is_a_sentence(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "Traceback" not in result.output
     assert (
         "gpu_byte: unknown key; did you mean gpu_bytes?" in result.stderr
-        and "flops: expected a number such as 25.0e+9" in result.stderr
+        and "flops: missing. Give a number such as 25.0e+9" in result.stderr
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from outsize.base.records import fields_by_key
 from outsize.config.aliases import ALIASES, IGNORED, REFUSED
-from outsize.config.run import DatasetConfig, RunConfig, fields_by_key
+from outsize.config.run import DatasetConfig, RunConfig
 from outsize.config.source import load_yaml
 
 DOCS = (Path(__file__).parents[3] / "docs" / "config.md").read_text()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from outsize.base.errors import ConfigError, DataError
+from outsize.config.run import DatasetConfig
 from outsize.data.build import load_rows
 from outsize.data.packing import PackedRows
 from outsize.data.rows import IGNORED, Rows
-from outsize.data.sources import Source
 
 QUESTION, ANSWER = {"role": "user", "content": "Is the sea full?"}, {"role": "assistant", "content": "Not yet."}
 TEXTS = [{"text": f"The sun rises and the sun sets, {number} times."} for number in range(20)]
@@ -21,7 +21,7 @@ TEXTS = [{"text": f"The sun rises and the sun sets, {number} times."} for number
 def load(tokenizer: Any, *paths: Path, sequence_len: int = 64, **options: Any) -> tuple[Any, Any]:
     return load_rows(
         tokenizer,
-        [Source(path=str(path)) for path in paths],
+        [DatasetConfig(path=str(path)) for path in paths],
         sequence_len=sequence_len,
         pad_id=tokenizer.pad_token_id,
         **options,
@@ -42,7 +42,7 @@ def test_the_first_record_tells_what_kind_a_dataset_is(tokenizer: Any, write_jso
 
 def test_a_type_that_is_given_is_not_guessed(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"messages": [QUESTION, ANSWER], "text": "The sun."})
-    rows, _ = load_rows(tokenizer, [Source(path=str(path), type="completion")], sequence_len=64, pad_id=0)
+    rows, _ = load_rows(tokenizer, [DatasetConfig(path=str(path), type="completion")], sequence_len=64, pad_id=0)
     assert tokenizer.decode(rows[0]["input_ids"]) == "The sun.<|end|>"
 
 
@@ -75,18 +75,18 @@ def test_what_no_loss_comes_from_is_left_out_and_told(
 ) -> None:
     path = write_jsonl({"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]})
     rows, _ = load(tokenizer, path)
-    assert len(rows) == 1 and caplog.messages == ["1 of 2 documents have no token to train on and are left out"]
+    assert len(rows) == 1 and caplog.messages == ["1 of 2 documents have no tokens to train on and are dropped"]
     long = [{"role": "user", "content": "Is the sea full? " * 20}, ANSWER]
     rows, _ = load(tokenizer, write_jsonl({"messages": long}), sequence_len=16)
     assert (
         len(rows) == 1
-        and "pieces of the training data have no token to train on and are left out" in caplog.messages[-1]
+        and "pieces of the training data have no tokens to train on and are dropped" in caplog.messages[-1]
     )
 
 
 def test_data_without_a_token_to_train_on_is_refused(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"messages": [QUESTION]}, {"messages": [QUESTION]})
-    with pytest.raises(DataError, match=r"none of the 2 documents has one \(all labels are -100\)\. .*train_on_inputs"):
+    with pytest.raises(DataError, match=r"none of the 2 documents has any \(all labels are -100\)\. .*train_on_inputs"):
         load(tokenizer, path)
     assert len(load(tokenizer, path, train_on_inputs=True)[0]) == 2
 
@@ -94,7 +94,7 @@ def test_data_without_a_token_to_train_on_is_refused(tokenizer: Any, write_jsonl
 def test_a_strategy_that_leaves_nothing_is_refused(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*TEXTS)
     with pytest.raises(
-        DataError, match=r"there are no pieces of the training data left\. .*sequence_len.*excess_length_strategy"
+        DataError, match=r"no pieces of the training data are left\. .*sequence_len.*excess_length_strategy"
     ):
         load(tokenizer, path, sequence_len=4, excess_length_strategy="drop")
 
@@ -103,7 +103,7 @@ def test_columns_that_fit_no_kind_are_named(tokenizer: Any, write_jsonl: Callabl
     path = write_jsonl({"prompt": "x", "answer": "y"})
     with pytest.raises(
         DataError,
-        match=r"data\.jsonl:1 has messages in 'messages' or text in 'text', but its columns are prompt, answer\.",
+        match=r"data\.jsonl:1: neither messages in 'messages' nor text in 'text'; its columns are prompt, answer\.",
     ):
         load(tokenizer, path)
 
@@ -112,7 +112,7 @@ def test_a_record_that_lacks_the_column_is_named_wherever_it_is(
     tokenizer: Any, write_jsonl: Callable[..., Path]
 ) -> None:
     path = write_jsonl(*TEXTS, {"body": "x"})
-    with pytest.raises(DataError, match=r"data\.jsonl:21 has the column 'text', but its columns are body"):
+    with pytest.raises(DataError, match=r"data\.jsonl:21: no column 'text'; its columns are body"):
         load(tokenizer, path)
 
 
@@ -127,5 +127,5 @@ def test_the_last_dataset_is_opened_before_the_first_is_tokenized(
 
 
 def test_a_sequence_of_one_token_predicts_nothing(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="sequence_len is 2 or more, but it is 1"):
+    with pytest.raises(ConfigError, match="sequence_len 1 is too small"):
         load(tokenizer, write_jsonl(*TEXTS), sequence_len=1)

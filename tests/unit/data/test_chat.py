@@ -88,7 +88,7 @@ def test_a_column_that_is_named_is_the_only_one_looked_at() -> None:
     both = Record(fields={"talk": TWO_TURNS[:1], "messages": TWO_TURNS}, place="data.jsonl:7")
     assert messages_of(both, "talk") == TWO_TURNS[:1]
     with pytest.raises(
-        DataError, match=r"data\.jsonl:7 has the column 'chat', but its columns are talk, messages\. .*`field_messages`"
+        DataError, match=r"data\.jsonl:7: no column 'chat'; its columns are talk, messages\. .*`field_messages`"
     ):
         messages_of(both, "chat")
 
@@ -122,7 +122,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out(toke
     assert trained(tokenizer, TWO_TURNS[:3]) == ["<think></think>Not yet. <|im_end|>"]
     with pytest.raises(
         DataError,
-        match=r"in data\.jsonl:7 .* writes message 3 otherwise when more messages follow\. .*chat_template_jinja.*generation",
+        match=r"data\.jsonl:7: .* message 3 is rendered differently when more messages follow\. .*chat_template_jinja.*generation",
     ):
         trained(tokenizer, TWO_TURNS)
 
@@ -131,21 +131,21 @@ def test_a_template_whose_prompt_is_not_how_answers_begin_is_refused(tokenizer_w
     tokenizer = tokenizer_with(
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
     )
-    with pytest.raises(DataError, match=r"data\.jsonl:7 .* writes message 3 otherwise than as an answer"):
+    with pytest.raises(DataError, match=r"data\.jsonl:7: .* message 3 is not rendered as a continuation"):
         trained(tokenizer, TWO_TURNS)
 
 
 def test_a_conversation_that_the_assistant_begins_needs_marks(
     tokenizer: Any, tokenizer_with: Callable[..., Any], marked_template: str
 ) -> None:
-    with pytest.raises(DataError, match=r"data\.jsonl:7 .* begins with the assistant"):
+    with pytest.raises(DataError, match=r"data\.jsonl:7: .* begins with the assistant"):
         trained(tokenizer, TWO_TURNS[2:3])
     assert trained(tokenizer_with(marked_template), TWO_TURNS[2:3]) == ["Not yet. "]
 
 
 def test_what_a_template_refuses_is_told_with_its_words(tokenizer_with: Callable[..., Any]) -> None:
     tokenizer = tokenizer_with("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"can write data\.jsonl:7, but it says: roles must alternate\. "):
+    with pytest.raises(DataError, match=r"data\.jsonl:7: the chat template fails \(roles must alternate\)\. "):
         trained(tokenizer, TWO_TURNS)
 
 
@@ -157,20 +157,14 @@ def test_a_tokenizer_without_a_template_is_told_with_the_key(tokenizer_with: Cal
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        (
-            [{"role": "narrator", "content": "x"}],
-            r"the role of message 1 of data\.jsonl:7 is one of .* but it is 'narrator'",
-        ),
-        ([{"from": "bing", "value": "x"}], r"the role of message 1 of data\.jsonl:7 is one of .* but it is 'bing'"),
-        ([{"content": "x"}], r"the role of message 1 of data\.jsonl:7 .* none among content"),
-        (
-            [TWO_TURNS[0], {"role": "user"}],
-            r"the content of message 2 of data\.jsonl:7 is text, but there is none among role",
-        ),
-        ([{"role": "user", "content": 3}], r"the content of message 1 of data\.jsonl:7 is text, but it is a number"),
-        (["hello"], r"message 1 of data\.jsonl:7 is an object with role and content, but it is text"),
-        ("hello", r"data\.jsonl:7 has a list of messages, but it is text"),
-        ([], r"data\.jsonl:7 has a list of messages, but the list is empty"),
+        ([{"role": "narrator", "content": "x"}], r"message 1 of data\.jsonl:7: unknown role 'narrator'\. Use one of"),
+        ([{"from": "bing", "value": "x"}], r"message 1 of data\.jsonl:7: unknown role 'bing'"),
+        ([{"content": "x"}], r"message 1 of data\.jsonl:7: no role among content"),
+        ([TWO_TURNS[0], {"role": "user"}], r"message 2 of data\.jsonl:7: no content among role"),
+        ([{"role": "user", "content": 3}], r"message 1 of data\.jsonl:7: the content is a number, not text"),
+        (["hello"], r"message 1 of data\.jsonl:7: text, not an object with role and content"),
+        ("hello", r"data\.jsonl:7: text, not a list of messages"),
+        ([], r"data\.jsonl:7: the list of messages is empty"),
     ],
 )
 def test_a_bad_message_is_told_with_its_place(tokenizer: Any, messages: Any, told: str) -> None:

@@ -72,13 +72,13 @@ def test_rows_of_parquet_are_records_with_their_number(tmp_path: Path) -> None:
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "one"}\n{"text": two}\n{"text": "three"}\n')
-    assert f"{path}:2 is not JSON (Expecting value at column 10)" in told(path)
+    assert f"{path}:2: not valid JSON (Expecting value at column 10)" in told(path)
 
 
 CUT = [
-    (b'{"text": "one"}\n{"text": "tw', "its last line, {path}:2, stops"),
-    (b'{"text": "one"}\n{"text": "\xc3', "its last line, {path}:2, stops"),  # within a letter
-    (b'[{"text": "one"}, {"te', "{path} is whole, but its list has no end"),
+    (b'{"text": "one"}\n{"text": "tw', "its last line, {path}:2, is incomplete"),
+    (b'{"text": "one"}\n{"text": "\xc3', "its last line, {path}:2, is incomplete"),  # within a letter
+    (b'[{"text": "one"}, {"te', "{path}: its list has no end"),
 ]
 
 
@@ -89,14 +89,14 @@ def test_a_file_that_stops_in_the_middle_seems_cut_off_and_nothing_was_trained(
     path = tmp_path / "data.json"
     path.write_bytes(content)
     message = told(path)
-    assert found.format(path=path) in message and "seems cut off. Nothing was trained" in message
+    assert found.format(path=path) in message and "seems to be cut off: copy or write it again" in message
 
 
 def test_a_parquet_file_without_its_end_seems_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     write_parquet(path, {"text": "one"})
     path.write_bytes(path.read_bytes()[:-20])
-    assert f"{path} is whole" in (message := told(path)) and "seems cut off" in message
+    assert f"{path}: " in (message := told(path)) and "seems to be cut off" in message
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_parquet_file_without_its_end_seems_cut_off(tmp_path: Path) -> None:
 def test_an_empty_file_is_named(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / name
     path.write_text(content)
-    assert f"{path} has records, but it is empty" in told(path)
+    assert f"{path}: the file is empty" in told(path)
 
 
 @pytest.mark.parametrize(("line", "kind"), [("[1]", "a number"), ('"text"', "text"), ("null", "null")])
@@ -113,21 +113,19 @@ def test_a_record_that_is_no_object_is_named(tmp_path: Path, line: str, kind: st
     path = tmp_path / "data.jsonl"
     path.write_text(f"{line}\n")
     message = told(path)
-    assert str(path) in message and f"it is {kind}" in message
+    assert str(path) in message and f": {kind}, not a JSON object" in message
 
 
 def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes("é".encode("latin-1"))
-    assert f"{path} is text in UTF-8" in told(path)
+    assert f"{path}: not UTF-8" in told(path)
 
 
 def test_a_missing_column_is_told_with_those_that_are_there(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"body": "one", "title": "two"})
     (record,) = records_of(path)
-    with pytest.raises(
-        DataError, match=r"data\.jsonl:1 has the column 'text', but its columns are body, title\. .*`field`"
-    ):
+    with pytest.raises(DataError, match=r"data\.jsonl:1: no column 'text'; its columns are body, title\. .*`field`"):
         record.get_text("text", key="field")
 
 
@@ -136,7 +134,7 @@ def test_a_value_of_the_wrong_type_is_told_with_its_place(
     write_jsonl: Callable[..., Path], value: Any, kind: str
 ) -> None:
     (record,) = records_of(write_jsonl({"text": value}))
-    with pytest.raises(DataError, match=rf"'text' of .*data\.jsonl:1 is text, but it is {kind}"):
+    with pytest.raises(DataError, match=rf"data\.jsonl:1: 'text' is {kind}, not text"):
         record.get_text("text", key="field")
 
 
@@ -144,5 +142,5 @@ def test_a_missing_package_is_told_with_how_to_install_it(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     path = tmp_path / "data.parquet"
     path.touch()
-    with pytest.raises(ConfigError, match=r"pyarrow .*pip install 'outsize\[data\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package pyarrow.*pip install 'outsize\[data\]'"):
         records_of(path)

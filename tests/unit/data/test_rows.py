@@ -50,7 +50,7 @@ def test_truncate_keeps_the_beginning_and_drop_keeps_the_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "done"), [("split", "no token is lost"), ("truncate", "cut off"), ("drop", "left out")]
+    ("strategy", "done"), [("split", "split without loss"), ("truncate", "cut off"), ("drop", "dropped")]
 )
 def test_documents_that_are_too_long_are_told_once(caplog: pytest.LogCaptureFixture, strategy: str, done: str) -> None:
     with caplog.at_level(logging.WARNING, "outsize"):
@@ -61,7 +61,7 @@ def test_documents_that_are_too_long_are_told_once(caplog: pytest.LogCaptureFixt
 
 
 def test_documents_that_are_too_long_are_refused_where_that_is_asked_for() -> None:
-    with pytest.raises(DataError, match=r"1 of 2 .* 9 tokens at data\.jsonl:2\. Raise sequence_len"):
+    with pytest.raises(DataError, match=r"1 of 2 .* 9 tokens at data\.jsonl:2 .*\. Raise sequence_len"):
         check_lengths(rows_of(2, 9), sequence_len=4, strategy="raise")
 
 
@@ -88,7 +88,7 @@ def test_no_validation_is_none() -> None:
 
 @pytest.mark.parametrize("size", [-1, 1.5, 2, 3, 0.9])
 def test_validation_leaves_something_to_train_on(size: float) -> None:
-    with pytest.raises(ConfigError, match=f"val_set_size is .* but it is {size} and there are 2 documents"):
+    with pytest.raises(ConfigError, match=f"val_set_size {size} does not split 2 documents"):
         split_off(rows_of(2, 3), val_set_size=size, seed=0)
 
 

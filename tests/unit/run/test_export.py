@@ -45,7 +45,7 @@ def test_a_source_without_weights_is_refused(source: Path, tmp_path: Path, name:
 
 def test_an_adapter_that_does_not_fit_its_base_is_refused(source: Path, tmp_path: Path) -> None:
     folders.write_model(source / "other", "gpt2")
-    with pytest.raises(ConfigError, match=r"fits .*other.*--base"):
+    with pytest.raises(ConfigError, match=r"other: the adapter does not fit.*--base"):
         export_folder(source / "adapter", tmp_path / "to", merge=True, base=str(source / "other"))
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from outsize.run.progress import Showing
+from outsize.run.progress import ProgressCallback
 
 
 def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> None:
@@ -17,14 +17,14 @@ def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> Non
     )
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=60, color_system=None)
-    showing = Showing(cast(Any, SimpleNamespace(engine=engine, num_tokens_seen=100)), console)
+    progress = ProgressCallback(cast(Any, SimpleNamespace(engine=engine, num_tokens_seen=100)), console)
     state = SimpleNamespace(max_steps=12_000, global_step=0)
-    showing.on_train_begin(None, state, None)
+    progress.on_train_begin(None, state, None)
     for step, loss in ((1, 3.25), (2, 2.5)):
-        showing.on_step_begin(None, state, None)
+        progress.on_step_begin(None, state, None)
         state.global_step = step
-        showing.on_step_end(None, state, None)
-        showing.on_log(None, state, None, logs={"loss": loss})
-    showing.on_train_end(None, state, None)
+        progress.on_step_end(None, state, None)
+        progress.on_log(None, state, None, logs={"loss": loss})
+    progress.on_train_end(None, state, None)
     last = written.getvalue().split("\r")[-1]
     assert "2/12000" in last and "loss 2.500" in last and last.endswith("\x1b[?25h"), last  # and the cursor is back

@@ -69,7 +69,7 @@ def edited(run: Path, tmp_path: Path, **keys: Any) -> Path:
 
 
 def changes_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "another setting" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "changed setting" in record.getMessage()]
 
 
 # --- data, by content
@@ -95,7 +95,7 @@ def test_other_content_at_the_same_path_is_refused(
     shutil.copyfile(data, kept)
     try:
         data.write_text("".join(change(data.read_text().splitlines(keepends=True))))
-        with pytest.raises(ConfigError, match=rf"datasets: {data} has other content than when the run began"):
+        with pytest.raises(ConfigError, match=rf"datasets: the content of {data} has changed since the run began"):
             total_for(run)
     finally:
         shutil.copyfile(kept, data)
@@ -133,9 +133,9 @@ def test_datasets_in_another_order_or_number_are_refused(tmp_path: Path) -> None
     again = [f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
     assemble(read_config(yaml, again))
     for datasets, told in (
-        ([b, a], "another order"),
-        ([a], "there were 2 and there are 1"),
-        ([a, a], rf"{b[:-7]}a.jsonl has other content"),
+        ([b, a], "the order has changed"),
+        ([a], "there were 2, now there are 1"),
+        ([a, a], rf"the content of {b[:-7]}a.jsonl has changed"),
     ):
         with pytest.raises(ConfigError, match=told):
             assemble(read_config(edited(tmp_path, tmp_path, datasets=datasets), again))
@@ -176,9 +176,9 @@ def test_a_checkpoint_without_fingerprints_is_resumed_by_its_paths_with_a_word(
     [
         (
             {"learning_rate": 0.003},
-            r"learning_rate was 0\.01 and is 0\.003\. Set it back, or ask for the change with --set learning_rate=0\.003\.",
+            r"learning_rate was 0\.01 and is 0\.003\. Set it back, or confirm the change with --set learning_rate=0\.003\.",
         ),
-        ({"max_steps": 9}, r"max_steps was 7 and is 9\. Set it back, or ask for the change with --set max_steps=9\."),
+        ({"max_steps": 9}, r"max_steps was 7 and is 9\. Set it back, or confirm the change with --set max_steps=9\."),
         ({"lr_scheduler": "linear"}, "--set lr_scheduler=linear"),
         (
             {"micro_batch_size": 4, "gradient_accumulation_steps": 1},
@@ -220,8 +220,8 @@ def test_another_split_of_the_same_batch_sees_exactly_the_remaining_rows(
     seen = resume(run, tmp_path / "out", f"micro_batch_size={split[0]}", f"gradient_accumulation_steps={split[1]}")
     assert seen == {step: whole[step] for step in (5, 6, 7)}
     assert changes_in(caplog) == [
-        f"resuming with another setting: gradient_accumulation_steps: 2 → {split[1]}",
-        f"resuming with another setting: micro_batch_size: 2 → {split[0]}",
+        f"resuming with a changed setting: gradient_accumulation_steps: 2 → {split[1]}",
+        f"resuming with a changed setting: micro_batch_size: 2 → {split[0]}",
     ]
     then = json.loads((tmp_path / "out" / "checkpoint-7" / "run.json").read_text())
     assert (then["micro_batch_size"], then["gradient_accumulation_steps"]) == split

@@ -1,7 +1,7 @@
-"""What `outsize bench --compare` compares with: the usual loop. bf16 weights, fp32 masters and AdamW all on the GPU,
+"""What `benchmarks.bench --compare` compares with: the usual loop. bf16 weights, fp32 masters and AdamW all on the GPU,
 nothing of outsize in it.
 
-It runs in a process of its own, so that neither run sees the other's memory: `python -m outsize.run.plain plain
+It runs in a process of its own, so that neither run sees the other's memory: `python -m benchmarks.plain plain
 <settings as JSON> <file for the result>`.
 """
 
@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bench_record import Baseline, Bench, Speed
+from benchmarks.shapes import random_batches, random_shape
 from outsize.base.records import dumps, loads
 from outsize.compat import foreach_copy
 from outsize.hardware.host import peak_rss_bytes
-from outsize.run.bench_record import Baseline, Bench, Speed
-from outsize.run.random_weights import random_batches, random_model
-from outsize.run.timing import Clock, time_steps
+from outsize.run.bench import Clock, time_steps
 
+ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("plain", "checkpointed")
 
 
@@ -28,8 +29,8 @@ def run_rival(kind: str, bench: Bench) -> Baseline:
     """In a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rival.json"
-        command = [sys.executable, "-m", "outsize.run.plain", kind, dumps(bench), str(out)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sys.executable, "-m", "benchmarks.plain", kind, dumps(bench), str(out)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if out.exists():
             return loads(Baseline, out.read_text(), where=str(out))
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "it said nothing")
@@ -99,7 +100,7 @@ def train(kind: str, bench: Bench) -> Speed:
 
 def resident_model(bench: Bench, device: torch.device) -> nn.Module:
     """The same weights as ours."""
-    model, weights = random_model(bench.model, seq=bench.seq)
+    model, weights = random_shape(bench.model, seq=bench.seq)
     for name, param in model.named_parameters():
         value = torch.empty(param.shape, dtype=param.dtype)
         weights.read_into(name, value)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bench_record import Bench
+from benchmarks.measure import complete
+from benchmarks.shapes import SHAPES, named_config, random_batches, random_shape
 from outsize.base.errors import ConfigError
-from outsize.run.bench_record import Bench
-from outsize.run.random_weights import RandomWeights, random_batches, random_model
-from outsize.run.shapes import SHAPES, require_one_of, shape_config
+from outsize.run.random_weights import RandomWeights
+from outsize.run.shapes import require_one_of
 
 PUBLISHED = {
     "llama-1b": 1_235_814_400,
@@ -41,8 +43,8 @@ def weights() -> RandomWeights:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shape_has_as_many_parameters_as_its_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outsize.run.random_weights.RandomWeights", lambda seed: None)
-    model, _ = random_model(name, seq=16)
+    monkeypatch.setattr("outsize.run.random_weights.RandomWeights", lambda: None)
+    model, _ = random_shape(name, seq=16)
     assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
     assert all(buffer.device.type == "cpu" for buffer in model.buffers())
     assert set(PUBLISHED) == set(SHAPES) - {"tiny"}
@@ -57,22 +59,22 @@ def test_a_shape_is_what_the_peers_train(name: str) -> None:
         if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "MODELS"
     )
     theirs = eval(compile(ast.Expression(made), "peers", "eval"))[name.replace("-", "")]
-    config = shape_config(name)
+    config = named_config(name)
     assert {key: getattr(config, key) for key in theirs} == theirs
 
 
 def test_a_longer_row_has_its_positions() -> None:
-    assert shape_config("tiny", seq=5000).max_position_embeddings == 5000
-    assert shape_config("llama-8b", seq=5000).max_position_embeddings == 131072
+    assert named_config("tiny", seq=5000).max_position_embeddings == 5000
+    assert named_config("llama-8b", seq=5000).max_position_embeddings == 131072
 
 
 def test_rotary_tables_are_those_of_a_model_built_the_usual_way() -> None:
     from transformers import AutoModelForCausalLM
 
-    config = shape_config("llama-1b", seq=16)
+    config = named_config("llama-1b", seq=16)
     config.num_hidden_layers, config.vocab_size, config.intermediate_size = 1, 8, 8
     usual = AutoModelForCausalLM.from_config(config)
-    model, _ = random_model("llama-1b", seq=16)
+    model, _ = random_shape("llama-1b", seq=16)
     tables = dict(usual.named_buffers())
     assert tables and all(torch.equal(buffer, tables[name]) for name, buffer in model.named_buffers())
 
@@ -102,25 +104,11 @@ def test_a_matrix_larger_than_the_buffer_has_no_equal_rows(weights: RandomWeight
 
 
 def asked(**given: Any) -> Bench:
-    settings = dict(
-        model="tiny",
-        device="cpu",
-        micro_batch=2,
-        seq=8,
-        steps=1,
-        warm_up=1,
-        accumulate=1,
-        update="after_step",
-        clip=None,
-        gpu_memory=None,
-        host_memory=None,
-        plan=None,
-    )
-    return Bench(**{**settings, **given})
+    return complete(**dict(model="tiny", device="cpu", micro_batch=2, seq=8) | given)
 
 
 def test_images_have_their_tokens_and_text_has_none_of_them() -> None:
-    model, _ = random_model("qwen2.5-vl-3b", seq=64)
+    model, _ = random_shape("qwen2.5-vl-3b", seq=64)
     config: Any = model.config
     first, other = random_batches(model, asked(seq=64, images=2, image_size=112), number=2)
     marked = first["input_ids"] == config.image_token_id
@@ -138,7 +126,7 @@ def test_images_have_their_tokens_and_text_has_none_of_them() -> None:
 
 
 def test_batches_are_the_same_every_time() -> None:
-    model, _ = random_model("tiny", seq=8)
+    model, _ = random_shape("tiny", seq=8)
     first, again = random_batches(model, asked()), random_batches(model, asked())
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0]["input_ids"], first[1]["input_ids"]) and first[0]["input_ids"].shape == (2, 8)
@@ -149,10 +137,10 @@ def test_batches_are_the_same_every_time() -> None:
     [("llama3b", "llama-3b"), ("Qwen3_14B", "qwen3-14b"), ("tny", "tiny"), ("llama-80b", "llama-8b")],
 )
 def test_a_wrong_name_is_told_the_nearest(given: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"{given!r} was given. Use {nearest}"):
+    with pytest.raises(ConfigError, match=f"--model {given!r} is unknown. Did you mean {nearest}[?]"):
         require_one_of(SHAPES, given, "--model")
 
 
 def test_a_name_like_none_is_told_them_all() -> None:
-    with pytest.raises(ConfigError, match=r"tiny, llama-1b, .* Choose one of them"):
-        shape_config("gpt")
+    with pytest.raises(ConfigError, match=r"'gpt' is unknown\. Choose one of tiny, llama-1b"):
+        named_config("gpt")

@@ -1,36 +1,18 @@
 """benchmarks/side_by_side.py without a GPU: processes are played, the table and the verdicts are real."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from outsize.run.shapes import SHAPES
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "side_by_side.py"
-
-
-@pytest.fixture
-def side(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("side_by_side", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "side_by_side", module)
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import side_by_side as side
+from benchmarks.shapes import SHAPES
 
 
 def play(
-    side: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    *args: str,
-    tokens: float = 10000.0,
-    host: float = 13.0,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *args: str, tokens: float = 10000.0, host: float = 13.0
 ) -> tuple[dict, list[str]]:
     """Run the cases; returns what was written and the processes that were started."""
     started: list[str] = []
@@ -67,18 +49,10 @@ def play(
 
 
 def test_the_best_offloading_peer_runs_once_for_the_cases_that_share_it(
-    side: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cases, started = play(
-        side,
-        monkeypatch,
-        tmp_path,
-        "--cases",
-        "3b-24,3b-24-clip",
-        "--peers",
-        "--offloaders",
-        "fsdp2,ds2",
-        tokens=9000.0,
+        monkeypatch, tmp_path, "--cases", "3b-24,3b-24-clip", "--peers", "--offloaders", "fsdp2,ds2", tokens=9000.0
     )
     assert [what.split()[0] for what in started] == ["3b-24:", "fsdp2", "ds2", "3b-24-clip:"]
     assert started[1] == "fsdp2 --model llama3b --budget 24 --bs 8 --seq 1024 --steps 6"
@@ -88,10 +62,10 @@ def test_the_best_offloading_peer_runs_once_for_the_cases_that_share_it(
 
 
 def test_resident_peers_have_the_whole_card_and_memory_has_its_own_target(
-    side: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases, started = play(
-        side, monkeypatch, tmp_path, "--cases", "3b-48,1b-resident,8b-24,8b-24-clip,7b-24", "--peers", "--limit", "5000"
+        monkeypatch, tmp_path, "--cases", "3b-48,1b-resident,8b-24,8b-24-clip,7b-24", "--peers", "--limit", "5000"
     )
     assert "gc --model llama3b --budget 0 --bs 8 --seq 1024 --steps 6" in started
     assert {name: case["verdict"]["met"] for name, case in cases.items()} == {
@@ -110,14 +84,12 @@ def test_resident_peers_have_the_whole_card_and_memory_has_its_own_target(
     )
 
 
-def test_nothing_is_started_that_would_not_end_in_time(
-    side: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cases, started = play(side, monkeypatch, tmp_path, "--cases", "3b-24,8b-24", "--peers", "--limit", "70")
+def test_nothing_is_started_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cases, started = play(monkeypatch, tmp_path, "--cases", "3b-24,8b-24", "--peers", "--limit", "70")
     assert started == ["3b-24: ours"], "the peer takes longer than what is left, and so does 8b"
     assert "not started" in cases["8b-24"]["ours"]["problem"] and cases["3b-24"]["verdict"]["met"] is None
 
 
-def test_cases_name_shapes_and_one_target_each(side: ModuleType) -> None:
+def test_cases_name_shapes_and_one_target_each() -> None:
     for case in side.CASES.values():
         assert case.model in SHAPES and (case.least_ratio is None) != (case.most_host is None)

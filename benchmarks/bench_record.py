@@ -5,7 +5,7 @@ form. No torch.
 import statistics
 from dataclasses import dataclass
 
-from outsize.hardware.limits import Limit
+from benchmarks.limits import Limit
 from outsize.plan.plan import UpdateMode
 
 

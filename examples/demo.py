@@ -1,10 +1,8 @@
-"""`make train`: a whole run in about two minutes, without a download. A small Llama learns the text beside this file,
-byte by byte.
+"""`make train`: a whole run in about two minutes, without a download. A small Llama learns the bytes of demo.txt.
 
-First one plain PyTorch step is timed to see what it takes. Then `outsize train` runs with at most 40 % of that: on the
-GPU if there is one, else on `sim`, which computes on the CPU and refuses to go over its budget. The seed is fixed: the
-same losses, the same words at the end. What it writes can be kept: the folder holds the model, the data and the
-run.yaml of an ordinary run.
+First, plain PyTorch steps show how much memory they need. Then `outsize train` runs with at most 40 % of that: on the
+GPU if there is one, otherwise on `sim`, which computes on the CPU and enforces the budget. The seed is fixed, so losses
+and sample are always the same. The folder it writes holds the model, the data and the run.yaml of an ordinary run.
 """
 
 import gc
@@ -31,7 +29,7 @@ from outsize.run.train import train_run
 FOLDER = Path("outsize-demo")
 STEPS = 200
 SHARE = 0.4
-"""Of what a plain step takes: the budget."""
+"""The budget, as a fraction of the memory of a plain step."""
 PROMPT = "The words of the wise"
 
 
@@ -40,9 +38,7 @@ class Size:
     rows: int
     tokens: int
     dtype: torch.dtype
-    """Of the weights. A processor without instructions for bf16 (AMD EPYC, 2 cores) trained 29 tokens a second in it,
-    and 484 in fp32.
-    """
+    """Of the weights. A CPU without bf16 instructions (AMD EPYC, 2 cores) trained 29 tokens/s in bf16, 484 in fp32."""
 
 
 SIZES = {"cpu": Size(3, 128, torch.float32), "cuda": Size(32, 256, torch.bfloat16)}
@@ -71,8 +67,8 @@ def main(
     here = choose_device()
     size = SIZES[here.kind]
     if not here.is_gpu:
-        # Sums depend on the number of threads, so this gives every machine the same losses; and two threads that wait
-        # for each other at every small operator are ten times slower than one as soon as another process wants a core.
+        # Sums depend on the number of threads: one thread gives the same losses everywhere. Two are ten times slower
+        # for small operators as soon as another process uses a core.
         torch.set_num_threads(1)
     run = write_run(folder, steps, size)
     plain = plain_peak_bytes(size, here)
@@ -118,7 +114,7 @@ def llama_config() -> LlamaConfig:
 
 
 def write_run(folder: Path, steps: int, size: Size) -> Path:
-    """The run as files: a model's config and tokenizer, the text, run.yaml."""
+    """Write the run: the model's config and tokenizer, the text, run.yaml."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     llama_config().save_pretrained(folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
@@ -147,7 +143,7 @@ def write_run(folder: Path, steps: int, size: Size) -> Path:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte."""
+    """One token per byte."""
     inner = Tokenizer(
         models.BPE(vocab={letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
@@ -157,21 +153,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def read_text() -> str:
-    """What stands below the file's own heading."""
+    """The text of demo.txt below its heading."""
     return Path(__file__).with_suffix(".txt").read_text(encoding="ascii").split("-\n", 1)[1]
 
 
 def plain_peak_bytes(size: Size, device: Device) -> int:
-    """What the usual loop holds at most: everything on the device, the same optimizer, no outsize. By the meter that
-    also watches the engine.
-    """
+    """Peak memory of a plain loop: everything on the device, the same optimizer, no outsize."""
     ids = torch.arange(size.rows * size.tokens).remainder(256).view(size.rows, size.tokens)
     with torch.random.fork_rng(devices=[]), device.meter() as meter:
         model: nn.Module = (
             LlamaForCausalLM._from_config(llama_config(), dtype=size.dtype).to(device.torch_device).train()
         )
         optimizer = Reference(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-        for _ in range(2):  # the first one makes the optimizer's state
+        for _ in range(2):  # the first one allocates the optimizer state
             batch: Tensor = ids.to(device.torch_device)
             out = model(input_ids=batch, labels=batch, use_cache=False)
             out.loss.backward()
@@ -184,9 +178,7 @@ def plain_peak_bytes(size: Size, device: Device) -> int:
 
 
 def _with_context(budget: int, device: Device) -> int:
-    """`gpu_memory` counts the CUDA context too; what is lost beside it depends on the limit itself, so this is
-    approached.
-    """
+    """`gpu_memory` includes the CUDA context. The overhead depends on the limit itself, so this iterates."""
     total = budget
     for _ in range(4):
         device.limit(total)
@@ -196,7 +188,7 @@ def _with_context(budget: int, device: Device) -> int:
 
 @torch.no_grad()
 def write_on(folder: Path, prompt: str, num_bytes: int, temperature: float = 0.6) -> str:
-    """The exported folder is an ordinary one."""
+    """Sample from the exported folder with transformers."""
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(folder).eval(),
         PreTrainedTokenizerFast.from_pretrained(folder),

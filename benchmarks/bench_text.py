@@ -4,15 +4,10 @@ allow.
 
 from collections.abc import Sequence
 
+from benchmarks.bench_record import Baseline, Result
 from outsize.base.units import show_bytes, show_seconds
 from outsize.hardware.lanes import lane_words
 from outsize.plan.render import BUSY_SHARE
-from outsize.run.bench_record import Baseline, Result
-
-SIMULATED = (
-    "No GPU is used: a simulated one computes on the CPU. Seconds below are its clock's, which is simulated; "
-    "they say nothing about any machine."
-)
 
 
 def show(result: Result) -> str:

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from benchmarks.limits import Demand, limit
 from outsize.hardware.catalog import lookup
-from outsize.hardware.limits import Demand, limit
 
 SPEC = dataclasses.replace(
     lookup("1GiB"),
