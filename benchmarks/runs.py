@@ -28,7 +28,7 @@ from accelerate import init_empty_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outsize.checkpoint.model_files import model_files, write_configs
-from outsize.model.tensorfile import TensorFile
+from outsize.checkpoint.tensorfile import TensorFile
 from outsize.run.demo import byte_tokenizer, read_text
 
 SHAPES = {

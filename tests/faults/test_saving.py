@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import outsize
 from outsize.base.errors import BadFile, EngineMisuse, SaveFailed
+from outsize.checkpoint.contents import STATE
 from outsize.checkpoint.folder import MANIFEST, newest, read_manifest
-from outsize.model.tensorfile import Spec, TensorFile
-from outsize.model.weights import INDEX, SINGLE
-from outsize.runtime.contents import STATE
+from outsize.checkpoint.model_files import INDEX, SINGLE
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 from outsize.runtime.engine import Engine
 
 CELL = Cell(kind="llama", dtype="bf16", weights="host", optimizer="host")
@@ -522,15 +522,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, MANIFEST),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), MANIFEST),
     "half a manifest": (lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text()[:500]), MANIFEST),
-    "a manifest of something else": (lambda f: remanifest(f, lambda facts: facts.pop("values")), "describes weights"),
+    "a manifest of something else": (lambda f: remanifest(f, lambda facts: facts.pop("values")), "is missing or wrong"),
     "a manifest with a word for a number": (
         lambda f: remanifest(f, lambda facts: facts.update(num_steps="many")),
-        "describes weights",
+        "is missing or wrong",
     ),
     "another format": (lambda f: remanifest(f, lambda facts: facts.update(format=2)), "format"),
     "a value in a file outside": (
         lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: ["../out.safetensors", "x"]})),
-        "not listed",
+        "not in its list of files",
     ),
     "a value under a key that is not there": (
         lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: [STATE, "x"]})),
@@ -661,7 +661,7 @@ def test_a_load_that_breaks_off_is_not_trained_on(
             patch.setattr(os, "preadv", fails)
             engine.load(checkpoint)
         engine.model(**zoo.batch("llama")).loss.backward()
-        with pytest.raises(EngineMisuse, match=f"loading broke off in the {at}"):
+        with pytest.raises(EngineMisuse, match=f"Loading broke off in the {at}"):
             engine.optimizer.step()
         engine.optimizer.zero_grad()
         for verb in (engine.save, engine.export):

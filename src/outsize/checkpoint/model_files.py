@@ -18,17 +18,18 @@ from torch import Tensor, nn
 
 from outsize import compat
 from outsize.base.log import log
+from outsize.checkpoint.tensorfile import Spec
 from outsize.compat import storage_id
-from outsize.model.tensorfile import Spec
-from outsize.model.weights import INDEX, SINGLE
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 Tensors = dict[str, Tensor]
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """Keys that are no tensor of the model: they are made of some, all at once."""
+class Conversion:
+    """Keys that are not tensors of the model but are made of some, all at once."""
 
     inputs: tuple[str, ...]
     """Names in the model's state dict."""
@@ -42,7 +43,7 @@ class ModelFiles:
     """File name to its keys."""
     source: Mapping[str, str]
     """Key to the name in the model's state dict, where it is that tensor as it is."""
-    recipes: tuple[Recipe, ...]
+    conversions: tuple[Conversion, ...]
     """Of the other keys."""
     index: Mapping[str, object] | None
 
@@ -92,7 +93,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
     files = {file: {key: Spec.of(stored[key]) for key in keys} for file, keys in split.filename_to_tensors.items()}
     source = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
     as_it_is = set(source.values())
-    recipes = _recipes(
+    conversions = _conversions(
         {name: tensor for name, tensor in kept.items() if name not in as_it_is},
         {key: Spec.of(tensor) for key, tensor in stored.items() if key not in source},
         lambda tensors: private.revert_weight_conversion(model, tensors),
@@ -105,10 +106,12 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
         if split.is_sharded
         else None
     )
-    return ModelFiles(files, source, recipes, index)
+    return ModelFiles(files, source, conversions, index)
 
 
-def _recipes(inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]) -> tuple[Recipe, ...]:
+def _conversions(
+    inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]
+) -> tuple[Conversion, ...]:
     """One for each input where it gives its keys by itself (experts of one layer), so that no more than that is ever
     held twice; else one for all.
     """
@@ -119,8 +122,8 @@ def _recipes(inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensor
         log.debug("weights are converted all at once: %s", why)
     made = [(key, Spec.of(tensor)) for part in alone.values() for key, tensor in part.items()]
     if len(made) == len(wanted) and dict(made) == wanted:
-        return tuple(Recipe((name,), tuple(part), convert) for name, part in alone.items())
-    return (Recipe(tuple(inputs), tuple(wanted), convert),)
+        return tuple(Conversion((name,), tuple(part), convert) for name, part in alone.items())
+    return (Conversion(tuple(inputs), tuple(wanted), convert),)
 
 
 def write_configs(model: nn.Module, folder: Path, files: ModelFiles) -> None:

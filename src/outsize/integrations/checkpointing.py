@@ -13,10 +13,10 @@ from transformers.trainer_callback import ExportableState
 from outsize.base.errors import EngineMisuse, SaveFailed, tell
 from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, is_plain, read_manifest, rotate
+from outsize.checkpoint.parameter_store import is_adapted
+from outsize.checkpoint.training_state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.integrations import plain
-from outsize.integrations.state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.model.weights import is_unmaterialized
-from outsize.runtime.contents import is_adapted
 
 if TYPE_CHECKING:
     _Trainer: Any

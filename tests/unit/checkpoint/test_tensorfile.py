@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outsize.base.errors import BadFile
-from outsize.model.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 
 DTYPES = [
     torch.bool,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import BadFile, SaveFailed, tell
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 from outsize.device.device import Device
 from outsize.device.rng import HostRng
-from outsize.model.tensorfile import Spec, TensorFile
 
 _RNG, _RNG_TENSORS, _SCHEDULER = "rng.json", "rng.safetensors", "scheduler.json"
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outsize.base.log import log
+from outsize.checkpoint.contents import Contents, Item
 from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed
-from outsize.model.tensorfile import TensorFile
-from outsize.runtime.contents import Contents, Item
+from outsize.checkpoint.tensorfile import TensorFile
 
 
 class Saving:
