@@ -49,7 +49,7 @@ class Checkpoints:
         if background:  # set before the thread starts: updates wait for it, and errors of it are raised
             self._saving = saving
         try:
-            saving.write(lambda draft: draft.publish(facts), then, background=background)
+            saving.write(lambda staged: staged.publish(facts), then, background=background)
         except BaseException:
             if saving.is_done:
                 self._saving = None
@@ -102,7 +102,8 @@ class Checkpoints:
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         # An adapter may be put beside its base, whose weights stay.
-        saving.write(lambda draft: draft.commit_files(is_weight_file) if files is not None else draft.commit_files())
+        is_stale = is_weight_file if files is not None else lambda name: False
+        saving.write(lambda staged: staged.commit_files(is_stale))
 
 
 def _model_contents(trained: TrainedModel) -> tuple[Contents, ModelFiles | None]:
