@@ -253,7 +253,7 @@ def test_the_device_is_where_the_trainer_puts_its_batches(ours: Any) -> None:
 
 
 def test_without_data_there_is_nothing_to_plan_for(ours: Any) -> None:
-    with pytest.raises(ConfigError, match="at least one batch"):
+    with pytest.raises(ConfigError, match="have no batch"):
         ours(train_dataset=trainers.rows(KIND, 1), args={"dataloader_drop_last": True}).start_engine()
     with pytest.raises(EngineMisuse, match="start_engine"):
         _ = ours().engine
@@ -575,7 +575,7 @@ def test_a_run_goes_on_from_its_newest_complete_checkpoint(ours: Any) -> None:
 
 def test_a_checkpoint_that_is_not_there_or_not_ours_is_refused(ours: Any, plain: Any) -> None:
     trainer = ours()
-    with pytest.raises(ConfigError, match="there is none"):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
         trainer.train(resume_from_checkpoint=True)
     other = plain(args=SAVING)
     other.train()
