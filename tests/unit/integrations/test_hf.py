@@ -337,7 +337,7 @@ def test_batches_at_the_end_of_a_stream_that_fill_no_step_stop_no_save(
         train_dataset=data, args={"gradient_accumulation_steps": 2, "save_strategy": "epoch", "max_steps": 2}
     )
     trainer.train()
-    assert checkpoints(trainer) == ["checkpoint-1", "checkpoint-2"] and caplog.text.count("fill no step") == 1
+    assert checkpoints(trainer) == ["checkpoint-1", "checkpoint-2"] and caplog.text.count("do not fill a step") == 1
 
 
 # --- what is logged is what a plain Trainer logs
