@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.demo import byte_tokenizer, read_text
 from outsize.checkpoint.model_files import model_files, write_configs
-from outsize.model.tensorfile import TensorFile
+from outsize.checkpoint.tensorfile import TensorFile
 
 SHAPES = {
     "7b": dict(

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, str] = {
     "compat": "",  # private names of other libraries; for all but those without torch
     "config": "base",
     "hardware": "base config.source",  # a machine is a YAML file
-    "model": "base compat",
+    "model": "base compat checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
     "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
     "plan": "base hardware.lanes hardware.spec model.graph model.work layout",
@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, str] = {
     "report": "base hardware plan planner layout model.graph profile.trace",
     "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout plan activation dist optim "
     "checkpoint progress",
-    "checkpoint": "base compat model",
+    "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
     "data": "base compat config.run progress",
     "methods": "base model device plan",
     # Modules of the top level are rooms of one file. Importing the package itself is `outsize`.

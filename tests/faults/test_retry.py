@@ -103,7 +103,7 @@ def test_a_step_that_runs_out_of_memory_is_made_again_to_the_same_bits(
         train(engine.model, engine.optimizer, engine=engine)
         assert same(engine, plain(max_grad_norm=0.5))
         assert engine.plan.gpu_budget_bytes < room, "the new plan keeps more free"
-    assert "planning again" in caplog.text and "Tried to allocate" in caplog.text
+    assert "Planning again" in caplog.text and "Tried to allocate" in caplog.text
 
 
 def test_a_second_micro_batch_that_runs_out_in_forward_keeps_the_sums_of_the_first() -> None:
@@ -115,7 +115,7 @@ def test_a_second_micro_batch_that_runs_out_in_forward_keeps_the_sums_of_the_fir
 def test_in_its_backward_the_sums_are_lost_and_the_user_makes_the_step_again() -> None:
     with cells.closing(prepare()) as engine:
         before = {name: value.clone() for name, value in engine.model.state_dict().items()}
-        told = pytest.raises(DeviceOutOfMemory, match=r"Call zero_grad\(\) and make the step's micro-batches again")
+        told = pytest.raises(DeviceOutOfMemory, match=r"Call zero_grad\(\) and repeat the step's micro-batches")
         with running_out(engine.model, at=1, in_backward=True), told:
             train(engine.model, engine.optimizer, steps=1, accumulate=2, engine=engine)
         assert same(engine, before)
@@ -152,7 +152,7 @@ def test_it_is_tried_twice_and_no_more(times: int) -> None:
             engine.retrying(sometimes, zoo.batch(KIND))
             engine.optimizer.step()
         else:
-            with pytest.raises(DeviceOutOfMemory, match="planned 2 more times"):
+            with pytest.raises(DeviceOutOfMemory, match="planned again 2 times"):
                 engine.retrying(sometimes, zoo.batch(KIND))
 
 
@@ -186,13 +186,13 @@ def test_our_trainer_makes_all_micro_batches_of_a_step_again(
             torch.manual_seed(3)
             found.append(trainers.train(trainer))
     cells.assert_same(*found)
-    assert caplog.text.count(f"making all {accumulate} micro-batches of the step so far again") == times
+    assert caplog.text.count(f"repeating all {accumulate} micro-batches of the step so far") == times
 
 
 def test_our_trainer_makes_them_again_twice_and_no_more(tmp_path: Path) -> None:
     trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args={"gradient_accumulation_steps": 2})
     with trainers.closing(trainer), running_out(trainer.model, at=1, times=3, in_backward=True) as calls:
-        with pytest.raises(DeviceOutOfMemory, match="planned 2 more times"):
+        with pytest.raises(DeviceOutOfMemory, match="planned again 2 times"):
             trainers.train(trainer)
         assert len(calls) == 4, "the first and the second, and twice the first again"
 
@@ -240,7 +240,7 @@ def test_once_updates_have_begun_our_trainer_names_what_is_on_disk(saves: bool, 
     told = (
         f"The newest complete one is {out / 'checkpoint-2'}:"
         if saves
-        else f"from the last checkpoint. There is none in {out}:"
+        else f"from the last checkpoint. There is no checkpoint in {out}:"
     )
     trainer = trainers.ours(tmp_path, kind=KIND, plan="mixed", args=args)
     with (
@@ -264,6 +264,6 @@ def test_it_names_no_checkpoint_of_a_run_that_has_gone_further_nor_one_without_s
     with (
         trainers.closing(trainer),
         running_out(trainer.model, at=2, in_backward=True),
-        pytest.raises(DeviceOutOfMemory, match="There is none in"),
+        pytest.raises(DeviceOutOfMemory, match="There is no checkpoint in"),
     ):
         trainers.train(trainer)

@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import outsize
 from outsize.base.errors import BadFile, EngineMisuse, SaveFailed
+from outsize.checkpoint.contents import STATE
 from outsize.checkpoint.folder import MANIFEST, newest, read_manifest
-from outsize.model.tensorfile import Spec, TensorFile
-from outsize.model.weights import INDEX, SINGLE
-from outsize.runtime.contents import STATE
+from outsize.checkpoint.model_files import INDEX, SINGLE
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 from outsize.runtime.engine import Engine
 
 CELL = Cell(kind="llama", dtype="bf16", weights="host", optimizer="host")
@@ -84,7 +84,7 @@ def names(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def nothing_is_left(folder: Path) -> Iterator[None]:
-    """No file, no draft, no thread, no open file more than before."""
+    """No file, no staged folder, no thread, no open file more than before."""
     before, descriptors = names(folder), len(os.listdir("/proc/self/fd"))
     yield
     assert names(folder) == before
@@ -173,7 +173,7 @@ def test_a_full_disk_in_the_background_surfaces_at_the_next_step_and_costs_nothi
                 gate.open()
                 _wait_for_the_thread()
             engine.model(**zoo.batch("llama", seed=1)).loss.backward()
-            with pytest.raises(SaveFailed, match=r"checkpoint-2 can be written, but File too large"):
+            with pytest.raises(SaveFailed, match=r"checkpoint-2 cannot be written: File too large"):
                 engine.optimizer.step()
         engine.optimizer.step()  # the gradients are still there
         engine.optimizer.zero_grad()
@@ -220,7 +220,7 @@ def test_a_disk_that_fills_up_in_the_middle_is_told(small_disk: Path, left: int,
             )
             engine.finish_saving()
         read_manifest(small_disk / "checkpoint-1")
-        with nothing_is_left(small_disk), pytest.raises(SaveFailed, match=r"needs .* on the disk, but .* is free"):
+        with nothing_is_left(small_disk), pytest.raises(SaveFailed, match=r"needs .* of disk space, but .* is free"):
             engine.save(small_disk / "checkpoint-2", background=background)
         (small_disk / "junk").unlink()
         engine.save(small_disk / "checkpoint-2", background=background)
@@ -240,7 +240,7 @@ def test_a_place_that_cannot_be_written_is_told_with_the_reason(tmp_path: Path) 
     with trained() as engine, nothing_is_left(tmp_path):
         for place in (tmp_path / "file" / "checkpoint-1", Path("/proc/checkpoint-1")):
             for verb in (engine.save, engine.export):
-                with pytest.raises(SaveFailed, match=r"can be written|is a folder"):
+                with pytest.raises(SaveFailed, match=r"cannot be written|not a folder"):
                     verb(place)
         with pytest.raises(SaveFailed, match="it is a file"):
             engine.export(tmp_path / "file")
@@ -250,7 +250,7 @@ def test_a_place_that_cannot_be_written_is_told_with_the_reason(tmp_path: Path) 
 def test_an_adapter_on_a_full_disk_is_told_too(tmp_path: Path) -> None:
     """Its files are written by PEFT, whose errors are its own."""
     with cells.closing(prepare_adapted(ADAPTED["lora"], "resident")) as engine:
-        with nothing_is_left(tmp_path), largest_file(2**12), pytest.raises(SaveFailed, match="can be written"):
+        with nothing_is_left(tmp_path), largest_file(2**12), pytest.raises(SaveFailed, match="cannot be written"):
             engine.save(tmp_path / "checkpoint-1")
         engine.save(tmp_path / "checkpoint-1")
 
@@ -428,10 +428,10 @@ def test_what_is_there_is_not_written_over_unless_asked(tmp_path: Path) -> None:
         engine.save(tmp_path / "a")
         first = bits(engine)
         step(engine, 1)
-        with nothing_is_left(tmp_path), pytest.raises(SaveFailed, match=r"a is not there yet, but it is"):
+        with nothing_is_left(tmp_path), pytest.raises(SaveFailed, match=r"a exists already"):
             engine.save(tmp_path / "a", background=True)
         assert same(saved_bits(tmp_path / "a"), first)
-        with nothing_is_left(tmp_path), pytest.raises(SaveFailed, match="is a checkpoint that may be replaced"):
+        with nothing_is_left(tmp_path), pytest.raises(SaveFailed, match="cannot be replaced"):
             engine.save(tmp_path / "home", replace=True)
         engine.save(tmp_path / "a", replace=True)
         assert (
@@ -522,23 +522,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, MANIFEST),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), MANIFEST),
     "half a manifest": (lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text()[:500]), MANIFEST),
-    "a manifest of something else": (lambda f: remanifest(f, lambda facts: facts.pop("values")), "describes weights"),
+    "a manifest of something else": (lambda f: remanifest(f, lambda facts: facts.pop("values")), "is missing or wrong"),
     "a manifest with a word for a number": (
         lambda f: remanifest(f, lambda facts: facts.update(num_steps="many")),
-        "describes weights",
+        "is missing or wrong",
     ),
     "another format": (lambda f: remanifest(f, lambda facts: facts.update(format=2)), "format"),
     "a value in a file outside": (
         lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: ["../out.safetensors", "x"]})),
-        "not listed",
+        "not in its list of files",
     ),
     "a value under a key that is not there": (
         lambda f: remanifest(f, lambda facts: facts["values"].update({NORM: [STATE, "x"]})),
         "has no x",
     ),
-    "weights cut off": (lambda f: os.truncate(f / SINGLE, 5000), rf"{SINGLE} has \d+ bytes, but 5000 are there"),
-    "state cut off": (lambda f: os.truncate(f / STATE, 5000), rf"{STATE} has \d+ bytes, but 5000 are there"),
-    "no state": (lambda f: (f / STATE).unlink(), f"{STATE} has .* it is not there"),
+    "weights cut off": (lambda f: os.truncate(f / SINGLE, 5000), rf"{SINGLE} has 5000 bytes instead of \d+"),
+    "state cut off": (lambda f: os.truncate(f / STATE, 5000), rf"{STATE} has 5000 bytes instead of \d+"),
+    "no state": (lambda f: (f / STATE).unlink(), f"{STATE} is missing"),
     "a header of weights": (lambda f: flip(f / SINGLE, 3), SINGLE),
     "a header of state": (lambda f: flip(f / STATE, 3), STATE),
     "the middle of a header of weights": (lambda f: flip(f / SINGLE, header_bytes(f / SINGLE) // 2), SINGLE),
@@ -661,7 +661,7 @@ def test_a_load_that_breaks_off_is_not_trained_on(
             patch.setattr(os, "preadv", fails)
             engine.load(checkpoint)
         engine.model(**zoo.batch("llama")).loss.backward()
-        with pytest.raises(EngineMisuse, match=f"loading broke off in the {at}"):
+        with pytest.raises(EngineMisuse, match=f"Loading broke off in the {at}"):
             engine.optimizer.step()
         engine.optimizer.zero_grad()
         for verb in (engine.save, engine.export):

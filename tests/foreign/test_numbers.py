@@ -18,8 +18,9 @@ from unit.model.test_weights import emptied
 
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, PlanInfeasible
+from outsize.checkpoint.model_files import SINGLE
 from outsize.model.build import build_model, load_config
-from outsize.model.weights import SINGLE, is_unmaterialized
+from outsize.model.weights import is_unmaterialized
 from outsize.train.build import preview
 from outsize.train.forecast import _config
 

@@ -1,8 +1,8 @@
-"""Folders that are whole or not there.
+"""Folders that are complete or absent.
 
-A *draft* is written beside its place under a name that nobody takes for a checkpoint, synced to the disk, and renamed
-last. The manifest inside lists every file and its size and is written after all of them: a folder with a manifest that
-holds is complete, any other is not. A complete folder is never changed again.
+A folder is written beside its final place under a temporary name (a *staged* folder), synced to disk, and renamed last.
+Its manifest lists every file with its size and is written after all of them: a folder whose manifest matches is
+complete, any other is not. A complete folder is never changed again.
 """
 
 import contextlib
@@ -21,74 +21,74 @@ from typing import Any
 import psutil
 from safetensors import SafetensorError
 
-from outsize.base.errors import BadFile, SaveFailed, tell
+from outsize.base.errors import BadFile, SaveFailed
 from outsize.base.log import log
 from outsize.base.units import show_bytes
 
 MANIFEST = "outsize.json"
 FORMAT = 1
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_DRAFT = ".partial-"
+_STAGED = ".partial-"
 _OLD = "-old"
-# Who writes it: the machine and the process. Process ids come again, so the time of birth belongs to it.
+# The name says who writes it: host, process and the process's start time, since process ids are reused.
 _NAME = re.compile(
-    re.escape(_DRAFT) + r"(?P<place>.+)@(?P<host>[^@]*)-(?P<pid>\d+)-(?P<born>\d+)-\d+(?P<old>-old)?", re.DOTALL
+    re.escape(_STAGED) + r"(?P<place>.+)@(?P<host>[^@]*)-(?P<pid>\d+)-(?P<started>\d+)-\d+(?P<old>-old)?", re.DOTALL
 )
 _NUMBERS = itertools.count()
 _FOREIGN_SECONDS = 24 * 3600
-"""A draft of another machine is taken for dead when nobody has written into it for so long."""
+"""A staged folder of another host counts as abandoned after so long without a write."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNCHANGED = "Earlier saves are unchanged."
+_INCOMPLETE = "It was not written to its end, or was changed since: use another checkpoint."
 
 
 class StagedDir:
     def __init__(self, place: Path, *, replace: bool = False, inside: bool = False):
-        # Links are followed once: whatever happens to them and to the working folder meanwhile, draft and place stay
-        # together on one disk.
+        # Links are resolved once, so that staged folder and final place stay on one disk if links or the working
+        # directory change.
         self.place, self._replace = Path(os.path.realpath(place)), replace
-        self.path = _draft_path(self.place / "files" if inside else self.place)
+        self.path = _staged_path(self.place / "files" if inside else self.place)
         with os_errors_as_save_failed(place):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
 
     @classmethod
     def of(cls, place: Path, *, replace: bool = False) -> "StagedDir":
-        """Of a folder that is to be there whole. `replace`: a checkpoint that is there now goes when this one is
-        published.
-        """
+        """For a folder that is published as a whole. `replace`: publishing it removes a checkpoint of the same name."""
         recover_partial_saves(Path(os.path.realpath(place)).parent)
         _require_free(place, replace=replace)
         return cls(place, replace=replace)
 
     @classmethod
     def into(cls, place: Path) -> "StagedDir":
-        """Of files for a folder that may hold other things."""
+        """For files of a folder that may hold other files."""
         if os.path.exists(place) and not os.path.isdir(place):
-            raise SaveFailed(tell(f"{place} is a folder, or not there yet", "it is a file", "Name another folder"))
+            raise SaveFailed(f"{place}: it is a file, not a folder. Name another folder.")
         recover_partial_saves(place)
-        return cls(place, inside=os.path.isdir(place))  # which may be a disk of its own
+        return cls(place, inside=os.path.isdir(place))  # the folder may be on a disk of its own
 
     def require_space(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
-            do = "Free some, or lower save_total_limit; nothing was changed"
             raise SaveFailed(
-                tell(f"{self.place} needs {show_bytes(num_bytes)} on the disk", f"{show_bytes(free)} is free", do)
+                f"{self.place} needs {show_bytes(num_bytes)} of disk space, but {show_bytes(free)} is free. "
+                "Free some, or lower save_total_limit. Nothing was changed."
             )
 
     def publish(self, facts: dict[str, Any]) -> None:
-        """Make it the checkpoint: from now on it is there, whole, also after a power cut."""
+        """Write the manifest and rename the folder to its place. It survives a power cut from here on."""
         with os_errors_as_save_failed(self.place):
             inside = sorted(self.path.rglob("*"))
             files = {str(path.relative_to(self.path)): path.stat().st_size for path in inside if path.is_file()}
             for path in inside:
                 _sync(path)
-            # Not before: a draft with a manifest is one whose files are on the disk.
+            # Only now: a staged folder with a manifest has all its files on disk.
             with (self.path / MANIFEST).open("x") as manifest:
                 manifest.write(json.dumps({"format": FORMAT, "files": files, **facts}, indent=1))
             _sync(self.path / MANIFEST)
             _sync(self.path)
             _require_free(self.place, replace=self._replace)
-            old = _draft_path(self.place, _OLD)
+            old = _staged_path(self.place, _OLD)
             try:
                 if self.place.exists():
                     self.place.rename(old)
@@ -101,10 +101,10 @@ class StagedDir:
             shutil.rmtree(old, ignore_errors=True)
 
     def commit_files(self, is_stale: Callable[[str], bool] = lambda name: False) -> None:
-        """For a folder that may hold other things: the files go into it one by one, each whole.
+        """Move the files one by one into a folder that may hold others.
 
-        Names in the folder that are stale (left by something of another shape) go first, and files that name others
-        (.json) come last: a folder in between has too little, not what does not belong together.
+        Stale files (of an earlier save with other file names) are removed first, and files that name others (.json)
+        are moved last: an interrupted commit leaves files missing, never files of two saves together.
         """
         with os_errors_as_save_failed(self.place):
             self.place.mkdir(exist_ok=True)
@@ -129,73 +129,60 @@ class StagedDir:
 
 @contextlib.contextmanager
 def os_errors_as_save_failed(place: Path) -> Iterator[None]:
-    """Errors of the file system as sentences."""
+    """Raise errors of the file system as SaveFailed, with what to do."""
     try:
         yield
     except SaveFailed:
         raise
     except OSError as error:
-        do = "Free some space, or save elsewhere" if error.errno in _NO_SPACE else "Give a place that can be written"
+        do = "Free some space, or save elsewhere." if error.errno in _NO_SPACE else "Name a folder that can be written."
         found = f"{error.strerror or error} ({error.filename or place})"
-        raise SaveFailed(tell(f"{place} can be written", found, f"{do}; what was saved before is as it was")) from error
-    except SafetensorError as error:  # the library's own words for a file that it could not write
+        raise SaveFailed(f"{place} cannot be written: {found}. {do} {_UNCHANGED}") from error
+    except SafetensorError as error:
+        found = str(error).rstrip(".")
         raise SaveFailed(
-            tell(
-                f"{place} can be written",
-                str(error),
-                "Free some space, or save elsewhere; what was saved before is as it was",
-            )
+            f"{place} cannot be written: {found}. Free some space, or save elsewhere. {_UNCHANGED}"
         ) from error
 
 
 def _require_free(place: Path, *, replace: bool) -> None:
-    """That a checkpoint may be put there. Only a checkpoint is replaced: not whatever else a path happens to name."""
+    """Raise unless a checkpoint may be put there. Only checkpoints are replaced, not other things of that name."""
     if not os.path.lexists(place):
         return
     if not replace:
         raise SaveFailed(
-            tell(
-                f"{place} is not there yet",
-                "it is, and a checkpoint is never changed",
-                "Name another folder, or remove it first",
-            )
+            f"{place} exists already, and a checkpoint is never changed. Name another folder, or remove it first."
         )
     is_ours = place.is_dir() and (
         _CHECKPOINT.fullmatch(place.name) or (place / MANIFEST).exists() or not any(place.iterdir())
     )
     if not is_ours:
         raise SaveFailed(
-            tell(
-                f"{place} is a checkpoint that may be replaced",
-                f"it has no {MANIFEST}",
-                "Name another folder, or remove it first",
-            )
+            f"{place} cannot be replaced: it has no {MANIFEST}, so it is not a checkpoint. "
+            "Name another folder, or remove it first."
         )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Of a complete folder; any other is refused with the reason."""
-    again = "Use another checkpoint: this one was not written to its end, or was changed"
+    """The manifest of a complete folder. Raises BadFile for any other, with the reason."""
     try:
         facts = json.loads((folder / MANIFEST).read_text())
         files, version = dict(facts["files"]), facts["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadFile(
-            tell(f"{folder} is a checkpoint with {MANIFEST}", f"that cannot be read ({error})", again)
+            f"{folder} is not a complete checkpoint: {MANIFEST} cannot be read ({error}). {_INCOMPLETE}"
         ) from None
     if version != FORMAT:
         raise BadFile(
-            tell(
-                f"{folder} has the format {FORMAT}",
-                f"it has {version}",
-                "Read it with the version of outsize that wrote it",
-            )
+            f"{folder} has the checkpoint format {version}, but this version of outsize reads format {FORMAT}. "
+            "Read it with the version that wrote it."
         )
     for name, size in files.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            found = f"{path.stat().st_size} are there" if path.is_file() else "it is not there"
-            raise BadFile(tell(f"{path} has {size} bytes", found, again))
+        if not path.is_file():
+            raise BadFile(f"{path} is missing. {_INCOMPLETE}")
+        if (found := path.stat().st_size) != size:
+            raise BadFile(f"{path} has {found} bytes instead of {size}. {_INCOMPLETE}")
     return facts
 
 
@@ -205,17 +192,15 @@ def is_plain(folder: Path) -> bool:
 
 
 def checkpoints(parent: Path) -> list[tuple[int, Path]]:
-    """Complete ones, by step."""
+    """Complete checkpoints, by step."""
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
         match = _CHECKPOINT.fullmatch(path.name)
-        if match and path.is_dir():
-            if is_plain(path):
-                continue
+        if match and path.is_dir() and not is_plain(path):
             try:
                 read_manifest(path)
             except BadFile as why:
-                log.warning("%s is passed over: %s", path, why)
+                log.warning("%s is skipped: %s", path, why)
             else:
                 found.append((int(match[1]), path))
     return sorted(found)
@@ -228,12 +213,12 @@ def newest(parent: Path) -> Path | None:
 
 
 def recover_partial_saves(parent: Path) -> None:
-    """Clear up after runs that were killed: what was complete but for its rename is renamed, the new before the old;
-    other drafts go.
+    """Clean up after killed processes: rename folders that were complete except for their rename (new before old), and
+    remove other staged folders.
     """
-    for path in sorted(parent.glob(f"{_DRAFT}*"), key=lambda path: (path.name.endswith(_OLD), path)):
+    for path in sorted(parent.glob(f"{_STAGED}*"), key=lambda path: (path.name.endswith(_OLD), path)):
         match = _NAME.fullmatch(path.name)
-        if match is None or _is_at_work(path, match):
+        if match is None or _is_in_use(path, match):
             continue
         place = parent / match["place"]
         if place.exists() or not _is_complete(path):
@@ -246,9 +231,9 @@ def recover_partial_saves(parent: Path) -> None:
 
 
 def rotate(parent: Path, limit: int | None, *, keep: Path | None = None) -> None:
-    """Remove all but the newest `limit` complete ones; the newest of all stays, and `keep`, which counts.
+    """Remove all but the newest `limit` complete checkpoints. The newest always stays, and `keep`, which counts.
 
-    Newest by when it was written: an earlier run in the same place may have gone further.
+    Newest by time of writing: an earlier run in the same folder may have reached a later step.
     """
     recover_partial_saves(parent)
     if not limit:
@@ -265,19 +250,19 @@ def rotate(parent: Path, limit: int | None, *, keep: Path | None = None) -> None
 
 
 def _remove(folder: Path) -> None:
-    """Renamed first: a removal that is broken off leaves no half of a checkpoint."""
-    gone = _draft_path(folder, _OLD)
+    """Rename first, so that an interrupted removal leaves no incomplete checkpoint."""
+    removed = _staged_path(folder, _OLD)
     try:
-        folder.rename(gone)
+        folder.rename(removed)
     except OSError as error:
         log.warning("%s cannot be removed: %s", folder, error.strerror)
     else:
-        gone.unlink() if gone.is_symlink() else shutil.rmtree(gone, ignore_errors=True)
+        removed.unlink() if removed.is_symlink() else shutil.rmtree(removed, ignore_errors=True)
 
 
-def _draft_path(place: Path, suffix: str = "") -> Path:
+def _staged_path(place: Path, suffix: str = "") -> Path:
     pid = os.getpid()
-    return place.parent / f"{_DRAFT}{place.name}@{platform.node()}-{pid}-{_born(pid)}-{next(_NUMBERS)}{suffix}"
+    return place.parent / f"{_STAGED}{place.name}@{platform.node()}-{pid}-{_started(pid)}-{next(_NUMBERS)}{suffix}"
 
 
 def _is_complete(folder: Path) -> bool:
@@ -288,19 +273,19 @@ def _is_complete(folder: Path) -> bool:
     return True
 
 
-def _is_at_work(draft: Path, match: "re.Match[str]") -> bool:
-    """Whether its writer may still be writing. Of another machine only the time of the last write is known."""
+def _is_in_use(staged: Path, match: "re.Match[str]") -> bool:
+    """Whether its process may still write to it. For another host, the time of the last write decides."""
     if match["host"] == platform.node():
-        return abs(_born(int(match["pid"])) - int(match["born"])) < 2000  # a clock that is set shifts times of birth
+        return abs(_started(int(match["pid"])) - int(match["started"])) < 2000  # setting the clock shifts start times
     try:
-        last = max(path.stat().st_mtime for path in (draft, *draft.rglob("*")))
+        last = max(path.stat().st_mtime for path in (staged, *staged.rglob("*")))
     except OSError:
-        return True  # somebody is changing it
+        return True  # it is being changed
     return time.time() - last < _FOREIGN_SECONDS
 
 
-def _born(pid: int) -> int:
-    """When a living process was started, in milliseconds; 0 for one that is not there, or is dead and not buried."""
+def _started(pid: int) -> int:
+    """Start time of a live process in milliseconds; 0 if there is none of this id, or only a zombie."""
     try:
         process = psutil.Process(pid)
         return 0 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 1000)

@@ -1,9 +1,9 @@
-"""Which tensor of a model goes into which file under which key: the Hugging Face layout, decided without touching a
-weight.
+"""Which tensor of a model goes into which file under which key: the Hugging Face layout, decided without reading
+weights.
 
-transformers' own rules (tied weights, keys that are not saved, names that differ on disk, shards) are run on tensors
-without memory; what comes out untouched is one parameter under one key and can be streamed. What is stored in another
-form than it is run in (experts one by one) is converted when it is written.
+transformers' own rules (tied weights, keys that are not saved, names that differ on disk, shards) run on meta tensors.
+A tensor that they leave unchanged is one parameter under one key and can be streamed. Weights that are stored in
+another form than they are used in (experts one by one) are converted when they are written.
 """
 
 import inspect
@@ -18,17 +18,18 @@ from torch import Tensor, nn
 
 from outsize import compat
 from outsize.base.log import log
+from outsize.checkpoint.tensorfile import Spec
 from outsize.compat import storage_id
-from outsize.model.tensorfile import Spec
-from outsize.model.weights import INDEX, SINGLE
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 Tensors = dict[str, Tensor]
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """Keys that are no tensor of the model: they are made of some, all at once."""
+class Conversion:
+    """Keys that are not tensors of the model but are made of some, all at once."""
 
     inputs: tuple[str, ...]
     """Names in the model's state dict."""
@@ -41,34 +42,34 @@ class ModelFiles:
     files: Mapping[str, Mapping[str, Spec]]
     """File name to its keys."""
     source: Mapping[str, str]
-    """Key to the name in the model's state dict, where it is that tensor as it is."""
-    recipes: tuple[Recipe, ...]
-    """Of the other keys."""
+    """Key to the name in the model's state dict, for tensors that are stored unconverted."""
+    conversions: tuple[Conversion, ...]
+    """They make the other keys."""
     index: Mapping[str, object] | None
 
 
 def is_weight_file(name: str) -> bool:
-    """A file that an earlier save of another shape may have left."""
+    """Whether an earlier save, perhaps with other shards, may have left this file."""
     return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
 
 
 def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) -> ModelFiles:
-    """`max_shard_size`: of a file, as in `save_pretrained`, whose own default holds where it is None."""
+    """`max_shard_size`: as in `save_pretrained`; None: its default."""
     from transformers import PreTrainedModel
 
     owner = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    stand_ins: Tensors = {}
+    metas: Tensors = {}
     for name in model.state_dict():
         if name in owner:
-            stand_ins[name] = torch.empty(owner[name].shape, dtype=owner[name].dtype, device="meta")
+            metas[name] = torch.empty(owner[name].shape, dtype=owner[name].dtype, device="meta")
         else:
             log.warning("%s is neither a parameter nor a buffer: it is not saved", name)
     if not isinstance(model, PreTrainedModel):
         first: dict[int, str] = {}
-        keys = {name: Spec.of(t) for name, t in stand_ins.items() if first.setdefault(id(owner[name]), name) == name}
+        keys = {name: Spec.of(t) for name, t in metas.items() if first.setdefault(id(owner[name]), name) == name}
         return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), None)
 
     from huggingface_hub import split_state_dict_into_shards_factory
@@ -76,24 +77,24 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
     private = compat.transformers()
 
     for ignored in model._keys_to_ignore_on_save or ():
-        stand_ins.pop(ignored, None)
-    kept = private.remove_tied_weights(stand_ins, model)
-    names = {id(stand_in): name for name, stand_in in kept.items()}
+        metas.pop(ignored, None)
+    kept = private.remove_tied_weights(metas, model)
+    names = {id(meta): name for name, meta in kept.items()}
     stored = private.revert_weight_conversion(model, dict(kept))
     largest = max_shard_size or inspect.signature(model.save_pretrained).parameters["max_shard_size"].default
     split = split_state_dict_into_shards_factory(
         stored,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=largest,
-        # As for tensors with memory: views of one tensor (its experts) lie in one file.
+        # As for tensors with memory: views of one tensor (its experts) are put into one file.
         get_storage_id=lambda tensor: storage_id(tensor.untyped_storage()),
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
     )
     files = {file: {key: Spec.of(stored[key]) for key in keys} for file, keys in split.filename_to_tensors.items()}
     source = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
-    as_it_is = set(source.values())
-    recipes = _recipes(
-        {name: tensor for name, tensor in kept.items() if name not in as_it_is},
+    unconverted = set(source.values())
+    conversions = _conversions(
+        {name: tensor for name, tensor in kept.items() if name not in unconverted},
         {key: Spec.of(tensor) for key, tensor in stored.items() if key not in source},
         lambda tensors: private.revert_weight_conversion(model, tensors),
     )
@@ -105,26 +106,28 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
         if split.is_sharded
         else None
     )
-    return ModelFiles(files, source, recipes, index)
+    return ModelFiles(files, source, conversions, index)
 
 
-def _recipes(inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]) -> tuple[Recipe, ...]:
-    """One for each input where it gives its keys by itself (experts of one layer), so that no more than that is ever
-    held twice; else one for all.
+def _conversions(
+    inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]
+) -> tuple[Conversion, ...]:
+    """One per input if each input gives its keys alone (the experts of a layer): then no more than one input is held
+    twice. Otherwise one for all.
     """
     alone: dict[str, Tensors] = {}
     try:
-        alone = {name: convert({name: stand_in}) for name, stand_in in inputs.items()}
-    except Exception as why:  # whatever a conversion raises that misses others of its inputs
+        alone = {name: convert({name: meta}) for name, meta in inputs.items()}
+    except Exception as why:  # a conversion that needs several inputs may raise anything
         log.debug("weights are converted all at once: %s", why)
     made = [(key, Spec.of(tensor)) for part in alone.values() for key, tensor in part.items()]
     if len(made) == len(wanted) and dict(made) == wanted:
-        return tuple(Recipe((name,), tuple(part), convert) for name, part in alone.items())
-    return (Recipe(tuple(inputs), tuple(wanted), convert),)
+        return tuple(Conversion((name,), tuple(part), convert) for name, part in alone.items())
+    return (Conversion(tuple(inputs), tuple(wanted), convert),)
 
 
 def write_configs(model: nn.Module, folder: Path, files: ModelFiles) -> None:
-    """What lies beside the weights: index, config, generation config."""
+    """Write the index, config and generation config."""
     from transformers import PreTrainedModel
 
     if files.index is not None:

@@ -1,4 +1,4 @@
-"""What of a Trainer's arguments is ours to decide: understood, or refused by name. Nothing is ignored silently."""
+"""A Trainer's arguments that concern placement or the optimizer: used, turned off with a note, or refused by name."""
 
 import math
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ _TRAINERS = {
     "ServerDistillationTrainer",
     "XPOTrainer",
 }
-"""Of TRL: those that run a teacher or generate in ways that are not part of a plan."""
+"""Trainers of TRL that run a teacher or generate in ways that are not part of a plan."""
 
 
 def trl_classes(trainer: type) -> set[str]:
@@ -82,7 +82,7 @@ def loads_reference(trainer: type, given: dict[str, Any]) -> bool:
 
 
 def take_over(args: Any, *, optimizers: Any = None, optimizer_cls_and_kwargs: Any = None) -> None:
-    """Turn off what the plan decides, with a note; refuse what cannot be beside us. All of it at once."""
+    """Turn off options that the plan decides, with a note, and refuse unsupported ones, all in one error."""
     for name, why in _PLANNED.items():
         if getattr(args, name, False):
             log.info("%s is turned off: %s", name, why)
@@ -107,8 +107,8 @@ def clips(args: Any) -> bool:
 
 
 def update_mode(args: Any, nonfinite: NonFinite = "raise") -> UpdateMode:
-    # Each backward is declared to be the last before its step: gradients need not be kept if nothing looks at all of
-    # them first.
+    # Each backward is declared as the last before its step. Gradients need not be kept unless clipping or a check reads
+    # all of them first.
     return "after_step" if clips(args) or nonfinite == "skip" or args.gradient_accumulation_steps > 1 else "in_backward"
 
 

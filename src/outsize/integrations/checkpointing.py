@@ -1,6 +1,6 @@
-"""A Trainer's checkpoints and results through the engine.
+"""CheckpointMixin: a Trainer's checkpoints and final model, saved and loaded by the engine.
 
-They are whole or not at all, their state is not pickled, and they are resumed under any plan.
+A checkpoint is complete or absent, holds no pickled state of ours, and can be resumed under any plan.
 """
 
 from pathlib import Path
@@ -10,13 +10,13 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from outsize.base.errors import EngineMisuse, SaveFailed, tell
+from outsize.base.errors import EngineMisuse, SaveFailed
 from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, is_plain, read_manifest, rotate
+from outsize.checkpoint.parameter_store import is_adapted
+from outsize.checkpoint.training_state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.integrations import plain
-from outsize.integrations.state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.model.weights import is_unmaterialized
-from outsize.runtime.contents import is_adapted
 
 if TYPE_CHECKING:
     _Trainer: Any
@@ -28,7 +28,7 @@ class CheckpointMixin(_Trainer):
     """The half of `OutsizeMixin` that saves and loads. `engine` and `_has_engine` are the other half's."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As Trainer's, but whole or not at all, and rotated only after that."""
+        """As Trainer's, but complete or absent, and older checkpoints are removed only after it is published."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run = Path(self._get_output_dir(trial=trial))
@@ -53,36 +53,35 @@ class CheckpointMixin(_Trainer):
             self._push_from_checkpoint(str(place))
 
     def _drop_waiting_gradients(self) -> None:
-        """Of a run that was interrupted, or of the end of a stream. One that goes on from a checkpoint would not have
-        them either.
+        """Discard gradients of an interrupted step or of an incomplete last step. A resumed run would not have them
+        either.
         """
         if self.engine.runtime.gradients.waiting:
-            log.warning("the last batches fill no step of %s and are left out", self.args.gradient_accumulation_steps)
+            log.warning(
+                "dropping the last batches: they do not fill a step of %s", self.args.gradient_accumulation_steps
+            )
             self.engine.zero_grad()
 
-    def _tell_what_is_saved(self) -> str:
-        """For whoever has lost the weights and needs a checkpoint: the newest one that can be gone on from."""
+    def _resume_advice(self) -> str:
+        """Name the newest checkpoint that training can continue from."""
         try:
-            self.engine.finish_saving()  # the newest may still be on its way
+            self.engine.finish_saving()  # the newest may still be in progress
         except SaveFailed as error:
             log.warning("%s", error)
         run = Path(self.args.output_dir)
-        # An earlier run in the same place may have gone further.
+        # An earlier run in the same folder may have reached a later step.
         reached = [
             path
             for step, path in checkpoints(run)
             if step <= self.state.global_step and not read_manifest(path).get("only_model")
         ]
         if not reached:
-            return (
-                f"There is none in {run}: start the run again from where it began (save_steps says how often one "
-                "is written)."
-            )
-        return f"The newest complete one is {reached[-1]}: go on with resume_from_checkpoint={str(reached[-1])!r}."
+            return f"There is no checkpoint in {run}: start the run again (save_steps sets how often one is written)."
+        return f"The newest complete one is {reached[-1]}: continue with resume_from_checkpoint={str(reached[-1])!r}."
 
     @property
     def _may_save_in_background(self) -> bool:
-        """Not where somebody expects the folder as soon as the save returns."""
+        """False if a callback or an upload expects the folder as soon as the save returns."""
         callbacks = self.callback_handler.callbacks
         return not self.args.push_to_hub and all(
             type(callback).on_save is TrainerCallback.on_save for callback in callbacks
@@ -116,9 +115,9 @@ class CheckpointMixin(_Trainer):
             self.engine.export(folder)
         else:
             if any(param.is_meta or is_unmaterialized(param) for param in self.model.parameters()):
-                found = "they are still in their files"
                 raise EngineMisuse(
-                    tell("the model has its weights", found, "Nothing is trained yet; call start_engine() first")
+                    "save_model: the model's weights are not loaded yet, and nothing is trained. Call start_engine() "
+                    "first."
                 )
             super()._save(output_dir, state_dict)
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle

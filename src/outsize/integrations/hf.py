@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.training_args import TrainingArguments
 
-from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, tell
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse
 from outsize.base.log import log
 from outsize.checkpoint.folder import is_plain, read_manifest
 from outsize.device.choose import choose_device
@@ -42,7 +42,7 @@ from outsize.runtime.retry import with_retries
 from outsize.train.build import preview
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
-"""Of models that some Trainer has prepared: the next Trainer for the same model ends it."""
+"""Engines by model. The next Trainer of the same model ends its engine."""
 
 
 class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
@@ -60,16 +60,14 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     model: Any
     optimizer: Any
     num_tokens_seen = 0
-    """In training, padding included."""
+    """Tokens trained on, padding included."""
     _engine: Engine | None = None
     _stream: Rewound | None = None
-    """Of the training data, if it is one."""
+    """The training data, if they are a stream."""
     _inputs: dict[str, Any] | None = None
-    """Of the micro-batch under way."""
+    """Inputs of the current micro-batch."""
     _earlier: tuple[Callable[[], None], ...] = ()
-    """Makes the micro-batches again whose gradients wait for the rest of their step. They are kept no longer than
-    Trainer keeps them.
-    """
+    """Functions that repeat the step's earlier micro-batches, whose gradients wait for `step()`."""
 
     def __init__(
         self,
@@ -123,35 +121,29 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs,
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            found = "accelerate was started with deepspeed or fsdp"
             raise ConfigError(
-                tell(
-                    "outsize owns placement and optimizer",
-                    found,
-                    "Start the script with python, or another accelerate config",
-                )
+                "accelerate was started with deepspeed or fsdp, but outsize places weights and optimizer state itself. "
+                "Start the script with python, or with another accelerate config."
             )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The engine does, piece by piece."""
+        """Nothing: the engine places the model."""
 
     # The engine's life.
 
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise EngineMisuse(
-                tell("the model is prepared", "neither train() nor evaluate() has begun", "Call start_engine() first")
-            )
+            raise EngineMisuse("The model is not prepared before train() or evaluate(). Call start_engine() first.")
         return self._engine
 
     def start_engine(self, dataloader: Any = None) -> Engine:
-        """Plan for what the loader brings (default: the training data's) and prepare the model. Training and evaluation
-        do this by themselves.
+        """Plan for the first batch of a loader (default: the training data's) and prepare the model. Training and
+        evaluation call this.
         """
         self.stop_engine()
         if (other := _ENGINES.pop(self.model, lambda: None)()) is not None and _is_attached(other):
-            log.info("the engine of an earlier Trainer lets go of the model")
+            log.info("the engine of an earlier Trainer is detached from the model")
             other.detach()
         self._engine = self._prepare_with_others(self._preparation(dataloader))
         _ENGINES[self.model] = weakref.ref(self._engine)
@@ -160,14 +152,14 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         return self._engine
 
     def stop_engine(self) -> None:
-        """The model is a plain one on the CPU again. Whatever comes next prepares it anew, with a new optimizer."""
+        """Make the model a plain one on the CPU. The next use prepares it again, with a new optimizer."""
         engine, self._engine, self.optimizer = self._engine, None, None
         if engine is not None and _is_attached(engine):
             engine.detach()
         self._stop_others()
 
     def preview(self, dataloader: Any = None) -> PlannedModel:
-        """The plan alone."""
+        """Plan without preparing the model."""
         if self._has_engine:
             return self.engine.runtime.planned
         with self._with_others(self._preparation(dataloader)) as settings:
@@ -175,13 +167,13 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     @property
     def _has_engine(self) -> bool:
-        """One for this model: `model_init` makes another for each run."""
+        """Whether there is an engine for this model: `model_init` makes another model for each run."""
         return self._engine is not None and self._engine.model is self.model and _is_attached(self._engine)
 
     def _renew_engine(self, dataloader: Any) -> None:
-        """The arguments have changed since the plan was made for them: another engine, with the optimizer as it was."""
+        """Prepare again for changed arguments, with the same optimizer state."""
         given_dtypes = self.engine.given_dtypes
-        state = self.engine.detach(as_trained=True)  # rounded to fp16 and back, masters would not be what they were
+        state = self.engine.detach(as_trained=True)  # rounding to fp16 would change master weights
         engine = self.start_engine(dataloader)
         engine.given_dtypes = given_dtypes
         engine.optimizer.load_state_dict(state)
@@ -194,7 +186,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         with rng_untouched(device):
             batch = self._batch_to_plan_for(dataloader)
         self.model.train()
-        # accelerate's autocast wraps the model's forward: before the trial run, so that it is measured.
+        # accelerate's autocast wraps the model's forward. Before profiling, so that its casts are measured.
         without_autocast_cache(self.accelerator)
         self.accelerator.prepare_model(self.model, device_placement=False)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
@@ -211,18 +203,14 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     def _chosen_device(self) -> Device:
         device = choose_device(self._device_name or self.args.device.type)
         if device.torch_device.type != self.args.device.type:
-            do = "Give TrainingArguments(use_cpu=True) for cpu and sim, or leave device out"
             raise ConfigError(
-                tell(
-                    f"device is where the Trainer puts its batches ({self.args.device})",
-                    f"it is {self._device_name}",
-                    do,
-                )
+                f"device={self._device_name}: the Trainer puts its batches on {self.args.device}. Give "
+                "TrainingArguments(use_cpu=True) for cpu and sim, or leave device out."
             )
         return device
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """TRL runs the reference over a dataset, perhaps in its constructor. It has an engine meanwhile."""
+        """TRL runs the reference model over a dataset, perhaps in its constructor. It gets an engine for that."""
         model = getattr(self, "ref_model", None) or self.model
         if self._has_engine if model is self.model else bool(self._running):
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -253,12 +241,12 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     @property
     def _largest_shape(self) -> tuple[int, int] | None:
-        """(rows, tokens) of the largest training batch, as far as the arguments tell."""
+        """(rows, tokens) of the largest training batch, if the arguments say."""
         tokens: int | None = self._sequence_len or getattr(self.args, "max_length", None)
         if tokens is None or self.train_dataset is None:
             return None
         if self._sequence_len is None and hasattr(self.model, "config"):
-            # A habit of the arguments, not a wish: the model may not know so many positions.
+            # max_length may be a default of TRL's, larger than the model's number of positions.
             tokens = min(
                 tokens, getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or tokens
             )
@@ -268,7 +256,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     @property
     def _is_plain_loss(self) -> bool:
-        """The loss is the model's own: nothing outside the model allocates."""
+        """Whether the model computes the loss itself: then nothing outside the model allocates."""
         return (
             type(self).compute_loss is Trainer.compute_loss
             and self.label_smoother is None
@@ -276,7 +264,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         )
 
     def _trial_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """As in training, but what the Trainer counts beside it is counted in copies."""
+        """The loss as in training, without changing the Trainer's counters."""
         inputs = self._scored(batch) if self._is_online else self._prepare_inputs(self._inputs_of(batch))
         num_items = None if self._is_online else inputs.pop("num_items_in_batch", None)
         with self._counting_in_copies():
@@ -295,8 +283,8 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             self.__dict__.update(counts)
 
     def _inputs_of(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What a loss is made of. In the middle of a step the engine plans again for what the model was called with,
-        which may be less, or more.
+        """The inputs of the loss. Within a step the engine re-plans for the inputs of the model's forward, which may be
+        fewer or more.
         """
         mine = self._inputs
         if mine is None:
@@ -311,8 +299,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if resume_from_checkpoint is True:
             found = plain.newest_of_both(Path(self.args.output_dir))
             if found is None:
-                do = "Start without resume_from_checkpoint, or name the folder"
-                raise ConfigError(tell(f"{self.args.output_dir} has a complete checkpoint", "there is none", do))
+                raise ConfigError(
+                    f"resume_from_checkpoint: there is no complete checkpoint in {self.args.output_dir}. Start without "
+                    "resume_from_checkpoint, or name the folder."
+                )
             resume_from_checkpoint = str(found)
         if resume_from_checkpoint and is_plain(Path(resume_from_checkpoint)):
             plain.require_plain(Path(resume_from_checkpoint))
@@ -321,7 +311,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        # Workers have copies of the dataset of their own.
+        # Not with workers, which have copies of the dataset.
         if not self.args.dataloader_num_workers:
             if self._stream is not None and self._stream.dataset is dataset:
                 dataset = self._stream
@@ -332,7 +322,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if not self._has_engine:
-            self._go_on_with_the_loss_of(resume_from_checkpoint)
+            self._use_loss_of(resume_from_checkpoint)
             self.start_engine(train_dataloader)
         elif (step_config := self.engine.plan.step_config).update != update_mode(
             self.args, self._nonfinite
@@ -345,16 +335,14 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         finally:
             self.accelerator.device_placement = placement
         if getattr(self.optimizer, "optimizer", self.optimizer) is not self.engine.optimizer:
-            do = "Leave create_optimizer as it is; get_decay_parameter_names decides the groups"
             raise ConfigError(
-                tell("the optimizer is the engine's", f"create_optimizer gave {type(self.optimizer).__name__}", do)
+                f"create_optimizer: it returned {type(self.optimizer).__name__}, but the optimizer is the engine's. Do "
+                "not override create_optimizer; get_decay_parameter_names decides the groups."
             )
         return prepared
 
-    def _go_on_with_the_loss_of(self, checkpoint: str | None) -> None:
-        """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is
-        resumed before it meets such a batch again.
-        """
+    def _use_loss_of(self, checkpoint: str | None) -> None:
+        """Keep the chunked loss of a run that switched to it at a large batch, also if no such batch follows soon."""
         if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_settings["chunked_loss"] is not None:
             return
         if read_manifest(Path(checkpoint)).get("loss_chunk"):
@@ -370,12 +358,12 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         batch = self._planned_for if self._is_online else self._with_num_items(inputs, num_items_in_batch)
         is_last, generated = self.accelerator.sync_gradients, self._generated()
         if not self.engine.runtime.gradients.waiting:
-            self._earlier = ()  # of a step that was made, or given up
+            self._earlier = ()  # the step was made, or abandoned
         self._fit(batch)
         rewind = rewinder(self.engine.device)
 
         def make() -> Tensor:
-            # In another micro-batch's turn, if this one is made again.
+            # A repeated micro-batch runs during a later one.
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             self._inputs = None if self._is_online else batch
             try:
@@ -384,7 +372,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             finally:
                 self._inputs = None
 
-        def make_again() -> None:
+        def repeat() -> None:
             self._fit(batch)
             rewind()
             with self._counting_in_copies(), self._generated_again(generated):
@@ -394,13 +382,13 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             loss = with_retries(self.engine, make, batch, self._earlier)
         except DeviceOutOfMemory as error:
             if self.engine.is_half_updated:
-                raise DeviceOutOfMemory(f"{error} {self._tell_what_is_saved()}") from None
+                raise DeviceOutOfMemory(f"{error} {self._resume_advice()}") from None
             raise
-        self._earlier = () if is_last else (*self._earlier, make_again)
+        self._earlier = () if is_last else (*self._earlier, repeat)
         return loss
 
     def _fit(self, batch: dict[str, Any]) -> None:
-        """Plan again for a larger batch, where the loss is not the model's own: the engine does it otherwise."""
+        """Re-plan for a larger batch if the Trainer computes the loss; otherwise the engine does so."""
         if self._is_plain_loss or self._is_online:
             return
         planned = self.engine.runtime.planned
@@ -420,15 +408,12 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if not self._has_engine:
             self.start_engine(None if self.train_dataset is not None else dataloader)
         try:
-            with rng_untouched(self.engine.device):  # making an iterator draws a number
+            with rng_untouched(self.engine.device):  # creating an iterator draws a random number
                 return super().evaluation_loop(dataloader, *args, **kwargs)
         except torch.OutOfMemoryError as error:
-            found = (
-                f"memory ran out with {self.args.per_device_eval_batch_size} rows at once, "
-                f"{self.args.per_device_train_batch_size} in training"
-            )
             raise DeviceOutOfMemory(
-                tell("evaluation fits beside the plan", found, "Lower per_device_eval_batch_size")
+                f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}: evaluation ran out of device "
+                f"memory (training has {self.args.per_device_train_batch_size} rows). Lower it."
             ) from error
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -444,7 +429,7 @@ class OutsizeTrainer(OutsizeMixin, Trainer):
 
 
 def _by_name(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, as far as the signature tells."""
+    """The arguments of a call by name, as far as the signature has names."""
     parameters = inspect.signature(init).parameters.values()
     positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     return {**dict(zip(positional, args, strict=False)), **kwargs}
@@ -458,7 +443,7 @@ def _is_attached(engine: Engine) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers, and lists and dicts of them: what a compute_loss may leave behind in its Trainer."""
+    """Whether it is a number, or lists and dicts of numbers: what a compute_loss may count in its Trainer."""
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):

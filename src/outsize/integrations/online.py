@@ -20,7 +20,7 @@ else:
     _Trainer = object
 
 _BLOCK = ("_step", "_buffered_inputs")
-"""Where TRL keeps the micro-batch it has come to, and the completions of the block."""
+"""TRL's attributes for the number of the micro-batch and the completions of the block."""
 
 
 class Generates(_Trainer):
@@ -35,7 +35,7 @@ class Generates(_Trainer):
         return bool(trl_classes(type(self)) & {"GRPOTrainer", "RLOOTrainer"})
 
     def _tensors_of(self, batch: Any) -> dict[str, Any]:
-        """What the model is called with for the rows of a loader."""
+        """The model's inputs for a batch of the loader."""
         if isinstance(batch, dict):
             return batch
         if not self._is_online:
@@ -67,7 +67,7 @@ class Generates(_Trainer):
         return {"input_ids": torch.zeros(shape, dtype=torch.long), "attention_mask": mask}
 
     def _scored(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of TRL's loss for so many rows and tokens, as if they had been generated and scored."""
+        """Inputs of TRL's loss with this number of rows and tokens, as if generated and scored."""
         ids, mask = (batch[name].to(self.args.device) for name in ("input_ids", "attention_mask"))
         rows, length = ids.shape
         kept = max(1, min(self.args.max_completion_length or length - 1, length - 1))
@@ -86,12 +86,12 @@ class Generates(_Trainer):
         return {**scored, "old_per_token_logps": each, **({"ref_per_token_logps": each} if self.beta else {})}
 
     def _generated(self) -> dict[str, Any]:
-        """Where the block of completions stands, for a micro-batch that may have to be made again."""
+        """The state of the block of completions, for a micro-batch that may have to be repeated."""
         return {name: getattr(self, name) for name in _BLOCK} if self._is_online else {}
 
     @contextmanager
     def _generated_again(self, generated: dict[str, Any]) -> Iterator[None]:
-        """Inside, the block of completions stands where it stood then."""
+        """Restore an earlier state of the block of completions."""
         now = self._generated()
         self.__dict__.update(generated)
         try:

@@ -42,7 +42,7 @@ class OtherModel:
             only_weights: budget its weights alone. The plan of the model that is trained has room for its activations.
         """
         if (earlier := _RUNNING.pop(model, lambda: None)()) is not None:
-            log.info("the engine of an earlier Trainer lets go of %s", name)
+            log.info("the engine of an earlier Trainer is detached from %s", name)
             earlier.stop()
         self.name = name
         self._trainable = [param for param in model.parameters() if param.requires_grad]
@@ -90,14 +90,14 @@ class OtherModel:
 
 
 _RUNNING: "weakref.WeakKeyDictionary[nn.Module, Callable[[], OtherModel | None]]" = weakref.WeakKeyDictionary()
-"""By model: the next Trainer that uses the same one ends it."""
+"""By model. The next Trainer that uses the same model ends it."""
 
 
 class RunsOthers(_Trainer):
     """The part of `OutsizeMixin` that keeps other models off the GPU until they are planned for."""
 
     _others: "dict[str, nn.Module] | None" = None
-    """By what messages call them."""
+    """By their names in messages."""
     _is_online: bool
     """Batches are generated, and other models run then, not in the loss."""
     _running: "tuple[OtherModel, ...]" = ()
@@ -127,7 +127,7 @@ class RunsOthers(_Trainer):
         return f"{word} {count + 1}" if count else word
 
     def _prepare_with_others(self, settings: dict[str, Any]) -> Engine:
-        """`prepare` for the model that is trained, in what the others leave. They use less where it does not fit."""
+        """Prepare the trained model in the memory that the others leave. If it does not fit, they get less."""
         if not self._others:
             return prepare(self.model, **settings)
         try:
@@ -156,7 +156,7 @@ class RunsOthers(_Trainer):
 
     @contextmanager
     def _with_others(self, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """For as long as a plan is made. Gives the settings of `prepare` with what the others leave."""
+        """Run the others while a plan is made. Yields the settings of `prepare` with the memory that they leave."""
         self._start_others(settings, least=False)
         try:
             yield self._left_by_others(settings)
@@ -191,7 +191,7 @@ class RunsOthers(_Trainer):
             other.stop()
 
     def _left_by_others(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Where the user gave no size, the device and the host say themselves what is left."""
+        """The settings less what the others take. Sizes that the user did not give are measured by prepare."""
         left = dict(settings)
         taken = {
             "gpu_memory": sum(other.gpu_bytes for other in self._running),
@@ -222,12 +222,12 @@ def without_autocast_cache(accelerator: Any) -> None:
 
 
 def _run(model: nn.Module, batch: dict[str, Any]) -> None:
-    """Not under no_grad, which a trial run passes over. Nothing in the model requires grad."""
+    """Not under no_grad, which profiling ignores. Nothing in the model requires grad."""
     model(**batch)
 
 
 def _inputs_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """What TRL's losses call a reference model with, for a batch of the model that is trained."""
+    """The inputs with which TRL's losses call a reference model, for a batch of the trained model."""
     known = inspect.signature(type(model).forward).parameters
     kept = {name: value for name, value in batch.items() if name in known and name != "labels"}
     ids = kept.get("input_ids")

@@ -1,7 +1,7 @@
-"""The first batch of a loader, looked at without being taken: the plan is made for it, and training must not notice.
+"""Reads the first batch of a loader for the plan, without changing what training reads.
 
-A dataset with items by number is simply read again, and so is a stream that knows epochs. Any other stream may have but
-one pass: what was read of it is kept and given again.
+A map-style dataset is read again, and so is a stream with `set_epoch`. Any other stream may allow one pass only: its
+items that were read are kept and returned again.
 """
 
 from collections.abc import Iterator
@@ -11,30 +11,29 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.device.rng import HostRng
 
 
 def first_batch(loader: Any) -> Any:
     """On the CPU: a dict of tensors, or a list of rows in online training. The caller restores global generators."""
-    # Below accelerate: its loaders read one batch ahead, and tell its gradient state that an epoch has begun.
+    # Not accelerate's loader: it reads one batch ahead and marks the start of an epoch in its gradient state.
     base = getattr(loader, "base_dataloader", loader)
     stream = getattr(base, "dataset", None)
     generators = [(generator, generator.get_state()) for generator in _generators(base)]
-    with stream.looking() if isinstance(stream, Rewound) else nullcontext():
+    with stream.peeking() if isinstance(stream, Rewound) else nullcontext():
         batch = next(iter(base), None)
     for generator, state in generators:
         generator.set_state(state)
     if getattr(base, "_iterator", None) is not None:
-        base._iterator = None  # workers that persist would go on from here
+        base._iterator = None  # persistent workers would continue from here
     if batch is None:
-        do = "Look at the dataset, and at dataloader_drop_last"
-        raise ConfigError(tell("the data to plan for has at least one batch", "it has none", do))
+        raise ConfigError("The data to plan for have no batch. Check the dataset and dataloader_drop_last.")
     return batch if isinstance(batch, list) else dict(batch)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Those of its samplers, which may draw another order for each pass (TRL's RepeatSampler)."""
+    """Generators of its samplers, which may draw another order for each pass (TRL's RepeatSampler)."""
     found, left = {}, [loader]
     while left:
         owner = left.pop()
@@ -46,34 +45,32 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def rewindable(dataset: Any) -> Any:
-    """The dataset itself where it can be read again from its beginning."""
+    """Wrap a stream that cannot be read again from its beginning; return other datasets as they are."""
     return Rewound(dataset) if isinstance(dataset, IterableDataset) and not hasattr(dataset, "set_epoch") else dataset
 
 
 class Rewound(IterableDataset):
-    """A stream whose first items can be looked at; the next pass begins with them. All later passes are the stream's
-    own.
-    """
+    """A stream whose first items can be peeked at. The next pass begins with them; later ones are the stream's own."""
 
     def __init__(self, dataset: IterableDataset):
         self.dataset = dataset
-        self._looking = False
+        self._peeking = False
         self._seen: list[Any] = []
         self._rest: Iterator[Any] | None = None
         self._before = self._after = HostRng.now()
-        """Around what was looked at: a stream may draw random numbers for its items."""
+        """Random state before and after the peeked items: a stream may draw random numbers for its items."""
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        self._looking = True
+    def peeking(self) -> Iterator[None]:
+        self._peeking = True
         try:
             yield
         finally:
-            self._looking = False
+            self._peeking = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._looking:
-            return self._look()
+        if self._peeking:
+            return self._peek()
         return iter(self.dataset) if self._rest is None else self._again()
 
     def __len__(self) -> int:
@@ -84,7 +81,7 @@ class Rewound(IterableDataset):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def _look(self) -> Iterator[Any]:
+    def _peek(self) -> Iterator[Any]:
         if self._rest is None:
             self._before = HostRng.now()
             self._rest = iter(self.dataset)
@@ -99,7 +96,7 @@ class Rewound(IterableDataset):
         seen, rest, self._seen, self._rest = self._seen, self._rest, [], None
         is_same = self._before.is_now()
         for number, item in enumerate(seen, 1):
-            # Whoever looked has put the generators back. What the stream drew for these items it draws only once.
+            # The caller has restored the generators. The stream draws for these items only once.
             if is_same and number == len(seen):
                 self._after.restore()
             yield item

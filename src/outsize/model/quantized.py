@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import BadFile, ModelUnsupported
-from outsize.model.tensorfile import Spec
+from outsize.checkpoint.tensorfile import Spec
 
 _SECTIONS = ("quantization_config", "compression_config")
 _DO = (

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from outsize.base.errors import BadFile, OutsizeError, tell
 from outsize.base.log import log
+from outsize.checkpoint.model_files import INDEX, SINGLE
+from outsize.checkpoint.tensorfile import TensorFile
 from outsize.model.quantized import refuse_quantized_folder, refuse_quantized_tensors
-from outsize.model.tensorfile import TensorFile
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Dtypes that aminmax takes. Those of 8 bits are left out."""
 

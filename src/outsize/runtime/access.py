@@ -77,7 +77,7 @@ class ParameterAccess:
     # Called by the engine around passes.
 
     def begin_pass(self) -> None:
-        """Parameters are plain ones. Waits for the user's own work on their memory, if there was any."""
+        """Make parameters plain ones. Waits for the user's own operators on their memory, if any."""
         self.apply_user_writes()
         for param, plain, _ in self._managed:
             param.__class__ = plain
@@ -87,8 +87,8 @@ class ParameterAccess:
             param.__class__ = prepared
 
     def apply_user_writes(self) -> None:
-        """Before the engine reads or writes weights: wait for the user's operators and bring what they wrote to every
-        copy of a weight.
+        """Wait for the user's operators and copy what they wrote to every copy of a weight. Runs before the engine
+        reads or writes weights.
         """
         self._is_drained = False
         for name, (tensor, version) in self._exported.items():
@@ -123,9 +123,7 @@ class ParameterAccess:
             return self._store.device_view(name)
 
     def loaded_weight(self, name: str) -> Tensor | None:
-        """The parameter's own memory on the device if it holds its value now: a module that is called by itself has
-        just loaded it.
-        """
+        """The parameter's own memory on the device if it holds the value now: the module is called by itself."""
         index, store = self._store.place.layout.place[name][0], self._store
         if index in self._touched or (
             store.place.streams(index) and store.slot_contents[store.place.slots.slot_of[index]] != index
@@ -160,7 +158,7 @@ class ParameterAccess:
             )
 
     def write(self, names: list[str], run: Callable[[], T]) -> T:
-        """Run an operator that writes these weights. Where a bf16 value changes, the new value is the master."""
+        """Run an operator that writes these weights. A bf16 value that changes becomes its own master weight."""
         self._require_writable(names[0])
         self._before_write()
         split = [name for name in names if name in self._split]
@@ -184,7 +182,7 @@ class ParameterAccess:
             )
 
     def written(self, name: str) -> None:
-        """An operator that is not known to write has written a weight: all of it is its own master from now on."""
+        """An operator that is not known to write has written a weight: the whole weight becomes its own master."""
         self._require_writable(name)
         self._written_unseen(name)
 
@@ -203,9 +201,7 @@ class ParameterAccess:
         return made
 
     def _give_own_memory(self, name: str) -> None:
-        """Tensors that were handed out keep the present value in memory of their own, as in torch when `p.data` gets
-        other memory.
-        """
+        """Give tensors that were handed out a copy of the present value, as in torch when `p.data` is replaced."""
         held = [made for ref in self._handed_out.pop(name, []) if (made := ref()) is not None]
         if not held:
             return
@@ -228,10 +224,8 @@ class ParameterAccess:
         ):
             raise EngineMisuse(
                 f"{name}.data: it was set to the memory of another prepared parameter. Copy the value "
-                "(p.data.copy_(q.data)); "
-                "to tie two parameters, do so before outsize.prepare. A wrapper that takes over a model's memory "
-                "(FullyShardedDataParallel) cannot "
-                "be used on a prepared model."
+                "(p.data.copy_(q.data)); to tie two parameters, do so before outsize.prepare. A wrapper that takes "
+                "over a model's memory (FullyShardedDataParallel) cannot be used on a prepared model."
             )
         value = _plain(value)
         with without_torch_function():
@@ -239,8 +233,8 @@ class ParameterAccess:
         if mine_is[:2] != theirs[:2] or mine_is[2].type != theirs[2].type:
             raise EngineMisuse(
                 f"{name}.data: a prepared parameter keeps its shape, dtype and device ({_show(*mine_is)}), but "
-                f"{_show(*theirs)} was assigned. "
-                "Call engine.detach(), change the model and prepare it again."
+                f"{_show(*theirs)} was assigned. Call "
+                "engine.detach(), change the model and prepare it again."
             )
         self._require_writable(name)
         self.synchronize()
@@ -279,8 +273,7 @@ class _Handle:
         if access is None or owner is None or owner[0] is not access:
             raise StaleParameter(
                 f"{self.name}: this tensor is over memory of an engine that was detached or has re-planned. Read the "
-                "parameter again, "
-                "or clone() a value that is kept."
+                "parameter again, or clone() a value that is kept."
             )
         if self.kind == "gradient":
             if access.gradients.generation(self.name) != self.generation or not access.gradients.has(self.name):
@@ -296,7 +289,7 @@ class _Handle:
 
 
 class _OutsideForward(torch.autograd.Function):
-    """Stands for a weight in an autograd graph that was built outside of the model's forward."""
+    """A weight in an autograd graph that was built outside of the model's forward. Its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, value: Tensor, name: str) -> Tensor:
@@ -307,8 +300,8 @@ class _OutsideForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise EngineMisuse(
             f"{ctx.name}: a loss that reads this weight outside of the model's forward was differentiated. Compute "
-            "that part of the loss inside "
-            "the forward of the prepared model; for an L2 penalty use weight_decay; for logging use torch.no_grad()."
+            "that part of the loss inside the forward of the prepared model; for an L2 penalty use weight_decay; for "
+            "logging use torch.no_grad()."
         )
 
 
@@ -369,14 +362,14 @@ _METADATA: set[Any] = {
     torch.is_complex,
     torch.numel,
 }
-"""What does not touch a parameter's memory."""
+"""Functions that do not access a parameter's memory."""
 _REBINDS = {"set_", "resize_", "resize_as_", "share_memory_", "swap_tensors"}
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _DATA_GET, _DATA_SET = _data.__get__, _data.__set__
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _grad.__get__, _grad.__set__, _grad.__delete__
 _COMPUTES = {F.linear, F.embedding, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm}
-"""What modules do with their weights, with results that are not views of them."""
+"""Operators of modules on their weights whose results are not views of them."""
 _INPLACE_DUNDERS = {
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift")
@@ -423,8 +416,7 @@ def prepared_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
     if plain.__torch_function__ is not nn.Parameter.__torch_function__ or "__torch_dispatch__" in vars(plain):
         raise ModelUnsupported(
             f"parameters of class {plain.__name__} define operators of their own, which a prepared parameter cannot "
-            "keep. "
-            "Prepare the model with plain nn.Parameters."
+            "keep. Prepare the model with plain nn.Parameters."
         )
     return type(f"Prepared{plain.__name__}", (PreparedParameter, plain), {})
 
@@ -458,7 +450,7 @@ def _plain(tensor: Tensor) -> Tensor:
 class _Source:
     original: Tensor
     memory: Tensor
-    """What stands for it in the call: over the parameter's memory, perhaps with an autograd graph."""
+    """Its replacement in the call: over the parameter's memory, perhaps with an autograd graph."""
     handle: _Handle
     access: ParameterAccess
 
@@ -473,9 +465,8 @@ def _source(tensor: Tensor, func: Any, *, is_target: bool) -> _Source | None:
     if func in _COMPUTES and not torch.is_grad_enabled() and (loaded := access.loaded_weight(name)) is not None:
         return _Source(tensor, loaded, _Handle(weakref.ref(access), "weight", name), access)
     memory = access.weight(name)
-    records = (
-        torch.is_grad_enabled() and getattr(func, "__module__", None) != "torch.nn.init"
-    )  # those turn grad off themselves
+    # torch.nn.init turns grad off itself.
+    records = torch.is_grad_enabled() and getattr(func, "__module__", None) != "torch.nn.init"
     if tensor.requires_grad and records and func != _DATA_GET and func != Tensor.detach:
         if is_target:
             raise RuntimeError(
@@ -506,9 +497,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return access.replace_data(key, args[1])
             if func == Tensor.register_post_accumulate_grad_hook:
                 return access.add_gradient_hook(key, lambda: func(*args, **kwargs))
-        if func == _DATA_SET and isinstance(
-            first, PreparedTensor
-        ):  # `p.grad.data = ...`: into the memory, as its other writes
+        if func == _DATA_SET and isinstance(first, PreparedTensor):  # `p.grad.data = ...` writes into the memory
             return _dispatch(Tensor.copy_, args, {})
         if isinstance(first, PreparedTensor) and func in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE):
             return func(*args, **kwargs)  # of a leaf that the user made of it
@@ -541,9 +530,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator is known to write its first argument. Others that do are found by the version of what they
-    got.
-    """
+    """Whether an operator is known to write its first argument. Other writes are found by the tensor's version."""
     if isinstance(func, OpOverload):
         return func._schema.is_mutable
     return (

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from outsize.base.errors import EngineMisuse, UpdateFailed, tell
 from outsize.base.log import log
 from outsize.calibration.steps import StepCalibration
+from outsize.checkpoint.checkpoints import Checkpoints
+from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.batch import Call, arguments_of, fits, positional_names
@@ -28,7 +30,6 @@ from outsize.model.weights import Weights, convert, is_finite
 from outsize.optim.spec import OptimizerSpec
 from outsize.plan.plan import Plan, StepConfig
 from outsize.runtime import process_hooks
-from outsize.runtime.checkpoints import Checkpoints
 from outsize.runtime.executor import Stage
 from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.plan_runtime import PlannedModel, PlanRuntime, RuntimeHolder
@@ -72,7 +73,7 @@ class Engine:
         self._hooks = TrainingHooks(
             model, layers, device, self._holder, self._steps, fit=self._fit, beside=lambda: self._calibration.reset()
         )
-        self._checkpoints = Checkpoints(model, self._holder, self.optimizer)
+        self._checkpoints = Checkpoints()
         self._started = time.perf_counter()
         # An engine that is dropped without detach() frees its memory, and the device takes back its budget.
         weakref.finalize(self, device.forget, id(self)).atexit = False
@@ -100,6 +101,7 @@ class Engine:
         except BaseException:
             self.device.close(id(self))
             raise
+        self.runtime.updates.wait_written = self._checkpoints.wait_written
         executor = self.runtime.executor
         self._calibration = StepCalibration(
             self.plan, executor.place, executor.schedule, self.device, sees_calls=executor.sees_calls
@@ -400,15 +402,17 @@ class Engine:
             then: called when it is published, perhaps from another thread.
         """
         self._require_saveable("save")
-        self._checkpoints.save(
-            Path(folder),
-            num_steps=self.num_steps,
-            background=background,
-            replace=replace,
-            only_model=only_model,
-            extra=extra,
-            then=then,
-        )
+        with self.runtime.patches.caches_as_given():
+            self._checkpoints.save(
+                Path(folder),
+                self._trained_model(),
+                num_steps=self.num_steps,
+                background=background,
+                replace=replace,
+                only_model=only_model,
+                extra=extra,
+                then=then,
+            )
 
     def finish_saving(self) -> None:
         """Until a save in the background is complete. Raises SaveFailed if it is not; what was saved before is then as
@@ -426,7 +430,7 @@ class Engine:
         self._drain_before_load()
         self._require_idle("load")
         self.finish_saving()
-        num_steps = self._checkpoints.load(Path(folder), only_model=only_model)
+        num_steps = self._checkpoints.load(Path(folder), self._trained_model(), only_model=only_model)
         if not only_model:
             self._steps.num_made = num_steps
             self.state_was_loaded()
@@ -436,7 +440,12 @@ class Engine:
         model is made. Dtypes as in `save`.
         """
         self._require_saveable("export")
-        self._checkpoints.export(Path(folder), tokenizer=tokenizer)
+        with self.runtime.patches.caches_as_given():
+            self._checkpoints.export(Path(folder), self._trained_model(), tokenizer=tokenizer)
+
+    def _trained_model(self) -> TrainedModel:
+        now, groups = self.runtime, self.optimizer.param_groups
+        return TrainedModel(self.model, now.store, now.updates.steps, groups, now.plan.loss_chunk)
 
     def _require_saveable(self, verb: str) -> None:
         self._require_idle(verb)

@@ -1,10 +1,9 @@
-"""The guard: in a pass, no operator reads a parameter while its slot holds another chunk.
+"""Guard: raises if an operator in a forward or backward reads a parameter while its slot holds another chunk.
 
 Such a read gives finite, wrong numbers and no error, so a dispatch mode checks every operator's arguments: parameters
-by identity, and any other tensor (`p.data`, views, what autograd saved) by its storage, which may be a slot that no
-chunk owns. Always on for `cpu` and `sim`; elsewhere for the first step after prepare or a re-plan, for the first that
-leaves certain blocks out, and with OUTSIZE_GUARD=1. Between passes parameters read their homes (access.py), with and
-without the guard.
+by identity, and any other tensor (`p.data`, views, tensors saved by autograd) by its storage, which may be a slot that
+holds no chunk. Always on for `cpu` and `sim`; on CUDA for the first step after prepare or a re-plan, for the first step
+that skips given blocks, and with OUTSIZE_GUARD=1. Between passes parameters read their homes (access.py) in any case.
 """
 
 import weakref
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outsize.base.errors import StaleParameter, tell
+from outsize.base.errors import StaleParameter
 from outsize.compat import TorchDispatchMode
 from outsize.device.observer import tensors_of
 from outsize.plan.buffers import BufferKind as B
@@ -22,8 +21,8 @@ from outsize.runtime.store import Store
 class Guard(TorchDispatchMode):
     def __init__(self, store: Store):
         super().__init__()
-        # Neither the store itself nor its parameters: a mode lives until it is removed (from its own thread's stack),
-        # and would keep a dropped engine's memory.
+        # No strong reference to the store or its parameters: a mode lives until it is removed from its thread's stack,
+        # and would keep the memory of a dropped engine.
         self._place, self._slot_contents = store.place, store.slot_contents
         self._store = weakref.ref(store)
         place = store.place
@@ -41,7 +40,7 @@ class Guard(TorchDispatchMode):
         self._slot_at = {store.gpu[B.SLOT, slot].untyped_storage().data_ptr(): slot for slot in store.slot_contents}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._store() is None:  # a mode that was not removed, since its store was collected inside of it
+        if self._store() is None:  # the store was collected while the mode was active
             return func(*args, **(kwargs or {}))
         for leaf in tensors_of(*args, *(kwargs or {}).values()):
             if isinstance(leaf, torch.nn.Parameter):
@@ -52,8 +51,7 @@ class Guard(TorchDispatchMode):
                 if slot is not None and self._slot_contents[slot] is None:
                     raise StaleParameter(
                         f"{func}: it reads {tuple(leaf.shape)} elements of a streamed weight whose slot holds no "
-                        "chunk. "
-                        "Read weights inside the forward of their own module, or between steps."
+                        "chunk. Read weights inside the forward of their own module, or between steps."
                     )
         return func(*args, **(kwargs or {}))
 
@@ -65,5 +63,7 @@ class Guard(TorchDispatchMode):
             holds = (
                 "nothing yet" if owner is None else f"weights of {place.graph.call_name(place.chunk(owner).calls[0])}"
             )
-            do = "Read it inside the model's forward, or `with engine.gathered(name)`"
-            raise StaleParameter(tell(f"{func} reads {name} of {block}", f"its slot holds {holds}", do))
+            raise StaleParameter(
+                f"{func}: it reads {name} of {block}, but its slot holds {holds}. Read it inside the model's forward, "
+                "or `with engine.gathered(name)`."
+            )

@@ -1,8 +1,7 @@
-"""What users do to a prepared model from outside: saving, loading, copying, moving. Each goes through the engine or is
-refused.
+"""Patches: methods of a prepared model that save, load, copy or move it. Each goes through the engine or is refused.
 
 Slots hold bytes of other layers, so the model's own methods would read and write wrong weights without an error. All
-changes are instance attributes and hooks, and `undo` takes them back; names and the module tree are never touched.
+patches are instance attributes and hooks, which `undo` removes; names and the module tree never change.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, tell
+from outsize.base.errors import EngineMisuse
 from outsize.model.caches import turn_caches_off, turn_caches_on
 from outsize.runtime.store import Store
 
@@ -36,9 +35,8 @@ class Patches:
             self._set(module, "__reduce_ex__", _refuse("pickle", path))
             self._set(module, "_apply", _keeps_place(module, path))
             self._set(module, "compile", _refuse_compile)
-            if hasattr(type(module), "merge") and hasattr(
-                type(module), "unmerge"
-            ):  # an adapter that writes into its base by `.data`
+            # An adapter writes into its base by `.data`.
+            if hasattr(type(module), "merge") and hasattr(type(module), "unmerge"):
                 self._set(module, "merge", _refuse("merge", path))
                 self._set(module, "unmerge", _refuse("unmerge", path))
             owned = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
@@ -50,7 +48,7 @@ class Patches:
 
     @contextmanager
     def caches_as_given(self) -> Iterator[None]:
-        """For writing the config: `use_cache` is as the user had it."""
+        """Restore the user's `use_cache`, for writing the config."""
         turn_caches_on(self._cached)
         try:
             yield
@@ -92,32 +90,27 @@ def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 def _refuse(what: str, path: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        do = "Call engine.detach() first, or save with save_pretrained or state_dict, which read from home"
         raise EngineMisuse(
-            tell(
-                f"{path or 'the model'} is prepared and its weights are not in its tensors",
-                f"{what} would copy whatever passes by",
-                do,
-            )
+            f"{what}: {path or 'the model'} is prepared, so its tensors may hold weights of other layers. Call "
+            "engine.detach() first, or save with save_pretrained or state_dict, which read the right values."
         )
 
     return refuse
 
 
 def _keeps_place(module: nn.Module, path: str) -> Callable[..., nn.Module]:
-    """`.to`, `.cuda`, `.half`, …: allowed where they change nothing."""
+    """`.to`, `.cuda`, `.half`, …: allowed if they change nothing."""
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
-                found = (
-                    f"a move to {result.device}, {result.dtype} was asked for {path or 'the model'} ({name} is "
-                    f"{tensor.device}, {tensor.dtype})"
+                raise EngineMisuse(
+                    f"{path or 'the model'}: a prepared model cannot be moved or converted to {result.device}, "
+                    f"{result.dtype} ({name} is {tensor.device}, {tensor.dtype}). Prepare it with the device and dtype "
+                    "you want, or call engine.detach() first."
                 )
-                do = "Prepare it with the device and dtype you want, or engine.detach() first"
-                raise EngineMisuse(tell("a prepared model stays where its plan put it", found, do))
         return module
 
     return apply

@@ -1,9 +1,8 @@
-"""Hooks for the whole process, installed while an engine is attached: what other libraries do to prepared parameters
-without calling the engine.
+"""Process-wide hooks for what other libraries do to prepared parameters. Installed while an engine is attached.
 
 - `torch.nn.utils.clip_grad_norm_` over all parameters of a prepared model is the engine's clipping. (A reference to
   torch's own function that was imported earlier works too, through `p.grad`, but reads and writes every gradient.)
-- A backward that breaks off is rolled back.
+- A backward that raises is rolled back.
 - A step of another optimizer over prepared parameters is refused.
 - A wrapper that replicates a prepared model (DDP, DataParallel) or compiles it is refused when it takes the model. FSDP
   fails at its first write to a parameter (access.py), fully_shard at the next forward, which finds other parameters in
@@ -44,7 +43,7 @@ _REFUSED = {
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _handles: list[Any] = []
 _originals: dict[str, Callable[..., Any]] = {}
-"""Functions of torch that ours stand in for, by name."""
+"""Functions of torch that ours replace, by name."""
 
 
 def install(engine: Clips) -> None:
@@ -70,7 +69,7 @@ def uninstall(engine: Clips | None = None) -> None:
             (nn.utils.clip_grad, "clip_grad_norm_", _clip_through_engine),
             (torch.autograd, "backward", _backward),
         ):
-            if getattr(module, name) is ours:  # else somebody has wrapped it since
+            if getattr(module, name) is ours:  # else another library has wrapped it since
                 _put(module, name, _originals[name])
 
 
@@ -79,12 +78,12 @@ def _put(module: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def attached_engines() -> list[Any]:
-    """Engines of this process that hold a model now."""
+    """Engines of this process that are attached to a model."""
     return list(_engines)
 
 
 def _backward(*args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.backward. Nothing of ours runs when a backward breaks off, so its exception is caught here."""
+    """torch.autograd.backward. No hook runs when a backward raises, so its exception is caught here."""
     try:
         return _originals["backward"](*args, **kwargs)
     except BaseException:
@@ -100,7 +99,7 @@ def _clip_through_engine(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_, by the engine where the parameters are all that one engine trains."""
+    """torch.nn.utils.clip_grad_norm_, by the engine if the parameters are all that one engine trains."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     engine = _engine_of_all(params) if float(norm_type) == 2.0 else None
     if engine is None:
@@ -134,8 +133,8 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
             if (owner := owner_of(param)) is not None:
                 raise EngineMisuse(
                     f"{type(optimizer).__name__}.step: it holds {owner[1]} of a prepared model, whose weights and "
-                    "gradients are the engine's. "
-                    "Use engine.optimizer (outsize.AdamW sets its hyperparameters), or call engine.detach() first."
+                    "gradients are the engine's. Use "
+                    "engine.optimizer (outsize.AdamW sets its hyperparameters), or call engine.detach() first."
                 )
 
 

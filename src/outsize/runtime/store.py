@@ -208,7 +208,19 @@ class Store:
         ids = {id(p) for p in params}
         return tuple({self.place.layout.place[name][0] for name, p in self.params.items() if id(p) in ids})
 
-    # Parameters by name. The lanes are idle when these are called.
+    def host_chunks(self) -> set[int]:
+        """Chunks whose weights and state are in host memory."""
+        place = self.place
+        return {
+            c.index
+            for c in place.layout.chunks
+            if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))
+        }
+
+    # Parameters by name, as checkpoint/parameter_store.py expects. The lanes are idle when these are called.
+
+    def chunk_of(self, name: str) -> int:
+        return self.place.layout.place[name][0]
 
     def read(self, name: str, *, owns: bool = False) -> Tensor:
         """A view of the parameter's value at home."""
@@ -226,6 +238,14 @@ class Store:
         index, piece = self.place.layout.place[name]
         buffers = [self.host.get((B.HOME, index)), self.gpu.get((B.WEIGHTS, index))]
         return [self._view(buffer, index, piece) for buffer in buffers if buffer is not None]
+
+    def load(self, name: str, read_into: Callable[[Tensor], None]) -> None:
+        """Read a new value into every copy. It becomes the master weight too."""
+        index = self.chunk_of(name)
+        self.fill(self.copies(name), read_into)
+        self.invalidate(index)
+        if self.place.chunk(index).trainable and self.place.chunk(index).is_split:
+            self.state_views(name)["lo"].zero_()
 
     def write(self, name: str, value: Tensor) -> None:
         """A new value from outside: where it differs from the weight, it is the master too."""

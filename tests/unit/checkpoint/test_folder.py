@@ -1,6 +1,4 @@
-"""Folders that are whole or not there: drafts, manifests, replacing, rotating, and what is left of runs that were
-killed.
-"""
+"""Folders that are complete or absent: staged folders, manifests, replacing, rotating, recovery from killed runs."""
 
 import errno
 import json
@@ -29,9 +27,9 @@ from outsize.checkpoint.folder import (
 
 
 def publish(place: Path, text: str = "x", *, replace: bool = False, **facts: Any) -> Path:
-    draft = StagedDir.of(place, replace=replace)
-    (draft.path / "weights").write_text(text)
-    draft.publish(facts)
+    staged = StagedDir.of(place, replace=replace)
+    (staged.path / "weights").write_text(text)
+    staged.publish(facts)
     return place
 
 
@@ -39,7 +37,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def drafts(folder: Path) -> list[str]:
+def staged_names(folder: Path) -> list[str]:
     return [name for name in names(folder) if name.startswith(".partial-")]
 
 
@@ -48,22 +46,22 @@ def drafts(folder: Path) -> list[str]:
 
 def test_nothing_is_there_until_it_is_published_and_then_all_of_it(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "down" / "checkpoint-1"
-    draft = StagedDir.of(place)
-    (draft.path / "sub").mkdir()
-    (draft.path / "sub" / "b").write_text("four")
-    (draft.path / "a").write_text("")
+    staged = StagedDir.of(place)
+    (staged.path / "sub").mkdir()
+    (staged.path / "sub" / "b").write_text("four")
+    (staged.path / "a").write_text("")
     assert not place.exists() and newest(place.parent) is None
-    draft.publish({"steps": 3})
+    staged.publish({"steps": 3})
     assert names(place.parent) == ["checkpoint-1"] and newest(place.parent) == place
     facts = read_manifest(place)
     assert facts["files"] == {"a": 0, "sub/b": 4} and facts["steps"] == 3
 
 
-def test_a_discarded_draft_leaves_nothing(tmp_path: Path) -> None:
-    draft = StagedDir.of(tmp_path / "a")
-    (draft.path / "weights").write_text("x")
-    draft.discard()
-    draft.discard()
+def test_a_discarded_staged_folder_leaves_nothing(tmp_path: Path) -> None:
+    staged = StagedDir.of(tmp_path / "a")
+    (staged.path / "weights").write_text("x")
+    staged.discard()
+    staged.discard()
     assert names(tmp_path) == []
 
 
@@ -86,9 +84,9 @@ def test_a_discarded_draft_leaves_nothing(tmp_path: Path) -> None:
 def test_a_place_may_have_any_name(tmp_path: Path, name: str) -> None:
     place = publish(tmp_path / name, "old")
     publish(place, "new", replace=True)
-    draft = StagedDir.of(tmp_path / f"{name}2")
-    (draft.path / name).write_text("abc")
-    draft.publish({})
+    staged = StagedDir.of(tmp_path / f"{name}2")
+    (staged.path / name).write_text("abc")
+    staged.publish({})
     assert names(tmp_path) == sorted([name, f"{name}2"]) and (place / "weights").read_text() == "new"
     assert read_manifest(tmp_path / f"{name}2")["files"] == {name: 3}
 
@@ -98,9 +96,9 @@ def test_a_relative_place_means_the_folder_it_meant_at_the_start(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    draft = StagedDir.of(Path("checkpoint-1"))
+    staged = StagedDir.of(Path("checkpoint-1"))
     monkeypatch.chdir("elsewhere")
-    draft.publish({})
+    staged.publish({})
     assert names(tmp_path) == ["checkpoint-1", "elsewhere"] and names(tmp_path / "elsewhere") == []
 
 
@@ -127,10 +125,10 @@ def test_modes_are_what_the_umask_leaves(tmp_path: Path, mask: int) -> None:
 
 
 def test_a_file_that_takes_the_manifests_name_is_refused(tmp_path: Path) -> None:
-    draft = StagedDir.of(tmp_path / "a")
-    (draft.path / MANIFEST).write_text("mine")
+    staged = StagedDir.of(tmp_path / "a")
+    (staged.path / MANIFEST).write_text("mine")
     with pytest.raises(SaveFailed, match=MANIFEST):
-        draft.publish({})
+        staged.publish({})
 
 
 # --- a place that is taken
@@ -138,7 +136,7 @@ def test_a_file_that_takes_the_manifests_name_is_refused(tmp_path: Path) -> None
 
 def test_a_checkpoint_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     place = publish(tmp_path / "a", "old")
-    with pytest.raises(SaveFailed, match=rf"{place} is not there yet"):
+    with pytest.raises(SaveFailed, match=rf"{place} exists already"):
         StagedDir.of(place)
     assert names(tmp_path) == ["a"] and (place / "weights").read_text() == "old"
     publish(place, "new", replace=True)
@@ -146,10 +144,10 @@ def test_a_checkpoint_is_not_written_over_unless_asked(tmp_path: Path) -> None:
 
 
 def test_what_takes_the_place_meanwhile_is_not_written_over(tmp_path: Path) -> None:
-    draft = StagedDir.of(tmp_path / "a")
+    staged = StagedDir.of(tmp_path / "a")
     (tmp_path / "a").mkdir()
-    with pytest.raises(SaveFailed, match="is not there yet"):
-        draft.publish({})
+    with pytest.raises(SaveFailed, match="exists already"):
+        staged.publish({})
     assert names(tmp_path / "a") == []
 
 
@@ -159,7 +157,7 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("dear")
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("home", "file", "dangling"):
-        with pytest.raises(SaveFailed, match="is a checkpoint that may be replaced"):
+        with pytest.raises(SaveFailed, match="cannot be replaced"):
             StagedDir.of(tmp_path / name, replace=True)
     assert names(tmp_path) == ["dangling", "file", "home"] and (tmp_path / "home" / "letters").exists()
     for name in (
@@ -179,8 +177,8 @@ def test_a_replacing_that_breaks_off_leaves_the_old_one(
 ) -> None:
     """`when`: before the old one is renamed, or after that and before the new one is."""
     place = publish(tmp_path / "a", "old")
-    draft = StagedDir.of(place, replace=True)
-    (draft.path / "weights").write_text("new")
+    staged = StagedDir.of(place, replace=True)
+    (staged.path / "weights").write_text("new")
     rename, count = Path.rename, iter(range(1, 9))
 
     def fails(self: Path, target: Path) -> Path:
@@ -190,8 +188,8 @@ def test_a_replacing_that_breaks_off_leaves_the_old_one(
 
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises((SaveFailed, KeyboardInterrupt)):
-        draft.publish({})
-    draft.discard()
+        staged.publish({})
+    staged.discard()
     assert names(tmp_path) == ["a"] and (place / "weights").read_text() == "old" and read_manifest(place)
 
 
@@ -206,16 +204,16 @@ def test_places_that_cannot_be_written_are_told_with_the_reason(tmp_path: Path) 
         Path("/proc/nothing/a"),
         tmp_path / ("n" * 250),
     ):
-        with pytest.raises(SaveFailed, match=r"can be written, but .*what was saved before is as it was"):
+        with pytest.raises(SaveFailed, match=r"cannot be written: .*Earlier saves are unchanged"):
             StagedDir.of(place)
     assert names(tmp_path) == ["file"]
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    draft = StagedDir.of(tmp_path / "a")
-    draft.require_space(1)
-    with pytest.raises(SaveFailed, match=r"needs 1048576 TiB on the disk, but .* is free"):
-        draft.require_space(2**60)
+    staged = StagedDir.of(tmp_path / "a")
+    staged.require_space(1)
+    with pytest.raises(SaveFailed, match=r"needs 1048576 TiB of disk space, but .* is free"):
+        staged.require_space(2**60)
 
 
 @pytest.mark.parametrize(
@@ -224,14 +222,14 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
         (OSError(errno.ENOSPC, "No space left on device", "f"), r"No space left on device \(f\)\. Free some space"),
         (OSError(errno.EFBIG, "File too large"), "Free some space"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "Free some space"),
-        (PermissionError(errno.EACCES, "Permission denied", "f"), r"Permission denied \(f\)\. Give a place"),
+        (PermissionError(errno.EACCES, "Permission denied", "f"), r"Permission denied \(f\)\. Name a folder"),
         (SafetensorError("I/O error: No space left"), "No space left"),
     ],
 )
 def test_errors_of_the_file_system_are_sentences(error: Exception, match: str) -> None:
     with pytest.raises(SaveFailed, match=match) as raised, os_errors_as_save_failed(Path("there")):
         raise error
-    assert raised.value.__cause__ is error and "there can be written" in str(raised.value)
+    assert raised.value.__cause__ is error and "there cannot be written" in str(raised.value)
 
 
 def test_what_is_told_already_or_is_no_error_of_the_file_system_stays() -> None:
@@ -277,10 +275,10 @@ DAMAGES = {
     "a list": MANIFEST,
     "files that are a number": MANIFEST,
     "another format": "format",
-    "a file is gone": "weights has 1 bytes, but it is not there",
-    "a file is shorter": "weights has 1 bytes, but 0 are there",
-    "a file is longer": "weights has 1 bytes, but 2 are there",
-    "a file is a folder": "weights has 1 bytes, but it is not there",
+    "a file is gone": "weights is missing",
+    "a file is shorter": "weights has 0 bytes instead of 1",
+    "a file is longer": "weights has 2 bytes instead of 1",
+    "a file is a folder": "weights is missing",
 }
 
 
@@ -363,8 +361,8 @@ from pathlib import Path
 sys.path.insert(0, "src")
 from outsize.checkpoint.folder import StagedDir
 place, what = Path(sys.argv[1]), sys.argv[2]
-draft = StagedDir.of(place, replace=True)
-(draft.path / "weights").write_text("new")
+staged = StagedDir.of(place, replace=True)
+(staged.path / "weights").write_text("new")
 if what.startswith("rename"):
     rename, count = Path.rename, iter(range(9))
     def killed(self, target):
@@ -372,7 +370,7 @@ if what.startswith("rename"):
             os.kill(os.getpid(), signal.SIGKILL)
         return rename(self, target)
     Path.rename = killed
-    draft.publish({})
+    staged.publish({})
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -383,7 +381,7 @@ def start(place: Path, what: str) -> "subprocess.Popen[str]":
         [sys.executable, "-c", SCRIPT, str(place), what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert run.stdout is not None
-    assert (run.stdout.readline() == "ready\n") == (what == "draft")
+    assert (run.stdout.readline() == "ready\n") == (what == "staged")
     return run
 
 
@@ -399,7 +397,7 @@ def test_a_replacing_that_is_killed_leaves_one_whole_checkpoint(tmp_path: Path, 
     """
     place = publish(tmp_path / "checkpoint-3", "old")
     end(start(place, f"rename {when}"))
-    assert place.exists() == (when == 0) and len(drafts(tmp_path)) == 1 + when
+    assert place.exists() == (when == 0) and len(staged_names(tmp_path)) == 1 + when
     assert newest(tmp_path) == place and (place / "weights").read_text() == ("old", "new")[when]
     assert names(tmp_path) == ["checkpoint-3"]
 
@@ -408,59 +406,59 @@ def test_if_the_new_one_is_not_whole_the_old_one_is_put_back(tmp_path: Path) -> 
     """A disk that lost the last writes of a killed replacing."""
     place = publish(tmp_path / "checkpoint-3", "old")
     end(start(place, "rename 1"))
-    fresh = next(tmp_path / name for name in drafts(tmp_path) if not name.endswith("-old"))
+    fresh = next(tmp_path / name for name in staged_names(tmp_path) if not name.endswith("-old"))
     (fresh / "weights").write_text("")
     assert (
         newest(tmp_path) == place and (place / "weights").read_text() == "old" and names(tmp_path) == ["checkpoint-3"]
     )
 
 
-def test_drafts_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> None:
+def test_staged_folders_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> None:
     mine = StagedDir.of(tmp_path / "checkpoint-1")
-    run = start(tmp_path / "checkpoint-2", "draft")
+    run = start(tmp_path / "checkpoint-2", "staged")
     for act in (recover_partial_saves, newest, lambda folder: rotate(folder, 1)):
         act(tmp_path)
-        assert len(drafts(tmp_path)) == 2
+        assert len(staged_names(tmp_path)) == 2
     end(run)
     StagedDir.of(tmp_path / "checkpoint-3").discard()  # the next save clears up, too
-    assert drafts(tmp_path) == [mine.path.name]
+    assert staged_names(tmp_path) == [mine.path.name]
 
 
 def test_a_dead_writer_that_nobody_has_buried_is_dead(tmp_path: Path) -> None:
     """As in a container whose first process is no init."""
-    run = start(tmp_path / "checkpoint-2", "draft")
+    run = start(tmp_path / "checkpoint-2", "staged")
     os.kill(run.pid, signal.SIGKILL)
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
     recover_partial_saves(tmp_path)
-    assert drafts(tmp_path) == []
+    assert staged_names(tmp_path) == []
     end(run)
 
 
 def test_another_process_with_the_number_of_a_dead_writer_is_not_the_writer(tmp_path: Path) -> None:
-    draft = StagedDir.of(tmp_path / "a")
-    host, pid, born, number = draft.path.name.rpartition("@")[2].rsplit("-", 3)
-    stale = draft.path.rename(tmp_path / f".partial-a@{host}-{pid}-{int(born) - 60_000}-{number}")
+    staged = StagedDir.of(tmp_path / "a")
+    host, pid, born, number = staged.path.name.rpartition("@")[2].rsplit("-", 3)
+    stale = staged.path.rename(tmp_path / f".partial-a@{host}-{pid}-{int(born) - 60_000}-{number}")
     recover_partial_saves(tmp_path)
     assert not stale.exists()
 
 
-def test_a_draft_of_another_machine_goes_when_nobody_writes_it_any_more(tmp_path: Path) -> None:
+def test_a_staged_folder_of_another_machine_goes_when_nobody_writes_it_any_more(tmp_path: Path) -> None:
     """Whether its writer lives cannot be known; a file in it may be written although the folder was not for long."""
-    draft = tmp_path / ".partial-checkpoint-1@another-machine.cluster-1-1-0"
-    draft.mkdir()
-    (draft / "weights").touch()
+    staged = tmp_path / ".partial-checkpoint-1@another-machine.cluster-1-1-0"
+    staged.mkdir()
+    (staged / "weights").touch()
     recover_partial_saves(tmp_path)
-    assert draft.exists()
+    assert staged.exists()
     yesterday = time.time() - 25 * 3600
-    os.utime(draft, (yesterday, yesterday))
+    os.utime(staged, (yesterday, yesterday))
     recover_partial_saves(tmp_path)
-    assert draft.exists()
-    os.utime(draft / "weights", (yesterday, yesterday))
+    assert staged.exists()
+    os.utime(staged / "weights", (yesterday, yesterday))
     recover_partial_saves(tmp_path)
-    assert not draft.exists()
+    assert not staged.exists()
 
 
-def test_what_only_looks_like_a_draft_stays(tmp_path: Path) -> None:
+def test_what_only_looks_like_a_staged_folder_stays(tmp_path: Path) -> None:
     for name in (".partial-", ".partial-notes", ".partial-a-1-2-3", "partial-a@b-1-2-3"):
         (tmp_path / name).mkdir()
     recover_partial_saves(tmp_path)
@@ -476,11 +474,11 @@ def is_weight(name: str) -> bool:
 
 
 def bring(place: Path, **files: str) -> None:
-    draft = StagedDir.into(place)
+    staged = StagedDir.into(place)
     for name, text in files.items():
-        path = draft.path / name.replace("_", ".")
+        path = staged.path / name.replace("_", ".")
         path.write_text(text)
-    draft.commit_files(is_weight)
+    staged.commit_files(is_weight)
 
 
 def test_files_go_into_a_folder_beside_others_and_stale_ones_go(tmp_path: Path) -> None:
@@ -494,10 +492,10 @@ def test_files_go_into_a_folder_beside_others_and_stale_ones_go(tmp_path: Path) 
 
 def test_folders_inside_are_merged(tmp_path: Path) -> None:
     for text in ("old", "new"):
-        draft = StagedDir.into(tmp_path / "out")
-        (draft.path / "sub").mkdir()
-        (draft.path / "sub" / text).write_text(text)
-        draft.commit_files()
+        staged = StagedDir.into(tmp_path / "out")
+        (staged.path / "sub").mkdir()
+        (staged.path / "sub" / text).write_text(text)
+        staged.commit_files()
     assert names(tmp_path / "out" / "sub") == ["new", "old"] and names(tmp_path / "out") == ["sub"]
 
 
@@ -525,13 +523,13 @@ def test_a_file_is_not_taken_for_a_folder(tmp_path: Path) -> None:
         StagedDir.into(tmp_path / "file")
 
 
-def test_the_draft_for_a_folder_that_is_there_lies_inside(tmp_path: Path) -> None:
+def test_the_staged_folder_for_a_folder_that_is_there_lies_inside(tmp_path: Path) -> None:
     """It may be a disk of its own, and files are renamed within one disk only; what a killed one left there is
     cleared.
     """
     (tmp_path / "disk").mkdir()
     stale = StagedDir.into(tmp_path / "disk")
     stale.path.rename(stale.path.with_name(stale.path.name.replace(f"-{os.getpid()}-", "-999999999-")))
-    draft = StagedDir.into(tmp_path / "disk")
-    assert draft.path.parent == tmp_path / "disk" and drafts(tmp_path / "disk") == [draft.path.name]
+    staged = StagedDir.into(tmp_path / "disk")
+    assert staged.path.parent == tmp_path / "disk" and staged_names(tmp_path / "disk") == [staged.path.name]
     assert StagedDir.into(tmp_path / "new").path.parent == tmp_path

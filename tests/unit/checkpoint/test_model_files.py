@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from unit.model.test_weights import emptied
 
-from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
-from outsize.model.tensorfile import Spec, TensorFile
-from outsize.model.weights import SINGLE
+from outsize.checkpoint.model_files import SINGLE, ModelFiles, is_weight_file, model_files, write_configs
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 
 HUGGING_FACE = [kind for kind in zoo.NAMES if isinstance(zoo.make(kind), PreTrainedModel)]
 KINDS = [
@@ -31,8 +30,8 @@ def written(model: nn.Module, folder: Path, files: ModelFiles) -> Path:
     state = model.state_dict()
     made = {
         key: tensor
-        for recipe in files.recipes
-        for key, tensor in recipe.convert({name: state[name] for name in recipe.inputs}).items()
+        for conversion in files.conversions
+        for key, tensor in conversion.convert({name: state[name] for name in conversion.inputs}).items()
     }
     for name, specs in files.files.items():
         with TensorFile.create(folder / name, specs, {"format": "pt"}) as file:
@@ -75,7 +74,7 @@ def test_no_weight_is_touched_to_decide() -> None:
         model = zoo.make(kind)
         files, without = model_files(model), model_files(emptied(model))
         assert files.files == without.files and files.source == without.source
-        assert [(r.inputs, r.keys) for r in files.recipes] == [(r.inputs, r.keys) for r in without.recipes]
+        assert [(r.inputs, r.keys) for r in files.conversions] == [(r.inputs, r.keys) for r in without.conversions]
 
 
 def test_converted_weights_are_made_of_one_tensor_at_a_time() -> None:
@@ -83,9 +82,9 @@ def test_converted_weights_are_made_of_one_tensor_at_a_time() -> None:
     model = zoo.make("mixtral")
     files = model_files(model)
     experts = [name for name in model.state_dict() if ".experts." in name]
-    assert [recipe.inputs for recipe in files.recipes] == [(name,) for name in experts] and experts
+    assert [conversion.inputs for conversion in files.conversions] == [(name,) for name in experts] and experts
     assert set(files.source.values()) == set(model.state_dict()) - set(experts)
-    keys = [key for recipe in files.recipes for key in recipe.keys]
+    keys = [key for conversion in files.conversions for key in conversion.keys]
     assert len(keys) == len(set(keys)) and set(keys) | files.source.keys() == files.files[SINGLE].keys()
 
 
@@ -114,7 +113,7 @@ def test_any_other_module_is_one_file_with_every_tensor_once(tmp_path: Path) -> 
         files.files[SINGLE]["a.weight"] == Spec(torch.bfloat16, (3, 2))
         and files.files[SINGLE]["count"].dtype == torch.int64
     )
-    assert files.source == {name: name for name in expected} and files.recipes == () and files.index is None
+    assert files.source == {name: name for name in expected} and files.conversions == () and files.index is None
     assert [path.name for path in written(model, tmp_path / "ours", files).iterdir()] == [SINGLE]
 
 

@@ -253,7 +253,7 @@ def test_the_device_is_where_the_trainer_puts_its_batches(ours: Any) -> None:
 
 
 def test_without_data_there_is_nothing_to_plan_for(ours: Any) -> None:
-    with pytest.raises(ConfigError, match="at least one batch"):
+    with pytest.raises(ConfigError, match="have no batch"):
         ours(train_dataset=trainers.rows(KIND, 1), args={"dataloader_drop_last": True}).start_engine()
     with pytest.raises(EngineMisuse, match="start_engine"):
         _ = ours().engine
@@ -337,7 +337,7 @@ def test_batches_at_the_end_of_a_stream_that_fill_no_step_stop_no_save(
         train_dataset=data, args={"gradient_accumulation_steps": 2, "save_strategy": "epoch", "max_steps": 2}
     )
     trainer.train()
-    assert checkpoints(trainer) == ["checkpoint-1", "checkpoint-2"] and caplog.text.count("fill no step") == 1
+    assert checkpoints(trainer) == ["checkpoint-1", "checkpoint-2"] and caplog.text.count("do not fill a step") == 1
 
 
 # --- what is logged is what a plain Trainer logs
@@ -575,7 +575,7 @@ def test_a_run_goes_on_from_its_newest_complete_checkpoint(ours: Any) -> None:
 
 def test_a_checkpoint_that_is_not_there_or_not_ours_is_refused(ours: Any, plain: Any) -> None:
     trainer = ours()
-    with pytest.raises(ConfigError, match="there is none"):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
         trainer.train(resume_from_checkpoint=True)
     other = plain(args=SAVING)
     other.train()

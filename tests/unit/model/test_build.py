@@ -26,8 +26,9 @@ from transformers import (
 
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
+from outsize.checkpoint.model_files import SINGLE
 from outsize.model.build import build_model, load_config, trainable_class
-from outsize.model.weights import SINGLE, is_unmaterialized
+from outsize.model.weights import is_unmaterialized
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 STREAMED = ["llama", "llama-untied", "qwen3", "gemma2", "gpt2", "t5", "one-block"]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.base.errors import BadFile, ModelUnsupported
-from outsize.model.weights import INDEX, SINGLE, FileWeights, is_unmaterialized, unmaterialize, weight_files
+from outsize.checkpoint.model_files import INDEX, SINGLE
+from outsize.model.weights import FileWeights, is_unmaterialized, unmaterialize, weight_files
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 STEPS = 3
@@ -440,7 +441,7 @@ sys.path.insert(0, "src")
 import torch
 from torch import nn
 import outsize
-from outsize.model.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 
 class Residual(nn.Module):
     def __init__(self, size):

@@ -1,8 +1,8 @@
-"""Saving: one save on its way to the disk.
+"""Saving: one save in progress.
 
-No copy is made. Tensors that live on the device are written at once, one after the other; what lies in host memory may
-be written by a thread while training goes on, chunk by chunk in the order of use, and a chunk's next update waits until
-the chunk is written.
+Tensors are written from where they are, without a copy. Those on the device are written at once, one after the other.
+Those in host memory may be written by a thread during training, chunk by chunk in the order of use; the next update of
+a chunk waits until the chunk is written.
 """
 
 import contextlib
@@ -11,38 +11,36 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outsize.base.log import log
+from outsize.checkpoint.contents import Contents, Item
 from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed
-from outsize.model.tensorfile import TensorFile
-from outsize.runtime.contents import Contents, Item
+from outsize.checkpoint.tensorfile import TensorFile
 
 
 class Saving:
-    """One save on its way."""
-
-    def __init__(self, draft: StagedDir, contents: Contents, *, later: set[int]):
+    def __init__(self, staged: StagedDir, contents: Contents, *, later: set[int]):
         """`later`: chunks that a thread may write."""
-        self._draft, self._contents = draft, contents
+        self._staged, self._contents = staged, contents
         self._written = {chunk: threading.Event() for chunk in sorted(contents.items.keys() & later)}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         with self.writing():
-            draft.require_space(contents.nbytes)
+            staged.require_space(contents.nbytes)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """The folder to write into; an error inside leaves nothing behind."""
+        """Yield the folder to write into. An error inside removes it."""
         try:
-            with os_errors_as_save_failed(self._draft.place):
-                yield self._draft.path
+            with os_errors_as_save_failed(self._staged.place):
+                yield self._staged.path
         except BaseException:
-            self._draft.discard()
+            self._staged.discard()
             raise
 
     def write(
         self, publish: Callable[[StagedDir], None], then: Callable[[], None] | None = None, *, background: bool = False
     ) -> None:
-        """Write all tensors, publish the folder, and call `then`. In the background this returns before the chunks that
-        are `later` are written.
+        """Write all tensors, publish the folder, and call `then`. With `background`, a thread writes the chunks in
+        `later`, publishes and calls `then`.
         """
         files: dict[str, TensorFile] = {}
         try:
@@ -60,7 +58,7 @@ class Saving:
                 self._thread.start()
                 return
             except RuntimeError as error:  # no more threads
-                log.warning("%s is saved in the foreground: %s", self._draft.place, error)
+                log.warning("%s is saved in the foreground: %s", self._staged.place, error)
                 self._thread = None
         self._write_rest(files, publish, then)
         self.finish()
@@ -74,20 +72,20 @@ class Saving:
                     _write(self._contents.items[chunk], files)
                     written.set()
                 _close(files)
-                publish(self._draft)
+                publish(self._staged)
             if then is not None:
                 then()
         except BaseException as error:
             self._error = error
             if self._thread is not None:
-                log.error("saving %s failed: %s", self._draft.place, error)  # in case that nobody comes to hear it
+                log.error("saving %s failed: %s", self._staged.place, error)  # `finish` may never be called
         finally:
             _close(files)
             for written in self._written.values():
                 written.set()
 
     def wait_written(self, chunk: int) -> None:
-        """Before a chunk is updated."""
+        """Block until this chunk is written."""
         if chunk in self._written:
             self._written[chunk].wait()
 
@@ -96,12 +94,12 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until nobody reads or writes for it any more."""
+        """Block until the thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> None:
-        """Until it is published; raises what went wrong."""
+        """Block until the folder is published. Raises the error of the save, once."""
         self.wait()
         if self._error is not None:
             error, self._error = self._error, None

@@ -9,9 +9,9 @@ from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from outsize.base.errors import BadFile, SaveFailed
+from outsize.checkpoint.training_state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.device.cpu import CpuDevice
 from outsize.device.rng import HostRng, rng_untouched
-from outsize.integrations.state import load_rng, load_scheduler, save_rng, save_scheduler
 
 DEVICE = CpuDevice()
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outsize.base.errors import BadFile
-from outsize.model.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 
 DTYPES = [
     torch.bool,
@@ -281,7 +281,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_refused_when_it_is_read(tmp_
 
 def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "f", {"t": torch.ones(2, 3)})
-    with TensorFile(tmp_path / "f") as file, pytest.raises(BadFile, match=r"t has the shape \(3, 2\).*\(2, 3\)"):
+    with TensorFile(tmp_path / "f") as file, pytest.raises(BadFile, match=r"t has the shape \(2, 3\).*\(3, 2\)"):
         file.read_into("t", torch.empty(3, 2))
 
 

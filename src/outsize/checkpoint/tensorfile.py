@@ -1,8 +1,8 @@
-"""TensorFile: a safetensors file, written and read one tensor at a time, at places that are known beforehand.
+"""TensorFile: a safetensors file that is written and read one tensor at a time.
 
-The safetensors library writes a file from a dict of all its tensors and reads a tensor into memory of its own; both
-would hold a second copy of what a chunk already holds. Here bytes go from a chunk's home to the file and back with
-nothing in between, from any thread and in any order. The files are the library's own, to the byte.
+The safetensors library writes a file from a dict of all its tensors and reads a tensor into new memory; both would
+need a second copy of what a chunk already holds. Here bytes are copied directly between a chunk's home and the file,
+from any thread and in any order. The files equal the library's to the byte.
 """
 
 import json
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.base.errors import BadFile, tell
+from outsize.base.errors import BadFile
 
-# In the order in which the library lays tensors out: the last first.
+# The library orders tensors by dtype, the last of this table first.
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -50,6 +50,7 @@ _RANK = {dtype: i for i, dtype in enumerate(_DTYPES.values())}
 _PART_BYTES = 64 * 2**20
 """Large tensors are read by several threads in parts of this size."""
 _MOST_HEADER_BYTES = 100 * 2**20
+_DAMAGED = "It is damaged or cut off: get it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Spec:
 class Entry:
     spec: Spec
     start: int
-    """In bytes from the beginning of the file."""
+    """Byte of the file."""
 
     @property
     def end(self) -> int:
@@ -79,19 +80,19 @@ class Entry:
 
 class TensorFile:
     def __init__(self, path: Path):
-        """Open for reading. A file that is cut off, or no safetensors file, is refused by name."""
+        """Open for reading. Raises BadFile if it is cut off or not a safetensors file."""
         try:
             self._own(path, os.open(path, os.O_RDONLY))
             with self._closed_if_it_fails():
                 self.entries = _read_header(self._fd, path)
         except OSError as error:
             raise BadFile(
-                tell(f"{path} can be read", str(error.strerror), "Put the file back, or name another folder")
+                f"{path} cannot be read: {error.strerror}. Put the file back, or name another folder."
             ) from None
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> "TensorFile":
-        """A file of its final size with nothing in it yet; every tensor is to be written once."""
+        """Create a file of its final size. Every tensor must be written once."""
         file = cls.__new__(cls)
         header, file.entries = _layout(specs, metadata)
         file._own(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
@@ -101,7 +102,6 @@ class TensorFile:
         return file
 
     def _own(self, path: Path, fd: int) -> None:
-        """The descriptor goes with this object, at the latest."""
         self.path, self._fd = path, fd
         self._close = weakref.finalize(self, os.close, fd)
 
@@ -122,17 +122,19 @@ class TensorFile:
         self.close()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """From any device; a device's tensor passes through the host by itself, one at a time."""
+        """Write a tensor from any device."""
         entry = self.entries[name]
         assert tensor.dtype == entry.spec.dtype and tuple(tensor.shape) == entry.spec.shape, name
         _pwrite(self._fd, _bytes(tensor.detach().to("cpu").contiguous()), entry.start)
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill a CPU tensor of this shape. Another dtype is converted, as `Tensor.to` does."""
+        """Fill a CPU tensor of the same shape. Another dtype is converted, as by `Tensor.to`."""
         entry = self.entries[name]
         if tuple(tensor.shape) != entry.spec.shape:
-            found = f"{name} in {self.path} has {entry.spec.shape}"
-            raise BadFile(tell(f"{name} has the shape {tuple(tensor.shape)}", found, "Use the files of this model"))
+            raise BadFile(
+                f"{name} has the shape {entry.spec.shape} in {self.path} and {tuple(tensor.shape)} in the model. "
+                "Use the files of this model."
+            )
         if tensor.dtype == entry.spec.dtype and tensor.is_contiguous():
             self._read(_bytes(tensor), entry.start)
             return
@@ -149,12 +151,10 @@ class TensorFile:
     def _read(self, into: memoryview, start: int) -> None:
         parts = [(at, into[at : at + _PART_BYTES]) for at in range(0, len(into), _PART_BYTES)]
         run = map if len(parts) < 2 else _readers().map
-        # All of them end before the first fault is raised: nobody reads on into memory that is used otherwise by then.
+        # All parts end before the first fault is raised: no thread may write to the memory after that.
         for fault in list(run(lambda part: _pread(self._fd, part[1], start + part[0]), parts)):
             if fault is not None:
-                raise BadFile(
-                    tell(f"{self.path} holds all of its tensors", fault, "It is cut off or damaged: get it again")
-                )
+                raise BadFile(f"{self.path}: {fault}. {_DAMAGED}")
 
     def close(self) -> None:
         self._fd = -1
@@ -181,38 +181,28 @@ def _layout(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[byt
 
 def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     size = os.fstat(fd).st_size
-    again = "It is damaged or cut off: get it again"
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
-        raise BadFile(
-            tell(f"{path} is a safetensors file", f"its {size} bytes do not hold the header that they announce", again)
-        )
+        raise BadFile(f"{path} is not a safetensors file: its {size} bytes do not hold the header. {_DAMAGED}")
     try:
         rows = {
             name: _row(item) for name, item in json.loads(os.pread(fd, length, 8)).items() if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadFile(
-            tell(f"{path} is a safetensors file", f"its header cannot be read ({type(error).__name__}: {error})", again)
-        ) from None
+        found = f"its header cannot be read ({type(error).__name__}: {error})"
+        raise BadFile(f"{path} is not a safetensors file: {found}. {_DAMAGED}") from None
     entries: dict[str, Entry] = {}
     at = 8 + length
     for name, (dtype, shape, begin, end) in sorted(rows.items(), key=lambda item: item[1][2:]):
         if dtype not in _DTYPES:
-            raise BadFile(
-                tell(
-                    f"{path} has tensors of dtypes that torch has",
-                    f"{name} is {dtype}",
-                    "Convert it with what wrote it",
-                )
-            )
+            raise BadFile(f"{path}: {name} has the dtype {dtype}, which torch does not have. Convert it to another.")
         entries[name] = Entry(Spec(_DTYPES[dtype], shape), at)
         if begin != at - 8 - length or end - begin != entries[name].spec.nbytes or min(shape, default=0) < 0:
             found = f"{name} has bytes {begin} to {end} for {shape} of {dtype}, after byte {at - 8 - length}"
-            raise BadFile(tell(f"{path} has its tensors end to end, each of its own size", found, again))
+            raise BadFile(f"{path}: its tensors do not follow each other: {found}. {_DAMAGED}")
         at = entries[name].end
     if at != size:
-        raise BadFile(tell(f"{path} has {at} bytes", f"there are {size}", again))
+        raise BadFile(f"{path} has {size} bytes instead of {at}. {_DAMAGED}")
     return entries
 
 
@@ -226,7 +216,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _pread(fd: int, into: memoryview, start: int) -> str | None:
-    """What went wrong, if anything did."""
+    """Return what went wrong, or None."""
     done = 0
     while done < len(into):
         try:

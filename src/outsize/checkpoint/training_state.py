@@ -1,4 +1,4 @@
-"""The rest of a run's state in files without pickle: random generators and scheduler, in JSON and safetensors."""
+"""Random generators and scheduler of a run, saved as JSON and safetensors (no pickle)."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outsize.base.errors import BadFile, SaveFailed, tell
+from outsize.base.errors import BadFile, SaveFailed
+from outsize.checkpoint.tensorfile import Spec, TensorFile
 from outsize.device.device import Device
 from outsize.device.rng import HostRng
-from outsize.model.tensorfile import Spec, TensorFile
 
 _RNG, _RNG_TENSORS, _SCHEDULER = "rng.json", "rng.safetensors", "scheduler.json"
 
@@ -22,9 +22,7 @@ def save_rng(folder: Path, device: Device) -> None:
     tensors = {"numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)), "torch": host.torch}
     if (own := device.rng_state()) is not None:
         tensors["device"] = own.cpu()
-    with TensorFile.create(
-        folder / _RNG_TENSORS, {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {}
-    ) as file:
+    with TensorFile.create(folder / _RNG_TENSORS, {name: Spec.of(t) for name, t in tensors.items()}, {}) as file:
         for name, tensor in tensors.items():
             file.write(name, tensor)
     facts = {"python": host.python, "numpy": [kind, int(position), int(has_gauss), float(gauss)]}
@@ -40,7 +38,7 @@ def load_rng(folder: Path, device: Device) -> None:
     HostRng(
         (version, tuple(words), normal), (kind, tensors["numpy"].numpy().astype(np.uint32), *rest), tensors["torch"]
     ).restore()
-    if "device" in tensors and device.rng_state() is not None:  # a run may go on elsewhere; its dropout is then another
+    if "device" in tensors and device.rng_state() is not None:  # else it resumes on another kind of device
         device.set_rng_state(tensors["device"])
 
 
@@ -48,8 +46,10 @@ def save_scheduler(folder: Path, scheduler: Any) -> None:
     try:
         text = json.dumps(scheduler.state_dict())
     except TypeError as error:
-        do = "Use one of transformers' schedulers, or save_only_model=True"
-        raise SaveFailed(tell("the scheduler's state is numbers and names", str(error), do)) from None
+        raise SaveFailed(
+            f"{type(scheduler).__name__}: its state cannot be written as JSON ({error}). Use one of transformers' "
+            "schedulers, or save_only_model=True."
+        ) from None
     (folder / _SCHEDULER).write_text(text)
 
 
@@ -61,4 +61,4 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise BadFile(tell(f"{path} is part of the checkpoint", str(error), "Use another checkpoint")) from None
+        raise BadFile(f"{path} cannot be read: {error}. Use another checkpoint.") from None

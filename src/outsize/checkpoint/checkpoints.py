@@ -1,0 +1,128 @@
+"""Checkpoints: saves, loads and exports a prepared model. The engine is between steps and its lanes are idle."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from outsize.base.errors import EngineMisuse
+from outsize.base.log import log
+from outsize.checkpoint.contents import Contents, add_state, describe, weights_of
+from outsize.checkpoint.folder import StagedDir
+from outsize.checkpoint.loading import Checkpoint
+from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
+from outsize.checkpoint.parameter_store import TrainedModel
+from outsize.checkpoint.saving import Saving
+
+
+class Checkpoints:
+    def __init__(self) -> None:
+        self._saving: Saving | None = None
+        """A save in the background."""
+        self._half_loaded: set[str] = set()
+        """Parts that an interrupted load left half old, half new."""
+
+    def save(
+        self,
+        place: Path,
+        trained: TrainedModel,
+        *,
+        num_steps: int,
+        background: bool,
+        replace: bool,
+        only_model: bool,
+        extra: Callable[[Path], None] | None,
+        then: Callable[[], None] | None,
+    ) -> None:
+        self.raise_if_failed()
+        contents, files = _model_contents(trained)
+        add_state(contents, trained, only_model=only_model)
+        facts = describe(trained, contents, num_steps, only_model=only_model)
+        later = trained.store.host_chunks() if background else set()
+        saving = Saving(StagedDir.of(place, replace=replace), contents, later=later)
+        with saving.writing() as folder:
+            _write_configs(trained.model, folder, files)
+            if extra is not None:
+                extra(folder)
+        if background:  # set before the thread starts: updates wait for it, and errors of it are raised
+            self._saving = saving
+        try:
+            saving.write(lambda staged: staged.publish(facts), then, background=background)
+        except BaseException:
+            if saving.is_done:
+                self._saving = None
+            raise
+
+    def wait_written(self, chunk: int) -> None:
+        """Block until a background save has written this chunk. For the chunk's next update."""
+        if (saving := self._saving) is not None:
+            saving.wait_written(chunk)
+
+    def finish(self) -> None:
+        if self._saving is not None:
+            saving = self._saving
+            saving.wait()  # if this is interrupted, the save goes on and updates still wait for it
+            self._saving = None
+            saving.finish()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a background save that has ended, or of a load that broke off."""
+        if self._half_loaded:
+            raise EngineMisuse(
+                f"Loading broke off in the {' and the '.join(sorted(self._half_loaded))}, which are partly old and "
+                "partly new. Load a checkpoint that can be read."
+            )
+        if self._saving is not None and self._saving.is_done:
+            self.finish()
+
+    def load(self, folder: Path, trained: TrainedModel, *, only_model: bool) -> int:
+        """Return the number of optimizer steps that the checkpoint was saved after."""
+        with contextlib.closing(Checkpoint(folder)) as checkpoint:
+            checkpoint.require_values(trained)
+            if not only_model:
+                checkpoint.require_state(trained)
+            self._half_loaded.add("weights")
+            checkpoint.fill_values(trained)
+            self._half_loaded.remove("weights")
+            if not only_model:
+                self._half_loaded.add("optimizer's state")
+                checkpoint.fill_state(trained)
+                self._half_loaded.remove("optimizer's state")
+                _warn_if_other_loss(checkpoint.loss_chunk, trained.loss_chunk)
+        return checkpoint.num_steps
+
+    def export(self, place: Path, trained: TrainedModel, *, tokenizer: Any) -> None:
+        self.raise_if_failed()
+        contents, files = _model_contents(trained)
+        saving = Saving(StagedDir.into(place), contents, later=set())
+        with saving.writing() as folder:
+            _write_configs(trained.model, folder, files)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        # An adapter may be put beside its base, whose weights stay.
+        is_stale = is_weight_file if files is not None else lambda name: False
+        saving.write(lambda staged: staged.commit_files(is_stale))
+
+
+def _model_contents(trained: TrainedModel) -> tuple[Contents, ModelFiles | None]:
+    """Of a PEFT model: nothing, since PEFT writes its adapter itself."""
+    if trained.is_adapted:
+        return Contents(), None
+    files = model_files(trained.model)
+    return weights_of(trained, files), files
+
+
+def _write_configs(model: nn.Module, folder: Path, files: ModelFiles | None) -> None:
+    if files is None:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    else:
+        write_configs(model, folder, files)
+
+
+def _warn_if_other_loss(saved: int, here: int) -> None:
+    if saved != here:
+        ways = [f"in chunks of {chunk} tokens" if chunk else "from full logits" for chunk in (saved, here)]
+        do = f"chunked_loss={bool(saved)} at prepare keeps the same bits as a run that was not interrupted"
+        log.warning("the run so far computed its loss %s, from here on it is computed %s: %s", *ways, do)

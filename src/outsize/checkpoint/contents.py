@@ -1,0 +1,134 @@
+"""Contents: which tensors a saved folder holds, under which key of which file, and which chunk each one comes from.
+
+Weights are in Hugging Face's own files, the optimizer state beside them by parameter name.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from outsize.checkpoint.model_files import Conversion, ModelFiles
+from outsize.checkpoint.parameter_store import TrainedModel
+from outsize.checkpoint.tensorfile import Spec
+
+STATE = "state.safetensors"
+NO_CHUNK = -1
+"""For tensors that belong to no single chunk: buffers, and tensors converted from weights of several chunks."""
+
+
+def state_key(part: str, name: str) -> str:
+    """`part`: exp_avg, exp_avg_sq, lo (the lower 16 bits of a master weight), or value (a weight that the model's files
+    do not hold unconverted).
+    """
+    return f"{part}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor to write."""
+
+    file: str
+    key: str
+    read: Callable[[], Tensor]
+
+
+@dataclass(slots=True)
+class Contents:
+    """All tensors that a folder will hold, by file and by chunk."""
+
+    specs: dict[str, dict[str, Spec]] = field(default_factory=dict)
+    items: dict[int, list[Item]] = field(default_factory=dict)
+    values: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Parameter or buffer to the file and key of its value."""
+
+    def add(self, chunk: int, file: str, key: str, spec: Spec, read: Callable[[], Tensor]) -> None:
+        self.specs.setdefault(file, {})[key] = spec
+        self.items.setdefault(chunk, []).append(Item(file, key, read))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for keys in self.specs.values() for spec in keys.values())
+
+
+def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
+    contents, model, store = Contents(), trained.model, trained.store
+    buffers = dict(model.named_buffers())
+    first = {id(tensor): name for name, tensor in (*store.params.items(), *buffers.items())}
+    names = {
+        name: first[id(t)]
+        for pairs in (model.named_parameters, model.named_buffers)
+        for name, t in pairs(remove_duplicate=False)
+    }
+    where = {key: (file, key, spec) for file, keys in files.files.items() for key, spec in keys.items()}
+
+    def read(name: str) -> Tensor:
+        return store.read(names[name]) if names[name] in store.params else buffers[names[name]]
+
+    def chunk_of(sources: Iterable[str]) -> int:
+        chunks = {store.chunk_of(names[name]) if names[name] in store.params else NO_CHUNK for name in sources}
+        return chunks.pop() if len(chunks) == 1 else NO_CHUNK
+
+    for key, source in files.source.items():
+        contents.add(chunk_of([source]), *where[key], partial(read, source))
+        contents.values[names[source]] = where[key][:2]
+    for conversion in files.conversions:
+        converted = _Converted(conversion, read)
+        for key in conversion.keys:
+            contents.add(chunk_of(conversion.inputs), *where[key], partial(converted.take, key))
+    return contents
+
+
+class _Converted:
+    """The tensors of one conversion: made when the first is written, each freed once it is written."""
+
+    def __init__(self, conversion: Conversion, read: Callable[[str], Tensor]):
+        self._conversion, self._read = conversion, read
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self, key: str) -> Tensor:
+        if not self._tensors:
+            self._tensors = self._conversion.convert({name: self._read(name) for name in self._conversion.inputs})
+        return self._tensors.pop(key)
+
+
+def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) -> None:
+    """Add the optimizer state, and values that the model's files do not hold unconverted: weights stored in another
+    form, and the trained parameters of a PEFT model.
+    """
+    store, buffers = trained.store, trained.buffers
+    for name in trained.steps if not only_model else ():
+        for part, view in store.state_views(name).items():
+            contents.add(store.chunk_of(name), STATE, state_key(part, name), Spec.of(view), view.detach)
+    for name in trained.saved_names - contents.values.keys():
+        is_param = name in store.params
+        view = store.read(name) if is_param else buffers[name]
+        contents.values[name] = (STATE, state_key("value", name))
+        chunk = store.chunk_of(name) if is_param else NO_CHUNK
+        contents.add(chunk, *contents.values[name], Spec.of(view), view.detach)
+
+
+def describe(trained: TrainedModel, contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
+    """The manifest's part about the model."""
+    groups = [
+        {
+            **{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")},
+            "names": group["param_names"],
+        }
+        for group in trained.groups
+    ]
+    return {
+        "num_steps": num_steps,
+        "steps": dict(trained.steps),
+        "groups": groups,
+        "values": contents.values,
+        "only_model": only_model,
+        "loss_chunk": trained.loss_chunk,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Hyperparameters may be scalars of torch or numpy."""
+    return value.item() if hasattr(value, "item") else value
