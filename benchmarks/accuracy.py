@@ -183,7 +183,7 @@ def _plan_by_hand(bench: Any, pins: dict[str, int], path: Path) -> Path:
     from outsize.plan.pins import Pins
     from outsize.run.random_weights import random_batches, random_model
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.build import preview
+    from outsize.setup.prepare import preview
 
     model, weights = random_model(bench.model, seq=bench.seq)
     planned = preview(
@@ -277,9 +277,9 @@ def forecast(path: Path) -> None:
     """The seconds of the same cases without the card, each by the plan that is chosen there, which need not be the one
     that ran.
     """
+    from outsize.forecast.forecast import plan
     from outsize.run.shapes import shape_config
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.forecast import plan
 
     print("| case | forecast, s | measured, s | |\n|---|---|---|---|")
     off = []
@@ -314,6 +314,7 @@ def count_fake(path: Path) -> None:
     import torch
 
     from outsize.base.records import from_json
+    from outsize.forecast.forecast import fake_trace
     from outsize.hardware.catalog import lookup
     from outsize.layout.chunks import pack
     from outsize.plan.placement import Placement
@@ -322,7 +323,6 @@ def count_fake(path: Path) -> None:
     from outsize.planner.memory import high_water
     from outsize.profile.trace import added_in_place
     from outsize.run.shapes import shape_config
-    from outsize.train.forecast import fake_trace
 
     found = json.loads(path.read_text())
     for row in found["rows"]:

@@ -17,7 +17,7 @@ from outsize.device.choose import choose_device
 from outsize.run.bench import complete
 from outsize.run.random_weights import random_batches, random_model
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ import outsize.plan as _plan_room
 if TYPE_CHECKING:
     from outsize.plan.pins import Pins
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.build import prepare
+    from outsize.setup.prepare import prepare
 
 __all__ = ["AdamW", "Pins", "plan", "prepare"]
 __version__ = "0.1.0"
 
-_HOMES = {"AdamW": "outsize.runtime.optimizer", "Pins": "outsize.plan.pins", "prepare": "outsize.train.build"}
+_HOMES = {"AdamW": "outsize.runtime.optimizer", "Pins": "outsize.plan.pins", "prepare": "outsize.setup.prepare"}
 
 
 def _imported(name: str) -> ModuleType:
@@ -34,8 +34,8 @@ class _CallableRoom(ModuleType):
     """`outsize.plan` is a room, and the function of that name: importing the room would hide the function otherwise."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forecast a plan: see `outsize.train.forecast.plan`."""
-        return _imported("outsize.train.forecast").plan(*args, **kwargs)
+        """Forecast a plan: see `outsize.forecast.forecast.plan`."""
+        return _imported("outsize.forecast.forecast").plan(*args, **kwargs)
 
 
 _plan_room.__class__ = _CallableRoom

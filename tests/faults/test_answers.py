@@ -15,7 +15,7 @@ import outsize.reference
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, PlanInfeasible
 from outsize.model.weights import is_unmaterialized
 from outsize.run.random_weights import RandomWeights, random_model
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 pytestmark = pytest.mark.usefixtures("_profiles_anew")
 

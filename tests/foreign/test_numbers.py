@@ -18,10 +18,10 @@ from unit.model.test_weights import emptied
 
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, PlanInfeasible
+from outsize.forecast.forecast import _config
 from outsize.model.build import build_model, load_config
 from outsize.model.weights import SINGLE, is_unmaterialized
-from outsize.train.build import preview
-from outsize.train.forecast import _config
+from outsize.setup.prepare import preview
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 STREAMED: dict[str, Any] = dict(

@@ -22,7 +22,7 @@ from outsize.base.errors import ModelUnsupported, PlanInfeasible
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.profile import cache
-from outsize.train import build
+from outsize.setup import prepare as build
 
 FAMILIES: dict[str, Family] = {
     **text.TEXT,

@@ -42,8 +42,8 @@ def explain(
     image_size: ImageSize = 1024,
 ) -> None:
     mode = update_mode(update)
+    from outsize.forecast.forecast import plan as forecast
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.forecast import plan as forecast
 
     made = forecast(
         model,

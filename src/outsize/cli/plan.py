@@ -26,7 +26,7 @@ from outsize.hardware.catalog import lookup
 from outsize.plan.render import busiest_lane
 
 if TYPE_CHECKING:
-    from outsize.train.forecast import Forecast
+    from outsize.forecast.forecast import Forecast
 
 _EXAMPLES = """Will it fit, and how fast would it be? Needs a model's config alone: no weights, no GPU.
 
@@ -91,9 +91,9 @@ def plan(
     mode = update_mode(update)
 
     # Importing takes seconds; what can be refused without it was refused above.
+    from outsize.forecast.forecast import plan as forecast
     from outsize.plan.check import save as save_plan
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.forecast import plan as forecast
 
     def plan_for(name: str) -> "Forecast":
         return forecast(

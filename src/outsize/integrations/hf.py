@@ -39,7 +39,7 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
 from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.retry import with_retries
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
 """Of models that some Trainer has prepared: the next Trainer for the same model ends it."""

@@ -19,7 +19,7 @@ from outsize.base.errors import PlanInfeasible
 from outsize.base.log import log
 from outsize.base.units import parse_bytes, show_bytes
 from outsize.runtime.engine import Engine
-from outsize.train.build import prepare, prepare_forward_only
+from outsize.setup.prepare import prepare, prepare_forward_only
 
 if TYPE_CHECKING:
     _Trainer: Any

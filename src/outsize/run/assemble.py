@@ -42,8 +42,8 @@ from outsize.run.compat_checks import (
 from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, require_same_data, split_of
 from outsize.runtime.engine import PlannedModel
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import choose_micro_batch, trace_shorter
-from outsize.train.micro_batch import Choice, Split, splits_of
+from outsize.setup.micro_batch import Choice, Split, splits_of
+from outsize.setup.prepare import choose_micro_batch, trace_shorter
 
 _NEVER = 2**31
 """Steps between saves, where only the end is saved."""

@@ -40,7 +40,7 @@ from outsize.run.random_weights import random_batches, random_model
 from outsize.run.timing import Clock, Timed, time_steps
 from outsize.runtime.engine import Engine
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import prepare
+from outsize.setup.prepare import prepare
 
 SMALL_DEVICE = "sim:8MiB"
 """For `tiny` where there is no GPU: its budget is well below what `tiny` takes."""

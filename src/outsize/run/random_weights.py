@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.forecast.example import Images, example_batch
 from outsize.model.build import trainable_class
 from outsize.model.weights import unmaterialize
 from outsize.run.bench_record import Bench
 from outsize.run.shapes import shape_config
-from outsize.train.example import Images, example_batch
 
 _LENGTH = 2**24 - 3
 """Of the buffer. A prime, so that no two rows of a matrix are the same cut."""

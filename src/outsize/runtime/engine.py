@@ -38,7 +38,7 @@ from outsize.runtime.training_hooks import TrainingHooks
 
 T = TypeVar("T")
 Planner = Callable[[nn.Module, Any, StepConfig], PlannedModel]
-"""Plans a model on the CPU for a batch: profile, search, check. Given by train/build.py; runtime and planner never
+"""Plans a model on the CPU for a batch: profile, search, check. Given by setup/prepare.py; runtime and planner never
 meet.
 """
 

@@ -20,7 +20,7 @@ from outsize.run.bench_text import show, show_all
 from outsize.run.random_weights import random_batches, random_model
 from outsize.runtime.engine import Engine
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import prepare
+from outsize.setup.prepare import prepare
 
 ASKED = dict(
     model="tiny",

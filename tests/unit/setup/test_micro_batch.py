@@ -10,9 +10,9 @@ import pytest
 import synthetic
 
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
+from outsize.loss.chunked_loss import ChosenLoss
 from outsize.profile.trace import ModelTrace
-from outsize.train.loss import ChosenLoss
-from outsize.train.micro_batch import Split, Traced, fastest, splits_of
+from outsize.setup.micro_batch import Split, Traced, fastest, splits_of
 
 TOKENS = 8
 CASE = synthetic.random_case(3)

@@ -21,6 +21,7 @@ from outsize.device.rng import host_rng_untouched
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
+from outsize.loss.chunked_loss import ChosenLoss, choose_loss, trace_with_loss
 from outsize.model.batch import (
     Call,
     Measured,
@@ -46,13 +47,12 @@ from outsize.runtime.access import owner_of
 from outsize.runtime.engine import Engine, PlannedModel, Planner
 from outsize.runtime.optimizer import AdamW
 from outsize.runtime.process_hooks import attached_engines
-from outsize.train.aliases import require_own_memory
-from outsize.train.batches import detached, num_rows, pad_to_shape, require_nonempty
-from outsize.train.budgeted_profile import profile_within_budget
-from outsize.train.loss import ChosenLoss, choose_loss, trace_with_loss
-from outsize.train.micro_batch import Choice, Split, Traced, fastest
-from outsize.train.plain_tensors import require_plain_tensors
-from outsize.train.planned_batches import PlannedBatches, recording, reserving
+from outsize.setup.aliases import require_own_memory
+from outsize.setup.batches import detached, num_rows, pad_to_shape, require_nonempty
+from outsize.setup.budgeted_profile import profile_within_budget
+from outsize.setup.micro_batch import Choice, Split, Traced, fastest
+from outsize.setup.plain_tensors import require_plain_tensors
+from outsize.setup.planned_batches import PlannedBatches, recording, reserving
 
 
 @host_rng_untouched()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, tell
 from outsize.compat import make_wrapper_subclass, parse_to, tree_leaves, without_torch_function
-from outsize.train.cross_entropy import Step, cross_entropy
+from outsize.loss.cross_entropy import Step, cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16)
 """In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, OutsizeError, PlanInfeasible
 from outsize.base.log import log
+from outsize.loss.chunked_loss import ChosenLoss
 from outsize.model.batch import (
     Call,
     Measured,
@@ -34,9 +35,8 @@ from outsize.plan.plan import StepConfig
 from outsize.profile.calling import Loss
 from outsize.profile.merge import merged, projected, with_reserve
 from outsize.runtime.plan_runtime import PlannedModel
-from outsize.train.batches import Images, as_dict, joined, lead_shape, num_elements, pad_to_shape
-from outsize.train.loss import ChosenLoss
-from outsize.train.micro_batch import Traced
+from outsize.setup.batches import Images, as_dict, joined, lead_shape, num_elements, pad_to_shape
+from outsize.setup.micro_batch import Traced
 
 _MOST_GROWTH = 2.0
 """Of the elements of a batch that is made of two, over the larger of them."""

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_map
 
 import outsize
 from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported
+from outsize.loss import chunked_loss as chosen
+from outsize.loss.chunked_loss import ChunkedLossPatch, ChunkedLossUnsupported, trace_with_loss
+from outsize.loss.logits import Logits
 from outsize.model.tensors import map_tensors, with_grad
 from outsize.plan.check import load, save
 from outsize.plan.render import render
-from outsize.train import loss as chosen
-from outsize.train.logits import Logits
-from outsize.train.loss import ChunkedLossPatch, ChunkedLossUnsupported, trace_with_loss
 
 peft = pytest.importorskip("peft")
 CHUNK = 5
@@ -434,7 +434,7 @@ def test_asked_for_and_impossible_is_refused() -> None:
 def test_a_preview_leaves_the_model_alone() -> None:
     model = zoo.make("llama")
     before = dict(vars(model))
-    from outsize.train.build import preview
+    from outsize.setup.prepare import preview
 
     assert preview(model, batch(), device="sim:64MiB").plan.loss == "in chunks of 5 tokens"
     assert vars(model) == before

@@ -26,10 +26,13 @@ from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.compat import fake_tensor
 from outsize.device.rng import host_rng_untouched
 from outsize.device.sim import AbsentDevice
+from outsize.forecast.example import Images, example_batch
+from outsize.forecast.fake_weights import FakeWeights
 from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
+from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
 from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
@@ -47,10 +50,7 @@ from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
 from outsize.runtime.optimizer import AdamW
-from outsize.train.example import Images, example_batch
-from outsize.train.fake_weights import FakeWeights
-from outsize.train.loss import ChosenLoss, trace_with_loss
-from outsize.train.micro_batch import Split, Traced, fastest, splits_of
+from outsize.setup.micro_batch import Split, Traced, fastest, splits_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANY_TOKENS = 2**18

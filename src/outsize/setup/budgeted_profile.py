@@ -14,7 +14,7 @@ from outsize.device.device import Device
 from outsize.model.graph import BlockGraph
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
-from outsize.train.batches import num_rows, take_rows
+from outsize.setup.batches import num_rows, take_rows
 
 Found = tuple[BlockGraph, ModelTrace]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from outsize import compat
 from outsize.base.errors import ModelUnsupported, tell
-from outsize.train.cross_entropy import chunk_tokens
-from outsize.train.logits import DTYPES, Logits, LogitsNotMaterialized, Product
+from outsize.loss.cross_entropy import chunk_tokens
+from outsize.loss.logits import DTYPES, Logits, LogitsNotMaterialized, Product
 
 T = TypeVar("T")
 

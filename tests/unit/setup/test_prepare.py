@@ -19,8 +19,8 @@ from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.planner.headroom import gpu_bytes_with, of_half_length
-from outsize.train.build import choose_micro_batch, preview, trace_shorter
-from outsize.train.micro_batch import Split, splits_of
+from outsize.setup.micro_batch import Split, splits_of
+from outsize.setup.prepare import choose_micro_batch, preview, trace_shorter
 
 HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
 LITTLE = 600 * 1024

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.loss.chunked_loss import ChosenLoss
 from outsize.model.batch import Measured
 from outsize.model.graph import BlockGraph
 from outsize.plan.plan import Plan
@@ -18,7 +19,6 @@ from outsize.planner.search import TIE
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
 from outsize.progress import counted
-from outsize.train.loss import ChosenLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

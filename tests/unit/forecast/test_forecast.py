@@ -19,13 +19,13 @@ import outsize
 from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.base.units import exact_bytes, show_bytes, show_enough
 from outsize.device.sim import AbsentDevice
+from outsize.forecast.example import Images, batch_for, example_batch
+from outsize.forecast.fake_weights import FakeWeights
+from outsize.forecast.forecast import fake_trace, plan
 from outsize.hardware.catalog import lookup
 from outsize.hardware.machine import Machine, write_machine
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
-from outsize.train.example import Images, batch_for, example_batch
-from outsize.train.fake_weights import FakeWeights
-from outsize.train.forecast import fake_trace, plan
 
 ROWS, TOKENS = 2, 24
 
@@ -424,7 +424,7 @@ def test_a_model_that_breaks_off_is_refused_in_its_own_words() -> None:
 def test_a_large_mask_is_a_shape_and_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of 32k × 32k tokens were computed, for minutes."""
     computed = plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan
-    monkeypatch.setattr("outsize.train.fake_weights.LARGE", TOKENS * TOKENS)
+    monkeypatch.setattr("outsize.forecast.fake_weights.LARGE", TOKENS * TOKENS)
     assert plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan == computed
 
 
@@ -441,7 +441,7 @@ def test_a_batch_of_very_many_tokens_is_scaled_from_smaller_ones(monkeypatch: py
     """16 million tokens took ten minutes to be refused: thousands of chunks of the loss, one by one."""
     config, how = config_of("llama"), dict[str, Any](sequence_len=TOKENS, micro_batch_size=24, hardware="64MiB")
     traced = plan(config, **how)
-    monkeypatch.setattr("outsize.train.forecast.MANY_TOKENS", 8 * TOKENS)
+    monkeypatch.setattr("outsize.forecast.forecast.MANY_TOKENS", 8 * TOKENS)
     found = plan(config, **how)
     assert "scaled to 24 rows from 4 and 8" in found.plan.provenance
     assert (found.plan.decision, found.plan.estimate.gpu_bytes, found.plan.inputs) == (
@@ -552,7 +552,7 @@ def test_two_sizes_and_the_chosen_one_are_traced(monkeypatch: pytest.MonkeyPatch
         traced.append(rows)
         return fake_trace(*args, rows=rows, **kwargs)
 
-    monkeypatch.setattr("outsize.train.forecast.fake_trace", counting)
+    monkeypatch.setattr("outsize.forecast.forecast.fake_trace", counting)
     made = plan(config_of("one-block"), sequence_len=TOKENS, hardware="64MiB", batch_size=24)
     assert traced == [2, 3, made.plan.inputs["input_ids"][0]] and traced[-1] > 3
 
