@@ -10,8 +10,7 @@ has no value here: a model that branches on them (some routers do) is refused, a
 import copy
 import logging
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, StepConfig
 from outsize.plan.render import render
 from outsize.planner.explain import Explanation, Problem, explain, what_if
-from outsize.planner.headroom import of_half_length
 from outsize.profile.scale import scaled
 from outsize.profile.trace import ModelTrace, added_in_place
 from outsize.profile.tracer import Tracer
@@ -79,8 +77,6 @@ class Forecast:
     layout: ChunkLayout
     problem: Problem
     """What it is the solution of, for further questions."""
-    trace_half: Callable[[], ModelTrace | None] = field(repr=False, compare=False)
-    """Takes a trace of batches half as long; None where there are none."""
     host_memory: str | int | None = None
     """As it was asked for, for every machine. None: each has its own."""
 
@@ -94,12 +90,8 @@ class Forecast:
         return explain(self.problem, self.plan)
 
     def what_if(self) -> str:
-        """What 4 GiB more would buy, the least that would do, and what shorter batches leave free."""
-        half = self.trace_half()
-        short = of_half_length(self.plan, self.graph, self.layout, half) if half is not None else ""
-        return "\n".join(
-            [what_if(self.problem, self.plan, self.smallest_machine()), *([f"short {short}"] if short else [])]
-        )
+        """What 4 GiB more would gain, and the smallest machine of the catalog that fits."""
+        return what_if(self.problem, self.plan, self.smallest_machine())
 
     def smallest_machine(self) -> str | None:
         """Of the catalog, by GPU memory and then by name; None if no one is large enough."""
@@ -188,10 +180,10 @@ def plan(
 
     pictures = Images(per_row=images, pixels=image_size)
 
-    def trace(rows: int, tokens: int = sequence_len, in_chunks: bool | None = chunked_loss) -> Traced:
-        few = max(2, MANY_TOKENS // (2 * tokens))
+    def trace(rows: int) -> Traced:
+        few = max(2, MANY_TOKENS // (2 * sequence_len))
         if rows > 2 * few:
-            one, other = trace(few, tokens, in_chunks), trace(2 * few, tokens, in_chunks)
+            one, other = trace(few), trace(2 * few)
             many = scaled(one.point, other.point, rows)
             if many is not None and other.makes_its_loss_alike(rows):
                 return replace(other, rows=rows, trace=many)
@@ -199,19 +191,13 @@ def plan(
             copy.deepcopy(config),
             spec,
             rows=rows,
-            tokens=tokens,
+            tokens=sequence_len,
             dtype=DTYPES[dtype],
-            chunked_loss=in_chunks,
+            chunked_loss=chunked_loss,
             images=pictures,
         )
         is_real = spec.context_bytes > 0  # else it is for `sim`, which counts as we do
         return Traced(rows=rows, graph=graph, trace=added_in_place(found, graph) if is_real else found, loss=loss)
-
-    def trace_half(rows: int, loss: ChosenLoss) -> ModelTrace | None:
-        try:
-            return trace(rows, sequence_len // 2, loss.in_chunks).trace if sequence_len > 1 else None
-        except ConfigError:  # the images of a row alone are longer
-            return None
 
     def solve(found: Traced, split: Split) -> Forecast:
         graph, loss = found.graph, found.loss
@@ -230,14 +216,7 @@ def plan(
         made = problem.solve()
         check(made, graph, layout)
         told = replace(made, loss=loss.text, loss_chunk=loss.chunk)
-        return Forecast(
-            plan=told,
-            graph=graph,
-            layout=layout,
-            problem=problem,
-            trace_half=lambda: trace_half(split.rows, loss),
-            host_memory=host_memory,
-        )
+        return Forecast(plan=told, graph=graph, layout=layout, problem=problem, host_memory=host_memory)
 
     choice = fastest(splits, trace, solve)
     made = choice.answer

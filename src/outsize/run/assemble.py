@@ -28,7 +28,6 @@ from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.plan.pins import Pins
-from outsize.profile.trace import ModelTrace
 from outsize.run.adapters import adapt
 from outsize.run.compat_checks import (
     first_line,
@@ -43,7 +42,7 @@ from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, re
 from outsize.runtime.engine import PlannedModel
 from outsize.runtime.optimizer import AdamW
 from outsize.setup.micro_batch import Choice, Split, splits_of
-from outsize.setup.prepare import choose_micro_batch, trace_shorter
+from outsize.setup.prepare import choose_micro_batch
 
 _NEVER = 2**31
 """Steps between saves, where only the end is saved."""
@@ -67,18 +66,6 @@ class RunTrainer(OutsizeTrainer):
     recipe: dict[str, Any]
     changed: tuple[str, ...] = ()
     """Settings that differ from those of the checkpoint, as was asked for."""
-    half_batch: dict[str, Any] | None = None
-    """A batch half as long as the longest; None where all are as long."""
-
-    def trace_half(self) -> ModelTrace | None:
-        """Of the half batch, before the engine starts. None also on `cpu`, whose memory is not planned."""
-        if self.half_batch is None or choose_device(self._device_name).kind == "cpu":
-            return None
-        try:
-            return trace_shorter(self.model, shorter=self._as_in_training(self.half_batch), **self._preparation(None))
-        except (OutsizeError, RuntimeError, ValueError) as error:  # it is for one line of text: no reason not to train
-            log.info("what shorter batches leave free is not known: %s", first_line(error))
-            return None
 
     def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[PlannedModel]:
         """Split every step into the micro-batches that train fastest. `batch_of`: the batch to plan for, of so many
@@ -175,8 +162,9 @@ def assemble(config: RunConfig) -> Assembled:
     vocabulary: int = built.model.config.vocab_size  # type: ignore[union-attr, assignment]
     patience = config.early_stopping_patience
 
-    def batch_of(rows: int, tokens: int = config.sequence_len) -> dict[str, Any]:
-        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
+    def batch_of(rows: int) -> dict[str, Any]:
+        tokens, packed = config.sequence_len, config.sample_packing
+        return widest_batch(collator, rows=rows, tokens=tokens, packed=packed, vocab_size=vocabulary)
 
     trainer = RunTrainer(
         model=built.model,
@@ -205,8 +193,6 @@ def assemble(config: RunConfig) -> Assembled:
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
     trainer.recipe, trainer.changed = recipe(config, fingerprints), tuple(changed)
-    if not config.sample_packing and not config.pad_to_sequence_len and config.sequence_len > 3:
-        trainer.half_batch = batch_of(trainer.args.per_device_train_batch_size, config.sequence_len // 2)
     return Assembled(
         trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by
     )

@@ -21,7 +21,7 @@ from outsize.device.rng import host_rng_untouched
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, pack
-from outsize.loss.chunked_loss import ChosenLoss, choose_loss, trace_with_loss
+from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
 from outsize.model.batch import (
     Call,
     Measured,
@@ -42,7 +42,6 @@ from outsize.plan.plan import Plan, StepConfig
 from outsize.planner.search import search
 from outsize.profile.cache import traced
 from outsize.profile.calling import Loss
-from outsize.profile.trace import ModelTrace
 from outsize.runtime.access import owner_of
 from outsize.runtime.engine import Engine, PlannedModel, Planner
 from outsize.runtime.optimizer import AdamW
@@ -151,21 +150,6 @@ def preview(model: nn.Module, batch: Any, *, optimizer: AdamW | None = None, **s
     ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
     with ready.dtypes_given_back(model):
         return ready.planner(model, batch, ready.step_config)
-
-
-@host_rng_untouched()
-def trace_shorter(
-    model: nn.Module, batch: Any, shorter: Any, *, optimizer: AdamW | None = None, **settings: Any
-) -> ModelTrace:
-    """The trace of a shorter batch than the plan is for, its loss made as the plan's is. The arguments are those of
-    `preview`.
-    """
-    ready = _get_ready(model, optimizer=optimizer or AdamW(), **settings)
-    with ready.dtypes_given_back(model):
-        planned_for = choose_loss(
-            model, batch, wanted=settings.get("chunked_loss"), is_custom=settings.get("loss") is not None
-        )
-        return ready.measure(shorter, planned_for).trace
 
 
 @host_rng_untouched()

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import outsize
 from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
-from outsize.base.units import exact_bytes, show_bytes, show_enough
+from outsize.base.units import exact_bytes, show_enough
 from outsize.device.sim import AbsentDevice
 from outsize.forecast.example import Images, batch_for, example_batch
 from outsize.forecast.fake_weights import FakeWeights
@@ -578,20 +578,6 @@ def test_micro_batches_that_do_not_fit_are_not_chosen_and_if_none_fits_the_small
 def test_a_batch_that_does_not_divide_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="batch_size = micro_batch_size × accumulate"):
         plan(config_of("llama"), batch_size=6, **given)
-
-
-def test_the_outlook_tells_what_batches_half_as_long_leave_free() -> None:
-    made = plan(config_of("one-block"), sequence_len=TOKENS, hardware="64MiB", micro_batch_size=2)
-    (line,) = [line for line in made.what_if().splitlines() if line.startswith("short ")]
-    half = plan(config_of("one-block"), sequence_len=TOKENS // 2, hardware="64MiB", micro_batch_size=2).plan
-    assert half.decision == made.plan.decision, "everything is on the GPU"
-    assert line.endswith(f"(GPU {show_bytes(half.estimate.gpu_bytes)})")
-
-
-@pytest.mark.full
-def test_the_outlook_of_rows_with_images_tells_nothing_of_half_as_long_ones() -> None:
-    filled = plan(zoo.make("qwen2.5-vl").config, sequence_len=16, hardware="1GiB", image_size=24)
-    assert "short" not in filled.what_if(), "half a row has no room for its image"
 
 
 # --- images

@@ -2,7 +2,6 @@
 there.
 """
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,11 @@ import zoo
 
 import outsize
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
-from outsize.base.units import show_bytes
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
-from outsize.planner.headroom import gpu_bytes_with, of_half_length
 from outsize.setup.micro_batch import Split, splits_of
-from outsize.setup.prepare import choose_micro_batch, preview, trace_shorter
+from outsize.setup.prepare import choose_micro_batch, preview
 
 HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
 LITTLE = 600 * 1024
@@ -100,32 +97,6 @@ def test_what_cannot_be_halved_borrows_of_a_larger_card_and_fails_on_a_small_one
     with pytest.raises(DeviceOutOfMemory, match="there would be"):
         preview(zoo.make(name), batch, device=small, **HOW)
     assert set(small.limits) == {enough}
-
-
-# --- shorter batches
-
-
-@pytest.mark.parametrize("gpu_memory", ["240KiB", "64MiB"])
-def test_what_shorter_batches_leave_free_is_so_to_the_byte(gpu_memory: str) -> None:
-    device = SimDevice(lookup("64MiB"))
-    how: dict[str, Any] = dict(device=device, gpu_memory=gpu_memory, **HOW)
-    longest, short = zoo.batch("llama", tokens=16), zoo.batch("llama", tokens=8)
-    model = zoo.make("llama")
-    trace = trace_shorter(model, longest, short, **how)
-    with cells.closing(outsize.prepare(model, longest, **how)) as engine:
-        expected = gpu_bytes_with(engine.plan, engine.graph, engine.layout, trace)
-        assert expected is not None and expected < engine.plan.estimate.gpu_bytes
-        cells.train(model, engine.optimizer, [short], steps=2, accumulate=1, engine=engine)
-        assert device.observer.peak_bytes == expected
-        said = of_half_length(engine.plan, engine.graph, engine.layout, trace)
-        assert said == (
-            f"batches half as long leave {show_bytes(engine.plan.estimate.gpu_bytes - expected)} more free (GPU "
-            f"{show_bytes(expected)})"
-        )
-        keep_alone = dataclasses.replace(trace, calls=tuple({"keep": works["keep"]} for works in trace.calls))
-        assert (of_half_length(engine.plan, engine.graph, engine.layout, keep_alone) == "") == (
-            gpu_memory == "240KiB"
-        ), "layers there recompute"
 
 
 # --- micro-batches
