@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
 from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.retry import with_retries
-from outsize.setup.prepare import preview
+from outsize.setup.prepare import preview_as
+from outsize.setup.request import PrepareRequest
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
 """Of models that some Trainer has prepared: the next Trainer for the same model ends it."""
@@ -100,9 +102,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             is_loaded = isinstance(given.get("model"), str) or loads_reference(type(self), given)
             if is_loaded and hasattr(given["args"], "model_init_kwargs"):
                 given["args"].model_init_kwargs = {"device_map": None, **(given["args"].model_init_kwargs or {})}
-        self._prepare_settings: dict[str, Any] = dict(
+        self._prepare_request = PrepareRequest(
             gpu_memory=gpu_memory,
             host_memory=host_memory,
+            device=device,
             pins=pins,
             plan=plan,
             chunk_bytes=chunk_bytes,
@@ -110,12 +113,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             weights=weights,
             chunked_loss=chunked_loss,
         )
-        self._device_name, self._sequence_len, self._plan_batch, self._nonfinite = (
-            device,
-            sequence_len,
-            plan_batch,
-            nonfinite,
-        )
+        self._sequence_len, self._plan_batch, self._nonfinite = sequence_len, plan_batch, nonfinite
         super().__init__(*args, **kwargs)
         take_over(
             self.args,
@@ -153,10 +151,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if (other := _ENGINES.pop(self.model, lambda: None)()) is not None and _is_attached(other):
             log.info("the engine of an earlier Trainer lets go of the model")
             other.detach()
-        self._engine = self._prepare_with_others(self._preparation(dataloader))
+        self._engine = self._prepare_with_others(*self._preparation(dataloader))
         _ENGINES[self.model] = weakref.ref(self._engine)
         if self.model_init is None:
-            self._prepare_settings["weights"] = None  # they are in the model now
+            self._prepare_request = replace(self._prepare_request, weights=None)  # they are in the model now
         return self._engine
 
     def stop_engine(self) -> None:
@@ -170,8 +168,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         """The plan alone."""
         if self._has_engine:
             return self.engine.runtime.planned
-        with self._with_others(self._preparation(dataloader)) as settings:
-            return preview(self.model, **settings)
+        batch, request = self._preparation(dataloader)
+        with self._with_others(batch, request) as left:
+            return preview_as(self.model, batch, left)
 
     @property
     def _has_engine(self) -> bool:
@@ -188,8 +187,8 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     # Preparing.
 
-    def _preparation(self, dataloader: Any) -> dict[str, Any]:
-        """The arguments of `prepare`."""
+    def _preparation(self, dataloader: Any) -> tuple[dict[str, Any], PrepareRequest]:
+        """The batch and the settings to plan for."""
         device = self._chosen_device()
         with rng_untouched(device):
             batch = self._batch_to_plan_for(dataloader)
@@ -198,24 +197,23 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         without_autocast_cache(self.accelerator)
         self.accelerator.prepare_model(self.model, device_placement=False)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
-        return dict(
-            batch=batch,
+        return batch, replace(
+            self._prepare_request,
             optimizer=adamw(self.args, self.get_decay_parameter_names(self.model), names, self._nonfinite),
             device=device,
             accumulate=self.args.gradient_accumulation_steps,
             max_shape=self._largest_shape,
             loss=None if self._is_plain_loss else self._trial_loss,
-            **self._prepare_settings,
         )
 
     def _chosen_device(self) -> Device:
-        device = choose_device(self._device_name or self.args.device.type)
+        device = choose_device(self._prepare_request.device or self.args.device.type)
         if device.torch_device.type != self.args.device.type:
             do = "Give TrainingArguments(use_cpu=True) for cpu and sim, or leave device out"
             raise ConfigError(
                 tell(
                     f"device is where the Trainer puts its batches ({self.args.device})",
-                    f"it is {self._device_name}",
+                    f"it is {self._prepare_request.device}",
                     do,
                 )
             )
@@ -230,8 +228,8 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         without_autocast_cache(self.accelerator)
         with rng_untouched(device):
             batch = self.data_collator([row for row, _ in zip(dataset, range(batch_size), strict=False)])
-            settings = dict(self._prepare_settings, device=device, batch=batch, max_shape=self._largest_shape)
-            other = OtherModel(model, "the reference model", settings)
+            request = replace(self._prepare_request, device=device, max_shape=self._largest_shape)
+            other = OtherModel(model, "the reference model", batch, request)
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
         finally:
@@ -355,10 +353,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         """A run whose batches have grown beyond a chunk makes its loss in chunks from there on, also if it is
         resumed before it meets such a batch again.
         """
-        if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_settings["chunked_loss"] is not None:
+        if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_request.chunked_loss is not None:
             return
         if read_manifest(Path(checkpoint)).get("loss_chunk"):
-            self._prepare_settings["chunked_loss"] = True
+            self._prepare_request = replace(self._prepare_request, chunked_loss=True)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         self.optimizer = self.engine.optimizer

@@ -76,14 +76,13 @@ class RunTrainer(OutsizeTrainer):
             self.args.gradient_accumulation_steps = split.passes
             return AdamW(update=update_mode(self.args, self._nonfinite))
 
-        of_one_size = ("batch", "optimizer", "accumulate", "max_shape")
-        settings = {name: value for name, value in self._preparation(None).items() if name not in of_one_size}
+        _, request = self._preparation(None)
         choice = choose_micro_batch(
             self.model,
             splits,
+            request,
             batch_of=lambda rows: self._as_in_training(batch_of(rows)),
             optimizer_for=optimizer_for,
-            **settings,
         )
         self._plan_batch = batch_of(choice.split.rows)
         self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = (

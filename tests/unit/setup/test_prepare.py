@@ -18,6 +18,7 @@ from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.setup.micro_batch import Split, splits_of
 from outsize.setup.prepare import choose_micro_batch, preview
+from outsize.setup.request import PrepareRequest
 
 HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
 LITTLE = 600 * 1024
@@ -27,7 +28,7 @@ LITTLE = 600 * 1024
 @pytest.mark.parametrize("accumulate", [0, -2, 1.5, True])
 def test_passes_that_are_no_number_are_refused(accumulate: Any) -> None:
     model = zoo.make("llama")
-    with pytest.raises(ConfigError, match=f"accumulate is a whole number from 1, but it is {accumulate}"):
+    with pytest.raises(ConfigError, match=f"accumulate must be a whole number from 1, not {accumulate}"):
         outsize.prepare(model, zoo.batch("llama", size=2), device="sim:64MiB", accumulate=accumulate)
 
 
@@ -122,7 +123,9 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
                 seconds[split] = planned.plan.estimate.step_seconds
             except PlanInfeasible:
                 break
-        chosen = choose_micro_batch(model, splits, batch_of=batch_of, optimizer_for=optimizer_for, **how)
+        chosen = choose_micro_batch(
+            model, splits, PrepareRequest(**how), batch_of=batch_of, optimizer_for=optimizer_for
+        )
         plan = chosen.answer.plan
         assert plan.estimate.step_seconds == seconds[chosen.split] <= min(seconds.values()) * 1.01
         assert (
