@@ -314,7 +314,7 @@ def count_fake(path: Path) -> None:
     import torch
 
     from outsize.base.records import from_json
-    from outsize.forecast.forecast import fake_trace
+    from outsize.forecast.fake_trace import fake_trace
     from outsize.hardware.catalog import lookup
     from outsize.layout.chunks import pack
     from outsize.plan.placement import Placement

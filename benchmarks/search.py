@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig
 
 from outsize.base.errors import PlanInfeasible
-from outsize.forecast.forecast import fake_trace
+from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack

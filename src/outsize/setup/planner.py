@@ -292,8 +292,8 @@ def _weights_of(model: nn.Module, weights: "str | Path | Weights | None") -> Wei
         weights.fill_buffers(model)
     if on_meta and weights is None:
         raise ModelUnsupported(
-            f"{on_meta[0]} is on meta, and weights= does not say where its values are. Set weights to the folder of "
-            "the model's safetensors files, or load the model on the CPU."
+            f"{on_meta[0]} is on meta, without values. Pass weights=folder with the model's safetensors files, or load "
+            "the model on the CPU."
         )
     unmaterialize(model)
     return weights

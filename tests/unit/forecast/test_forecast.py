@@ -20,8 +20,9 @@ from outsize.base.errors import ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.base.units import exact_bytes, show_enough
 from outsize.device.sim import AbsentDevice
 from outsize.forecast.example import Images, batch_for, example_batch
+from outsize.forecast.fake_trace import fake_trace
 from outsize.forecast.fake_weights import FakeWeights
-from outsize.forecast.forecast import fake_trace, plan
+from outsize.forecast.forecast import plan
 from outsize.hardware.catalog import lookup
 from outsize.hardware.machine import Machine, write_machine
 from outsize.model.discover import find_layers
@@ -400,11 +401,11 @@ def test_a_model_that_branches_on_its_weights_is_refused_by_the_operator() -> No
     config = config_of("mixtral")
     config._experts_implementation = "eager"  # asks which experts were hit, and loops over those
     with pytest.raises(
-        ModelUnsupported, match=r"MixtralForCausalLM needs the result of aten\.nonzero.*outsize\.prepare"
+        ModelUnsupported, match=r"MixtralForCausalLM depends on .* the result of aten\.nonzero.*outsize\.prepare"
     ):
         plan(config, sequence_len=TOKENS, hardware="64MiB")
     with pytest.raises(
-        ModelUnsupported, match=r"MixtralForCausalLM runs on shapes alone.*float32"
+        ModelUnsupported, match=r"MixtralForCausalLM cannot run on shapes alone.*float32"
     ):  # torch knows the shapes of grouped products in bf16 alone
         plan(config_of("mixtral"), sequence_len=TOKENS, hardware="64MiB", dtype="float32")
     assert plan(config_of("llama"), sequence_len=TOKENS, hardware="64MiB"), "nothing of the failed trace is left behind"
@@ -415,7 +416,7 @@ def test_a_model_that_breaks_off_is_refused_in_its_own_words() -> None:
     del config.decoder_start_token_id
     with pytest.raises(
         ModelUnsupported,
-        match=r"T5ForConditionalGeneration runs on shapes alone, but it breaks off with \w+: .*decoder_start_token_id",
+        match=r"T5ForConditionalGeneration cannot run on shapes alone: it fails with \w+: .*decoder_start_token_id",
     ):
         plan(config, sequence_len=TOKENS, hardware="64MiB")
 
@@ -492,7 +493,7 @@ def test_the_smallest_machine_has_the_host_memory_that_was_asked_for() -> None:
     ("changes", "words"),
     [
         (dict(hardware="rtx9999"), "rtx4090"),
-        (dict(gpu_memory="25GiB"), "at most the 24.0 GiB of rtx4090"),
+        (dict(gpu_memory="25GiB"), "more than the 24.0 GiB of rtx4090"),
         (dict(gpu_memory="512MiB"), "a CUDA process takes"),
         (dict(gpu_memory="24GB"), "GiB"),
         (dict(sequence_len=0), "sequence_len is 0"),
@@ -520,7 +521,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_positions_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"sequence_len is at most the model's max_position_embeddings of 128"):
+    with pytest.raises(ConfigError, match=r"sequence_len 300 is more than the model's max_position_embeddings of 128"):
         plan(config_of("bert"), sequence_len=300, hardware="64MiB")
     assert not caplog.records
     assert plan(config_of("llama"), sequence_len=300, hardware="64MiB")  # rotary positions go on
@@ -659,7 +660,7 @@ def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() 
 def test_a_config_that_transformers_makes_no_model_of_is_told() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"transformers makes a LlamaForCausalLM of the config, but KeyError: .*nonsense.* Correct the config",
+        match=r"transformers cannot build a LlamaForCausalLM from the config: KeyError: .*nonsense.* Correct the config",
     ):
         plan(transformers.LlamaConfig(**_TEXT, hidden_act="nonsense"), sequence_len=16, hardware="1GiB")
 

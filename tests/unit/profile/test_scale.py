@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.forecast.example import Images
-from outsize.forecast.forecast import fake_trace
+from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
 from outsize.model.work import Shared
 from outsize.profile.scale import Point, scaled
