@@ -90,12 +90,12 @@ def batch(kind: str = "llama", **how: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def in_chunks(model: nn.Module, chunk: int = CHUNK) -> Iterator[ChunkedLossPatch]:
-    seam = ChunkedLossPatch(model, chunk)
-    seam.attach()
+    patch = ChunkedLossPatch(model, chunk)
+    patch.attach()
     try:
-        yield seam
+        yield patch
     finally:
-        seam.detach()
+        patch.detach()
 
 
 def run(model: nn.Module, given: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -198,7 +198,7 @@ def test_only_training_forwards_with_labels_are_in_chunks() -> None:
     model: Any = zoo.make("llama")
     given = batch()
     expected = model(**given).logits
-    with in_chunks(model) as seam:
+    with in_chunks(model) as patch:
         assert isinstance(model(**given).logits, Logits)
         assert isinstance(
             model(given["input_ids"], None, None, None, None, given["labels"]).logits, Logits
@@ -210,8 +210,8 @@ def test_only_training_forwards_with_labels_are_in_chunks() -> None:
         assert isinstance(model(**given).logits, Logits)
         assert model.generate(given["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 18)
         model.train()
-        seam.detach()
-        seam.attach(on=False)
+        patch.detach()
+        patch.attach(on=False)
         assert torch.equal(model(**given).logits, expected)
 
 

@@ -44,7 +44,7 @@ class Machine:
         if rows > self.most_trial_rows:
             raise DeviceOutOfMemory("too large")
         in_chunks = 0 < self.chunk < rows * TOKENS
-        seam: Any = SimpleNamespace(chunk=self.chunk) if self.chunk else None
+        patch: Any = SimpleNamespace(chunk=self.chunk) if self.chunk else None
         work = replace(
             synthetic.NOTHING, forward_seconds=self.odd.get(rows, self.fixed + self.each * rows) + 1000.0 * in_chunks
         )
@@ -56,7 +56,9 @@ class Machine:
             held_bytes=0,
             provenance="traced",
         )
-        return Traced(rows=rows, graph=CASE.graph, trace=made, loss=ChosenLoss(text="", seam=seam, in_chunks=in_chunks))
+        return Traced(
+            rows=rows, graph=CASE.graph, trace=made, loss=ChosenLoss(text="", patch=patch, in_chunks=in_chunks)
+        )
 
     def solve(self, found: Traced, split: Split) -> Any:
         assert found.rows == split.rows == found.trace.inputs["input_ids"][0]
