@@ -250,7 +250,10 @@ def test_outputs_pass_through_what_handles_outputs() -> None:
         map_tensors(lambda t: t, out).logits is out.logits and tree_map(lambda t: t, dict(out))["logits"] is out.logits
     )
     assert (
-        out.to_tuple()[1] is out.logits and "not there" in repr(out) and len(out.logits) == 2 and out.logits.dim() == 3
+        out.to_tuple()[1] is out.logits
+        and "not materialized" in repr(out)
+        and len(out.logits) == 2
+        and out.logits.dim() == 3
     )
     del out.logits
 

@@ -129,6 +129,6 @@ def test_the_splits_of_a_batch(given: Any, rows: list[int]) -> None:
     assert [split.rows for split in found] == rows and all(
         split.rows * split.passes == (given[0] or 1) for split in found
     )
-    with pytest.raises(ConfigError, match=r"batch_size is 6 and micro_batch_size 4.*6 is divided by 1, 2, 3, 6"):
+    with pytest.raises(ConfigError, match=r"batch_size 6 is not .*: micro_batch_size 4.*6 is divided by 1, 2, 3, 6"):
         splits_of(6, 4, None, name="gradient_accumulation_steps")
     assert [split.rows for split in splits_of(1_000_000_007, None, None)] == [1, 1_000_000_007], "a prime, at once"

@@ -72,7 +72,8 @@ def test_a_trial_that_does_not_fit_is_scaled_from_fewer_rows_and_the_plan_is_as_
         cells.closing(outsize.prepare(model, batch, optimizer=spec, device=card, **HOW)) as engine,
     ):
         assert (
-            "the trial run of 8 rows does not fit the device: its numbers are scaled from 4 and 2 rows" in caplog.text
+            "the profiling run of 8 rows does not fit the device: its numbers are scaled from 4 and 2 rows"
+            in caplog.text
         )
         assert "scaled to 8 rows from 2 and 4" in engine.plan.provenance
         assert engine.plan.decision == measured.decision and engine.plan.inputs == measured.inputs
