@@ -181,7 +181,7 @@ def _plan_by_hand(bench: Any, pins: dict[str, int], path: Path) -> Path:
     from outsize.plan.check import save
     from outsize.plan.pins import Pins
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.build import preview
+    from outsize.setup.prepare import preview
 
     model, weights = random_shape(bench.model, seq=bench.seq)
     planned = preview(
@@ -276,8 +276,8 @@ def forecast(path: Path) -> None:
     that ran.
     """
     from benchmarks.shapes import named_config
+    from outsize.forecast.forecast import plan
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.forecast import plan
 
     print("| case | forecast, s | measured, s | |\n|---|---|---|---|")
     off = []
@@ -313,6 +313,7 @@ def count_fake(path: Path) -> None:
 
     from benchmarks.shapes import named_config
     from outsize.base.records import from_json
+    from outsize.forecast.fake_trace import fake_trace
     from outsize.hardware.catalog import lookup
     from outsize.layout.chunks import pack
     from outsize.plan.placement import Placement
@@ -320,7 +321,6 @@ def count_fake(path: Path) -> None:
     from outsize.plan.schedule import compile_schedule
     from outsize.planner.memory import high_water
     from outsize.profile.trace import added_in_place
-    from outsize.train.forecast import fake_trace
 
     found = json.loads(path.read_text())
     for row in found["rows"]:

@@ -17,7 +17,7 @@ from benchmarks.measure import complete
 from benchmarks.shapes import random_batches, random_shape
 from outsize.device.choose import choose_device
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 
 def main() -> None:

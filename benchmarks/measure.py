@@ -39,7 +39,7 @@ from outsize.report.trace import write_trace
 from outsize.run.bench import Clock, Timed, time_steps, training_step
 from outsize.runtime.engine import Engine
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import prepare
+from outsize.setup.prepare import prepare
 
 TRACED_STEPS = 3
 

@@ -16,12 +16,12 @@ import torch
 from transformers import LlamaConfig
 
 from outsize.base.errors import PlanInfeasible
+from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
 from outsize.plan.plan import StepConfig
 from outsize.planner.search import search
-from outsize.train.forecast import fake_trace
 
 GiB = 2**30
 

@@ -46,8 +46,8 @@ def random_batches(model: Any, bench: "Bench", *, number: int = 4) -> "list[dict
     """Full rows of random text. For vision models, random images and the tokens that stand for them."""
     import torch
 
+    from outsize.forecast.example import Images, example_batch
     from outsize.run.random_weights import random_text
-    from outsize.train.example import Images, example_batch
 
     rows, tokens = bench.micro_batch, bench.seq
     images = Images(per_row=bench.images, pixels=bench.image_size)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outsize.optim.lion import Lion
     from outsize.optim.sgd import SGD
     from outsize.plan.pins import Pins
-    from outsize.train.build import prepare
+    from outsize.setup.prepare import prepare
 
 __all__ = ["SGD", "AdamW", "Lion", "Pins", "plan", "prepare"]
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ _HOMES = {
     "Lion": "outsize.optim.lion",
     "Pins": "outsize.plan.pins",
     "SGD": "outsize.optim.sgd",
-    "prepare": "outsize.train.build",
+    "prepare": "outsize.setup.prepare",
 }
 
 
@@ -42,8 +42,8 @@ class _CallableRoom(ModuleType):
     """`outsize.plan` is a room, and the function of that name: importing the room would hide the function otherwise."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forecast a plan: see `outsize.train.forecast.plan`."""
-        return _imported("outsize.train.forecast").plan(*args, **kwargs)
+        """Forecast a plan: see `outsize.forecast.forecast.plan`."""
+        return _imported("outsize.forecast.forecast").plan(*args, **kwargs)
 
 
 _plan_room.__class__ = _CallableRoom

@@ -16,7 +16,7 @@ from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, Pl
 from outsize.model.weights import is_unmaterialized
 from outsize.run.random_weights import RandomWeights, random_model
 from outsize.run.shapes import SHAPES, shape_config
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 pytestmark = pytest.mark.usefixtures("_profiles_anew")
 
@@ -55,7 +55,7 @@ def test_a_host_that_is_too_small_says_how_much_it_takes_there_and_what_a_larger
     ],
 )
 def test_a_batch_of_nothing_is_refused_before_the_model_breaks_off(batch: dict[str, Any], found: str) -> None:
-    with pytest.raises(ConfigError, match=f"a batch to plan for has rows and tokens, but {found}"):
+    with pytest.raises(ConfigError, match=f"batch: {found}, and a plan needs rows and tokens"):
         outsize.prepare(llama(), batch, device="sim:64MiB")
 
 
@@ -113,7 +113,7 @@ def test_a_largest_shape_may_be_of_numpys_numbers() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 0), (-1, 16), (2,), 16, (2.0, 16)])
 def test_a_largest_shape_that_is_none_is_refused(shape: Any) -> None:
-    with pytest.raises(ConfigError, match="max_shape is the rows and the tokens of the largest batch, but it is"):
+    with pytest.raises(ConfigError, match="max_shape must be the rows and tokens of the largest batch, not"):
         outsize.prepare(llama(), zoo.batch(KIND), device="sim:64MiB", max_shape=shape)
 
 

@@ -628,7 +628,7 @@ def test_a_given_plan_and_other_arguments_must_agree() -> None:
         {"gpu_memory": "1KiB"},
         {"pins": outsize.Pins(n_swap=1)},
     ):
-        with pytest.raises(ConfigError, match="agree"):
+        with pytest.raises(ConfigError, match="plan: it contradicts the other arguments"):
             outsize.prepare(zoo.make("llama"), zoo.batch("llama"), device="cpu", plan=plan, **other)
     engine = outsize.prepare(model, zoo.batch("llama"), device="cpu", plan=plan)
     assert engine.plan is plan

@@ -19,10 +19,10 @@ from unit.model.test_weights import emptied
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.checkpoint.model_files import SINGLE
+from outsize.forecast.fake_trace import config_of
 from outsize.model.build import build_model, load_config
 from outsize.model.weights import is_unmaterialized
-from outsize.train.build import preview
-from outsize.train.forecast import _config
+from outsize.setup.prepare import preview
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 STREAMED: dict[str, Any] = dict(
@@ -315,7 +315,7 @@ def test_extra_tensors_that_only_look_like_scales_are_passed_over_as_before(tmp_
 def test_a_quantized_model_can_be_planned_for_as_the_unquantized_one_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _config(folder_of(tmp_path, quantization_config=FP8)).hidden_size == zoo.HIDDEN
+    assert config_of(folder_of(tmp_path, quantization_config=FP8)).hidden_size == zoo.HIDDEN
     assert [
         r.getMessage()
         for r in caplog.records

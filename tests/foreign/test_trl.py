@@ -20,6 +20,7 @@ from outsize.base.errors import ConfigError, DeviceOutOfMemory, EngineMisuse, Pl
 from outsize.integrations.arguments import refuse_trainer
 from outsize.integrations.hf import OutsizeMixin
 from outsize.integrations.others import OtherModel
+from outsize.setup.request import PrepareRequest
 
 trl, datasets, peft = (pytest.importorskip(name) for name in ("trl", "datasets", "peft"))
 
@@ -390,13 +391,7 @@ def test_a_loader_of_lists_is_refused_in_words(tmp_path: Path) -> None:
 
 def test_an_other_model_that_cannot_be_prepared_stays_trainable() -> None:
     model = llama()
-    settings = {
-        "gpu_memory": 1000,
-        "host_memory": None,
-        "device": trainers.machine(),
-        "max_shape": None,
-        "chunk_bytes": 2**14,
-    }
+    request = PrepareRequest(gpu_memory=1000, device=trainers.machine(), chunk_bytes=2**14)
     with pytest.raises(PlanInfeasible):
-        OtherModel(model, "the teacher", {**settings, "batch": {"input_ids": torch.ones(1, 4, dtype=torch.long)}})
+        OtherModel(model, "the teacher", {"input_ids": torch.ones(1, 4, dtype=torch.long)}, request)
     assert all(param.requires_grad for param in model.parameters())

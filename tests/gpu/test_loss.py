@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
-from outsize.train.cross_entropy import cross_entropy
-from outsize.train.loss import ChunkedLossPatch
+from outsize.loss.chunked_loss import ChunkedLossPatch
+from outsize.loss.cross_entropy import cross_entropy
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.runtime.engine import Engine
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 WIDTH, HEADS = 16, 2
 ROOM = "sim:16MiB"

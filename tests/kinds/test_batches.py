@@ -18,7 +18,7 @@ from transformers import BatchEncoding
 
 import outsize
 from outsize.base.errors import EngineMisuse, PlanInfeasible
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 
 def test_a_batch_encoding_is_a_batch() -> None:

@@ -22,7 +22,7 @@ from outsize.base.errors import ModelUnsupported, PlanInfeasible
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.profile import cache
-from outsize.train import build
+from outsize.setup import planner
 
 FAMILIES: dict[str, Family] = {
     **text.TEXT,
@@ -104,7 +104,7 @@ def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             kept.append(cache.traced(*args, **kwargs))
         return kept[0]
 
-    monkeypatch.setattr(build, "traced", traced)
+    monkeypatch.setattr(planner, "traced", traced)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import outsize
 from outsize.base.errors import EngineMisuse, ModelUnsupported, OrderMismatch, PlanInfeasible
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 WIDTH = 16
 DEVICE = "sim:16MiB"

@@ -20,12 +20,12 @@ import outsize
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.integrations.hf import OutsizeMixin
+from outsize.loss import chunked_loss as chosen
+from outsize.loss.chunked_loss import ChunkedLossPatch
+from outsize.loss.logits import Logits
 from outsize.plan.pins import Pins
 from outsize.runtime.engine import Engine
-from outsize.train import loss as chosen
-from outsize.train.build import preview
-from outsize.train.logits import Logits
-from outsize.train.loss import ChunkedLossPatch
+from outsize.setup.prepare import preview
 
 CHUNK = 5
 WORDS = "in chunks of 5 tokens"

@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from outsize import progress
 from outsize.progress import Bar, counted
-from outsize.train.build import preview
+from outsize.setup.prepare import preview
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def bench(
     from outsize.run.quiet import quiet
     from outsize.run.random_weights import random_model, random_text
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.build import prepare
+    from outsize.setup.prepare import prepare
 
     quiet()
     chosen = choose_device(device)

@@ -160,7 +160,7 @@ def _self_test() -> Iterator[Finding]:
     from outsize.plan.pins import Pins
     from outsize.reference import AdamW as Reference
     from outsize.runtime.optimizer import AdamW
-    from outsize.train.build import prepare
+    from outsize.setup.prepare import prepare
 
     with torch.random.fork_rng(devices=[]), _without_cache():
         torch.manual_seed(0)

@@ -1,12 +1,17 @@
 """Options that several commands share."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from outsize.base.errors import ConfigError
 from outsize.run.shapes import require_one_of
+
+if TYPE_CHECKING:
+    from outsize.forecast.forecast import Forecast
 
 ConfigPath = Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")]
 Hardware = Annotated[
@@ -51,3 +56,49 @@ def require_file(option: str, path: Path | None) -> None:
 def update_mode(update: str) -> Literal["after_step", "in_backward"]:
     modes: dict[str, Literal["after_step", "in_backward"]] = {"after-step": "after_step", "in-backward": "in_backward"}
     return modes[require_one_of(modes, update, "--update")]
+
+
+def _plan_options(
+    model: ConfigPath,
+    hardware: Hardware = "rtx4090",
+    sequence_len: SequenceLen = 2048,
+    micro_batch_size: MicroBatch = None,
+    batch_size: BatchSize = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    accumulate: Accumulate = None,
+    dtype: Dtype = "bfloat16",
+    update: Update = "after-step",
+    images: NumImages = None,
+    image_size: ImageSize = 1024,
+) -> None: ...
+
+
+def planning(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a forecast beside its own.
+
+    The command is called with `model`, `hardware`, its own options, and `forecast`: a function that plans for the
+    machine of that name. torch is imported when `forecast` is first called.
+    """
+    shared = inspect.signature(_plan_options).parameters
+    own = {name: param for name, param in inspect.signature(command).parameters.items() if name != "forecast"}
+
+    def run(**given: Any) -> None:
+        mode = update_mode(given["update"])
+
+        def forecast(hardware: str) -> "Forecast":
+            from outsize.forecast.forecast import ForecastRequest
+            from outsize.forecast.forecast import forecast as make
+            from outsize.runtime.optimizer import AdamW
+
+            settings = {name: given[name] for name in shared if name not in ("model", "hardware", "update")}
+            request = ForecastRequest(hardware=hardware, optimizer=AdamW(update=mode), **settings)
+            return make(given["model"], request)
+
+        command(forecast=forecast, **{name: given[name] for name in own})
+
+    parameters = {**shared, **own}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: param.annotation for name, param in parameters.items()}
+    return run

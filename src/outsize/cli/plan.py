@@ -1,5 +1,6 @@
 """`outsize plan`: plans a model's config for any machine, without weights or a GPU."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,61 +8,24 @@ import typer
 
 from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import show_bytes, show_enough, show_seconds
-from outsize.cli.options import (
-    Accumulate,
-    BatchSize,
-    ConfigPath,
-    Dtype,
-    GpuMemory,
-    HostMemory,
-    ImageSize,
-    MicroBatch,
-    NumImages,
-    SequenceLen,
-    Update,
-    require_file,
-    update_mode,
-)
+from outsize.cli.options import ConfigPath, planning, require_file
 from outsize.hardware.catalog import lookup
 from outsize.plan.render import busiest_lane
 
 if TYPE_CHECKING:
-    from outsize.train.forecast import Forecast
-
-_EXAMPLES = """Will it fit, and how fast would it be? Needs a model's config alone: no weights, no GPU.
-
-[bold]Examples[/bold]
-
-outsize plan ~/models/llama-8b --hardware rtx4090 --sequence-len 4096
-
-outsize plan meta-llama/Llama-3.1-8B --gpu-memory 16GiB --host-memory 64GiB
-
-outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]side by side[/dim]
-
-outsize plan ~/models/llama-8b --html report.html     [dim]memory and lanes over one step, to look at[/dim]
-
-outsize plan ~/models/llama-8b --accumulate 8 --save plan.json     [dim]for outsize.prepare(..., plan="plan.json")[/dim]
-"""
+    from outsize.forecast.forecast import Forecast
 
 
+@planning
 def plan(
     model: ConfigPath,
+    forecast: "Callable[[str], Forecast]",
     hardware: Annotated[
         str,
         typer.Option(
             help="A machine of the catalog, or several with commas between; a machine's YAML file; or a size."
         ),
     ] = "rtx4090",
-    sequence_len: SequenceLen = 2048,
-    micro_batch_size: MicroBatch = None,
-    batch_size: BatchSize = None,
-    gpu_memory: GpuMemory = None,
-    host_memory: HostMemory = None,
-    accumulate: Accumulate = None,
-    dtype: Dtype = "bfloat16",
-    update: Update = "after-step",
-    images: NumImages = None,
-    image_size: ImageSize = 1024,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     html: Annotated[
         Path | None,
@@ -71,6 +35,20 @@ def plan(
         Path | None, typer.Option(help="Write what each lane would do in one step to this file, for Perfetto.")
     ] = None,
 ) -> None:
+    """Will it fit, and how fast would it be? Needs a model's config alone: no weights, no GPU.
+
+    [bold]Examples[/bold]
+
+    outsize plan ~/models/llama-8b --hardware rtx4090 --sequence-len 4096
+
+    outsize plan meta-llama/Llama-3.1-8B --gpu-memory 16GiB --host-memory 64GiB
+
+    outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]side by side[/dim]
+
+    outsize plan ~/models/llama-8b --html report.html     [dim]memory and lanes over one step, to look at[/dim]
+
+    outsize plan ~/models/llama-8b --accumulate 8 --save plan.json     [dim]for outsize.prepare(plan="plan.json")[/dim]
+    """
     names = [name.strip() for name in hardware.split(",") if name.strip()]
     written = {
         option: path for option, path in (("--save", save), ("--html", html), ("--trace", trace)) if path is not None
@@ -82,34 +60,14 @@ def plan(
         require_file(option, path)
     for name in names:
         lookup(name)  # check all names before the first plan
-    mode = update_mode(update)
-
-    # Imports take seconds: wrong options were reported before them.
-    from outsize.plan.check import save as save_plan
-    from outsize.runtime.optimizer import AdamW
-    from outsize.train.forecast import plan as forecast
-
-    def plan_for(name: str) -> "Forecast":
-        return forecast(
-            model,
-            sequence_len=sequence_len,
-            micro_batch_size=micro_batch_size,
-            batch_size=batch_size,
-            hardware=name,
-            gpu_memory=gpu_memory,
-            host_memory=host_memory,
-            accumulate=accumulate,
-            dtype=dtype,
-            optimizer=AdamW(update=mode),
-            images=images,
-            image_size=image_size,
-        )
 
     if len(names) == 1:
-        made = plan_for(names[0])
+        made = forecast(names[0])
         print(made)
         print(made.what_if())
         if save is not None:
+            from outsize.plan.check import save as save_plan
+
             save_plan(made.plan, save)
             print(f"\nsaved to {save}")
         if html is not None:
@@ -122,7 +80,7 @@ def plan(
     found_for: dict[str, Forecast | PlanInfeasible] = {}
     for name in names:
         try:
-            found_for[name] = plan_for(name)
+            found_for[name] = forecast(name)
         except PlanInfeasible as no:
             found_for[name] = no
     print(side_by_side(found_for))
@@ -164,6 +122,3 @@ def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
     ]
     notes = [*(f"rates of {', '.join(same)}: {provenance}" for provenance, same in rates.items()), *notes]
     return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], "", *notes])
-
-
-plan.__doc__ = _EXAMPLES

@@ -3,6 +3,7 @@
 A checkpoint is complete or absent, holds no pickled state of ours, and can be resumed under any plan.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from outsize.checkpoint.parameter_store import is_adapted
 from outsize.checkpoint.training_state import load_rng, load_scheduler, save_rng, save_scheduler
 from outsize.integrations import plain
 from outsize.model.weights import is_unmaterialized
+from outsize.setup.request import PrepareRequest
 
 if TYPE_CHECKING:
     _Trainer: Any
@@ -26,6 +28,8 @@ else:
 
 class CheckpointMixin(_Trainer):
     """The half of `OutsizeMixin` that saves and loads. `engine` and `_has_engine` are the other half's."""
+
+    _prepare_request: PrepareRequest
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As Trainer's, but complete or absent, and older checkpoints are removed only after it is published."""
@@ -138,7 +142,7 @@ class CheckpointMixin(_Trainer):
         if is_adapted(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif any(param.is_meta or is_unmaterialized(param) for param in self.model.parameters()):
-            self._prepare_settings["weights"] = folder
+            self._prepare_request = replace(self._prepare_request, weights=folder)
         else:
             plain.load_weights(folder, self.model)
 

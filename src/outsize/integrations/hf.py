@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
 from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.retry import with_retries
-from outsize.train.build import preview
+from outsize.setup.prepare import preview_as
+from outsize.setup.request import PrepareRequest
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]" = weakref.WeakKeyDictionary()
 """Engines by model. The next Trainer of the same model ends its engine."""
@@ -98,9 +100,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             is_loaded = isinstance(given.get("model"), str) or loads_reference(type(self), given)
             if is_loaded and hasattr(given["args"], "model_init_kwargs"):
                 given["args"].model_init_kwargs = {"device_map": None, **(given["args"].model_init_kwargs or {})}
-        self._prepare_settings: dict[str, Any] = dict(
+        self._prepare_request = PrepareRequest(
             gpu_memory=gpu_memory,
             host_memory=host_memory,
+            device=device,
             pins=pins,
             plan=plan,
             chunk_bytes=chunk_bytes,
@@ -108,12 +111,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             weights=weights,
             chunked_loss=chunked_loss,
         )
-        self._device_name, self._sequence_len, self._plan_batch, self._nonfinite = (
-            device,
-            sequence_len,
-            plan_batch,
-            nonfinite,
-        )
+        self._sequence_len, self._plan_batch, self._nonfinite = sequence_len, plan_batch, nonfinite
         super().__init__(*args, **kwargs)
         take_over(
             self.args,
@@ -145,10 +143,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if (other := _ENGINES.pop(self.model, lambda: None)()) is not None and _is_attached(other):
             log.info("the engine of an earlier Trainer is detached from the model")
             other.detach()
-        self._engine = self._prepare_with_others(self._preparation(dataloader))
+        self._engine = self._prepare_with_others(*self._preparation(dataloader))
         _ENGINES[self.model] = weakref.ref(self._engine)
         if self.model_init is None:
-            self._prepare_settings["weights"] = None  # they are in the model now
+            self._prepare_request = replace(self._prepare_request, weights=None)  # they are in the model now
         return self._engine
 
     def stop_engine(self) -> None:
@@ -162,8 +160,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         """Plan without preparing the model."""
         if self._has_engine:
             return self.engine.runtime.planned
-        with self._with_others(self._preparation(dataloader)) as settings:
-            return preview(self.model, **settings)
+        batch, request = self._preparation(dataloader)
+        with self._with_others(batch, request) as left:
+            return preview_as(self.model, batch, left)
 
     @property
     def _has_engine(self) -> bool:
@@ -180,8 +179,8 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     # Preparing.
 
-    def _preparation(self, dataloader: Any) -> dict[str, Any]:
-        """The arguments of `prepare`."""
+    def _preparation(self, dataloader: Any) -> tuple[dict[str, Any], PrepareRequest]:
+        """The batch and the settings to plan for."""
         device = self._chosen_device()
         with rng_untouched(device):
             batch = self._batch_to_plan_for(dataloader)
@@ -190,21 +189,20 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         without_autocast_cache(self.accelerator)
         self.accelerator.prepare_model(self.model, device_placement=False)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
-        return dict(
-            batch=batch,
+        return batch, replace(
+            self._prepare_request,
             optimizer=adamw(self.args, self.get_decay_parameter_names(self.model), names, self._nonfinite),
             device=device,
             accumulate=self.args.gradient_accumulation_steps,
             max_shape=self._largest_shape,
             loss=None if self._is_plain_loss else self._trial_loss,
-            **self._prepare_settings,
         )
 
     def _chosen_device(self) -> Device:
-        device = choose_device(self._device_name or self.args.device.type)
+        device = choose_device(self._prepare_request.device or self.args.device.type)
         if device.torch_device.type != self.args.device.type:
             raise ConfigError(
-                f"device={self._device_name}: the Trainer puts its batches on {self.args.device}. Give "
+                f"device={self._prepare_request.device}: the Trainer puts its batches on {self.args.device}. Give "
                 "TrainingArguments(use_cpu=True) for cpu and sim, or leave device out."
             )
         return device
@@ -218,8 +216,8 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         without_autocast_cache(self.accelerator)
         with rng_untouched(device):
             batch = self.data_collator([row for row, _ in zip(dataset, range(batch_size), strict=False)])
-            settings = dict(self._prepare_settings, device=device, batch=batch, max_shape=self._largest_shape)
-            other = OtherModel(model, "the reference model", settings)
+            request = replace(self._prepare_request, device=device, max_shape=self._largest_shape)
+            other = OtherModel(model, "the reference model", batch, request)
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
         finally:
@@ -343,10 +341,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     def _use_loss_of(self, checkpoint: str | None) -> None:
         """Keep the chunked loss of a run that switched to it at a large batch, also if no such batch follows soon."""
-        if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_settings["chunked_loss"] is not None:
+        if checkpoint is None or is_plain(Path(checkpoint)) or self._prepare_request.chunked_loss is not None:
             return
         if read_manifest(Path(checkpoint)).get("loss_chunk"):
-            self._prepare_settings["chunked_loss"] = True
+            self._prepare_request = replace(self._prepare_request, chunked_loss=True)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         self.optimizer = self.engine.optimizer

@@ -5,11 +5,11 @@ outside of any plan. Here each of them gets an engine of its own, for forward pa
 out of the user's `gpu_memory` and `host_memory`.
 """
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import AutocastKwargs
@@ -19,7 +19,8 @@ from outsize.base.errors import PlanInfeasible
 from outsize.base.log import log
 from outsize.base.units import parse_bytes, show_bytes
 from outsize.runtime.engine import Engine
-from outsize.train.build import prepare, prepare_forward_only
+from outsize.setup.prepare import prepare_as, prepare_forward_only
+from outsize.setup.request import PrepareRequest
 
 if TYPE_CHECKING:
     _Trainer: Any
@@ -31,13 +32,20 @@ class OtherModel:
     """A model that only runs forward: its engine, from its construction until `stop`."""
 
     def __init__(
-        self, model: nn.Module, name: str, settings: dict[str, Any], *, least: bool = False, only_weights: bool = False
+        self,
+        model: nn.Module,
+        name: str,
+        batch: dict[str, Any],
+        request: PrepareRequest,
+        *,
+        least: bool = False,
+        only_weights: bool = False,
     ):
         """Plan and prepare it.
 
         Args:
             name: for messages.
-            settings: those of `prepare` for the model that is trained.
+            batch, request: those of the model that is trained.
             least: take as little GPU memory as possible.
             only_weights: budget its weights alone. The plan of the model that is trained has room for its activations.
         """
@@ -47,14 +55,13 @@ class OtherModel:
         self.name = name
         self._trainable = [param for param in model.parameters() if param.requires_grad]
         model.requires_grad_(False)
-        kept = {key: settings[key] for key in ("gpu_memory", "host_memory", "device", "max_shape", "chunk_bytes")}
         try:
             self.engine: Engine = prepare_forward_only(
-                model, _inputs_of(model, settings["batch"]), _run, least=least, only_weights=only_weights, **kept
+                model, _inputs_of(model, batch), _run, request, least=least, only_weights=only_weights
             )
         except PlanInfeasible as error:
             self._thaw()
-            raise _too_small(error, f"{name} alone needs", 0, settings) from None
+            raise _too_small(error, f"{name} alone needs", 0, request) from None
         except BaseException:
             self._thaw()
             raise
@@ -126,21 +133,21 @@ class RunsOthers(_Trainer):
         count = sum(name.startswith(word) for name in self._others or {})
         return f"{word} {count + 1}" if count else word
 
-    def _prepare_with_others(self, settings: dict[str, Any]) -> Engine:
-        """Prepare the trained model in the memory that the others leave. If it does not fit, they get less."""
+    def _prepare_with_others(self, batch: dict[str, Any], request: PrepareRequest) -> Engine:
+        """`prepare` for the model that is trained, in what the others leave. They use less where it does not fit."""
         if not self._others:
-            return prepare(self.model, **settings)
+            return prepare_as(self.model, batch, request)
         try:
-            return self._prepare_beside(settings, least=False)
+            return self._prepare_beside(batch, request, least=False)
         except PlanInfeasible as error:
             why = str(error)
         log.info("planning again with as little GPU memory as possible for the other models: %s", why)
-        return self._prepare_beside(settings, least=True)
+        return self._prepare_beside(batch, request, least=True)
 
-    def _prepare_beside(self, settings: dict[str, Any], *, least: bool) -> Engine:
-        self._start_others(settings, least=least)
+    def _prepare_beside(self, batch: dict[str, Any], request: PrepareRequest, *, least: bool) -> Engine:
+        self._start_others(batch, request, least=least)
         try:
-            return prepare(self.model, **self._left_by_others(settings))
+            return prepare_as(self.model, batch, self._left_by_others(request))
         except PlanInfeasible as error:
             taken = sum(other.gpu_bytes if error.resource == "gpu" else other.host_bytes for other in self._running)
             parts = [
@@ -149,30 +156,30 @@ class RunsOthers(_Trainer):
             ]
             words = f"{', '.join(parts)}, the model that is trained {show_bytes(error.needed_bytes)}, together"
             self._stop_others()
-            raise _too_small(error, words, taken, settings) from None
+            raise _too_small(error, words, taken, request) from None
         except BaseException:
             self._stop_others()
             raise
 
     @contextmanager
-    def _with_others(self, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Run the others while a plan is made. Yields the settings of `prepare` with the memory that they leave."""
-        self._start_others(settings, least=False)
+    def _with_others(self, batch: dict[str, Any], request: PrepareRequest) -> Iterator[PrepareRequest]:
+        """Start the other models while a plan is made. Yields the request with the memory that they leave."""
+        self._start_others(batch, request, least=False)
         try:
-            yield self._left_by_others(settings)
+            yield self._left_by_others(request)
         finally:
             self._stop_others()
 
-    def _start_others(self, settings: dict[str, Any], *, least: bool) -> None:
+    def _start_others(self, batch: dict[str, Any], request: PrepareRequest, *, least: bool) -> None:
         self._stop_others()
-        left = settings
+        left = request
         try:
             for name, model in (self._others or {}).items():
                 self._running = (
                     *self._running,
-                    OtherModel(model, name, left, least=least, only_weights=self._has_room_for(model)),
+                    OtherModel(model, name, batch, left, least=least, only_weights=self._has_room_for(model)),
                 )
-                left = self._left_by_others(settings)
+                left = self._left_by_others(request)
         except BaseException:
             self._stop_others()
             raise
@@ -190,23 +197,25 @@ class RunsOthers(_Trainer):
         for other in others:
             other.stop()
 
-    def _left_by_others(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings less what the others take. Sizes that the user did not give are measured by prepare."""
-        left = dict(settings)
-        taken = {
-            "gpu_memory": sum(other.gpu_bytes for other in self._running),
-            "host_memory": sum(other.host_bytes for other in self._running),
-        }
-        for name, num_bytes in taken.items():
-            if settings[name] is not None:
-                left[name] = max(1, parse_bytes(settings[name], name=name) - num_bytes)
-        return left
+    def _left_by_others(self, request: PrepareRequest) -> PrepareRequest:
+        """The request with the memory that the other models leave. A size that was not given stays so: the device and
+        the host then say what is free.
+        """
+        gpu_memory, host_memory = request.gpu_memory, request.host_memory
+        if gpu_memory is not None:
+            taken = sum(other.gpu_bytes for other in self._running)
+            gpu_memory = max(1, parse_bytes(gpu_memory, name="gpu_memory") - taken)
+        if host_memory is not None:
+            taken = sum(other.host_bytes for other in self._running)
+            host_memory = max(1, parse_bytes(host_memory, name="host_memory") - taken)
+        return replace(request, gpu_memory=gpu_memory, host_memory=host_memory)
 
 
-def _too_small(error: PlanInfeasible, words: str, taken: int, settings: dict[str, Any]) -> PlanInfeasible:
+def _too_small(error: PlanInfeasible, words: str, taken: int, request: PrepareRequest) -> PlanInfeasible:
     """`taken`: by other models, on top of what the error says is needed."""
     name, needed = f"{error.resource}_memory", error.needed_bytes + taken
-    allowed = parse_bytes(settings[name], name=name) if settings[name] is not None else error.allowed_bytes + taken
+    given = request.gpu_memory if error.resource == "gpu" else request.host_memory
+    allowed = parse_bytes(given, name=name) if given is not None else error.allowed_bytes + taken
     message = (
         f"{name} {show_bytes(allowed)} is too small: {words} at least {show_bytes(needed)} ({needed} bytes). "
         f"Raise {name}, or reduce the batch size or the sequence length."
@@ -216,9 +225,7 @@ def _too_small(error: PlanInfeasible, words: str, taken: int, settings: dict[str
 
 def without_autocast_cache(accelerator: Any) -> None:
     """The autocast cache would keep a cast of every weight."""
-    accelerator.autocast_handler = dataclasses.replace(
-        accelerator.autocast_handler or AutocastKwargs(), cache_enabled=False
-    )
+    accelerator.autocast_handler = replace(accelerator.autocast_handler or AutocastKwargs(), cache_enabled=False)
 
 
 def _run(model: nn.Module, batch: dict[str, Any]) -> None:

@@ -462,7 +462,7 @@
 
   const charts = [new Memory(byId("memory")), new Lanes(byId("predicted"), data.predicted)];
   if (data.measured) {
-    byId("predicted-words").textContent = "as predicted";
+    byId("predicted-words").textContent = "prediction";
     byId("measured-box").hidden = false;
     charts.push(new Lanes(byId("measured"), data.measured));
   }

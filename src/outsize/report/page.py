@@ -1,4 +1,4 @@
-"""A plan as one HTML page: will it fit, how fast, what binds; memory and lanes over one step; what every block does.
+"""A plan as one HTML page: will it fit, how fast, the bottleneck; memory and lanes over one step; what every block does.
 
 The page is a single file without a request to anywhere, so it can be mailed, attached to an issue and opened from disk
 years later. Texts and tables are written here, escaped; page.js draws the charts from the data in the page.
@@ -119,9 +119,9 @@ def _verdict(plan: Plan) -> str:
 def _headline(plan: Plan, graph: BlockGraph) -> str:
     rate = tokens_per_second(plan)
     facts = [("tokens/s", f"{rate:,.0f}")] if rate is not None else []
-    facts += [("a step", show_seconds(plan.estimate.step_seconds)), ("what binds", bottleneck_text(plan))]
+    facts += [("a step", show_seconds(plan.estimate.step_seconds)), ("bottleneck", bottleneck_text(plan))]
     shown = "".join(
-        f'<div class="fact{" long" * (name == "what binds")}"><dd>{escape(value)}</dd><dt>{escape(name)}</dt></div>'
+        f'<div class="fact{" long" * (name == "bottleneck")}"><dd>{escape(value)}</dd><dt>{escape(name)}</dt></div>'
         for name, value in facts
     )
     about = "<br>".join(escape(line) for line in head(plan, graph))
@@ -131,7 +131,7 @@ def _headline(plan: Plan, graph: BlockGraph) -> str:
 def _fullest(plan: Plan, place: Placement) -> str:
     at = plan.estimate.peak_at
     where = f" at {at}, {describe(place, at)}" if at != "rest" else " all the time"
-    return escape(f"fullest, {show_bytes(plan.estimate.gpu_bytes)},{where}")
+    return escape(f"peak {show_bytes(plan.estimate.gpu_bytes)},{where}")
 
 
 def _at_peak(step: Step) -> dict[str, int]:
@@ -215,7 +215,7 @@ def _comparison(plan: Plan, measured: Measured, real: MeasuredStep | None) -> st
         name = "tokens/s, over the whole window" if window is not None else "tokens/s, at the median step"
         rows.append(_compared(name, rate, found, lambda value: f"{value:,.0f}"))
     if measured.gpu_bytes is not None:
-        rows.append(_compared("GPU high-water", estimate.gpu_bytes, measured.gpu_bytes, show_bytes))
+        rows.append(_compared("GPU peak", estimate.gpu_bytes, measured.gpu_bytes, show_bytes))
     if real is not None:
         rows += [
             _compared(f"{lane_words(lane)} busy", estimate.busy_seconds[lane], real.busy_seconds[lane], show_seconds)

@@ -25,7 +25,6 @@ from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.plan.pins import Pins
-from outsize.profile.trace import ModelTrace
 from outsize.run.adapters import adapt
 from outsize.run.compat_checks import (
     first_line,
@@ -39,8 +38,8 @@ from outsize.run.compat_checks import (
 from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, require_same_data, split_of
 from outsize.runtime.engine import PlannedModel
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import choose_micro_batch, trace_shorter
-from outsize.train.micro_batch import Choice, Split, splits_of
+from outsize.setup.micro_batch import Choice, Split, splits_of
+from outsize.setup.prepare import choose_micro_batch
 
 _NEVER = 2**31
 """Steps between saves if only the end is saved."""
@@ -64,18 +63,6 @@ class RunTrainer(OutsizeTrainer):
     recipe: dict[str, Any]
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, changed with `--set`."""
-    half_batch: dict[str, Any] | None = None
-    """A batch half as long as the longest; None if all are equally long."""
-
-    def trace_half(self) -> ModelTrace | None:
-        """The profile of `half_batch`, before the engine starts. None on `cpu`, whose memory is not planned."""
-        if self.half_batch is None or not choose_device(self._device_name).has_own_memory:
-            return None
-        try:
-            return trace_shorter(self.model, shorter=self._as_in_training(self.half_batch), **self._preparation(None))
-        except (OutsizeError, RuntimeError, ValueError) as error:  # only one line of text depends on it
-            log.info("no profile of shorter batches: %s", first_line(error))
-            return None
 
     def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[PlannedModel]:
         """Choose the fastest micro-batch size. `batch_of`: the batch to plan for, by its number of rows."""
@@ -84,14 +71,13 @@ class RunTrainer(OutsizeTrainer):
             self.args.gradient_accumulation_steps = split.passes
             return AdamW(update=update_mode(self.args, self._nonfinite))
 
-        of_one_size = ("batch", "optimizer", "accumulate", "max_shape")
-        settings = {name: value for name, value in self._preparation(None).items() if name not in of_one_size}
+        _, request = self._preparation(None)
         choice = choose_micro_batch(
             self.model,
             splits,
+            request,
             batch_of=lambda rows: self._as_in_training(batch_of(rows)),
             optimizer_for=optimizer_for,
-            **settings,
         )
         self._plan_batch = batch_of(choice.split.rows)
         self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = (
@@ -168,8 +154,9 @@ def assemble(config: RunConfig) -> Assembled:
     vocabulary: int = built.model.config.vocab_size  # type: ignore[union-attr, assignment]
     patience = config.early_stopping_patience
 
-    def batch_of(rows: int, tokens: int = config.sequence_len) -> dict[str, Any]:
-        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
+    def batch_of(rows: int) -> dict[str, Any]:
+        tokens, packed = config.sequence_len, config.sample_packing
+        return widest_batch(collator, rows=rows, tokens=tokens, packed=packed, vocab_size=vocabulary)
 
     trainer = RunTrainer(
         model=built.model,
@@ -198,8 +185,6 @@ def assemble(config: RunConfig) -> Assembled:
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
     trainer.recipe, trainer.changed = recipe(config, fingerprints), tuple(changed)
-    if not config.sample_packing and not config.pad_to_sequence_len and config.sequence_len > 3:
-        trainer.half_batch = batch_of(trainer.args.per_device_train_batch_size, config.sequence_len // 2)
     return Assembled(
         trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by
     )

@@ -18,7 +18,7 @@ from typing import Any
 from outsize.base.errors import BadFile, ConfigError
 from outsize.base.log import log
 from outsize.config.run import RunConfig
-from outsize.train.micro_batch import Split
+from outsize.setup.micro_batch import Split
 
 RECIPE = "run.json"
 DATA = "data"

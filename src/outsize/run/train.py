@@ -9,8 +9,6 @@ from rich.panel import Panel
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
 from outsize.plan.render import render
-from outsize.planner.headroom import of_half_length
-from outsize.profile.trace import ModelTrace
 from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import ProgressCallback
@@ -35,9 +33,8 @@ def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     """Plan and stop."""
     _show_notes(config, console)
     assembled = assemble(config)
-    half = assembled.trainer.trace_half()
     planned = assembled.trainer.preview()
-    _show(planned, console, assembled, half)
+    _show(planned, console, assembled)
     return planned
 
 
@@ -49,7 +46,6 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     console.print(
         f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False
     )
-    half = trainer.trace_half()  # before the model is prepared
     start(assembled, config)
     engine = trainer.engine
     progress = ProgressCallback(trainer, console)
@@ -58,7 +54,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         trainer.add_callback(progress)
         trainer.add_callback(interrupt)
         with interrupt.listening():
-            _show(engine.runtime.planned, console, assembled, half)
+            _show(engine.runtime.planned, console, assembled)
             if assembled.checkpoint is not None:
                 console.print(f"Resuming from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
@@ -96,11 +92,8 @@ def _show_notes(config: RunConfig, console: Console) -> None:
         console.print(f"[yellow]note[/yellow] {note}", highlight=False)
 
 
-def _show(planned: PlannedModel, console: Console, assembled: Assembled, half: ModelTrace | None) -> None:
-    """`half`: the profile of batches half as long as the plan's."""
-    plan, graph, layout = planned.plan, planned.graph, planned.layout
-    short = of_half_length(plan, graph, layout, half) if half is not None else ""
-    text = render(plan, graph, layout, {"split": assembled.chosen_by, "short": short})
+def _show(planned: PlannedModel, console: Console, assembled: Assembled) -> None:
+    text = render(planned.plan, planned.graph, planned.layout, {"split": assembled.chosen_by})
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
 

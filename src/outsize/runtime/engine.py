@@ -39,9 +39,9 @@ from outsize.runtime.steps import Steps
 from outsize.runtime.training_hooks import TrainingHooks
 
 T = TypeVar("T")
-Planner = Callable[[nn.Module, Any, StepConfig], PlannedModel]
-"""Plans a model on the CPU for a batch: profile, search, check. Given by train/build.py; runtime and planner never
-meet.
+PlanFunction = Callable[[nn.Module, Any, StepConfig], PlannedModel]
+"""Plans a model for a batch: profile, search, check. `setup/planner.py` provides it, so that runtime does not import
+the planner.
 """
 
 
@@ -54,7 +54,7 @@ class Engine:
         *,
         device: Device,
         optimizer: OptimizerSpec,
-        planner: Planner,
+        planner: PlanFunction,
         weights: Weights | None = None,
         given_dtypes: Mapping[str, torch.dtype] | None = None,
         takes_all_memory: bool = False,

@@ -19,7 +19,7 @@ from outsize.plan.check import save
 from outsize.plan.pins import Pins
 from outsize.runtime.engine import Engine
 from outsize.runtime.optimizer import AdamW
-from outsize.train.build import prepare
+from outsize.setup.prepare import prepare
 
 ASKED = dict(model="tiny", device="sim:8MiB", micro_batch=2, seq=16, steps=2, host_memory="1GiB")
 

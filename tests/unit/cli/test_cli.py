@@ -96,12 +96,8 @@ def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path
 def test_plan_says_what_more_memory_would_buy_and_how_little_would_do(model: str) -> None:
     result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--update", "in-backward"])
     assert result.exit_code == 0, result.output
-    more, least, short = result.output.strip().splitlines()[-3:]
-    assert (
-        more.startswith("more  4.00 GiB more GPU memory: ")
-        and "that does: rtx3090" in least
-        and short.startswith("short batches half as long leave ")
-    )
+    more, least = result.output.strip().splitlines()[-2:]
+    assert more.startswith("more  4.00 GiB more GPU memory: ") and "that does: rtx3090" in least
 
 
 def test_explain_shows_the_usual_recipes_and_what_a_better_machine_is_worth(model: str) -> None:

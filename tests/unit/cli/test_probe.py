@@ -40,7 +40,7 @@ def test_the_host_is_measured_and_the_file_plans(tmp_path: Path) -> None:
 
 def test_a_machines_file_has_the_budget_of_its_card(tmp_path: Path) -> None:
     """Context and allocator come off the memory of a card from a file as of one from the catalog."""
-    from outsize.train.forecast import plan
+    from outsize.forecast.forecast import plan
 
     (tmp_path / "box.yaml").write_text(
         write_machine(Machine(spec=dataclasses.replace(CATALOG["rtx4090"], name="box"), measured={}))

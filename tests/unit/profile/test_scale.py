@@ -14,12 +14,12 @@ import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.forecast.example import Images
+from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
 from outsize.model.work import Shared
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
-from outsize.train.example import Images
-from outsize.train.forecast import fake_trace
 
 FEW: dict[str, dict[str, int]] = {
     "t5": dict(num_layers=1, num_decoder_layers=1),

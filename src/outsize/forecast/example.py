@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.base.errors import ConfigError, ModelUnsupported, tell
+from outsize.base.errors import ConfigError, ModelUnsupported
 from outsize.model.tensors import tensors_in
 
 _INSTEAD = (
-    "Plan it where it runs: outsize.prepare(model, batch) measures with a real batch, and engine.plan is the plan"
+    "Plan it where it runs: outsize.prepare(model, batch) measures with a real batch, and engine.plan is the plan."
 )
 
 
@@ -40,8 +40,9 @@ class Images:
             if isinstance(value, bool) or not isinstance(value, int) or value < least
         ]
         if wrong:
-            expected = "images is a whole number from 0 and image_size, in pixels, one from 1"
-            raise ConfigError(tell(expected, "; ".join(wrong), "Correct it"))
+            raise ConfigError(
+                f"{'; '.join(wrong)}. Set images to a whole number from 0, and image_size to pixels from 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +72,9 @@ def example_batch(
     takes = inspect.signature(kind.forward).parameters
     num = images.per_row
     if vision is None and num and "pixel_values" not in takes:
-        do = "Leave --images (images=) out, or name a model that sees"
-        raise ConfigError(tell(f"{kind.__name__} takes text alone", f"it was asked to see {num} in every row", do))
+        raise ConfigError(
+            f"images is {num}, but {kind.__name__} takes text alone. Leave images out, or set a vision model."
+        )
     if num == 0 or (vision is None and num is None):
         return Example(batch=batch, text="" if vision is None else "rows without images")
     num = num or 1
@@ -82,22 +84,16 @@ def example_batch(
         _form(kind, config, vision, takes, rows=rows, tokens=tokens, num=num, pixels=images.pixels) if known else None
     )
     if form is None:
-        found = f"{kind.__name__} takes them in a form that it does not know"
         raise ModelUnsupported(
-            tell(
-                "outsize's own example batch has a model's images as patches, tiles, crops or pictures", found, _INSTEAD
-            )
+            f"{kind.__name__} takes images in a form that outsize's own example batch does not have (patches, tiles, "
+            f"crops or pictures). {_INSTEAD}"
         )
     length = form.tokens or _asked(model(), form.inputs) // (rows * num)
     around = _around(config) if form.is_framed else ()
     if num * (length + len(around)) >= tokens:
-        found = f"{num} of {form.size} take {num * length} of {tokens} tokens"
         raise ConfigError(
-            tell(
-                "the images of a row and some text fit into sequence_len",
-                found,
-                "Raise sequence_len, or lower images or image_size",
-            )
+            f"sequence_len {tokens} has no space for the images of a row and text: {num} of {form.size} take "
+            f"{num * length} of {tokens} tokens. Raise sequence_len, or lower images or image_size."
         )
     ids = batch["input_ids"]
     for image in range(num):
@@ -223,14 +219,14 @@ def _around(config: Any) -> tuple[int, ...]:
 
 def _asked(model: Any, inputs: dict[str, Tensor]) -> int:
     """How many features the model makes of these images for its text to see."""
-    expected = f"{type(model).__name__} takes images as outsize's own example batch has them"
+    wrong = f"{type(model).__name__} does not take images as outsize's own example batch has them"
     sees = model if hasattr(model, "get_image_features") else model.base_model
     try:
         with torch.no_grad():
             made = sees.get_image_features(**inputs)
     except (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ModelUnsupported(tell(expected, f"it breaks off: {error}", _INSTEAD)) from error
+        raise ModelUnsupported(f"{wrong}: {error}. {_INSTEAD}") from error
     count = sum(feature.numel() // feature.shape[-1] for feature in tensors_in(getattr(made, "pooler_output", made)))
     if not count:
-        raise ModelUnsupported(tell(expected, "it does not say how many features it makes of them", _INSTEAD))
+        raise ModelUnsupported(f"{wrong}: the number of image features is unknown. {_INSTEAD}")
     return count

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
+from outsize.loss.chunked_loss import ChosenLoss
 from outsize.model.batch import Measured
 from outsize.model.graph import BlockGraph
 from outsize.plan.plan import Plan
@@ -18,7 +19,6 @@ from outsize.planner.search import TIE
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
 from outsize.progress import counted
-from outsize.train.loss import ChosenLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +57,9 @@ def splits_of(
             if value is not None
         ]
         divisors = ", ".join(str(split.rows) for split in every)
-        do = f"Leave one of them out, or correct it: {batch_size} is divided by {divisors}"
         raise ConfigError(
-            tell(f"batch_size = micro_batch_size × {name}", f"batch_size is {batch_size} and {', '.join(given)}", do)
+            f"batch_size {batch_size} is not micro_batch_size × {name}: {', '.join(given)}. Leave one of them out, or "
+            f"correct it: {batch_size} is divided by {divisors}."
         )
     return left
 
@@ -78,8 +78,8 @@ class Traced:
 
     def makes_its_loss_alike(self, rows: int) -> bool:
         """At so many rows: in chunks of tokens there and here, or neither."""
-        seam, labels = self.loss.seam, math.prod(self.trace.inputs.get("labels", (0,)))
-        return seam is None or (labels * rows > seam.chunk * self.rows) == (labels > seam.chunk)
+        patch, labels = self.loss.patch, math.prod(self.trace.inputs.get("labels", (0,)))
+        return patch is None or (labels * rows > patch.chunk * self.rows) == (labels > patch.chunk)
 
 
 class HasPlan(Protocol):

@@ -3,7 +3,7 @@
 import torch
 import zoo
 
-from outsize.train.batches import num_rows, pad_to_shape, take_rows
+from outsize.setup.batches import num_rows, pad_to_shape, take_rows
 
 
 def test_fewer_rows_of_a_batch_still_have_a_mask_that_masks_and_leave_the_batch_alone() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outsize.device.observer import Observer
-from outsize.train.cross_entropy import Step, chunk_tokens, cross_entropy
+from outsize.loss.cross_entropy import Step, chunk_tokens, cross_entropy
 
 TOKENS, HIDDEN, VOCAB = 23, 8, 31
 STEPS: dict[str, tuple[Step, ...]] = {

@@ -2,7 +2,6 @@
 there.
 """
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,12 @@ import zoo
 
 import outsize
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
-from outsize.base.units import show_bytes
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
-from outsize.planner.headroom import gpu_bytes_with, of_half_length
-from outsize.train.build import choose_micro_batch, preview, trace_shorter
-from outsize.train.micro_batch import Split, splits_of
+from outsize.setup.micro_batch import Split, splits_of
+from outsize.setup.prepare import choose_micro_batch, preview
+from outsize.setup.request import PrepareRequest
 
 HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
 LITTLE = 600 * 1024
@@ -30,7 +28,7 @@ LITTLE = 600 * 1024
 @pytest.mark.parametrize("accumulate", [0, -2, 1.5, True])
 def test_passes_that_are_no_number_are_refused(accumulate: Any) -> None:
     model = zoo.make("llama")
-    with pytest.raises(ConfigError, match=f"accumulate is a whole number from 1, but it is {accumulate}"):
+    with pytest.raises(ConfigError, match=f"accumulate must be a whole number from 1, not {accumulate}"):
         outsize.prepare(model, zoo.batch("llama", size=2), device="sim:64MiB", accumulate=accumulate)
 
 
@@ -74,7 +72,8 @@ def test_a_trial_that_does_not_fit_is_scaled_from_fewer_rows_and_the_plan_is_as_
         cells.closing(outsize.prepare(model, batch, optimizer=spec, device=card, **HOW)) as engine,
     ):
         assert (
-            "the trial run of 8 rows does not fit the device: its numbers are scaled from 4 and 2 rows" in caplog.text
+            "the profiling run of 8 rows does not fit the device: its numbers are scaled from 4 and 2 rows"
+            in caplog.text
         )
         assert "scaled to 8 rows from 2 and 4" in engine.plan.provenance
         assert engine.plan.decision == measured.decision and engine.plan.inputs == measured.inputs
@@ -102,32 +101,6 @@ def test_what_cannot_be_halved_borrows_of_a_larger_card_and_fails_on_a_small_one
     assert set(small.limits) == {enough}
 
 
-# --- shorter batches
-
-
-@pytest.mark.parametrize("gpu_memory", ["240KiB", "64MiB"])
-def test_what_shorter_batches_leave_free_is_so_to_the_byte(gpu_memory: str) -> None:
-    device = SimDevice(lookup("64MiB"))
-    how: dict[str, Any] = dict(device=device, gpu_memory=gpu_memory, **HOW)
-    longest, short = zoo.batch("llama", tokens=16), zoo.batch("llama", tokens=8)
-    model = zoo.make("llama")
-    trace = trace_shorter(model, longest, short, **how)
-    with cells.closing(outsize.prepare(model, longest, **how)) as engine:
-        expected = gpu_bytes_with(engine.plan, engine.graph, engine.layout, trace)
-        assert expected is not None and expected < engine.plan.estimate.gpu_bytes
-        cells.train(model, engine.optimizer, [short], steps=2, accumulate=1, engine=engine)
-        assert device.observer.peak_bytes == expected
-        said = of_half_length(engine.plan, engine.graph, engine.layout, trace)
-        assert said == (
-            f"batches half as long leave {show_bytes(engine.plan.estimate.gpu_bytes - expected)} more free (GPU "
-            f"{show_bytes(expected)})"
-        )
-        keep_alone = dataclasses.replace(trace, calls=tuple({"keep": works["keep"]} for works in trace.calls))
-        assert (of_half_length(engine.plan, engine.graph, engine.layout, keep_alone) == "") == (
-            gpu_memory == "240KiB"
-        ), "layers there recompute"
-
-
 # --- micro-batches
 
 
@@ -151,7 +124,9 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
                 seconds[split] = planned.plan.estimate.step_seconds
             except PlanInfeasible:
                 break
-        chosen = choose_micro_batch(model, splits, batch_of=batch_of, optimizer_for=optimizer_for, **how)
+        chosen = choose_micro_batch(
+            model, splits, PrepareRequest(**how), batch_of=batch_of, optimizer_for=optimizer_for
+        )
         plan = chosen.answer.plan
         assert plan.estimate.step_seconds == seconds[chosen.split] <= min(seconds.values()) * 1.01
         assert (

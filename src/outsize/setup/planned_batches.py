@@ -1,9 +1,8 @@
-"""Plans for one batch after the other. Each plan also holds for the batches before it, as far as they fit the memory
-together.
+"""Plans for one batch after another. Each plan also covers earlier batches, as far as they fit the memory together.
 
-Else a loop whose batches differ would be planned for by turns, for ever. A batch that is larger than planned in some
-dimensions and smaller in others is planned for at the larger of both in every dimension, if that is not much more than
-either. If it is, both are measured, and the plan is made for the larger of both block by block (profile/merge.py).
+Otherwise a loop with different batches would re-plan forever. A batch that is larger than planned in some dimensions
+and smaller in others is planned at the maximum of every dimension, if that is not much larger than either. If it is,
+both are measured, and the plan is for the maximum of both, block by block (profile/merge.py).
 """
 
 import math
@@ -16,6 +15,7 @@ from torch import nn
 
 from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, OutsizeError, PlanInfeasible
 from outsize.base.log import log
+from outsize.loss.chunked_loss import ChosenLoss
 from outsize.model.batch import (
     Call,
     Measured,
@@ -34,9 +34,8 @@ from outsize.plan.plan import StepConfig
 from outsize.profile.calling import Loss
 from outsize.profile.merge import merged, projected, with_reserve
 from outsize.runtime.plan_runtime import PlannedModel
-from outsize.train.batches import Images, as_dict, joined, lead_shape, num_elements, pad_to_shape
-from outsize.train.loss import ChosenLoss
-from outsize.train.micro_batch import Traced
+from outsize.setup.batches import Images, as_dict, joined, lead_shape, num_elements, pad_to_shape
+from outsize.setup.micro_batch import Traced
 
 _MOST_GROWTH = 2.0
 """Of the elements of a batch that is made of two, over the larger of them."""
@@ -53,13 +52,8 @@ class PlannedBatches:
         has_loss: bool,
     ):
         """`has_loss`: the loop makes its own loss of a batch, of which the model's arguments are a part."""
-        self._model, self._measure, self._solve, self._max_shape, self._has_loss = (
-            model,
-            measure,
-            solve,
-            max_shape,
-            has_loss,
-        )
+        self._model, self._measure, self._solve = model, measure, solve
+        self._max_shape, self._has_loss = max_shape, has_loss
         self._held: list[Traced] = []
         """Of the batches that the present plan holds for, the latest first."""
         self._loss: ChosenLoss | None = None

@@ -1,6 +1,6 @@
-"""The trial run of a batch, within the memory that its plan may use; where that is too little for it, of fewer rows.
+"""The profiling run of a batch within the memory of its plan, or of fewer rows if the batch does not fit.
 
-A trial keeps what a plan would send away or make again, so it may need more than the plan that is made of it.
+Profiling keeps activations that a plan would offload or recompute, so it may need more memory than the plan.
 """
 
 import gc
@@ -14,23 +14,22 @@ from outsize.device.device import Device
 from outsize.model.graph import BlockGraph
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
-from outsize.train.batches import num_rows, take_rows
+from outsize.setup.batches import num_rows, take_rows
 
 Found = tuple[BlockGraph, ModelTrace]
 
 
 def profile_within_budget(trace: Callable[[Any], Found], batch: Any, *, device: Device, budget_bytes: int) -> Found:
-    """The trace of a batch; where memory runs out, the one on the line through two of fewer rows.
+    """Trace a batch; if memory runs out, extrapolate linearly from two traces of fewer rows.
 
-    If there are no two (of one row or two, or where a batch is not rows alone), a device that is larger than the budget
-    may lend what is missing, as long as the trial lasts. Raises DeviceOutOfMemory where that is not enough. The caller
-    sets the device's limit back.
+    If two are not possible (one or two rows, or a batch that is not rows alone), profiling may use the whole device.
+    Raises DeviceOutOfMemory if that is not enough. The caller resets the device's limit.
     """
     device.limit(budget_bytes)
     found, ran_out = _of_fewer_rows(trace, batch)
     if found is None and budget_bytes < device.spec.gpu_bytes:
         log.info(
-            "the trial run does not fit %s: it may use more of the device, and the plan may not",
+            "the profiling run does not fit %s: it may use more of the device, the plan may not",
             show_bytes(budget_bytes),
         )
         device.limit(device.spec.gpu_bytes)
@@ -64,7 +63,7 @@ def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | N
     if made is None:
         return None, ran_out
     log.warning(
-        "the trial run of %d rows does not fit the device: its numbers are scaled from %d and %d rows",
+        "the profiling run of %d rows does not fit the device: its numbers are scaled from %d and %d rows",
         rows,
         larger.rows,
         smaller.rows,

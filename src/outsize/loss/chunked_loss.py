@@ -1,8 +1,8 @@
 """The loss of a language model in chunks of tokens, without code for any model family.
 
-While a `ChunkedLossPatch` is attached and on, the output embedding returns logits that are not there (logits.py), and
-the model's `loss_function` makes the loss of them chunk by chunk (cross_entropy.py). Whether a model can be trained so
-is not read off a list: the trial run shows it, and the plan says it.
+While a `ChunkedLossPatch` is attached and on, the output embedding returns unmaterialized logits (logits.py), and the
+model's `loss_function` computes the loss from them chunk by chunk (cross_entropy.py). There is no list of models that
+allow this: the profiling run shows it, and the plan says it.
 """
 
 import functools
@@ -15,22 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from outsize import compat
-from outsize.base.errors import ModelUnsupported, tell
-from outsize.train.cross_entropy import chunk_tokens
-from outsize.train.logits import DTYPES, Logits, LogitsNotMaterialized, Product
+from outsize.base.errors import ModelUnsupported
+from outsize.loss.cross_entropy import chunk_tokens
+from outsize.loss.logits import DTYPES, Logits, LogitsNotMaterialized, Product
 
 T = TypeVar("T")
 
 
 class ChunkedLossUnsupported(ModelUnsupported):
-    """A model whose loss cannot be made in chunks."""
+    """The model's loss cannot be computed in chunks."""
 
     def __init__(self, reason: str):
-        expected = (
-            "the loss in chunks is for language models with the loss of transformers, whose logits are at most "
-            "scaled, capped and cast before it"
+        super().__init__(
+            "chunked_loss needs a language model with the loss of transformers, whose logits are at most scaled, "
+            f"capped and cast before it, but {reason}. Leave chunked_loss out, or set it to False."
         )
-        super().__init__(tell(expected, reason, "Leave chunked_loss out, or give chunked_loss=False"))
         self.reason = reason
 
 
@@ -83,7 +82,7 @@ class ChunkedLossPatch:
 
     def _set(self, module: nn.Module, name: str, ours: Any) -> None:
         if any((module, name) == (there, what) for there, what, _, _ in self._installed):
-            return  # still there, under somebody's wrapper
+            return  # still set, under another wrapper
         self._installed.append((module, name, ours, vars(module).get(name)))
         vars(module)[name] = ours
 
@@ -160,7 +159,6 @@ def _head(owner: Any) -> nn.Linear:
 
 
 def _own_loss(owner: Any) -> Callable[..., Tensor]:
-
     loss: Callable[..., Tensor] = owner.loss_function
     if loss is not compat.transformers().ForCausalLMLoss:
         raise ChunkedLossUnsupported(f"its loss is {getattr(loss, '__name__', type(loss).__name__)}")
@@ -172,24 +170,24 @@ def _own_loss(owner: Any) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenLoss:
-    """How the loss is made under a plan: in words for the plan, and to be attached with it."""
+    """How the loss is computed under a plan: as text for the plan, and as a patch that the engine attaches."""
 
     text: str
-    seam: ChunkedLossPatch | None = None
+    patch: ChunkedLossPatch | None = None
     in_chunks: bool = False
 
     @property
     def chunk(self) -> int:
         """Tokens at once; 0: in the model's own way."""
-        return self.seam.chunk if self.seam is not None and self.in_chunks else 0
+        return self.patch.chunk if self.patch is not None and self.in_chunks else 0
 
     def attach(self) -> None:
-        if self.seam is not None:
-            self.seam.attach(on=self.in_chunks)
+        if self.patch is not None:
+            self.patch.attach(on=self.in_chunks)
 
     def detach(self) -> None:
-        if self.seam is not None:
-            self.seam.detach()
+        if self.patch is not None:
+            self.patch.detach()
 
 
 def trace_with_loss(
@@ -201,7 +199,7 @@ def trace_with_loss(
     is_custom: bool = False,
     before: ChosenLoss | None = None,
 ) -> tuple[T, ChosenLoss]:
-    """Take a trace with the loss in chunks where that is wanted and possible, else with the model's own loss.
+    """Trace with a chunked loss if wanted and possible, else with the model's own loss.
 
     Args:
         batch: the largest one.
@@ -229,20 +227,20 @@ def trace_with_loss(
 def choose_loss(
     model: nn.Module, batch: Any, *, wanted: bool | None, is_custom: bool, before: ChosenLoss | None = None
 ) -> ChosenLoss:
-    """As far as it can be told without a trial. The arguments are those of `trace_with_loss`."""
+    """The choice as far as it is known without a profiling run. The arguments are those of `trace_with_loss`."""
     if wanted is False:
         return ChosenLoss(text="full logits, as asked")
     if is_custom and not wanted:
         return ChosenLoss(text="full logits: the loop makes its own loss")
     try:
-        seam = before.seam if before is not None and before.seam is not None else ChunkedLossPatch(model)
+        patch = before.patch if before is not None and before.patch is not None else ChunkedLossPatch(model)
     except ChunkedLossUnsupported as no:
         if wanted:
             raise
         return ChosenLoss(text=f"full logits: {no.reason}")
     labels = batch.get("labels") if isinstance(batch, dict) else None
     tokens = labels.numel() if isinstance(labels, Tensor) else 0
-    if wanted or tokens > seam.chunk or (before is not None and before.in_chunks):
-        return ChosenLoss(text=f"in chunks of {seam.chunk} tokens", seam=seam, in_chunks=True)
-    why = f"{tokens} tokens are no more than a chunk of {seam.chunk}" if tokens else "the batch has no labels"
-    return ChosenLoss(text=f"full logits: {why}", seam=seam)
+    if wanted or tokens > patch.chunk or (before is not None and before.in_chunks):
+        return ChosenLoss(text=f"in chunks of {patch.chunk} tokens", patch=patch, in_chunks=True)
+    why = f"{tokens} tokens are no more than a chunk of {patch.chunk}" if tokens else "the batch has no labels"
+    return ChosenLoss(text=f"full logits: {why}", patch=patch)

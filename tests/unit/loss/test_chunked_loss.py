@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_map
 
 import outsize
 from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported
+from outsize.loss import chunked_loss as chosen
+from outsize.loss.chunked_loss import ChunkedLossPatch, ChunkedLossUnsupported, trace_with_loss
+from outsize.loss.logits import Logits
 from outsize.model.tensors import map_tensors, with_grad
 from outsize.plan.check import load, save
 from outsize.plan.render import render
-from outsize.train import loss as chosen
-from outsize.train.logits import Logits
-from outsize.train.loss import ChunkedLossPatch, ChunkedLossUnsupported, trace_with_loss
 
 peft = pytest.importorskip("peft")
 CHUNK = 5
@@ -90,12 +90,12 @@ def batch(kind: str = "llama", **how: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def in_chunks(model: nn.Module, chunk: int = CHUNK) -> Iterator[ChunkedLossPatch]:
-    seam = ChunkedLossPatch(model, chunk)
-    seam.attach()
+    patch = ChunkedLossPatch(model, chunk)
+    patch.attach()
     try:
-        yield seam
+        yield patch
     finally:
-        seam.detach()
+        patch.detach()
 
 
 def run(model: nn.Module, given: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -198,7 +198,7 @@ def test_only_training_forwards_with_labels_are_in_chunks() -> None:
     model: Any = zoo.make("llama")
     given = batch()
     expected = model(**given).logits
-    with in_chunks(model) as seam:
+    with in_chunks(model) as patch:
         assert isinstance(model(**given).logits, Logits)
         assert isinstance(
             model(given["input_ids"], None, None, None, None, given["labels"]).logits, Logits
@@ -210,8 +210,8 @@ def test_only_training_forwards_with_labels_are_in_chunks() -> None:
         assert isinstance(model(**given).logits, Logits)
         assert model.generate(given["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 18)
         model.train()
-        seam.detach()
-        seam.attach(on=False)
+        patch.detach()
+        patch.attach(on=False)
         assert torch.equal(model(**given).logits, expected)
 
 
@@ -250,7 +250,10 @@ def test_outputs_pass_through_what_handles_outputs() -> None:
         map_tensors(lambda t: t, out).logits is out.logits and tree_map(lambda t: t, dict(out))["logits"] is out.logits
     )
     assert (
-        out.to_tuple()[1] is out.logits and "not there" in repr(out) and len(out.logits) == 2 and out.logits.dim() == 3
+        out.to_tuple()[1] is out.logits
+        and "not materialized" in repr(out)
+        and len(out.logits) == 2
+        and out.logits.dim() == 3
     )
     del out.logits
 
@@ -434,7 +437,7 @@ def test_asked_for_and_impossible_is_refused() -> None:
 def test_a_preview_leaves_the_model_alone() -> None:
     model = zoo.make("llama")
     before = dict(vars(model))
-    from outsize.train.build import preview
+    from outsize.setup.prepare import preview
 
     assert preview(model, batch(), device="sim:64MiB").plan.loss == "in chunks of 5 tokens"
     assert vars(model) == before

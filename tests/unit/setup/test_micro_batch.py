@@ -10,9 +10,9 @@ import pytest
 import synthetic
 
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
+from outsize.loss.chunked_loss import ChosenLoss
 from outsize.profile.trace import ModelTrace
-from outsize.train.loss import ChosenLoss
-from outsize.train.micro_batch import Split, Traced, fastest, splits_of
+from outsize.setup.micro_batch import Split, Traced, fastest, splits_of
 
 TOKENS = 8
 CASE = synthetic.random_case(3)
@@ -44,7 +44,7 @@ class Machine:
         if rows > self.most_trial_rows:
             raise DeviceOutOfMemory("too large")
         in_chunks = 0 < self.chunk < rows * TOKENS
-        seam: Any = SimpleNamespace(chunk=self.chunk) if self.chunk else None
+        patch: Any = SimpleNamespace(chunk=self.chunk) if self.chunk else None
         work = replace(
             synthetic.NOTHING, forward_seconds=self.odd.get(rows, self.fixed + self.each * rows) + 1000.0 * in_chunks
         )
@@ -56,7 +56,9 @@ class Machine:
             held_bytes=0,
             provenance="traced",
         )
-        return Traced(rows=rows, graph=CASE.graph, trace=made, loss=ChosenLoss(text="", seam=seam, in_chunks=in_chunks))
+        return Traced(
+            rows=rows, graph=CASE.graph, trace=made, loss=ChosenLoss(text="", patch=patch, in_chunks=in_chunks)
+        )
 
     def solve(self, found: Traced, split: Split) -> Any:
         assert found.rows == split.rows == found.trace.inputs["input_ids"][0]
@@ -127,6 +129,6 @@ def test_the_splits_of_a_batch(given: Any, rows: list[int]) -> None:
     assert [split.rows for split in found] == rows and all(
         split.rows * split.passes == (given[0] or 1) for split in found
     )
-    with pytest.raises(ConfigError, match=r"batch_size is 6 and micro_batch_size 4.*6 is divided by 1, 2, 3, 6"):
+    with pytest.raises(ConfigError, match=r"batch_size 6 is not .*: micro_batch_size 4.*6 is divided by 1, 2, 3, 6"):
         splits_of(6, 4, None, name="gradient_accumulation_steps")
     assert [split.rows for split in splits_of(1_000_000_007, None, None)] == [1, 1_000_000_007], "a prime, at once"

@@ -1,8 +1,7 @@
-"""Logits that are not there: a tensor that knows of which product it would be, and what a model does to it before its
-loss.
+"""Unmaterialized logits: a tensor subclass that records the head's product and what a model does to it before its loss.
 
-What can be done chunk by chunk is written down: products with a number, tanh, casts, ranges of the last dimension.
-Anything else raises, in the trial run (where it means that the model keeps its own way) as in training.
+It records what can be computed chunk by chunk: products with a number, tanh, casts, ranges of the last dimension.
+Anything else raises, in the profiling run (the model then keeps its own loss) and in training.
 """
 
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, tell
+from outsize.base.errors import EngineMisuse
 from outsize.compat import make_wrapper_subclass, parse_to, tree_leaves, without_torch_function
-from outsize.train.cross_entropy import Step, cross_entropy
+from outsize.loss.cross_entropy import Step, cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16)
 """In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""
@@ -46,15 +45,12 @@ _PROPERTIES = {
 
 
 class LogitsNotMaterialized(EngineMisuse):
-    """Logits were used while the loss is made in chunks."""
+    """Logits were used while the loss is computed in chunks."""
 
     def __init__(self, use: str):
-        do = (
-            "Give prepare chunked_loss=False (in YAML: chunked_loss: false), or read them in evaluation or under "
-            "torch.no_grad()"
-        )
         super().__init__(
-            tell("the loss is made in chunks and nobody needs all logits in training", f"there is {use}", do)
+            f"Logits are not available in training with a chunked loss, and there is {use}. Pass chunked_loss=False to "
+            "prepare (in YAML: chunked_loss: false), or read them in evaluation or under torch.no_grad()."
         )
         self.use = use
 
@@ -97,7 +93,7 @@ class Logits(Tensor):
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Logits({tuple(self.shape)}, {self.dtype}: not there, the loss is made in chunks)"
+        return f"Logits({tuple(self.shape)}, {self.dtype}: not materialized, the loss is chunked)"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,8 +153,8 @@ class Logits(Tensor):
             or not all(i is Ellipsis or (isinstance(i, slice) and i == slice(None)) for i in others)
         ):
             return None
-        start, stop, host_update_interval = last.indices(self.shape[-1])
-        if host_update_interval != 1 or stop <= start:
+        start, stop, stride = last.indices(self.shape[-1])
+        if stride != 1 or stop <= start:
             return None
         # Whatever is done to logits is done to each by itself, so the range may as well be one of the weight's.
         first = self._columns.start

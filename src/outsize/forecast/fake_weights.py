@@ -1,4 +1,4 @@
-"""Fake tensors for a model that exists as shapes alone, with the few contents that decide how it runs."""
+"""Fake tensors for a model without weights, with real values where they decide what the model runs."""
 
 import math
 from functools import partial
@@ -10,16 +10,16 @@ from torch import Tensor
 from outsize.compat import fake_tensor, tree_leaves
 
 LARGE = 2**24
-"""Elements. Nothing is computed that has so many: a mask of tokens × tokens at thousands of tokens would take longer
-than all else, and models decide by masks of rows × tokens."""
+"""Elements. Tensors of this size are not computed: a mask of tokens × tokens at thousands of tokens would take longer
+than everything else, and models branch on masks of rows × tokens."""
 
 
 class FakeWeights(fake_tensor.FakeTensorMode):
-    """Fake tensors, but for what follows from the batch alone, or from chance.
+    """Fake tensors, except values that depend only on the batch or on a random number.
 
-    Token ids, positions and masks are whole numbers that do not depend on weights, and models look into them (is
-    anything masked? is this batch packed?) to choose between ways that save different tensors. So do they with single
-    random numbers (shall this layer be dropped?). These are computed unless they are large, all else is shapes.
+    Token ids, positions and masks are integers that do not depend on weights. Models read them (is anything masked? is
+    this batch packed?) and then save different tensors. The same holds for single random numbers (drop this layer?).
+    These are computed unless they are large; everything else is fake.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A batch of the user's at another size: what a plan is made for, and what is tried where that is too large to try."""
+"""A user's batch at another size: the one that a plan is for, and smaller ones for profiling."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.units import is_count
 from outsize.model.batch import Input, Signature, is_image, is_mask, looks_irregular
 from outsize.model.tensors import map_tensors, named_tensors
@@ -31,11 +31,8 @@ def pad_to_shape(batch: Any, max_shape: tuple[int, int] | None) -> Any:
         return batch
     if not isinstance(max_shape, (tuple, list)) or len(max_shape) != 2 or not all(map(is_count, max_shape)):
         raise ConfigError(
-            tell(
-                "max_shape is the rows and the tokens of the largest batch",
-                f"it is {max_shape!r}",
-                "Give two whole numbers from 1",
-            )
+            f"max_shape must be the rows and tokens of the largest batch, not {max_shape!r}. Set two whole "
+            "numbers from 1."
         )
     lead = _lead(batch)
     if lead is None:
@@ -166,17 +163,14 @@ class Images:
 
 
 def require_nonempty(batch: Any) -> None:
-    """Models break off in many ways at a batch of nothing, none of which says so."""
+    """Refuse an empty batch: models fail on one in many ways, and none says why."""
     shapes = {name or "batch": tuple(value.shape) for name, value in named_tensors(batch)}
     empty = [f"{name} is {' × '.join(map(str, shape))}" for name, shape in shapes.items() if 0 in shape]
     if empty or not shapes:
         found = "; ".join(empty) or "it holds no tensors"
         raise ConfigError(
-            tell(
-                "a batch to plan for has rows and tokens",
-                found,
-                "Give one real batch; look at the dataset and the collator",
-            )
+            f"batch: {found}, and a plan needs rows and tokens. Pass one real batch; check the dataset and the "
+            "collator."
         )
 
 

@@ -1,0 +1,140 @@
+"""Profiles a model from its config alone, on fake tensors: shapes and lifetimes without contents."""
+
+import copy
+import logging
+import traceback
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize import compat
+from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError
+from outsize.base.log import log
+from outsize.compat import fake_tensor
+from outsize.device.sim import AbsentDevice
+from outsize.forecast.example import Images, example_batch
+from outsize.forecast.fake_weights import FakeWeights
+from outsize.hardware.spec import HardwareSpec
+from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
+from outsize.model.build import load_config, trainable_class
+from outsize.model.discover import find_layers
+from outsize.model.graph import BlockGraph
+from outsize.model.quantized import quantization_of
+from outsize.profile.trace import ModelTrace
+from outsize.profile.tracer import Tracer
+
+_DATA_DEPENDENT = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTEAD = (
+    "Plan it where it runs: outsize.prepare(model, batch) measures with real weights and a real batch, and engine.plan "
+    "is the plan."
+)
+
+
+def config_of(model: Any) -> Any:
+    """A transformers config from a path, a hub id or a config object."""
+    from transformers import PretrainedConfig
+
+    if isinstance(model, PretrainedConfig):
+        return copy.deepcopy(model)
+    if not isinstance(model, (str, Path)):
+        raise ConfigError(
+            f"model must be a path, a hub id or a transformers config, not a {type(model).__name__}. For a model "
+            "object use outsize.prepare, or pass its config."
+        )
+    config = load_config(model, may_be_quantized=True)
+    if (method := quantization_of(config.to_dict())) is not None:
+        log.warning(
+            "%s: its weights are quantized with %s. The plan is for the unquantized model, which training needs.",
+            model,
+            method,
+        )
+    return config
+
+
+def fake_trace(
+    config: Any,
+    spec: HardwareSpec,
+    *,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    chunked_loss: bool | None = None,
+    images: Images | None = None,
+) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
+    """Trace a model without weights, and choose how its loss is computed. Changes the config."""
+    kind = trainable_class(config)
+    text = config.get_text_config()
+    config.use_cache = text.use_cache = False  # training does not generate
+    limit = getattr(text, "max_position_embeddings", None)
+    too_long = isinstance(limit, int) and tokens > limit
+    torch_log = logging.getLogger(fake_tensor.__name__)
+    torch_log.disabled, was = True, torch_log.disabled  # torch logs a traceback of what it raises anyway
+    batch: dict[str, Tensor] = {}
+    try:
+        with torch.random.fork_rng(devices=[]), FakeWeights():
+            built = cache(lambda: _without_values(kind, config, dtype).train())
+            example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images(), model=built)
+            batch, model = example.batch, built()
+            layers = find_layers(model)
+            (graph, trace), loss = trace_with_loss(
+                model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss
+            )
+    except OutsizeError:
+        raise
+    except _DATA_DEPENDENT as error:
+        raise ModelUnsupported(
+            f"{kind.__name__} depends on the values of its weights: it needs the result of "
+            f"{getattr(error, 'func', None) or error}. {_INSTEAD}"
+        ) from error
+    except Exception as error:
+        if _is_ours(error):
+            raise
+        if "pixel_values" not in batch and too_long:
+            raise ConfigError(
+                f"sequence_len {tokens} is more than the model's max_position_embeddings of {limit}, and the model "
+                f"fails: {error}. Lower sequence_len."
+            ) from error
+        images_too = ", or with images as in outsize's own example batch" if "pixel_values" in batch else ""
+        raise ModelUnsupported(
+            f"{kind.__name__} cannot run on shapes alone{images_too}: it fails with {type(error).__name__}: {error}. "
+            f"{_INSTEAD}"
+        ) from error
+    finally:
+        torch_log.disabled = was
+    if too_long:
+        log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
+    counted = "FLOPs, bytes and operators" if trace.counts_launches else "FLOPs and bytes"
+    provenance = f"bytes of {kind.__name__} counted on fake tensors (CPU operators), seconds estimated from {counted}"
+    provenance = f"{example.text}; {provenance}" if example.text else provenance
+    inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # models compute these
+    return graph, replace(trace, inputs=inputs, provenance=provenance), loss
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether outsize's own code raised the error: then the model is not to blame."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
+
+
+def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model without initialization: some initializers read the values that they drew, and fake ones have none."""
+    try:
+        with compat.transformers().no_init_weights():
+            model: Any = kind._from_config(config, dtype=dtype)
+    except (KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"transformers cannot build a {kind.__name__} from the config: {type(error).__name__}: {error}. Correct "
+            "the config, or install what is missing."
+        ) from error
+    model.tie_weights()  # part of the initialization in transformers
+    return model

@@ -1,0 +1,262 @@
+"""`outsize.plan`: memory and speed of a training run, from a model's config alone. No weights, no GPU, little memory.
+
+The tracer and planner of `prepare` run on fake tensors. So bytes are counted, not estimated (of CPU operators, which
+save the same tensors as CUDA's except for small ones), and seconds are a roofline of the given machine plus the CPU
+time of kernel launches. A model that branches on the values of its weights (some routers do) is refused; `prepare`
+measures it.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outsize.base.errors import ConfigError
+from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
+from outsize.device.rng import host_rng_untouched
+from outsize.forecast.example import Images
+from outsize.forecast.fake_trace import config_of, fake_trace
+from outsize.hardware.catalog import CATALOG, lookup
+from outsize.hardware.gpu_budget import GpuBudget
+from outsize.hardware.spec import HardwareSpec
+from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
+from outsize.model.graph import BlockGraph
+from outsize.plan.check import check
+from outsize.plan.pins import Pins
+from outsize.plan.plan import Plan
+from outsize.plan.render import render
+from outsize.planner.explain import Explanation, Problem, explain, what_if
+from outsize.profile.scale import scaled
+from outsize.profile.trace import added_in_place
+from outsize.report.page import write_page
+from outsize.report.step import describe, placement_of, step_of
+from outsize.report.trace import write_trace
+from outsize.runtime.optimizer import AdamW
+from outsize.setup.micro_batch import Split, Traced, fastest, splits_of
+from outsize.setup.request import PlanRequest
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+MANY_TOKENS = 2**18
+"""Of a batch. The operators of a chunked loss grow with the tokens, and with them the time to trace it. The trace of a
+larger batch is scaled from two smaller ones.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForecastRequest(PlanRequest):
+    """Settings of a plan for a model and a machine that need not be present. `plan` describes them."""
+
+    sequence_len: int = 2048
+    micro_batch_size: int | None = None
+    batch_size: int | None = None
+    hardware: str = "rtx4090"
+    dtype: str = "bfloat16"
+    images: int | None = None
+    image_size: int = 1024
+
+    def __post_init__(self) -> None:
+        counts = ("sequence_len", "micro_batch_size", "batch_size", "accumulate")
+        given = {name: getattr(self, name) for name in counts}
+        wrong = [f"{name} is {value!r}" for name, value in given.items() if value is not None and not is_count(value)]
+        wrong += [f"dtype is {self.dtype!r}"] if self.dtype not in DTYPES else []
+        if wrong:
+            raise ConfigError(
+                f"{'; '.join(wrong)}. {', '.join(counts)} are whole numbers from 1, and dtype is bfloat16 or float32."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """A plan for a machine that need not be present. Its text is the plan's table."""
+
+    plan: Plan
+    graph: BlockGraph
+    layout: ChunkLayout
+    problem: Problem
+    """What the plan is the solution of, for further searches."""
+    host_memory: str | int | None = None
+    """As requested, for every machine. None: each has its own."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        rows, tokens = self.plan.inputs["input_ids"]
+        return rows * tokens * self.plan.step_config.accumulate / self.plan.estimate.step_seconds
+
+    def explain(self) -> Explanation:
+        """Why this plan, and what another machine would gain. Takes seconds."""
+        return explain(self.problem, self.plan)
+
+    def what_if(self) -> str:
+        """What 4 GiB more would gain, and the smallest machine of the catalog that fits."""
+        return what_if(self.problem, self.plan, self.smallest_machine())
+
+    def smallest_machine(self) -> str | None:
+        """The smallest machine of the catalog that fits, by GPU memory and then by name. None if none does."""
+        for spec in sorted(CATALOG.values(), key=lambda spec: (spec.gpu_bytes, spec.name)):
+            least = self.problem.least_gpu_bytes(_host_bytes(spec, self.host_memory))
+            if least is not None and least <= _gpu_budget(spec, None).usable_bytes:
+                return spec.name
+        return None
+
+    def write_page(self, path: Path, *, title: str = "") -> None:
+        """Write one HTML file: memory and lanes over one step, and what every block does. `title`: the model's name."""
+        write_page(path, self.plan, self.graph, self.layout, self.problem.spec, title=title)
+
+    def write_trace(self, path: Path) -> None:
+        """Write what each lane does in one step, for Perfetto."""
+        place = placement_of(self.plan, self.graph, self.layout)
+        step = step_of(self.plan, self.graph, self.layout, self.problem.spec)
+        write_trace(step.spans, path, describe=lambda name: describe(place, name))
+
+    def __str__(self) -> str:
+        return render(self.plan, self.graph, self.layout)
+
+
+def plan(
+    model: Any,
+    *,
+    sequence_len: int = 2048,
+    micro_batch_size: int | None = None,
+    batch_size: int | None = None,
+    hardware: str = "rtx4090",
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    accumulate: int | None = None,
+    optimizer: AdamW | None = None,
+    pins: Pins | None = None,
+    dtype: str = "bfloat16",
+    chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
+    chunked_loss: bool | None = None,
+    images: int | None = None,
+    image_size: int = 1024,
+) -> Forecast:
+    """Plan the training of a model on a machine. Neither needs to be present.
+
+    Args:
+        model: a folder with a config.json, that file, a hub id whose config can be loaded, or a transformers config.
+        sequence_len: tokens of a row. Batches are full, without padding.
+        micro_batch_size: rows of a batch. Default: 1; with `batch_size`, the fastest.
+        batch_size: rows of an optimizer step. Micro-batch and accumulation follow from it.
+        hardware: a machine of the catalog, a machine's .yaml file (`outsize probe --save`), or a size such as "64MiB"
+            for a small simulated one.
+        gpu_memory: maximum GPU memory, CUDA context included. Default: all of the machine's.
+        host_memory: maximum host memory. Default: the machine's, less a tenth.
+        accumulate: backward passes per step. Default: 1, or what `batch_size` leaves.
+        optimizer: of its settings, those that change memory: `update`, `fp32_grads`.
+        pins: parts of the plan to fix.
+        dtype: of the weights, "bfloat16" or "float32".
+        chunk_bytes: maximum size of a chunk.
+        chunked_loss: whether the loss is computed in chunks of tokens, as in `prepare`.
+        images: images per row, for vision models; their tokens are part of `sequence_len`. Default: 1. 0: text alone.
+        image_size: height and width of an image in pixels, if the model takes any size.
+
+    Raises:
+        PlanInfeasible: with the smallest memory that would be enough.
+        ModelUnsupported: the model branches on the values of its weights.
+    """
+    request = ForecastRequest(
+        sequence_len=sequence_len,
+        micro_batch_size=micro_batch_size,
+        batch_size=batch_size,
+        hardware=hardware,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        accumulate=accumulate,
+        optimizer=optimizer or AdamW(),
+        pins=pins,
+        dtype=dtype,
+        chunk_bytes=chunk_bytes,
+        chunked_loss=chunked_loss,
+        images=images,
+        image_size=image_size,
+    )
+    return forecast(model, request)
+
+
+@host_rng_untouched()
+def forecast(model: Any, request: ForecastRequest) -> Forecast:
+    """`plan`, with its settings as one record."""
+    return _OfflinePlanner(model, request).plan()
+
+
+class _OfflinePlanner:
+    """The counterpart of `setup.planner.Planner` for a model and a machine that need not be present."""
+
+    def __init__(self, model: Any, request: ForecastRequest):
+        self._request = request
+        self._splits = splits_of(request.batch_size, request.micro_batch_size, request.accumulate)
+        self._spec = lookup(request.hardware)
+        self._gpu = _gpu_budget(self._spec, request.gpu_memory)
+        self._host_bytes = _host_bytes(self._spec, request.host_memory)
+        self._config = config_of(model)
+        self._images = Images(per_row=request.images, pixels=request.image_size)
+
+    def plan(self) -> Forecast:
+        """The forecast of the fastest split of the batch."""
+        choice = fastest(self._splits, self._trace, self._solve)
+        found = choice.answer
+        if not choice.words:
+            return found
+        return replace(found, plan=replace(found.plan, search=f"{found.plan.search}; {choice.words}"))
+
+    def _trace(self, rows: int) -> Traced:
+        request, spec = self._request, self._spec
+        few = max(2, MANY_TOKENS // (2 * request.sequence_len))
+        if rows > 2 * few:
+            one, other = self._trace(few), self._trace(2 * few)
+            many = scaled(one.point, other.point, rows)
+            if many is not None and other.makes_its_loss_alike(rows):
+                return replace(other, rows=rows, trace=many)
+        graph, trace, loss = fake_trace(
+            copy.deepcopy(self._config),
+            spec,
+            rows=rows,
+            tokens=request.sequence_len,
+            dtype=DTYPES[request.dtype],
+            chunked_loss=request.chunked_loss,
+            images=self._images,
+        )
+        is_real = spec.context_bytes > 0  # `sim` counts bytes as the trace does
+        return Traced(rows=rows, graph=graph, trace=added_in_place(trace, graph) if is_real else trace, loss=loss)
+
+    def _solve(self, found: Traced, split: Split) -> Forecast:
+        request, graph = self._request, found.graph
+        layout = pack(graph, parse_bytes(request.chunk_bytes, name="chunk_bytes"))
+        problem = Problem(
+            graph=graph,
+            layout=layout,
+            trace=found.trace,
+            spec=self._spec,
+            step_config=replace(request, accumulate=split.passes).step_config,
+            gpu=self._gpu,
+            host_bytes=self._host_bytes,
+            pins=request.pins or Pins(),
+        )
+        made = problem.solve()
+        check(made, graph, layout)
+        made = replace(made, loss=found.loss.text, loss_chunk=found.loss.chunk)
+        return Forecast(plan=made, graph=graph, layout=layout, problem=problem, host_memory=request.host_memory)
+
+
+def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> GpuBudget:
+    """On a real card, CUDA context and allocator overhead are subtracted."""
+    asked = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
+    if asked > spec.gpu_bytes:
+        raise ConfigError(
+            f"gpu_memory {exact_bytes(asked)} is more than the {show_bytes(spec.gpu_bytes)} of {spec.name}. Lower "
+            "gpu_memory, or set other hardware."
+        )
+    budget = GpuBudget(total_bytes=asked, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
+    if budget.usable_bytes <= 0:
+        raise ConfigError(
+            f"gpu_memory {exact_bytes(asked)} is too small: a CUDA process takes {show_bytes(spec.context_bytes)} by "
+            "itself. Raise gpu_memory."
+        )
+    return budget
+
+
+def _host_bytes(spec: HardwareSpec, host_memory: str | int | None) -> int:
+    """A request may exceed the machine's own size: machines with one GPU have any amount of RAM."""
+    return int(spec.host_bytes * 0.9) if host_memory is None else parse_bytes(host_memory, name="host_memory")

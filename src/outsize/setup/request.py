@@ -1,0 +1,44 @@
+"""The settings of a plan, as one record for `outsize.prepare`, `outsize.plan`, the Trainer and the command line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outsize.device.device import Device
+from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.model.weights import Weights
+from outsize.plan.pins import Pins
+from outsize.plan.plan import Plan, StepConfig
+from outsize.profile.calling import Loss
+from outsize.runtime.optimizer import AdamW
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """Settings that every plan has. The docstring of `outsize.prepare` describes them."""
+
+    optimizer: AdamW = field(default_factory=AdamW)
+    gpu_memory: str | int | None = None
+    host_memory: str | int | None = None
+    accumulate: int | None = None
+    """None: 1, or what a batch size leaves."""
+    pins: Pins | None = None
+    chunk_bytes: str | int = DEFAULT_CHUNK_BYTES
+    chunked_loss: bool | None = None
+
+    @property
+    def step_config(self) -> StepConfig:
+        optimizer, passes = self.optimizer, 1 if self.accumulate is None else self.accumulate
+        return optimizer.step_config(passes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareRequest(PlanRequest):
+    """Settings of a plan for a model and a device that are present."""
+
+    device: str | Device | None = None
+    blocks: Sequence[str] | None = None
+    max_shape: tuple[int, int] | None = None
+    plan: Plan | str | Path | None = None
+    weights: str | Path | Weights | None = None
+    loss: Loss | None = None
