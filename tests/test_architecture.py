@@ -20,17 +20,17 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 MAY_IMPORT: dict[str, str] = {
     "base": "",
     "compat": "",  # private names of other libraries; for all but those without torch
-    "config": "base",
+    "config": "base model.strategies",
     "hardware": "base config.source",  # a machine is a YAML file
     "model": "base compat",
     "device": "base compat hardware",
     "layout": "base model.graph",
-    "plan": "base hardware.lanes hardware.spec model.graph model.work layout",
+    "plan": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",
     "optim": "base compat device layout",
     "dist": "base device",
     "activation": "base compat device model",
     "profile": "base compat device hardware model activation layout plan optim progress",
-    "planner": "base hardware model.graph model.work profile.trace layout plan",
+    "planner": "base hardware model.graph model.strategies model.work profile.trace layout plan",
     "report": "base hardware plan planner layout model.graph profile.trace",
     "runtime": "base compat device hardware.spec hardware.lanes model layout plan activation dist optim checkpoint "
     "progress",
@@ -57,6 +57,7 @@ WITHOUT_TORCH = (
     "planner",
     "report",
     "model.graph",
+    "model.strategies",
     "model.work",
     "profile.trace",
 )

@@ -6,9 +6,10 @@ reads the rule as well.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from outsize.base.units import parse_bytes
+from outsize.model.strategies import STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,4 +80,8 @@ Checkpoint = Annotated[
     str | bool, Rule(expected="the folder of a checkpoint, or true for the newest one", holds=lambda value: value != "")
 ]
 PlanFile = Annotated[str, Rule(expected="the path of a plan file, or a mapping of pins", holds=bool)]
-PinName = Literal["n_persist", "n_buffer", "n_swap", "n_checkpoint", "n_offload", "n_optimizer_gpu"]
+if TYPE_CHECKING:
+    PinName = str
+else:
+    PinName = Literal[("n_persist", "n_buffer", *(s.pin for s in STRATEGIES if s.pin), "n_optimizer_gpu")]
+"""The fields of `Pins` (plan/pins.py)."""

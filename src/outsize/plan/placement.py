@@ -12,7 +12,7 @@ from outsize.layout.chunks import Chunk, ChunkLayout
 from outsize.layout.scratch import scratch_bytes
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Shared, Work
+from outsize.model.work import SharedTensor, Work
 from outsize.plan.plan import Decision, StepConfig
 
 Buffer = tuple[str, int]
@@ -29,7 +29,7 @@ class Placement:
     decision: Decision
     step_config: StepConfig
     work: tuple[Work, ...]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
 
     def chunk(self, index: int) -> Chunk:
         return self.layout.chunks[index]

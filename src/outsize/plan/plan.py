@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outsize.hardware.spec import ProcessOverhead
-from outsize.model.work import Shared, Strategy, Work
+from outsize.model.strategies import Strategy
+from outsize.model.work import SharedTensor, Work
 
 Home = Literal["gpu", "host"]
 UpdateMode = Literal["after_step", "in_backward"]
@@ -96,7 +97,7 @@ class Plan:
     """Where the numbers come from."""
     search: str
     """How it was found, in words."""
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
     """What layers share among their inputs, as measured."""
     loss_chunk: int = 0
     """Tokens at once of a loss in chunks; 0: the model's own loss."""

@@ -64,8 +64,8 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
     shared = tuple(
         replace(
             u,
-            dies_at=-1 if min(t.dies_at, u.dies_at) < 0 else max(t.dies_at, u.dies_at),
-            early_in=tuple(x for x in t.early_in if x in u.early_in),
+            freed_in=-1 if min(t.freed_in, u.freed_in) < 0 else max(t.freed_in, u.freed_in),
+            freed_early_in=tuple(x for x in t.freed_early_in if x in u.freed_early_in),
         )
         for t, u in sizes
     )
@@ -120,5 +120,5 @@ def _way(trace: ModelTrace) -> tuple[object, ...]:
     """All that does not depend on how much there is."""
     calls = [trace.strategies(v) for v in range(len(trace.calls))]
     # Where a tensor dies within a call, before its peak or after it, does depend on how much there is.
-    shared = [replace(tensor, num_bytes=0, dies_at=0, early_in=()) for tensor in trace.shared]
+    shared = [replace(tensor, num_bytes=0, freed_in=0, freed_early_in=()) for tensor in trace.shared]
     return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, calls, shared
