@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outsize import compat
-from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, tell
+from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
@@ -81,15 +81,13 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
 
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
-        raise ConfigError(
-            tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to")
-        )
+        raise ConfigError(f"{path} has no config.json. Name the folder that a model was saved to.")
     try:
         config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
     except (OSError, ValueError, KeyError) as error:
-        found = f"transformers says: {_first_line(error)}"
         raise ConfigError(
-            tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")
+            f"{model}: transformers cannot load its config: {_first_line(error)}. Name a folder with a config.json, "
+            "that file, or a hub id."
         ) from None
     if not may_be_quantized:
         refuse_quantized_config(config.to_dict(), model)
@@ -135,17 +133,12 @@ def trainable_class(config: Any) -> Any:
     for kind in named if has_head else [*named, *known]:
         if kind is not None and {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys():
             return kind
-    found = f"the config names {', '.join(names) or 'no architecture'} ({type(config).__name__})"
-    instead = next(
-        (
-            f", or name {kind.__name__} in its architectures if that is meant"
-            for kind in known
-            if has_head and kind is not None
-        ),
-        "",
+    others = [kind.__name__ for kind in known if has_head and kind is not None]
+    raise ModelUnsupported(
+        f"The config names {', '.join(names) or 'no architecture'} ({type(config).__name__}), which is no class of "
+        "transformers with the inputs input_ids and labels. Build the model yourself and pass it to outsize.prepare"
+        + (f", or name {others[0]} in its architectures if that is meant." if others else ".")
     )
-    do = f"Build the model yourself and give it to outsize.prepare{instead}"
-    raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, do))
 
 
 def _local_folder(path: str) -> Path:
@@ -159,9 +152,9 @@ def _local_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        do = "Download it, and name the folder"
         raise ConfigError(
-            tell(f"{path} is a folder, or a hub id that can be downloaded", _first_line(error), do)
+            f"{path} is no folder, and no hub id that can be downloaded: {_first_line(error)}. Download it, and name "
+            "the folder."
         ) from error
 
 
@@ -191,11 +184,5 @@ def _loaded_whole(kind: Any, config: Any, folder: Path, settings: dict[str, Any]
     model, found = kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
     if found["missing_keys"] or found["mismatched_keys"]:
         names = ", ".join(map(str, sorted([*found["missing_keys"], *found["mismatched_keys"]], key=str)[:6]))
-        raise BadFile(
-            tell(
-                f"{folder} has every weight of the model",
-                f"it lacks {names}",
-                "Use the folder that the model was saved to",
-            )
-        )
+        raise BadFile(f"{folder} lacks {names}. Use the folder that the model was saved to.")
     return model.train()

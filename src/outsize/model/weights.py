@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import BadFile, OutsizeError, tell
+from outsize.base.errors import BadFile, OutsizeError
 from outsize.base.log import log
 from outsize.model.quantized import refuse_quantized_folder, refuse_quantized_tensors
 from outsize.model.tensorfile import TensorFile
@@ -135,7 +135,8 @@ class FileWeights:
             file, shape = where[found[0]], tuple((params | buffers)[names[0]].shape)
             if (there := file.entries[found[0]].spec.shape) != shape:
                 raise BadFile(
-                    tell(f"{names[0]} has the shape {shape}", f"{file.path} has {there}", "Use the files of this model")
+                    f"{file.path}: {names[0]} has the shape {there}, but {shape} in the model. Use the files of this "
+                    "model."
                 )
             self._places[names[0]] = (file, found[0])
         self._where = where
@@ -162,15 +163,14 @@ class FileWeights:
     def require_whole(self) -> None:
         """Every parameter has its tensor. What is there beyond that is named, and left where it is."""
         if self.missing:
-            do = (
-                "Use the folder that the model was saved to; weights that are tied are tied before "
-                "(model.tie_weights())"
-            )
-            raise BadFile(tell(f"{self.folder} has every weight of the model", f"it lacks {_some(self.missing)}", do))
-        if untied := self.untied():
-            do = "Build the model with tie_word_embeddings=False, or use the folder that it was saved to"
             raise BadFile(
-                tell(f"{self.folder} has one value for weights that the model ties", f"{_some(untied)} has another", do)
+                f"{self.folder} lacks {_some(self.missing)}. Use the folder that the model was saved to; tie weights "
+                "before (model.tie_weights())."
+            )
+        if untied := self.untied():
+            raise BadFile(
+                f"{self.folder} has different values for weights that the model ties: {_some(untied)}. Build the model "
+                "with tie_word_embeddings=False, or use the folder that it was saved to."
             )
         for what, names in (
             ("has tensors that the model has no place for", self.unexpected),
@@ -204,26 +204,14 @@ def weight_files(folder: Path) -> Sequence[Path]:
             named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             names = sorted({str(name) for name in named.values()})
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise BadFile(
-                tell(f"{folder / INDEX} names the weight files", f"it cannot be read ({error})", "Get the folder again")
-            ) from None
+            raise BadFile(f"{folder / INDEX} cannot be read ({error}). Get the folder again.") from None
         lost = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if lost:
-            raise BadFile(
-                tell(
-                    f"{folder} has the files that {INDEX} names",
-                    f"{_some(lost)} is no file in it",
-                    "Get the folder again",
-                )
-            )
+            raise BadFile(f"{folder} lacks files that {INDEX} names: {_some(lost)}. Get the folder again.")
         return [folder / name for name in names]
     held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing" if folder.is_dir() else "no such folder"
     raise BadFile(
-        tell(
-            f"{folder} holds {SINGLE} or {INDEX}",
-            f"there is {held}",
-            "Save the model with save_pretrained (safetensors)",
-        )
+        f"{folder} has neither {SINGLE} nor {INDEX} (found: {held}). Save the model with save_pretrained (safetensors)."
     )
 
 

@@ -259,7 +259,7 @@ def test_an_index_that_names_a_missing_shard_is_refused_with_its_name(tmp_path: 
     write(tmp_path, zoo.make("llama"), shard="20KB")
     lost = weight_files(tmp_path)[1]
     lost.unlink()
-    with pytest.raises(BadFile, match=rf"{lost.name} is no file in it"):
+    with pytest.raises(BadFile, match=rf"lacks files that .* names: {lost.name}"):
         weight_files(tmp_path)
 
 
@@ -272,19 +272,19 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: 
     (folder / "sub").mkdir(parents=True)
     save_file({"t": torch.ones(1)}, folder / "sub" / "a.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"t": name}}))
-    with pytest.raises(BadFile, match=f"{folder}.*is no file in it"):
+    with pytest.raises(BadFile, match=f"{folder} lacks files that"):
         weight_files(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{]", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}', b"\xff\xfe"])
 def test_an_index_that_cannot_be_read_is_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
     (tmp_path / INDEX).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(BadFile, match=f"{tmp_path / INDEX} names the weight files"):
+    with pytest.raises(BadFile, match=f"{tmp_path / INDEX} cannot be read"):
         weight_files(tmp_path)
 
 
 def test_a_folder_without_weights_says_what_it_holds_instead(tmp_path: Path) -> None:
-    with pytest.raises(BadFile, match="there is nothing"):
+    with pytest.raises(BadFile, match="found: nothing"):
         weight_files(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(BadFile, match=r"there is pytorch_model\.bin.*save_pretrained"):

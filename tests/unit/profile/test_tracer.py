@@ -273,7 +273,7 @@ def test_a_model_with_nothing_to_train_is_refused(kind: type[nn.Module]) -> None
     model = kind()
     model.requires_grad_(False)
     before = everything(model)
-    with pytest.raises(ModelUnsupported, match="something to train"):
+    with pytest.raises(ModelUnsupported, match="nothing to train"):
         trace(model, {"x": torch.ones(2, 8)})
     assert equal(before, everything(model))
 
