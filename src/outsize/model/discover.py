@@ -109,8 +109,8 @@ def _require_separate(layers: list[Layer]) -> None:
         for other in (order[id(module)] for module in layer.module.modules() if id(module) in order):
             if other != i:
                 raise ConfigError(
-                    f"{layers[max(i, other)].name} shares a module with {layers[min(i, other)].name}, but layers must be "
-                    "separate modules. Name the lists of layers with blocks=['path.to.list']."
+                    f"{layers[max(i, other)].name} shares a module with {layers[min(i, other)].name}, but layers must "
+                    "be separate modules. Name the lists of layers with blocks=['path.to.list']."
                 )
 
 

@@ -118,7 +118,7 @@ def test_a_tied_weight_that_the_files_have_twice_must_be_one(tmp_path: Path) -> 
     FileWeights(tmp_path, emptied(zoo.make("llama"))).require_whole()
     state["lm_head.weight"][0, 0] += 1
     save_file(state, tmp_path / SINGLE)
-    with pytest.raises(BadFile, match=r"lm_head\.weight has another.*tie_word_embeddings=False"):
+    with pytest.raises(BadFile, match=r"that the model ties: lm_head\.weight.*tie_word_embeddings=False"):
         FileWeights(tmp_path, emptied(zoo.make("llama"))).require_whole()
     FileWeights(tmp_path, emptied(zoo.make("llama-untied"))).require_whole()
 
@@ -129,7 +129,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     save_file({name: value for name, value in state.items() if name not in lost}, tmp_path / SINGLE)
     weights = FileWeights(tmp_path, emptied(zoo.make("llama-untied")))
     assert weights.missing == lost
-    with pytest.raises(BadFile, match=rf"{tmp_path} has every weight.*lacks {lost[0]}, {lost[1]}"):
+    with pytest.raises(BadFile, match=rf"{tmp_path} lacks {lost[0]}, {lost[1]}"):
         weights.require_whole()
 
 
@@ -152,7 +152,7 @@ def test_another_shape_is_named_with_both(tmp_path: Path) -> None:
     state["model.norm.weight"] = torch.ones(33)
     save_file(state, tmp_path / SINGLE)
     with pytest.raises(
-        BadFile, match=rf"model\.norm\.weight has the shape \(32,\), but {tmp_path / SINGLE} has \(33,\)"
+        BadFile, match=rf"{tmp_path / SINGLE}: model\.norm\.weight has the shape \(33,\), but \(32,\) in the model"
     ):
         FileWeights(tmp_path, emptied(zoo.make("llama")))
 
@@ -287,7 +287,7 @@ def test_a_folder_without_weights_says_what_it_holds_instead(tmp_path: Path) -> 
     with pytest.raises(BadFile, match="found: nothing"):
         weight_files(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(BadFile, match=r"there is pytorch_model\.bin.*save_pretrained"):
+    with pytest.raises(BadFile, match=r"found: pytorch_model\.bin.*save_pretrained"):
         weight_files(tmp_path)
     with pytest.raises(BadFile, match="no such folder"):
         weight_files(tmp_path / "elsewhere")
