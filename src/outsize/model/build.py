@@ -1,5 +1,5 @@
-"""Builds a Hugging Face model from its folder without its weights: unmaterialized parameters, real buffers, and where
-the weights are to be read from.
+"""Builds a Hugging Face model from its folder without reading its weights: unmaterialized parameters, real buffers, and
+the source of the weights.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from outsize.model.weights import FileWeights, Weights, unmaterialize
 class Built:
     model: nn.Module
     weights: Weights | None
-    """None: the model has them already."""
+    """None: the model has its weights already."""
 
 
 def build_model(
@@ -51,7 +51,7 @@ def build_model(
         model = kind._from_config(config, **settings).train()
     if random:
         return Built(model, None)
-    model.tie_weights()  # on its way to meta every tied parameter became two
+    model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     folder = Path(weights_from) if weights_from else _local_folder(path)
     weights = FileWeights(folder, model)
     if rounded := weights.rounded(model):
@@ -62,7 +62,7 @@ def build_model(
             some,
             _name(dtype),
         )
-    # What is kept in fp32 in a bf16 model, and what is not tied though the config says so, is transformers' knowledge.
+    # transformers decides which weights stay fp32 in a bf16 model, and which are not tied in spite of the config.
     if _is_converted(model, weights) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
         weights.close()
         return Built(_loaded_whole(kind, config, folder, settings), None)
@@ -74,9 +74,7 @@ def build_model(
 
 
 def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
-    """A model's config, with its weights out of account. One whose weights are quantized is refused by the method's
-    name.
-    """
+    """Load a model's config. A quantized model is refused, with the name of the method."""
     from transformers import AutoConfig
 
     path = Path(model)
@@ -142,7 +140,7 @@ def trainable_class(config: Any) -> Any:
 
 
 def _local_folder(path: str) -> Path:
-    """A hub id's files come into the hub's own cache."""
+    """The folder of a model. The files of a hub id are downloaded to the hub's cache."""
     if _is_config(Path(path)):
         return Path(path).parent
     if Path(path).is_dir():
@@ -159,7 +157,7 @@ def _local_folder(path: str) -> Path:
 
 
 def _is_converted(model: nn.Module, weights: FileWeights) -> bool:
-    """Whether transformers makes weights that the files lack of others that they have: experts one by one, old names, a
+    """Whether transformers makes weights that the files lack from others that they have: single experts, old names, a
     base without its prefix.
     """
     private = compat.transformers()
