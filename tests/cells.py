@@ -25,7 +25,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Strategy
+from outsize.model.strategies import Strategy
 from outsize.plan.placement import Placement
 from outsize.plan.plan import FORMAT, Decision, Homes, Plan, StepConfig
 from outsize.plan.schedule import compile_schedule

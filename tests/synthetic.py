@@ -13,7 +13,7 @@ from outsize.hardware.catalog import lookup
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import Block, BlockGraph, Param
-from outsize.model.work import Shared, Work
+from outsize.model.work import SharedTensor, Work
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Decision, Homes, StepConfig
 from outsize.profile.trace import ModelTrace
@@ -235,13 +235,13 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
                 for s, w in calls[call - 1].items()
             }
             shared.append(
-                Shared(
+                SharedTensor(
                     call=call - 1,
                     role="output",
                     number=0,
                     num_bytes=size,
-                    born=call - 1,
-                    dies_at=call + other.randint(1, 2),
+                    allocated_in=call - 1,
+                    freed_in=call + other.randint(1, 2),
                     held_by=((call - 1, strategies[0]), (call, strategies[1])),
                     sent_by=((call, sends),),
                 )
@@ -253,7 +253,7 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
     takers = tuple(v for v in range(len(names)) if kinds[v] == "layer")
     kept_by = rng.choice([(), ("keep",), ("keep", "swap"), ("recompute", "offload")])
     held_by = tuple((call, kept_by) for call in takers if call >= frozen)
-    mask = Shared(call=1, role="argument", number=1, num_bytes=300, held_by=held_by, dies_at=len(names) - 1)
+    mask = SharedTensor(call=1, role="argument", number=1, num_bytes=300, held_by=held_by, freed_in=len(names) - 1)
     trace = ModelTrace(
         graph=fingerprint(graph),
         inputs={"x": (2, 8)},

@@ -20,18 +20,18 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 MAY_IMPORT: dict[str, str] = {
     "base": "",
     "compat": "",  # private names of other libraries; for all but those without torch
-    "config": "base",
+    "config": "base model.strategies",
     "hardware": "base config.source",  # a machine is a YAML file
     "model": "base compat checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
     "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
-    "plan": "base hardware.lanes hardware.spec model.graph model.work layout",
+    "plan": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",
     "optim": "base compat device hardware.host layout plan",
     "dist": "base device",
     "activation": "base compat device model",
-    "calibration": "base config.source device hardware optim plan progress",
+    "calibration": "base config.source device hardware optim plan progress layout",
     "profile": "base compat device hardware model activation layout plan progress",
-    "planner": "base hardware model.graph model.work profile.trace layout plan",
+    "planner": "base hardware model.graph model.strategies model.work profile.trace layout plan",
     "report": "base hardware plan planner layout model.graph profile.trace",
     "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout plan activation dist optim "
     "checkpoint progress",
@@ -61,6 +61,7 @@ WITHOUT_TORCH = (
     "planner",
     "report",
     "model.graph",
+    "model.strategies",
     "model.work",
     "profile.trace",
 )

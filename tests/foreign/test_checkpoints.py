@@ -206,10 +206,7 @@ def test_an_optimizer_state_that_is_not_understood_is_refused_by_name(how: str, 
 
 def test_a_plain_checkpoint_without_state_or_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = copied("fp32", tmp_path)
-    with (
-        trainers.closing(ours("dropout", tmp_path)) as trainer,
-        pytest.raises(BadFile, match=r"has every weight of the model|has the shape"),
-    ):
+    with trainers.closing(ours("dropout", tmp_path)) as trainer, pytest.raises(BadFile, match=r" lacks |has the shape"):
         trainer.train(resume_from_checkpoint=str(folder))
     (folder / "optimizer.pt").write_bytes(b"no pickle")
     with (

@@ -27,7 +27,7 @@ from outsize.hardware.catalog import lookup
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Strategy
+from outsize.model.strategies import Strategy
 from outsize.plan.plan import Decision, Homes, UpdateMode
 from outsize.profile import cache
 from outsize.profile.trace import ModelTrace

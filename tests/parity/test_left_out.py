@@ -287,7 +287,7 @@ def test_a_way_that_differs_from_pass_to_pass_of_the_trial_is_refused() -> None:
             return super().forward(x, "012/012" if torch.rand(1) < 0.5 else "01/2")
 
     torch.manual_seed(0)
-    with pytest.raises(ModelUnsupported, match="the same way through its layers"):
+    with pytest.raises(ModelUnsupported, match="runs its layers differently each time"):
         outsize.prepare(Random(), inputs(0), optimizer=outsize.AdamW(), device="cpu")
 
 

@@ -1,8 +1,7 @@
-"""OffloadedTensors: the saved activations of one call on their way to the host and back.
+"""OffloadedTensors: the activations of one block call that are copied to the host and back.
 
-Whole storages travel, once each, however many views of them autograd saved; a saved tensor comes back as the same view
-(dtype, shape, strides, offset) of the storage's bytes. So strides cannot be lost, and overlapping or expanded tensors
-need no special case.
+Whole storages are copied, each once, however many views of them autograd saved. A saved tensor comes back as the same
+view (dtype, shape, strides, offset) of the storage's bytes, so overlapping and expanded tensors need no special case.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from outsize.compat import neg_view, storage_id
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A saved tensor whose storage is in the offloaded."""
+    """Stands for a saved tensor: which storage it is a view of, and which view."""
 
     item: int
     dtype: torch.dtype
@@ -24,18 +23,19 @@ class Handle:
     stride: tuple[int, ...]
     offset: int
     is_conj: bool
+    """Conjugated lazily: the bytes alone do not show it."""
     is_neg: bool
-    """Lazily conjugated or negated: what the bytes alone do not say."""
+    """Negated lazily."""
 
 
 class OffloadedTensors:
     def __init__(self) -> None:
         self.items: list[Tensor] = []
-        """The storages as flat uint8, kept alive here until `free_device_copy`."""
+        """The storages on the device as flat uint8, until `free_device_copy`."""
         self.offsets: list[int] = []
         self.num_bytes = 0
         self._index: dict[int, int] = {}
-        self._returned: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Handle:
         storage = tensor.untyped_storage()
@@ -45,15 +45,8 @@ class OffloadedTensors:
             self.items.append(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
             self.offsets.append(self.num_bytes)
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
-        return Handle(
-            item,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        return Handle(item, tensor.dtype, *view, tensor.is_conj(), tensor.is_neg())
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         return storage_id(storage) in self._index
@@ -63,18 +56,18 @@ class OffloadedTensors:
             arena[offset : offset + item.numel()].copy_(item, non_blocking=True)
 
     def free_device_copy(self) -> None:
-        """Drop the device storages; from here on the offloaded is on the host."""
+        """Drop the storages on the device. The copy on the host is complete."""
         self.items = []
         self._index = {}
 
     def attach_buffer(self, buffer: Tensor) -> None:
-        """The bytes are back, in `buffer`."""
-        self._returned = buffer
+        """Set the device buffer that the bytes were copied back to."""
+        self._buffer = buffer
 
     def unpack(self, handle: Handle) -> Tensor:
-        if self._returned is None:
-            raise AssertionError("activations are used before they were brought back")
-        typed = self._returned[self.offsets[handle.item] :]
+        if self._buffer is None:
+            raise AssertionError("activations are used before they were copied back")
+        typed = self._buffer[self.offsets[handle.item] :]
         typed = typed[: typed.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
         view = typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)
         view = neg_view(view) if handle.is_neg else view

@@ -1,18 +1,17 @@
-"""Layers that the model's own code checkpoints: they run again in backward, where no plan has them."""
+"""Detects layers that the model's own code checkpoints. They run again in backward, which no plan covers."""
 
 from outsize.compat import current_graph_task
 
 
 def is_in_backward() -> bool:
-    """Autograd runs a backward in this thread."""
+    """Whether autograd runs a backward in this thread."""
     return current_graph_task() >= 0
 
 
 def rerun_in_backward(name: str) -> str:
-    """`name`: of a layer, or "The model"."""
+    """The error text. `name`: of a layer, or "The model"."""
     return (
         f"{name} is called again in backward: it was called inside torch.utils.checkpoint, but outsize decides itself "
-        "which layers are recomputed. "
-        "Turn this checkpointing off, or call it directly. Checkpointing parts of a layer inside its forward is "
-        "supported."
+        "which layers are recomputed. Turn this checkpointing off, or call it directly. Checkpointing parts of a layer "
+        "inside its forward is supported."
     )

@@ -4,10 +4,11 @@
 checks the rule.
 """
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from outsize.base.records import Rule
 from outsize.base.units import parse_bytes
+from outsize.model.strategies import STRATEGIES
 
 
 def _is_share_or_count(value: float) -> bool:
@@ -68,4 +69,8 @@ Checkpoint = Annotated[
     str | bool, Rule(expected="the folder of a checkpoint or true for the newest one", holds=lambda value: value != "")
 ]
 PlanFile = Annotated[str, Rule(expected="the path of a plan file or a mapping of pins", holds=bool)]
-PinName = Literal["n_persist", "n_buffer", "n_swap", "n_checkpoint", "n_offload", "n_optimizer_gpu"]
+if TYPE_CHECKING:
+    PinName = str
+else:
+    PinName = Literal[("n_persist", "n_buffer", *(s.pin for s in STRATEGIES if s.pin), "n_optimizer_gpu")]
+"""The fields of `Pins` (plan/pins.py)."""

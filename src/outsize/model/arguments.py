@@ -1,5 +1,5 @@
-"""The arguments of a call with their tensors moved to a device. What a forward writes into a list, a dict or an object
-among them reaches the caller's.
+"""The arguments of a call with their tensors moved to a device. What a forward writes into a list, dict or object among
+them is written to the caller's too.
 """
 
 import weakref
@@ -13,18 +13,18 @@ from outsize.model.tensors import items_of, with_items
 _Get = Callable[[], Any]
 _Move = Callable[[Tensor], Tensor]
 _Passed = dict[int, tuple[Any, Any]]
-"""By id: a value of the caller's, and what is passed for it."""
+"""By id: a value of the caller, and what is passed in its place."""
 
 
 class MovedArguments:
-    """`args` and `kwargs` are passed to the forward. A container in which no tensor has to be moved is the caller's
-    own. Of any other a copy is passed, and `write_back` makes the changes of the copy in the caller's."""
+    """`args` and `kwargs` are passed to the forward. A container without tensors to move is passed itself. Of any other
+    a copy is passed, and `write_back` applies the changes of the copy to the original."""
 
     def __init__(self, move: _Move, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._originals: dict[int, tuple[_Get, Any]] = {}
-        """By id of what is passed: that itself, and what it is passed for."""
+        """By id of what is passed: a getter of it, and the original."""
         self._copies: list[tuple[Any, Any, dict[Any, _Get]]] = []
-        """A container of the caller's, the copy that is passed, and what was in the copy."""
+        """Containers of the caller, with the copy that is passed and the items that the copy had."""
         passed: _Passed = {}
         self.args = tuple(self._pass(move, value, passed) for value in args)
         self.kwargs = {name: self._pass(move, value, passed) for name, value in kwargs.items()}
@@ -40,10 +40,8 @@ class MovedArguments:
     def _moved(self, move: _Move, tensor: Tensor) -> Tensor:
         moved = move(tensor)
         if moved is not tensor:
-            self._originals[id(moved)] = (
-                weakref.ref(moved),
-                tensor,
-            )  # a forward may drop its inputs to free their memory
+            # A weak reference, since a forward may drop its inputs to free their memory.
+            self._originals[id(moved)] = (weakref.ref(moved), tensor)
         return moved
 
     def _copied(self, move: _Move, value: Any, passed: _Passed) -> Any:
@@ -81,7 +79,7 @@ def _getter(item: Any) -> _Get:
 
 
 def _entries(value: Any) -> Mapping[Any, Any]:
-    """By key, index or attribute; of an object all attributes, and not only the fields of its dataclass."""
+    """Items by key, index or attribute; of an object all attributes, not only dataclass fields."""
     if isinstance(value, (Mapping, list)):
         return dict(items_of(value))
     return dict(vars(value)) if hasattr(value, "__dict__") else dict(items_of(value))

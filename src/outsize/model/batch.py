@@ -1,9 +1,9 @@
-"""A batch as a call of a model, and what of the call decides its cost: which inputs there are, their shapes, and
-whether a mask masks something.
+"""A batch as a call of a model, and what its cost depends on: which inputs it has, their shapes, and whether a mask
+masks something.
 
-[Note: When a batch fits] A plan holds for the batches that were measured, and for every batch that needs no more than
-one of them: the same inputs, no dimension larger, no wider dtype, no gradient into an input that had none, no mask that
-masks something where the measured one masked nothing. The number of elements is no measure: attention scores of 2 x 60
+[Note: When a batch fits] A plan holds for the profiled batches, and for every batch that needs no more than one of
+them: the same inputs, no larger dimension, no wider dtype, no gradient into an input that had none, no mask that masks
+something where the profiled one masked nothing. The number of elements does not decide: attention scores of 2 x 60
 tokens are larger than those of 8 x 16.
 """
 
@@ -26,12 +26,12 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     instead_because: str = ""
-    """Why a batch is passed whole, and not as `model(**batch)` or `model(*batch)`."""
+    """Why a batch is passed as one argument, not as `model(**batch)` or `model(*batch)`."""
 
 
 def as_call(model: nn.Module, batch: Any) -> Call:
-    """How a model is called with a batch: `model(**batch)` for a mapping and `model(*batch)` for a sequence where its
-    forward can be called so, else `model(batch)`. Raises ConfigError where it cannot be called at all."""
+    """The call of a model with a batch: `model(**batch)` for a mapping and `model(*batch)` for a sequence if its
+    forward accepts that, else `model(batch)`. Raises ConfigError if it accepts neither."""
     if isinstance(batch, Call):
         return batch
     ways = [Call(args=(batch,))]
@@ -41,7 +41,7 @@ def as_call(model: nn.Module, batch: Any) -> Call:
         ways.insert(0, Call(args=tuple(batch)))
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward that is not Python's
+    except (TypeError, ValueError):  # a forward that is not written in Python
         return ways[0]
     wrong = ""
     for way in ways:
@@ -61,7 +61,7 @@ def cannot_be_called(model: nn.Module, batch: Any, why: str) -> ConfigError:
 
 
 def positional_names(model: nn.Module) -> tuple[str, ...]:
-    """Of the arguments of a model's forward that may also be passed by keyword, in order."""
+    """Names of the positional arguments of a model's forward that may be passed by keyword, in order."""
     try:
         found = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
@@ -75,31 +75,31 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def arguments_of(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
-    """By name, positional ones without a name by their number. `names`: what `positional_names` gives."""
+    """Arguments by name, positional ones without a name by number. `names`: from `positional_names`."""
     return {**{names[i] if i < len(names) else str(i): value for i, value in enumerate(call.args)}, **call.kwargs}
 
 
 def by_name(call: Call, names: tuple[str, ...]) -> "Call | dict[str, Any]":
-    """The arguments as a dict for `model(**batch)`; the call as it is where some have no names."""
+    """The arguments as a dict for `model(**batch)`, or the call itself if some have no names."""
     return arguments_of(call, names) if len(call.args) <= len(names) else call
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What of an input decides its cost."""
+    """What the cost of an input depends on."""
 
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes of an element."""
+    """Bytes per element."""
     requires_grad: bool
-    is_list_of_places: bool
-    """Where documents begin in a row, as kernels for packed rows take it: its own bytes are all that it costs."""
+    is_offsets: bool
+    """Offsets of the documents in a packed row (cu_seqlens). It costs only its own bytes."""
     is_irregular: bool
-    """A mask that masks something, or positions that begin anew within a row. Models build a mask of tokens x tokens
-    then.
+    """A mask that masks something, or positions that restart within a row. Models then build a mask of tokens x
+    tokens.
     """
     is_of_unknown_kind: bool = False
-    """Only its shape is known. Whether it must be there is not, nor which flags were set beside it."""
+    """Only its shape is known: not whether it is required, nor which flags were set with it."""
 
     def covers(self, other: "Input") -> bool:
         """Whether `other` costs no more. Does not look at `is_irregular`."""
@@ -113,11 +113,11 @@ class Input:
 
 
 Signature = Mapping[str, Input]
-"""The inputs of a call or a batch by their paths. Flags that are set count as inputs without a shape."""
+"""The inputs of a call or a batch by path. Flags that are set count as inputs without a shape."""
 
 
 def signature(arguments: Any, *, is_irregular: Callable[[str, Tensor], bool] | None = None) -> dict[str, Input]:
-    """`is_irregular`: tells it of an input; looking at one on a GPU waits for the device."""
+    """`is_irregular`: decides it for an input. The default reads its values, which syncs the host on a GPU."""
     look = is_irregular or looks_irregular
     found = {name: _input(tensor, look(name, tensor)) for name, tensor in named_tensors(arguments) if tensor.dim()}
     flags = arguments.items() if isinstance(arguments, Mapping) else ()
@@ -125,20 +125,16 @@ def signature(arguments: Any, *, is_irregular: Callable[[str, Tensor], bool] | N
 
 
 def _input(tensor: Tensor, is_irregular: bool) -> Input:
-    is_list = (
-        tensor.dim() == 1 and tensor.dtype == torch.int32
-    )  # kernels take these in int32, and models their inputs in int64
+    is_list = tensor.dim() == 1 and tensor.dtype == torch.int32  # of kernels; models have their inputs in int64
     itemsize = tensor.element_size() if tensor.is_floating_point() else 0
     return Input(tuple(tensor.shape), itemsize, tensor.requires_grad, is_list, is_irregular)
 
 
-def with_longer_lists(inputs: Signature) -> tuple[Signature, int]:
-    """Lists of places may become several times as long before a batch counts as larger; and the bytes to keep free for
-    that. They differ from batch to batch, and cannot be made longer for a trial run."""
-    longer = {
-        name: replace(one, shape=(4 * one.shape[0] + 256,)) for name, one in inputs.items() if one.is_list_of_places
-    }
-    # A copy on the device, and what a model makes of it: lengths, and both as int64.
+def with_longer_offsets(inputs: Signature) -> tuple[Signature, int]:
+    """The inputs with lists of offsets several times as long, so that such a batch does not count as larger, and the
+    bytes to reserve for that. Their lengths vary from batch to batch, and a profiling run cannot make them longer."""
+    longer = {name: replace(one, shape=(4 * one.shape[0] + 256,)) for name, one in inputs.items() if one.is_offsets}
+    # A copy on the device, the lengths computed from it, and both as int64.
     return {**inputs, **longer}, sum(16 * (one.shape[0] - inputs[name].shape[0]) for name, one in longer.items())
 
 
@@ -147,7 +143,7 @@ def is_mask(name: str) -> bool:
 
 
 def looks_irregular(name: str, tensor: Tensor) -> bool:
-    """Masks of which all elements are equal mask nothing, whichever value means that."""
+    """A mask whose elements are all equal masks nothing, whichever value means that."""
     if not tensor.numel() or tensor.is_meta:
         return False
     with torch.no_grad():
@@ -160,7 +156,7 @@ def looks_irregular(name: str, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A batch that was measured: the batch itself, and the calls of the model that its loss made."""
+    """A profiled batch: its inputs, and those of the model calls that its loss made."""
 
     batch: Signature
     signatures: tuple[Signature, ...]
@@ -170,12 +166,12 @@ class Measured:
 
 
 def covers(measured: Iterable[Signature], given: Signature) -> bool:
-    """Whether one of the measured calls costs as much as the given one. See [Note: When a batch fits]."""
+    """Whether one of the profiled calls needs as much as the given one. See [Note: When a batch fits]."""
     return any(_covers(one, given, lambda name: given[name].is_irregular) for one in measured)
 
 
 def fits(measured: Iterable[Signature], arguments: Any) -> bool:
-    """The same of a call that is about to be made. Values are looked at only if that decides."""
+    """The same for the arguments of a call. Values are read only if the result depends on them."""
     given = signature(arguments, is_irregular=lambda name, tensor: False)
     tensors = dict(named_tensors(arguments))
     known: dict[str, bool] = {}
@@ -192,7 +188,7 @@ def _covers(one: Signature, given: Signature, is_irregular: Callable[[str], bool
     missing = {name for name in one.keys() - given.keys() if not one[name].is_of_unknown_kind}
     knows_flags = not any(item.is_of_unknown_kind for item in one.values())
     new = {name for name in given.keys() - one.keys() if knows_flags or given[name].shape}
-    # A batch of text alone leaves out the blocks for images, and what else is told of images.
+    # A batch without images also lacks the other inputs that describe images.
     if new or (missing and not any(is_image(name) for name in missing)):
         return False
     both = one.keys() & given.keys()
@@ -206,8 +202,8 @@ def is_image(name: str) -> bool:
 
 
 def of_unknown_kind(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, ...]) -> Signature:
-    """Inputs of which only the shapes are known, as of a plan that was made by hand. They count as the most expensive
-    of their shape.
+    """Inputs with known shapes only, as in a plan that was written by hand. They count as the most expensive of their
+    shape.
     """
     named = {
         names[int(name)] if name.isdigit() and int(name) < len(names) else name: shape for name, shape in shapes.items()

@@ -1,5 +1,5 @@
-"""Builds a Hugging Face model from its folder without its weights: unmaterialized parameters, real buffers, and where
-the weights are to be read from.
+"""Builds a Hugging Face model from its folder without reading its weights: unmaterialized parameters, real buffers, and
+the source of the weights.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outsize import compat
-from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, tell
+from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
@@ -22,7 +22,7 @@ from outsize.model.weights import FileWeights, Weights, unmaterialize
 class Built:
     model: nn.Module
     weights: Weights | None
-    """None: the model has them already."""
+    """None: the model has its weights already."""
 
 
 def build_model(
@@ -51,7 +51,7 @@ def build_model(
         model = kind._from_config(config, **settings).train()
     if random:
         return Built(model, None)
-    model.tie_weights()  # on its way to meta every tied parameter became two
+    model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     folder = Path(weights_from) if weights_from else _local_folder(path)
     weights = FileWeights(folder, model)
     if rounded := weights.rounded(model):
@@ -62,7 +62,7 @@ def build_model(
             some,
             _name(dtype),
         )
-    # What is kept in fp32 in a bf16 model, and what is not tied though the config says so, is transformers' knowledge.
+    # transformers decides which weights stay fp32 in a bf16 model, and which are not tied in spite of the config.
     if _is_converted(model, weights) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
         weights.close()
         return Built(_loaded_whole(kind, config, folder, settings), None)
@@ -74,22 +74,18 @@ def build_model(
 
 
 def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
-    """A model's config, with its weights out of account. One whose weights are quantized is refused by the method's
-    name.
-    """
+    """Load a model's config. A quantized model is refused, with the name of the method."""
     from transformers import AutoConfig
 
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
-        raise ConfigError(
-            tell("the folder has a config.json", f"{path} has none", "Name the folder that a model was saved to")
-        )
+        raise ConfigError(f"{path} has no config.json. Name the folder that a model was saved to.")
     try:
         config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
     except (OSError, ValueError, KeyError) as error:
-        found = f"transformers says: {_first_line(error)}"
         raise ConfigError(
-            tell(f"a model's config at {model}", found, "Name a folder with a config.json, that file, or a hub id")
+            f"{model}: transformers cannot load its config: {_first_line(error)}. Name a folder with a config.json, "
+            "that file, or a hub id."
         ) from None
     if not may_be_quantized:
         refuse_quantized_config(config.to_dict(), model)
@@ -135,21 +131,16 @@ def trainable_class(config: Any) -> Any:
     for kind in named if has_head else [*named, *known]:
         if kind is not None and {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys():
             return kind
-    found = f"the config names {', '.join(names) or 'no architecture'} ({type(config).__name__})"
-    instead = next(
-        (
-            f", or name {kind.__name__} in its architectures if that is meant"
-            for kind in known
-            if has_head and kind is not None
-        ),
-        "",
+    others = [kind.__name__ for kind in known if has_head and kind is not None]
+    raise ModelUnsupported(
+        f"The config names {', '.join(names) or 'no architecture'} ({type(config).__name__}), which is no class of "
+        "transformers with the inputs input_ids and labels. Build the model yourself and pass it to outsize.prepare"
+        + (f", or name {others[0]} in its architectures if that is meant." if others else ".")
     )
-    do = f"Build the model yourself and give it to outsize.prepare{instead}"
-    raise ModelUnsupported(tell("a class of transformers that takes input_ids and labels", found, do))
 
 
 def _local_folder(path: str) -> Path:
-    """A hub id's files come into the hub's own cache."""
+    """The folder of a model. The files of a hub id are downloaded to the hub's cache."""
     if _is_config(Path(path)):
         return Path(path).parent
     if Path(path).is_dir():
@@ -159,14 +150,14 @@ def _local_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        do = "Download it, and name the folder"
         raise ConfigError(
-            tell(f"{path} is a folder, or a hub id that can be downloaded", _first_line(error), do)
+            f"{path} is no folder, and no hub id that can be downloaded: {_first_line(error)}. Download it, and name "
+            "the folder."
         ) from error
 
 
 def _is_converted(model: nn.Module, weights: FileWeights) -> bool:
-    """Whether transformers makes weights that the files lack of others that they have: experts one by one, old names, a
+    """Whether transformers makes weights that the files lack from others that they have: single experts, old names, a
     base without its prefix.
     """
     private = compat.transformers()
@@ -191,11 +182,5 @@ def _loaded_whole(kind: Any, config: Any, folder: Path, settings: dict[str, Any]
     model, found = kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
     if found["missing_keys"] or found["mismatched_keys"]:
         names = ", ".join(map(str, sorted([*found["missing_keys"], *found["mismatched_keys"]], key=str)[:6]))
-        raise BadFile(
-            tell(
-                f"{folder} has every weight of the model",
-                f"it lacks {names}",
-                "Use the folder that the model was saved to",
-            )
-        )
+        raise BadFile(f"{folder} lacks {names}. Use the folder that the model was saved to.")
     return model.train()

@@ -1,5 +1,5 @@
-"""Key-value caches: off in training. One that fills in a training forward keeps activations alive and breaks recompute;
-generation asks for its own.
+"""Turns key-value caches off for training. A cache that fills in a training forward keeps activations alive and breaks
+recompute. Generation requests its own cache.
 """
 
 from typing import Any
@@ -8,8 +8,8 @@ from torch import nn
 
 
 def turn_caches_off(model: nn.Module) -> list[Any]:
-    """The configs whose `use_cache` was on: the model's, nested ones, and those that a part has for itself (T5's
-    decoder). `turn_caches_on` takes them back.
+    """Set `use_cache` to False, and return the configs in which it was on, for `turn_caches_on`: the model's, nested
+    ones, and those of single modules (T5's decoder).
     """
     found = []
     for config in [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]:

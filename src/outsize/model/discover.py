@@ -2,9 +2,8 @@
 user names.
 
 Layers may share modules and parameters (VeRA's projections, the attention of Zamba): these belong to every layer that
-has them. Whether and in which order the layers run is not read off the tree but seen when the model runs
-(profile/tracer.py): a list whose elements are never called is no stack of layers, and its parameters belong to the
-region that reads them.
+has them. The profiling run shows whether and in which order the layers run (profile/tracer.py). A list whose elements
+are never called is no stack of layers, and its parameters belong to the region that reads them.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.model.stacks import Named, Stack, find_stacks
 
 
@@ -24,13 +23,13 @@ class Layer:
     name: str
     module: nn.Module
     structure: str
-    """Equal for layers that do the same work on other weights."""
+    """Equal for layers that do the same work with other weights."""
     is_last: bool
-    """Of its list: a region begins when it returns."""
+    """It is the last of its list: a region begins when it returns."""
     stack: str = ""
-    """Path of the list that it is an element of."""
+    """Path of its list."""
     stages: "tuple[Layer, ...]" = ()
-    """If it is part of a stage: all stages of that list. They are the layers if the parts of stages do not feed one
+    """If it is part of a stage: all stages of that list. The stages are the layers if their parts do not feed one
     another.
     """
 
@@ -38,8 +37,8 @@ class Layer:
 def find_layers(
     model: nn.Module, paths: Sequence[str] | None = None, *, in_sequentials: bool = True
 ) -> tuple[Layer, ...]:
-    """All layers, list by list in the order of the tree. `paths` names the lists instead (`model.layers`); an empty one
-    says that there are none.
+    """All layers, list by list in the order of the tree. `paths`: use these lists instead (`model.layers`); empty for
+    no layers.
     """
     if paths is None and in_sequentials:
         try:
@@ -76,8 +75,8 @@ def stages_to_join(
     """Stages that are layers themselves, since their parts do not feed one another (a layer's experts, the two lists of
     a UNet's block).
 
-    `layer_of`: by call, the layer, None for a region. `feeds`: calls whose output a later layer took as its input, with
-    that layer's call.
+    `layer_of`: by call, the layer, None for a region. `feeds`: calls whose output is the input of a later layer, with
+    the call of that layer.
     """
     pairs = Counter(layer.stages for layer in layers if layer.stages and not layer.is_last)
     found: Counter[tuple[Layer, ...]] = Counter()
@@ -88,14 +87,14 @@ def stages_to_join(
 
 
 def with_stages_joined(layers: Iterable[Layer], joined: "Collection[tuple[Layer, ...]]") -> tuple[Layer, ...]:
-    """The layers with these stages in the place of their parts."""
+    """The layers, with these stages in place of their parts."""
     return tuple(
         dict.fromkeys(layer for part in layers for layer in (part.stages if part.stages in joined else (part,)))
     )
 
 
 def layers_in_graph(layers: tuple[Layer, ...], blocks: Collection[str]) -> tuple[Layer, ...]:
-    """Of the layers of the module tree, those that the trial run found to be blocks, by their names."""
+    """The layers of the module tree that the profiling run found to be blocks, by name."""
     stages = {layer.stages for layer in layers if layer.stages}
     split = {
         part.stages for part in layers if part.name in blocks and all(part.name != stage.name for stage in part.stages)
@@ -104,46 +103,30 @@ def layers_in_graph(layers: tuple[Layer, ...], blocks: Collection[str]) -> tuple
 
 
 def _require_separate(layers: list[Layer]) -> None:
-    """Refuse a layer that is another layer, or is inside one. A module that is inside of several layers is fine."""
+    """Refuse a layer that is inside another layer, or is the same module. Layers may share other modules."""
     order = {id(layer.module): i for i, layer in enumerate(layers)}
     for i, layer in enumerate(layers):
         for other in (order[id(module)] for module in layer.module.modules() if id(module) in order):
             if other != i:
-                found = f"{layers[max(i, other)].name} shares a module with {layers[min(i, other)].name}"
                 raise ConfigError(
-                    tell(
-                        "layers do not contain one another",
-                        found,
-                        "Name the lists of layers with blocks=['path.to.list']",
-                    )
+                    f"{layers[max(i, other)].name} shares a module with {layers[min(i, other)].name}, but layers must "
+                    "be separate modules. Name the lists of layers with blocks=['path.to.list']."
                 )
 
 
 def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[Stack]:
     for path in paths:
         if paths.count(path) > 1:
-            raise ConfigError(
-                tell(
-                    "blocks names each list of layers once",
-                    f"{path!r} is named {paths.count(path)} times",
-                    "Name it once",
-                )
-            )
+            raise ConfigError(f"blocks: {path!r} is named {paths.count(path)} times. Name it once.")
         try:
             module = model.get_submodule(path)
         except AttributeError:
             lists = [name for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-            raise ConfigError(
-                tell(
-                    "blocks names a list of modules in the model",
-                    f"there is no {path!r}",
-                    f"Choose among {', '.join(lists)}",
-                )
-            ) from None
+            raise ConfigError(f"blocks: the model has no {path!r}. Choose among {', '.join(lists)}.") from None
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            found = f"{path!r} is a {type(module).__name__}"
             raise ConfigError(
-                tell("blocks names an nn.ModuleList or nn.Sequential", found, "Name the list itself, without an index")
+                f"blocks: {path!r} is a {type(module).__name__}, not an nn.ModuleList or nn.Sequential. Name the list "
+                "itself, without an index."
             )
         elements: list[Named] = [
             (f"{path}.{name}" if path else name, element)
@@ -154,8 +137,8 @@ def _named_lists(model: nn.Module, paths: Sequence[str]) -> Iterable[Stack]:
 
 
 def _structures(modules: list[nn.Module]) -> list[str]:
-    """One hash per layer over classes, parameters, buffers and plain settings; settings that merely count the layers do
-    not enter.
+    """One hash per layer over classes, parameters, buffers and plain settings, without settings that number the
+    layers.
     """
     facts = [_facts(module) for module in modules]
     counting = {

@@ -1,15 +1,16 @@
-"""BlockGraph: what a model is to the planner. Blocks, their parameters, and the order in which they ran. No torch.
+"""BlockGraph: the planner's view of a model: blocks, their parameters, and the order in which they ran. No torch.
 
-A *block* is a repeated layer or a region around them (`stem`, `between`, `head`). A *call* is one run of a block in
-a forward pass; a block may be called several times. A parameter may belong to several blocks (tied weights): it is then
-listed in each of them, under its one canonical name.
+A *block* is a layer or a region outside of layers (`stem`, `between`, `head`). A *call* is one run of a block in a
+forward pass; a block may be called several times. A parameter may belong to several blocks (tied weights): it is listed
+in each of them, under its one canonical name.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from outsize.base.errors import ModelUnsupported, tell
+from outsize.base.errors import ModelUnsupported
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -38,16 +39,13 @@ class Param:
 
     @property
     def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            do = "Convert it before prepare, or make it a buffer"
             raise ModelUnsupported(
-                tell(f"parameters have one of the types {', '.join(DTYPE_BYTES)}", f"{self.name} is {self.dtype}", do)
+                f"{self.name}: parameters of dtype {self.dtype} are not supported, only {', '.join(DTYPE_BYTES)}. "
+                "Convert it before prepare, or make it a buffer."
             )
 
     @property
@@ -61,7 +59,7 @@ class Block:
     """The module's path (`model.layers.3`), or `stem`, `head`, `between:<path of the next block>`."""
     kind: Literal["layer", "stem", "between", "head"]
     structure: str
-    """Equal for blocks that do the same work on other weights."""
+    """Equal for blocks that do the same work with other weights."""
     params: tuple[str, ...]
     """Canonical names, in the order of use."""
 
@@ -73,22 +71,22 @@ class BlockGraph:
     calls: tuple[int, ...]
     """Indices into `blocks`, in the order of the forward pass. First the stem, last the head."""
     has_backward: tuple[bool, ...]
-    """Per call, as measured: a frozen prefix has none."""
+    """By call, as measured. False for a frozen prefix."""
     params: tuple[Param, ...]
     """In the order of `named_parameters()`."""
     buffer_bytes: int
     """Buffers are resident on the device."""
     reads_outside_module: tuple[int, ...] = ()
-    """Calls that read weights outside of the module that has them, in a region or behind a layer: nothing but the order
-    of layers tells when.
+    """Calls that read weights outside of the module that has them, in a region or after a layer: only the order of
+    layers shows when.
     """
     without_grad: tuple[tuple[int, str], ...] = ()
-    """(call, parameter): the call has a backward, but reads this parameter without grad, so that none of its gradient
-    comes from there.
+    """(call, parameter): the call has a backward but reads this parameter without grad, so it adds nothing to its
+    gradient.
     """
-    detours: tuple[int, ...] = ()
-    """Calls of layers that leave a value elsewhere than in their outputs (an auxiliary loss on `self`), with a
-    gradient: it reaches them there first.
+    side_outputs: tuple[int, ...] = ()
+    """Calls of layers that store a value with a gradient elsewhere than in their outputs (an auxiliary loss on `self`).
+    A gradient reaches them there first.
     """
 
     @cached_property
@@ -97,7 +95,7 @@ class BlockGraph:
 
     @cached_property
     def users(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, the calls that use it, in forward order."""
+        """By parameter: the calls that use it, in forward order."""
         used: dict[str, list[int]] = {p.name: [] for p in self.params}
         for call, block in enumerate(self.calls):
             for name in self.blocks[block].params:
@@ -106,8 +104,8 @@ class BlockGraph:
 
     @cached_property
     def backward_users(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, the calls whose backward adds to its gradient, in forward order. With the first of them it is
-        complete.
+        """By parameter: the calls whose backward adds to its gradient, in forward order. It is complete in the backward
+        of the first.
         """
         without = set(self.without_grad)
         return {
@@ -119,13 +117,10 @@ class BlockGraph:
         return self.blocks[self.calls[call]].name
 
     def numbered_call_name(self, call: int) -> str:
-        """The block, and which of its calls where it has several."""
+        """The block's name, with the number of the call if it has several."""
         same_block = [v for v, block in enumerate(self.calls) if block == self.calls[call]]
-        return (
-            self.call_name(call)
-            if len(same_block) == 1
-            else f"call {same_block.index(call) + 1} of {self.call_name(call)}"
-        )
+        number = f"call {same_block.index(call) + 1} of " if len(same_block) > 1 else ""
+        return f"{number}{self.call_name(call)}"
 
     @property
     def num_params(self) -> int:

@@ -1,4 +1,4 @@
-"""Recognizes quantized models: by their config, and by what lies in their files.
+"""Recognizes quantized models by their config and by the tensors in their files.
 
 No quantization method is supported yet. Read as plain numbers, quantized weights lack their scales, and training would
 start from garbage.
@@ -22,7 +22,7 @@ _DO = (
     "(from_pretrained with FineGrainedFP8Config(dequantize=True) or Mxfp4Config(dequantize=True), or "
     "model.dequantize()) and save that"
 )
-_BESIDE = re.compile(
+_SCALES = re.compile(
     r"""(?P<weight>.+?)(?:
         # fp8, nvfp4, compressed-tensors
         [._]scale_inv
@@ -36,7 +36,7 @@ _BESIDE = re.compile(
     )""",
     re.VERBOSE,
 )
-"""Tensors that quantization methods put beside weights, or in their place."""
+"""Names of tensors that quantization methods store with weights, or in their place."""
 _FP8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)}
 
 
@@ -69,7 +69,7 @@ def refuse_quantized_config(config: Mapping[str, Any], where: object) -> None:
 
 
 def refuse_quantized_folder(folder: Path) -> None:
-    """By its config.json, where there is one that can be read."""
+    """Refuse a folder by its config.json, if that can be read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -81,12 +81,12 @@ def refuse_quantized_folder(folder: Path) -> None:
 def refuse_quantized_tensors(
     stored: Mapping[str, tuple[Path, Spec]], params: Mapping[str, Tensor], known: Collection[str]
 ) -> None:
-    """By what is stored: scales beside weights, or weights in 8-bit or integer storage.
+    """Refuse files with scales of weights, or with weights in 8-bit or integer storage.
 
     Args:
-        stored: per key its file and what it is there.
+        stored: by key, its file and its spec there.
         params: the model's parameters by key.
-        known: keys that the model has a place for. A tensor of the model itself may have any name.
+        known: keys of the model, whose own tensors may have any name.
     """
     for key, (path, spec) in stored.items():
         is_integer = key in params and params[key].is_floating_point() and not spec.dtype.is_floating_point
@@ -95,13 +95,13 @@ def refuse_quantized_tensors(
             raise BadFile(
                 f"{path}: {key} is stored as {dtype}, which outsize does not read as a weight: it is quantized. {_DO}."
             )
-        beside = _BESIDE.fullmatch(key) if key not in known else None
-        if beside is not None and _has_sibling(key, beside["weight"], stored.keys() | params.keys()):
+        scale = _SCALES.fullmatch(key) if key not in known else None
+        if scale is not None and _has_sibling(key, scale["weight"], stored.keys() | params.keys()):
             raise BadFile(
                 f"{path}: {key} lies beside the weights, as in a quantized model, which outsize does not read. {_DO}."
             )
 
 
 def _has_sibling(key: str, weight: str, keys: Collection[str]) -> bool:
-    """Another tensor of the same module or weight: a lone name may be anything."""
+    """Whether there is another tensor of the same module or weight. A name alone may be anything."""
     return any(other != key and (other == weight or other.startswith((f"{weight}.", f"{weight}_"))) for other in keys)

@@ -1,7 +1,7 @@
-"""Finds the stacks of a model in its module tree: containers whose elements run one after another and are worth a block
-each.
+"""Finds the stacks of a model in its module tree: containers whose elements run one after another and are large enough
+to be a block each.
 
-A container is an nn.ModuleList or nn.Sequential. No table of model families:
+A container is an nn.ModuleList or nn.Sequential. There is no table of model families:
 - An nn.ModuleList outside of other containers is a stack. A list inside a layer (T5's sub-layers, a layer's experts)
   belongs to that layer.
 - An nn.Sequential is a stack if a class of modules with several weighted parts repeats in it (the blocks of a ViT, of a
@@ -9,7 +9,7 @@ A container is an nn.ModuleList or nn.Sequential. No table of model families:
   small MLP is none.
 - Modules that cannot be called (a ModuleList or ModuleDict in a list) are replaced by what is in them.
 - If one element has much of the model's weights, and most of those in containers in which modules repeat, it is a
-  stage: the elements of its containers are the layers. The trial run checks that these feed one another
+  stage: the elements of its containers are the layers. The profiling run checks that these feed one another
   (profile/tracer.py): experts do not, and belong to one layer.
 """
 
@@ -23,10 +23,10 @@ from torch import nn
 Named = tuple[str, nn.Module]
 
 _STAGE_SHARE = 1 / 4
-"""Of the model's weights: an element with more is looked into."""
+"""An element with more than this share of the model's weights is searched for stages."""
 _CHAIN_SHARE = 1 / 10
 _CHAIN_LENGTH = 3
-"""Of the model's weights, and in number: a chain of single modules with less is not split."""
+"""A chain of single modules with a smaller share of the weights, or fewer modules, is not split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class _Search:
         self._seen: set[int] = set()
 
     def inside(self, module: nn.Module, path: str) -> Iterator[Stack]:
-        """The stacks in a module that is no layer."""
+        """Stacks in a module that is no layer."""
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -117,7 +117,7 @@ class _Search:
             yield from _by_stage(whole, inner, needs_most=is_list)
 
     def _is_long_chain(self, container: nn.Module, elements: list[Named]) -> bool:
-        """Of modules that have no stacks in them."""
+        """Whether it is a long chain of modules without stacks in them."""
         containers = [part for _, module in elements for part in module.modules() if is_container(part)]
         if any(isinstance(part, nn.ModuleList) or _repeats(_elements(part, "")) for part in containers):
             return False
@@ -206,7 +206,7 @@ def _runs_in_order(module: nn.Module) -> bool:
 
 
 def _repeats(elements: list[Named]) -> bool:
-    """Modules of one class with several weighted parts."""
+    """Whether several modules are of one class with several weighted parts."""
     return max(Counter(type(module) for _, module in elements if is_composite(module)).values(), default=0) > 1
 
 

@@ -1,6 +1,6 @@
-"""What a module remembers from one forward to the next: buffers, tensors and plain values in its attributes.
+"""The state that a module keeps from one forward to the next: buffers, tensors and plain values in its attributes.
 
-A forward that writes any of it must not run twice in a step, and a profiling run puts it back.
+A forward that writes to it must not run twice in a step, and profiling restores it.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class _Entry:
     is_buffer: bool
     value: Any
     copy: Tensor | None
-    """Of a tensor's values; None where they are not known (fake tensors) or the value is a plain one."""
+    """Of a tensor's values. None if they are not known (fake tensors) or the value is a plain one."""
     version: int
 
     def now(self) -> Any:
@@ -55,16 +55,13 @@ class ModuleState:
         knows_values = detect_fake_mode() is None
         self._entries: list[_Entry] = []
         self._collections: list[tuple[str, Any, list[Any]]] = []
-        """Lists and dicts in attributes, with what is in them."""
+        """Lists and dicts in attributes, with their items."""
         for path, part in module.named_modules():
             tensors = [(name, value, True) for name, value in part._buffers.items() if value is not None]
             tensors += [(name, value, False) for name, value in vars(part).items() if isinstance(value, Tensor)]
             for name, value, is_buffer in tensors:
-                copy = (
-                    value.detach().clone()
-                    if knows_values and value.layout == torch.strided and not value.is_meta
-                    else None
-                )
+                has_values = knows_values and value.layout == torch.strided and not value.is_meta
+                copy = value.detach().clone() if has_values else None
                 self._entries.append(_Entry(part, path, name, is_buffer, value, copy, _version(value)))
             self._collections += [
                 (f"{path}.{name}".lstrip("."), value, _items(value))
@@ -76,19 +73,17 @@ class ModuleState:
             ]
             self._entries += [_Entry(part, path, name, False, value, None, 0) for name, value in plain]
         self._bound = [(path, part, dict(_own(part))) for path, part in module.named_modules()]
-        """All attributes: a forward may bind others, or new ones."""
+        """All attributes: a forward may bind other values, or new attributes."""
         self._hooks = [
             (table, dict(table))
             for part in module.modules()
             for name in _HOOKS
             if (table := getattr(part, name, None)) is not None
         ]
-        """transformers registers hooks in the first forward that needs them, and sets an attribute so that it does so
-        once.
-        """
+        """transformers registers hooks in the first forward that needs them, and an attribute that says so."""
 
     def changed(self) -> str | None:
-        """The name of the first part of the state that is another one now."""
+        """The name of the first part of the state that has changed."""
         for entry in self._entries:
             if entry.has_changed():
                 return f"{entry.path}.{entry.name}".lstrip(".")
@@ -115,9 +110,9 @@ class ModuleState:
                 value.update(items) if isinstance(value, dict) else value.extend(items)
 
 
-class LeftValues:
-    """What a forward of a module binds to attributes of it, for code outside to read: an auxiliary loss, a map of
-    attention.
+class BoundAttributes:
+    """Values that a module's forward binds to its attributes, for other code to read: an auxiliary loss, an attention
+    map.
     """
 
     def __init__(self, module: nn.Module):
@@ -129,7 +124,7 @@ class LeftValues:
         return {(path, name): value for path, part in self._module.named_modules() for name, value in _own(part)}
 
     def forward_ran(self) -> None:
-        """Keep what is new, tensors without their graph."""
+        """Keep the values that are new, tensors without their graph."""
         new = {
             key: value
             for key, value in self._now().items()
@@ -139,20 +134,20 @@ class LeftValues:
         self._before = {}
 
     def num_bytes(self, device: torch.device, is_static: Callable[[Tensor], bool]) -> int:
-        """That a module holds from one step to the next: its attributes keep them until they are bound again."""
+        """Bytes that the attributes hold from one step to the next, until they are bound again."""
         tensors = [
             t for t in tensors_in(self._values) if t.device == device and t.layout == torch.strided and not is_static(t)
         ]
         return sum({storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
 
-    def put_on(self, module: nn.Module) -> None:
-        """As if the forward of this module, which is of the same structure, had run."""
+    def bind_to(self, module: nn.Module) -> None:
+        """Bind the values to another module of the same structure, as if its forward had run."""
         for (path, name), value in self._values.items():
             module.get_submodule(path).__dict__[name] = value
 
 
 def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
-    """Random generators that modules own, as attributes or in a dict or list."""
+    """Random generators in attributes of modules, directly or in a dict or list."""
     for module in model.modules():
         for value in vars(module).values():
             for item in value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,):
@@ -161,7 +156,7 @@ def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts writes. Tensors that were made in inference mode have none."""
+    """The number of writes. Tensors made in inference mode do not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -174,11 +169,11 @@ def _items(value: Any) -> list[Any]:
 
 
 def _is_same(one: list[Any], two: list[Any]) -> bool:
-    """The same objects. Items of dicts are pairs."""
+    """Whether both have the same objects. Items of dicts are pairs."""
     flat = [[part for item in items for part in (item if isinstance(item, tuple) else (item,))] for items in (one, two)]
     return len(flat[0]) == len(flat[1]) and all(a is b for a, b in zip(*flat, strict=True))
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
-    """Bit for bit, but for NaNs."""
+    """Bit for bit, except NaNs."""
     return one.shape == two.shape and bool(torch.equal(one, two) or torch.equal(one.nan_to_num(), two.nan_to_num()))

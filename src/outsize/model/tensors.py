@@ -1,6 +1,4 @@
-"""Finding the tensors inside what modules take and return: tensors, sequences, mappings, dataclasses and records,
-nested.
-"""
+"""Finds the tensors in arguments and outputs of modules: in nested sequences, mappings, dataclasses and records."""
 
 import copy
 import dataclasses
@@ -12,27 +10,27 @@ from torch import Tensor, nn
 _SIMPLE = (Tensor, bool, int, float, str, type(None))
 
 
-def _is_record(value: Any, around: tuple[int, ...] = ()) -> bool:
+def _is_record(value: Any, outer: tuple[int, ...] = ()) -> bool:
     """An instance of a class without bases whose attributes are tensors, plain values and containers of these:
     SimpleNamespace, PEFT's ShadowCarrier.
 
-    It may hold no tensor yet: a layer that leaves one there gets a copy for its second run, as of a dict. transformers'
-    caches are none: they hold objects of other kinds. `around`: ids of what holds the value.
+    It may have no tensor yet: a layer that writes one into it gets a copy for its second run, as of a dict.
+    transformers' caches are no records: they hold objects of other kinds. `outer`: ids of the values that hold it.
     """
     kind = type(value)
     if kind.__mro__ != (kind, object) or kind.__module__ == "builtins" or not getattr(value, "__dict__", None):
         return False
-    return _is_plain(vars(value), (*around, id(value)))
+    return _is_plain(vars(value), (*outer, id(value)))
 
 
-def _is_plain(value: Any, around: tuple[int, ...]) -> bool:
+def _is_plain(value: Any, outer: tuple[int, ...]) -> bool:
     if isinstance(value, _SIMPLE):
         return True
-    if id(value) in around:
+    if id(value) in outer:
         return False
     if isinstance(value, (Mapping, tuple, list)) or is_dataclass(value):
-        return all(_is_plain(item, (*around, id(value))) for _, item in items_of(value))
-    return _is_record(value, around)
+        return all(_is_plain(item, (*outer, id(value))) for _, item in items_of(value))
+    return _is_record(value, outer)
 
 
 def is_dataclass(value: Any) -> bool:
@@ -40,7 +38,7 @@ def is_dataclass(value: Any) -> bool:
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a value that may hold tensors holds, by key, index or attribute."""
+    """The items of a container by key, index or attribute."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (tuple, list)):
@@ -73,7 +71,7 @@ def with_grad(value: Any) -> list[Tensor]:
 
 
 def all_with_grad(value: Any) -> list[Tensor]:
-    """The same, also of those in attributes of any other object: what a model returns may be of a class of its own."""
+    """The same, also in attributes of any other object: a model may return a class of its own."""
     found: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}
     todo = [value]
@@ -90,7 +88,7 @@ def all_with_grad(value: Any) -> list[Tensor]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """Of an instance of a Python class; of a set, what is in it."""
+    """Attributes of an instance of a Python class, or the items of a set."""
     if isinstance(value, (set, frozenset)):
         return [*value]
     if type(value).__module__ == "builtins":
@@ -109,7 +107,7 @@ def _names_of_slots(kind: type) -> tuple[str, ...]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nesting with every tensor replaced. All containers are copies."""
+    """The same nesting with every tensor replaced. All containers are copied."""
     if isinstance(value, Tensor):
         return function(value)
     return with_items(value, {key: map_tensors(function, item) for key, item in items_of(value)})

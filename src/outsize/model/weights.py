@@ -1,7 +1,7 @@
-"""Weights in files, read straight to where they are to live.
+"""Reads weights from files directly into their final memory.
 
-A model whose weights are still in files is *unmaterialized*: its parameters have their shape and dtype on the CPU and
-no memory behind them. (Meta tensors would say the same, but torch does not let a meta parameter take real data later.)
+A model whose weights are still in files is *unmaterialized*: its parameters have shape and dtype on the CPU but no
+memory. (Meta tensors would do the same, but torch does not let a meta parameter get real data later.)
 The tracer fills in the layers it runs; the engine fills every chunk's home, one parameter at a time. Nothing else may
 read an unmaterialized parameter.
 """
@@ -16,28 +16,28 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import BadFile, OutsizeError, tell
+from outsize.base.errors import BadFile, OutsizeError
 from outsize.base.log import log
 from outsize.checkpoint.model_files import INDEX, SINGLE
 from outsize.checkpoint.tensorfile import TensorFile
 from outsize.model.quantized import refuse_quantized_folder, refuse_quantized_tensors
 
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""Dtypes that aminmax takes. Those of 8 bits are left out."""
+"""Dtypes that aminmax supports, without those of 8 bits."""
 
 
 class Weights(Protocol):
-    """Where the values of unmaterialized parameters come from."""
+    """A source of values for unmaterialized parameters."""
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a CPU tensor with the parameter of this name."""
 
     def close(self) -> None:
-        """All is read."""
+        """Close the files, after all values are read."""
 
 
 def unmaterialize(model: nn.Module) -> nn.Module:
-    """Give every meta parameter of a model an unmaterialized one in its place; tied ones stay tied."""
+    """Replace every meta parameter of a model by an unmaterialized one. Tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
@@ -51,7 +51,7 @@ def unmaterialize(model: nn.Module) -> nn.Module:
 
 
 def unmaterialized_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    data = torch.empty(param.shape, dtype=dtype)  # untouched pages take nothing, and go before anyone touches them
+    data = torch.empty(param.shape, dtype=dtype)  # its pages are never touched, so they use no memory
     data.untyped_storage().resize_(0)
     return data
 
@@ -61,7 +61,7 @@ def is_unmaterialized(param: Tensor) -> bool:
 
 
 def convert(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give parameters another dtype, one after the other; those without memory stay so."""
+    """Convert parameters to another dtype, one at a time. Unmaterialized ones stay so."""
     for name, param in model.named_parameters():
         if name in dtypes and param.dtype != dtypes[name]:
             param.data = (
@@ -107,7 +107,7 @@ class FileWeights:
         where = {key: file for file in self._files for key in file.entries}
         kept = model.state_dict().keys()
         params = dict(model.named_parameters(remove_duplicate=False))
-        # Buffers that a model does not save are made by it, whatever old files have of them.
+        # A model computes the buffers that it does not save, even if old files have them.
         buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
         refuse_quantized_tensors(
             {key: (file.path, file.entries[key].spec) for key, file in where.items()},
@@ -122,9 +122,9 @@ class FileWeights:
         self.missing: list[str] = []
         """Parameters that no file has, under any of their names."""
         self._absent: list[str] = []
-        """Buffers of that kind: they have the values they were made with."""
+        """Buffers that no file has: they keep their initial values."""
         self._doubled: dict[str, str] = {}
-        """Tied names that the files have both."""
+        """Names of tied weights that the files have more than once, with the first name."""
         for names in aliases.values():
             found = [name for name in names if name in where]
             if not found:
@@ -134,7 +134,8 @@ class FileWeights:
             file, shape = where[found[0]], tuple((params | buffers)[names[0]].shape)
             if (there := file.entries[found[0]].spec.shape) != shape:
                 raise BadFile(
-                    tell(f"{names[0]} has the shape {shape}", f"{file.path} has {there}", "Use the files of this model")
+                    f"{file.path}: {names[0]} has the shape {there}, but {shape} in the model. Use the files of this "
+                    "model."
                 )
             self._places[names[0]] = (file, found[0])
         self._where = where
@@ -145,7 +146,7 @@ class FileWeights:
         """Tensors in the files that the model has no place for."""
 
     def untied(self) -> list[str]:
-        """Weights that the model ties and the files have twice, with values that differ. Reads them."""
+        """Weights that the model ties but that have different values in the files. Reads them."""
         return [
             name
             for name, tied in self._doubled.items()
@@ -153,23 +154,22 @@ class FileWeights:
         ]
 
     def rounded(self, model: nn.Module) -> list[str]:
-        """Parameters whose dtype cannot hold what the files have: fp16 or fp32 files for a bf16 model."""
+        """Parameters whose dtype cannot represent the values in the files: fp16 or fp32 files for a bf16 model."""
         dtypes = {name: param.dtype for name, param in model.named_parameters()}
         stored = {name: file.entries[key].spec.dtype for name, (file, key) in self._places.items() if name in dtypes}
         return [name for name, dtype in stored.items() if torch.promote_types(dtype, dtypes[name]) != dtypes[name]]
 
     def require_whole(self) -> None:
-        """Every parameter has its tensor. What is there beyond that is named, and left where it is."""
+        """Raise if a parameter has no tensor in the files. Log tensors that the model does not use."""
         if self.missing:
-            do = (
-                "Use the folder that the model was saved to; weights that are tied are tied before "
-                "(model.tie_weights())"
-            )
-            raise BadFile(tell(f"{self.folder} has every weight of the model", f"it lacks {_some(self.missing)}", do))
-        if untied := self.untied():
-            do = "Build the model with tie_word_embeddings=False, or use the folder that it was saved to"
             raise BadFile(
-                tell(f"{self.folder} has one value for weights that the model ties", f"{_some(untied)} has another", do)
+                f"{self.folder} lacks {_some(self.missing)}. Use the folder that the model was saved to; tie weights "
+                "before (model.tie_weights())."
+            )
+        if untied := self.untied():
+            raise BadFile(
+                f"{self.folder} has different values for weights that the model ties: {_some(untied)}. Build the model "
+                "with tie_word_embeddings=False, or use the folder that it was saved to."
             )
         for what, names in (
             ("has tensors that the model has no place for", self.unexpected),
@@ -193,9 +193,7 @@ class FileWeights:
 
 
 def weight_files(folder: Path) -> Sequence[Path]:
-    """The files of a folder: the single one, as in transformers, or else those that its index names, which must be
-    there.
-    """
+    """The weight files of a folder: the single file if there is one, as in transformers, else those of its index."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if (folder / INDEX).exists():
@@ -203,26 +201,14 @@ def weight_files(folder: Path) -> Sequence[Path]:
             named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             names = sorted({str(name) for name in named.values()})
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise BadFile(
-                tell(f"{folder / INDEX} names the weight files", f"it cannot be read ({error})", "Get the folder again")
-            ) from None
+            raise BadFile(f"{folder / INDEX} cannot be read ({error}). Get the folder again.") from None
         lost = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if lost:
-            raise BadFile(
-                tell(
-                    f"{folder} has the files that {INDEX} names",
-                    f"{_some(lost)} is no file in it",
-                    "Get the folder again",
-                )
-            )
+            raise BadFile(f"{folder} lacks files that {INDEX} names: {_some(lost)}. Get the folder again.")
         return [folder / name for name in names]
     held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing" if folder.is_dir() else "no such folder"
     raise BadFile(
-        tell(
-            f"{folder} holds {SINGLE} or {INDEX}",
-            f"there is {held}",
-            "Save the model with save_pretrained (safetensors)",
-        )
+        f"{folder} has neither {SINGLE} nor {INDEX} (found: {held}). Save the model with save_pretrained (safetensors)."
     )
 
 
@@ -231,8 +217,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def bytes_of(param: nn.Parameter) -> torch.UntypedStorage:
-    """The part of its storage that it spans: many parameters may lie in one storage. A storage is copied without an
-    operator, which a meter would count.
+    """The part of the storage that a parameter spans: one storage may hold many. Copying a storage runs no operator
+    that a meter would count.
     """
     storage, size = param.untyped_storage(), param.element_size()
     last = sum((n - 1) * stride for n, stride in zip(param.shape, param.stride(), strict=True)) if param.numel() else -1

@@ -1,76 +1,68 @@
-"""Work: what one call of a block costs under one activation strategy. Numbers only, no torch.
+"""Work: what one block call costs under one activation strategy. Numbers only, no torch.
 
-All bytes are relative to the level at which the call's phase opens, as an observer of live device memory saw them. A
-forward phase lasts until the next call opens (for the last layer before a region: until it returns); a backward phase
-until the next call's backward opens. The memory of a step is the sum of these numbers along the schedule: see
-planner/memory.py.
+All bytes are relative to the device memory in use when the call's phase opens, as an observer of live device memory saw
+it. A forward phase lasts until the next call opens (for the last layer before a region: until it returns). A backward
+phase lasts until the backward of the next call opens. planner/memory.py adds these numbers up along the schedule.
 """
 
 from dataclasses import dataclass
 from typing import Literal
-
-Strategy = Literal["keep", "recompute", "offload", "swap"]
-STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "offload", "swap")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     forward_seconds: float
     backward_seconds: float
-    """Recompute included."""
+    """With the recomputed forward."""
     forward_peak_bytes: int
-    """Highest level during the phase."""
+    """The most memory in use during the phase."""
     forward_delta_bytes: int
-    """Level at its end. Activations on their way to the host still count."""
+    """Memory in use at its end. Activations that are still being copied to the host count."""
     backward_peak_bytes: int
     backward_delta_bytes: int
     sent_bytes: int
-    """Activations that go to the host and come back (offload, swap)."""
+    """Activations that are copied to the host and back (offload, swap)."""
     released_bytes: int
-    """Device bytes that die when those copies are done."""
+    """Device bytes that are freed when those copies are done."""
     forward_launch_seconds: float = 0.0
-    """That the thread which issues its operators takes over them. 0: nobody knows, and it counts as ahead."""
+    """CPU time to launch the kernels. 0 if unknown; launch overhead is then ignored."""
     backward_launch_seconds: float = 0.0
     forward_syncs_host: bool = False
-    """That thread asks the device for something (a length, a flag) and waits until it has come so far: it is not ahead
-    after that.
-    """
+    """The CPU waits for the GPU in it (`.item()`, a data-dependent shape), so it cannot run ahead past it."""
     backward_syncs_host: bool = False
 
 
-Role = Literal["argument", "output", "left", "saved"]
+Role = Literal["argument", "output", "written", "saved"]
 Holders = tuple[tuple[int, tuple[str, ...]], ...]
-"""Calls, each with the strategies under which it holds a tensor. In forward order."""
+"""Calls in forward order, each with the strategies under which it holds a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """A tensor that outlives the call that made it: an output of a layer, a mask, encoder states. It lives once,
+class SharedTensor:
+    """A tensor that outlives the call that made it: an output of a layer, a mask, encoder states. It is allocated once,
     however many calls hold it.
 
-    Its death is in no call's Work, since it depends on the strategies of several calls: it dies in the backward of the
-    first call that holds it. If none holds it, it dies in forward.
+    No call's Work includes its free, which depends on the strategies of several calls: it is freed in the backward of
+    the first call that holds it, or in forward if no call does.
     """
 
     call: int
-    """Where it was first seen, as ..."""
+    """The call in which it was first seen."""
     role: Role
-    """... an argument of a layer, an output, something a layer left in its arguments, or something its graph
-    saved ...
-    """
+    """Whether that call had it as an argument, as an output, written into an argument, or saved by autograd."""
     number: int
-    """... with this number."""
+    """Its position among the call's tensors of that role."""
     num_bytes: int
-    born: int = -1
-    """The call in whose forward it is made. -1: that call's Work includes it."""
-    dies_at: int
-    """If nothing holds or sends it, it is dead before this call's forward reaches its peak. The number of calls: when
-    the model's forward returns. -1: it never dies."""
+    allocated_in: int = -1
+    """The call whose forward allocates it. -1: the Work of that call includes the allocation."""
+    freed_in: int
+    """If no call holds or sends it, it is freed before the forward of this call reaches its peak. The number of calls:
+    when the model's forward returns. -1: it is never freed."""
     held_by: Holders = ()
-    """Who holds it until its backward."""
-    early_in: Holders = ()
-    """Of these, who frees it before the peak of its backward if no other call holds it longer."""
+    """Calls that hold it until their backward."""
+    freed_early_in: Holders = ()
+    """Those of `held_by` that free it before the peak of their backward if no other call holds it longer."""
     sent_by: Holders = ()
-    """Who sends it to the host: on the device it lives at least until that call's release."""
-    under: tuple[str, ...] = ()
-    """Strategies of the call that makes it under which it exists. Empty: all."""
+    """Calls that copy it to the host. It stays on the device at least until the copy of that call is released."""
+    only_under: tuple[str, ...] = ()
+    """Strategies of the allocating call under which it exists. Empty: all."""

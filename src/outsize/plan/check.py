@@ -14,6 +14,7 @@ from outsize.base.records import dumps, fingerprint, loads
 from outsize.base.units import show_bytes
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.model.strategies import STRATEGY
 from outsize.plan.placement import Placement
 from outsize.plan.plan import FORMAT, Plan
 
@@ -101,7 +102,7 @@ def _check_decision(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
 
 def _check_work(plan: Plan, graph: BlockGraph) -> None:
     for call, (strategy, work) in enumerate(zip(plan.decision.strategies, plan.work, strict=True)):
-        name, sends = graph.call_name(call), strategy in ("offload", "swap")
+        name, sends = graph.call_name(call), bool(STRATEGY[strategy].sends)
         wanted = f"{'some' if sends else 'no'} sent_bytes for {name}, which is to {strategy}"
         _expect(sends == (work.sent_bytes > 0), wanted, f"there are {work.sent_bytes}", _AGAIN)
         seconds = (
@@ -119,8 +120,8 @@ def _check_work(plan: Plan, graph: BlockGraph) -> None:
     for tensor in plan.shared:
         known = [
             tensor.call,
-            max(tensor.born, 0),
-            *(call for call, _ in (*tensor.held_by, *tensor.early_in, *tensor.sent_by)),
+            max(tensor.allocated_in, 0),
+            *(call for call, _ in (*tensor.held_by, *tensor.freed_early_in, *tensor.sent_by)),
         ]
         _expect(
             all(0 <= v < len(plan.work) for v in known),
@@ -128,10 +129,10 @@ def _check_work(plan: Plan, graph: BlockGraph) -> None:
             f"one has {known}",
             _AGAIN,
         )
-        at = tensor.dies_at
+        at = tensor.freed_in
         _expect(
             -1 <= at <= len(plan.work),
-            f"a dies_at of shared tensors from -1 to {len(plan.work)}",
+            f"a freed_in of shared tensors from -1 to {len(plan.work)}",
             f"one has {at}",
             _AGAIN,
         )

@@ -11,6 +11,9 @@ from outsize.base.errors import ConfigError, tell
 from outsize.base.units import is_count
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.model.strategies import STRATEGIES, StrategyRecord
+
+PINNED_STRATEGIES = tuple(strategy for strategy in STRATEGIES if strategy.pin)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,11 @@ class Pins:
             field.name: value for field in dataclasses.fields(self) if (value := getattr(self, field.name)) is not None
         }
 
+    def of_strategy(self, strategy: StrategyRecord) -> int | None:
+        """How many layers use it; None if it is not pinned."""
+        count: int | None = getattr(self, strategy.pin) if strategy.pin else None
+        return count
+
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.given().items())
 
@@ -46,9 +54,7 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
     most = {
         "n_persist": len(layout.chunks),
         "n_buffer": len(graph.calls),
-        "n_swap": layers["swap"],
-        "n_checkpoint": layers["recompute"],
-        "n_offload": layers["offload"],
+        **{strategy.pin: layers[strategy.name] for strategy in PINNED_STRATEGIES},
         "n_optimizer_gpu": sum(chunk.trainable for chunk in layout.chunks),
     }
     wrong = []
@@ -64,11 +70,11 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
                 "Choose a number in the range, or leave the pin out",
             )
         )
-    asked = (pins.n_swap or 0) + (pins.n_checkpoint or 0) + (pins.n_offload or 0)
+    asked = sum(pins.of_strategy(strategy) or 0 for strategy in PINNED_STRATEGIES)
     if asked > layers["all"]:
         raise ConfigError(
             tell(
-                f"n_swap, n_checkpoint and n_offload share {layers['all']} layers that have a backward",
+                f"{', '.join(s.pin for s in PINNED_STRATEGIES)} share {layers['all']} layers that have a backward",
                 f"together they ask for {asked}",
                 "Lower one of them",
             )

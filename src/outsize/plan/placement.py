@@ -10,7 +10,7 @@ from functools import cached_property
 from outsize.layout.chunks import Chunk, ChunkLayout
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Shared, Work
+from outsize.model.work import SharedTensor, Work
 from outsize.plan.buffers import Buffer
 from outsize.plan.buffers import BufferKind as B
 from outsize.plan.plan import Decision, StepConfig
@@ -28,7 +28,7 @@ class Placement:
     decision: Decision
     step_config: StepConfig
     work: tuple[Work, ...]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
 
     def chunk(self, index: int) -> Chunk:
         return self.layout.chunks[index]

@@ -11,7 +11,8 @@ from typing import Literal
 
 from outsize.hardware.spec import ProcessOverhead
 from outsize.layout.optimizer import ADAMW, OptimizerLayout
-from outsize.model.work import Shared, Strategy, Work
+from outsize.model.strategies import Strategy
+from outsize.model.work import SharedTensor, Work
 
 Home = Literal["gpu", "host"]
 UpdateMode = Literal["after_step", "in_backward"]
@@ -98,7 +99,7 @@ class Plan:
     """Where the numbers come from."""
     search: str
     """How it was found, in words."""
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
     """What layers share among their inputs, as measured."""
     loss_chunk: int = 0
     """Tokens at once of a loss in chunks; 0: the model's own loss."""

@@ -13,6 +13,7 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.hardware.lanes import lane_words
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.model.strategies import STRATEGY
 from outsize.plan.buffers import group_of
 from outsize.plan.plan import Home, Plan
 
@@ -45,12 +46,8 @@ def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout, notes: Mapping[st
 def summary(plan: Plan) -> str:
     """One line for a log."""
     estimate, decision = plan.estimate, plan.decision
-    strategies = (
-        ", ".join(
-            f"{decision.strategies.count(s)} {s}" for s in ("recompute", "offload", "swap") if s in decision.strategies
-        )
-        or "all keep"
-    )
+    counts = {s: decision.strategies.count(s) for s in STRATEGY if s != "keep"}
+    strategies = ", ".join(f"{count} {s}" for s, count in counts.items() if count) or "all keep"
     resident = sum(homes.weights == "gpu" for homes in decision.homes)
     updated = sum(homes.optimizer == "gpu" for homes in decision.homes)
     gpu = (

@@ -26,7 +26,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.layout.slots import assign_slots
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Strategy
+from outsize.model.strategies import Strategy
 from outsize.plan.pins import Pins
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Decision, Homes, StepConfig

@@ -57,36 +57,36 @@ def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[En
     Updates and copies allocate nothing, so one forward and any one backward tell all.
     """
     work = place.work
-    born, dies_forward, dies_released, dies_early, dies_backward = _lifetimes(place)
+    allocated, freed_forward, freed_by_release, freed_early, freed_backward = _lifetimes(place)
     level = held_bytes
     last = len(place.graph.calls) - 1
     for action in schedule["forward"]:
         kind, call = action
         if kind == Kind.FORWARD:
             cost = work[call]
-            # What dies in this call's forward is dead before its peak.
-            level -= dies_forward.get(call, 0)
-            opens, level = level, level + cost.forward_delta_bytes + born.get(call, 0)
+            # What is freed in this call's forward is freed before its peak.
+            level -= freed_forward.get(call, 0)
+            opens, level = level, level + cost.forward_delta_bytes + allocated.get(call, 0)
             here = opens + cost.forward_peak_bytes
             if call == last:
-                level -= held_bytes + dies_forward.get(last + 1, 0)  # the forward returns
+                level -= held_bytes + freed_forward.get(last + 1, 0)  # the forward returns
             yield Entry(action, opens, here, level)
         elif kind == Kind.FREE:
-            opens, level = level, level - work[call].released_bytes - dies_released.get(call, 0)
+            opens, level = level, level - work[call].released_bytes - freed_by_release.get(call, 0)
             yield Entry(action, opens, opens, level)
     for action in schedule.backwards[0].actions:
         kind, call = action
         if kind == Kind.BACKWARD:
             cost = work[call]
-            level -= dies_early.get(call, 0)
-            opens, level = level, level + cost.backward_delta_bytes - dies_backward.get(call, 0)
+            level -= freed_early.get(call, 0)
+            opens, level = level, level + cost.backward_delta_bytes - freed_backward.get(call, 0)
             yield Entry(action, opens, opens + cost.backward_peak_bytes, level)
 
 
 def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
-    """Of tensors that are in no call's Work: bytes by the call in whose forward they are made, in whose forward they
-    die, whose release frees them, and in whose backward they die: before its peak, and at its end."""
-    born: dict[int, int] = {}
+    """Of tensors that are in no call's Work: bytes by the call whose forward allocates them, whose forward frees them,
+    whose release frees them, and whose backward frees them: before its peak, and at its end."""
+    allocated: dict[int, int] = {}
     forward: dict[int, int] = {}
     released: dict[int, int] = {}
     early: dict[int, int] = {}
@@ -94,23 +94,23 @@ def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
     strategies = place.decision.strategies
     for tensor in place.shared:
         num_bytes = tensor.num_bytes
-        if tensor.born >= 0:
-            if tensor.under and strategies[tensor.born] not in tensor.under:
+        if tensor.allocated_in >= 0:
+            if tensor.only_under and strategies[tensor.allocated_in] not in tensor.only_under:
                 continue
-            born[tensor.born] = born.get(tensor.born, 0) + num_bytes
+            allocated[tensor.allocated_in] = allocated.get(tensor.allocated_in, 0) + num_bytes
         for call, under in tensor.held_by:
             if strategies[call] in under:
-                is_early = any(other == call and strategies[call] in those for other, those in tensor.early_in)
-                deaths = early if is_early else backward
-                deaths[call] = deaths.get(call, 0) + num_bytes
+                is_early = any(other == call and strategies[call] in those for other, those in tensor.freed_early_in)
+                freed = early if is_early else backward
+                freed[call] = freed.get(call, 0) + num_bytes
                 break
         else:
-            if tensor.dies_at < 0:
+            if tensor.freed_in < 0:
                 continue
             sender = max((call for call, under in tensor.sent_by if strategies[call] in under), default=-1)
             # A release follows the forward of the next call.
-            if sender >= 0 and sender + 2 > tensor.dies_at:
+            if sender >= 0 and sender + 2 > tensor.freed_in:
                 released[sender] = released.get(sender, 0) + num_bytes
             else:
-                forward[tensor.dies_at] = forward.get(tensor.dies_at, 0) + num_bytes
-    return born, forward, released, early, backward
+                forward[tensor.freed_in] = forward.get(tensor.freed_in, 0) + num_bytes
+    return allocated, forward, released, early, backward

@@ -1,5 +1,5 @@
-"""Tensors that layers take beside their input, as a discovery sees them. Who takes and reads one decides where its
-gradient is added up: see profile/sharing.py.
+"""Tensors that layers have as arguments next to their input, as a discovery pass sees them. Which calls have and read
+one decides where its gradient is summed: see profile/sharing.py.
 """
 
 import weakref
@@ -13,59 +13,57 @@ from outsize.compat import storage_id
 
 
 @dataclass(slots=True)
-class SharedTensor:
-    """A tensor that layers take beside their input."""
-
+class SharedArgument:
     storage: "weakref.ref[torch.UntypedStorage]"
     calls: list[int]
+    """Calls of layers that have it as an argument."""
     maker: int = -1
-    """The call of the layer that left it in an argument, for later layers to take. -1: a region made it, or a layer
+    """The call of the layer that wrote it into an argument, for later layers to read. -1: a region made it, or a layer
     returned it.
     """
     readers: set[int] = field(default_factory=set)
-    """Calls that compute with it, as far as they ran."""
+    """Calls that were seen to compute with it."""
     requires_grad: bool = False
 
 
-class Arguments:
+class SharedArguments:
     def __init__(self) -> None:
-        self.shared: list[SharedTensor] = []
-        """In the order in which layers first took them."""
-        self._by_key: dict[int, SharedTensor] = {}
-        self._taken: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
-        """Calls of layers and the inputs they had."""
+        self.found: list[SharedArgument] = []
+        """In the order in which layers first had them."""
+        self._by_storage: dict[int, SharedArgument] = {}
+        self._inputs: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
+        """Calls of layers with their inputs."""
 
-    def takes(self, call: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
-        """A layer was called with these."""
-        # What one layer takes beside its input may be the input of another (skip connections), which reads it.
+    def layer_called(self, call: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
+        # With skip connections, the further argument of one layer may be the input of another, which reads it.
         storage = hidden.untyped_storage()
-        if (known := self.shared_as(storage)) is not None and call not in known.calls:
+        if (known := self.find(storage)) is not None and call not in known.calls:
             known.calls.append(call)
             known.readers.add(call)
-        self._taken = [(v, taken) for v, taken in self._taken if taken() is not None]
-        self._taken.append((call, weakref.ref(storage)))
+        self._inputs = [(v, ref) for v, ref in self._inputs if ref() is not None]
+        self._inputs.append((call, weakref.ref(storage)))
         for tensor in others:
             if storage_id(tensor.untyped_storage()) != storage_id(storage):
-                shared = self._share(tensor)
+                shared = self._add(tensor)
                 if call not in shared.calls:
                     shared.calls.append(call)
 
-    def leaves(self, call: int, tensors: Iterable[Tensor]) -> None:
-        """A layer has put these into its arguments, for later layers."""
+    def layer_wrote(self, call: int, tensors: Iterable[Tensor]) -> None:
+        """A layer has written these into its arguments, for later layers."""
         for tensor in tensors:
-            self._share(tensor).maker = call
+            self._add(tensor).maker = call
 
-    def _share(self, tensor: Tensor) -> SharedTensor:
+    def _add(self, tensor: Tensor) -> SharedArgument:
         storage = tensor.untyped_storage()
-        shared = self.shared_as(storage)
+        shared = self.find(storage)
         if shared is None:
-            calls = [call for call, taken in self._taken if taken() is storage]
-            shared = SharedTensor(weakref.ref(storage), calls, readers=set(calls))
-            self.shared.append(shared)
-            self._by_key[storage_id(storage)] = shared
+            calls = [call for call, ref in self._inputs if ref() is storage]
+            shared = SharedArgument(weakref.ref(storage), calls, readers=set(calls))
+            self.found.append(shared)
+            self._by_storage[storage_id(storage)] = shared
         shared.requires_grad |= tensor.requires_grad
         return shared
 
-    def shared_as(self, storage: torch.UntypedStorage) -> SharedTensor | None:
-        found = self._by_key.get(storage_id(storage))
+    def find(self, storage: torch.UntypedStorage) -> SharedArgument | None:
+        found = self._by_storage.get(storage_id(storage))
         return found if found is not None and found.storage() is storage else None

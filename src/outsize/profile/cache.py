@@ -1,5 +1,5 @@
-"""Traces on disk, by fingerprint of everything that a trace depends on: model, its code, batch, device. See
-base/cache_folder.py for where.
+"""Caches traces on disk, by a fingerprint of everything that a trace depends on: model, its code, batch, device. The
+folder: base/cache_folder.py.
 """
 
 import json
@@ -26,7 +26,7 @@ from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 18
+TRACE_FORMAT = 19
 
 
 def traced(
@@ -39,10 +39,10 @@ def traced(
     *,
     model_loss: str = "",
 ) -> tuple[BlockGraph, ModelTrace]:
-    """The trace of this model, batch shape and device: from the cache, or taken now. `model_loss`: how the model makes
-    its loss, if not in its own way.
+    """The trace of this model, batch shape and device: from the cache, or from a profiling run. `model_loss`: how the
+    model computes its loss, if not in its own way.
     """
-    # A loss that is made outside of the model is code that no fingerprint covers.
+    # No fingerprint covers the code of a loss outside of the model.
     key = _key(model, batch, layers, device, model_loss) if loss is None else ""
     path = profile_path(key) if key else None
     if path is not None and path.exists():
@@ -53,9 +53,9 @@ def traced(
                 log.warning("%s", note)
             return graph, trace
         except (ConfigError, ValueError, KeyError, TypeError):
-            log.warning("the cached trace %s is not readable and is taken again", path)
+            log.warning("the cached trace %s is not readable; the model is profiled again", path)
     graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
-    # The overhead is read last: a tracer holds tensors as long as it runs.
+    # Read the overhead last: the tracer holds tensors while it runs.
     trace = replace(
         trace, process_overhead=_process_overhead(model, device), profile_keys=(key,) if path is not None else ()
     )
@@ -63,9 +63,7 @@ def traced(
         try:
             write_whole(path, json.dumps({"graph": to_json(graph), "trace": to_json(trace)}))
         except OSError as error:
-            log.warning(
-                "the trace is not cached: %s. Set OUTSIZE_CACHE to a folder that can be written, or to nothing", error
-            )
+            log.warning("the trace is not cached: %s. Set OUTSIZE_CACHE to a writable folder, or to nothing", error)
     return graph, trace
 
 
@@ -116,7 +114,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
 
 
 def _speed(device: Device) -> list[Any]:
-    """What the seconds of a trace depend on. Bytes depend on no device, and a trace is the same on a larger one."""
+    """What the seconds of a trace depend on. Its bytes do not depend on the device or its memory."""
     spec = device.spec
     return [
         device.kind,
@@ -127,7 +125,7 @@ def _speed(device: Device) -> list[Any]:
 
 
 def _settings(module: nn.Module) -> list[str]:
-    """Plain attributes: a model may compute something else by them."""
+    """Plain attributes: what a module computes may depend on them."""
     return sorted(
         f"{k}={v!r}"
         for k, v in vars(module).items()
@@ -136,7 +134,7 @@ def _settings(module: nn.Module) -> list[str]:
 
 
 class _Described:
-    """A tensor by everything but its values."""
+    """Stands for a tensor without its values."""
 
     def __init__(self, tensor: torch.Tensor):
         self._text = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"

@@ -1,4 +1,4 @@
-"""How a model is called with a batch, and what it is differentiated from."""
+"""Calls a model with a batch, and finds the loss in its outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import ModelUnsupported, tell
+from outsize.base.errors import ModelUnsupported
 from outsize.model.batch import Call, arguments_of, as_call
 from outsize.model.tensors import all_with_grad, named_tensors
 
 Loss = Callable[[nn.Module, Any], Tensor | None]
-"""Makes the loss of a batch. None: the model only runs forward, and there is nothing to differentiate."""
+"""Computes the loss of a batch. If it returns None, the model runs forward only."""
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -20,24 +20,20 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The model's own loss, or the sum of what can be differentiated where the loss is computed outside."""
+    """The model's own loss, or the sum of its outputs with grad if the loss is computed outside of it."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
-    step_config = all_with_grad(outputs)
-    if not step_config:
-        found = "no output of the model requires grad"
+    tensors = all_with_grad(outputs)
+    if not tensors:
         raise ModelUnsupported(
-            tell(
-                "the model has something to train",
-                found,
-                "Set requires_grad on what shall be trained, or give a batch with labels",
-            )
+            "There is nothing to train: no output of the model requires grad. Set requires_grad on the parameters to "
+            "train, or pass a batch with labels."
         )
-    return torch.stack([t.float().sum() for t in step_config]).sum()
+    return torch.stack([t.float().sum() for t in tensors]).sum()
 
 
 def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    """By path: `input_ids`, `features.input_ids`; positional inputs by their number."""
+    """Shapes by path: `input_ids`, `features.input_ids`; positional inputs by their number."""
     arguments = arguments_of(batch, ()) if isinstance(batch, Call) else (batch,) if isinstance(batch, Tensor) else batch
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(arguments)}

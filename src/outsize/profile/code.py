@@ -1,8 +1,8 @@
 """Fingerprint of a model's code: a profile is valid only for the code that was profiled.
 
-Hashed are the source files of all module classes and their bases, functions that were set on modules by hand with the
-plain values that they were made with, and the versions of the libraries that the classes come from. Code that a forward
-calls in other files is not followed; a run that contradicts a cached profile deletes it (runtime/engine.py).
+It covers the source files of all module classes and their bases, functions that were set on modules with the plain
+values in their closures, and the versions of the libraries that the classes come from. Code in other files that a
+forward calls is not covered; a run that contradicts a cached profile deletes it (runtime/engine.py).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from types import CodeType, FunctionType, MethodType
 from torch import nn
 
 _TORCH_PACKAGES = ("torch", "builtins", "typing", "abc")
-"""Named by the version of torch, which is in the key."""
+"""Covered by the version of torch in the key."""
 
 
 def fingerprint_code(model: nn.Module) -> str:
@@ -29,12 +29,12 @@ def fingerprint_code(model: nn.Module) -> str:
     }
     found = {f"{cls.__module__}.{cls.__qualname__}={_of_class(cls)}" for cls in classes}
     found |= {f"{package}={_version(package)}" for package in {cls.__module__.split(".")[0] for cls in classes}}
-    patched = sorted(f"{name}={_of_function(function)}" for name, function in _set_by_hand(model))
+    patched = sorted(f"{name}={_of_function(function)}" for name, function in _patched_functions(model))
     return _digest("\n".join([*sorted(found), *patched]).encode())
 
 
-def _set_by_hand(model: nn.Module) -> Iterator[tuple[str, FunctionType]]:
-    """Functions that are attributes of modules: a forward that another library or a user has replaced."""
+def _patched_functions(model: nn.Module) -> Iterator[tuple[str, FunctionType]]:
+    """Functions in attributes of modules: a forward that a user or another library has replaced."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             function = value.__func__ if isinstance(value, MethodType) else value
@@ -43,8 +43,8 @@ def _set_by_hand(model: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _of_class(cls: type) -> str:
-    """Of the file it is written in, which holds the functions that it calls too; of its methods where there is no file
-    (a notebook), or it is patched.
+    """Of its source file, which has the functions that it calls too, and of its methods, for classes without a file (a
+    notebook) and patched ones.
     """
     return _of_file(cls) + "".join(
         sorted(_of_function(value) for value in vars(cls).values() if isinstance(value, FunctionType))
@@ -65,9 +65,7 @@ def _of_path(path: str, _modified: int) -> str:
 
 
 def _of_function(function: FunctionType, depth: int = 4) -> str:
-    """Its code, and the plain values and functions that it has from where it was made: the same lines may do something
-    else by them.
-    """
+    """Its code, with the plain values and functions in its defaults and closure, which the result may depend on."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     held = [_of_value(value, depth) for value in defaults]
     for cell in function.__closure__ or ():

@@ -1,4 +1,9 @@
-"""Phases: turns a meter's readings at the borders of calls into peaks and deltas, and a clock's into seconds."""
+"""Phases: the peak, the change and the seconds of every block call's forward and backward, read from a meter and a
+clock where one call ends and the next begins.
+
+A storage that outlives its call is *tracked* (profile/lifetimes.py): no phase counts when it is freed, and some do not
+count its allocation, since both depend on the strategies of other calls.
+"""
 
 import time
 import weakref
@@ -13,8 +18,8 @@ import torch
 from outsize.device.device import Device, Meter
 from outsize.device.observer import Observer
 
-WAITED_SECONDS = 5e-3
-"""That a thread which is 20 ms ahead of the device takes longer than one that is not, if it waits for it."""
+HOST_SYNC_SECONDS = 5e-3
+"""A CPU that runs 20 ms ahead of the GPU needs at least this much longer for a phase if it waits for the GPU in it."""
 
 
 @dataclass(slots=True)
@@ -22,262 +27,255 @@ class Phase:
     peak_bytes: int = 0
     delta_bytes: int = 0
     seconds: float = 0.0
-    op_launch_seconds: float = 0.0
-    """That the issuing thread took over it, or would."""
+    launch_seconds: float = 0.0
+    """CPU time to launch its kernels."""
     ran_ahead: bool = False
-    """It was issued before the device came to it."""
-    waits: bool = False
-    """The issuing thread waited for the device in it."""
+    """All of it was launched before the GPU began it."""
+    syncs_host: bool = False
+    """The CPU waited for the GPU in it."""
 
 
 @dataclass(slots=True)
 class ForwardPhase(Phase):
     sent_bytes: int = 0
     released_bytes: int = 0
-    born_bytes: int = 0
-    """Of storages that are followed: not part of its delta."""
+    tracked_bytes: int = 0
+    """Allocations of tracked storages that `delta_bytes` does not include."""
 
 
 Moment = tuple[Literal["F", "R", "B"], int]
-"""In the forward of a call, as what it sent is released, in its backward."""
+"""The forward of a call, the release of what it sent to the host, or its backward."""
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
-    """One whose death no phase counts: see profile/lifetimes.py."""
-
+class TrackedStorage:
     num_bytes: int
-    born: int
-    """The call in whose forward it was made, where that does not count its birth either; -1 where it does."""
+    allocated_in: int
+    """The call whose forward allocated it, if that forward's phase does not count it; -1 if it does."""
     saved_by: int = -1
-    """The graph of this call saved it, and nobody else has it: it is followed only if it dies in the forward of a later
-    call.
-    """
-    died: Moment | None = None
-    """`F`: the forward of that call began without it, or it was dead before that call's peak."""
-    peak: int = 0
-    """The meter's, when it died."""
-    is_late: bool = False
-    """It died in the forward before the one that `died` names, after the peak of that one."""
-    is_early: bool = False
-    """It died in a backward, before the peak of that one, which is given with its bytes."""
+    """Only the graph of this call holds it. It is tracked only if it is freed in the forward of a later call."""
+    freed: Moment | None = None
+    """`F`: it was freed before the peak of that call's forward, or before that forward began."""
+    peak_when_freed: int = 0
+    """What the meter had as peak then."""
+    is_freed_after_peak: bool = False
+    """It was freed in the forward before the one that `freed` names, after the peak of that forward."""
+    is_freed_before_peak: bool = False
+    """It was freed in a backward before the peak of that backward. That peak is given as if it were still there."""
     ref: "weakref.ref[torch.UntypedStorage] | None" = None
 
 
-def _dies(phases: "weakref.ref[Phases]", storage: Storage, _: object) -> None:
-    alive = phases()
-    if alive is not None:
-        alive.note_death(storage)
+def _on_free(phases: "weakref.ref[Phases]", storage: TrackedStorage, _: object) -> None:
+    if (target := phases()) is not None:
+        target.note_free(storage)
 
 
 class Phases:
     def __init__(self, meter: Meter | None, device: Device, *, ahead: bool):
-        """Without a meter only seconds are taken: with the issuing thread `ahead` of the device, as in the midst of a
-        run, or each phase from a standstill.
+        """Without a meter only seconds are measured: with the CPU `ahead` of the GPU, as in the middle of a run, or
+        synchronized before each phase.
         """
         self._meter, self._device, self._ahead = meter, device, ahead
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
         self._now: Moment = ("F", 0)
-        self._dead: list[Storage] = []
-        """Since the open phase began, or the last one ended."""
-        self._ended: list[Storage] = []
-        """In the last forward phase that ended."""
-        self._is_over = False
+        self._freed: list[TrackedStorage] = []
+        """Since the open phase began, or since the last one ended."""
+        self._freed_in_last_forward: list[TrackedStorage] = []
+        self._is_finished = False
         self._open: Phase | None = None
-        self._of_loss: Phase | None = None
+        self._loss_phase: Phase | None = None
         self._level = 0
-        self._since: Any = None
-        """A mark of the device's."""
-        self._issued_since = 0.0
+        self._start_mark: Any = None
+        self._launch_start = 0.0
         self._timed: list[tuple[Phase, Any, Any]] = []
-        self._counted = (0.0, 0.0)
-        """Seconds and operators."""
-        self._start = 0
-        self._end = 0
+        self._counts_at_start = (0.0, 0.0)
+        """Seconds and operators that the observer had counted when the phase began."""
+        self._first_level = 0
+        self._last_level = 0
 
     def begin(self) -> None:
-        self._start = self._read()
+        self._first_level = self._read_level()
 
     def finish(self) -> None:
-        self.held_bytes = self._read() - self._start
-        self._is_over = True
+        self.held_bytes = self._read_level() - self._first_level
+        self._is_finished = True
         for phase, start, end in self._timed:
             phase.seconds = self._device.between(start, end)
 
-    def at_best(self, other: "Phases") -> None:
-        """The less of what two passes took, this one ahead and the other from standstills: what is more was a hiccup,
-        and a layer's stands for many layers; or waiting, of the device for the issuing thread, or of a thread that is
-        ahead and asks the device for a number. One that was held up by something else has its lead still."""
-        for one, two in (
-            *zip(self.forward, other.forward, strict=True),
-            *((phase, other.backward[call]) for call, phase in self.backward.items()),
-        ):
-            one.waits = not one.ran_ahead and one.op_launch_seconds - two.op_launch_seconds > WAITED_SECONDS
-            one.seconds, one.op_launch_seconds = (
-                min(one.seconds, two.seconds),
-                min(one.op_launch_seconds, two.op_launch_seconds),
-            )
+    def take_minimum(self, synchronized: "Phases") -> None:
+        """Take the minimum of two timing passes: this one with the CPU ahead, the other synchronized before each phase.
 
-    def slow_down(self, factor: float) -> None:
+        The larger value contains noise, GPU idle time or a host sync, and one layer stands for many. A phase syncs the
+        host if the pass with the CPU ahead was slower by more than HOST_SYNC_SECONDS and the CPU had lost its lead.
+        """
+        for one, two in (
+            *zip(self.forward, synchronized.forward, strict=True),
+            *((phase, synchronized.backward[call]) for call, phase in self.backward.items()),
+        ):
+            one.syncs_host = not one.ran_ahead and one.launch_seconds - two.launch_seconds > HOST_SYNC_SECONDS
+            one.seconds = min(one.seconds, two.seconds)
+            one.launch_seconds = min(one.launch_seconds, two.launch_seconds)
+
+    def scale_seconds(self, factor: float) -> None:
         for phase in (*self.forward, *self.backward.values()):
             phase.seconds *= factor
 
     def open_forward(self) -> None:
         self.forward.append(ForwardPhase())
         self._now = ("F", len(self.forward) - 1)
-        self._mark(self.forward[-1])
+        self._start(self.forward[-1])
 
-    def reopen_forward(self) -> None:
-        """Weights were brought: the phase begins now."""
-        self._mark(self.forward[-1])
+    def restart_forward(self) -> None:
+        """Begin the open phase anew: weights have been copied to the device since."""
+        self._start(self.forward[-1])
 
     def close_forward(self) -> ForwardPhase:
         phase = self.forward[-1]
-        self._take(phase)
+        self._end(phase)
         self._now = ("F", len(self.forward))
         if self._meter is not None:
-            phase.delta_bytes += sum(storage.num_bytes for storage in self._dead) - phase.born_bytes
-            for storage in self._dead:
-                self._place_death(phase, storage)
-        self._ended, self._dead = self._dead, []
+            phase.delta_bytes += sum(storage.num_bytes for storage in self._freed) - phase.tracked_bytes
+            for storage in self._freed:
+                self._assign_to_forward(phase, storage)
+        self._freed_in_last_forward, self._freed = self._freed, []
         return phase
 
-    def _place_death(self, phase: ForwardPhase, storage: Storage) -> None:
-        """In a call's forward. A storage that was there at the call's peak counts as alive until the next call."""
+    def _assign_to_forward(self, phase: ForwardPhase, storage: TrackedStorage) -> None:
+        """Say in which forward a storage was freed. If it was there at the peak of the last one, that is the next."""
         assert self._meter is not None
         call = len(self.forward) - 1
-        is_early = storage.peak < self._meter.peak() and storage.born != call
-        storage.died, storage.is_late = ("F", call if is_early else call + 1), not is_early and storage.born != call
-        phase.peak_bytes += storage.num_bytes if is_early else 0
+        is_own = storage.allocated_in == call
+        is_before_peak = storage.peak_when_freed < self._meter.peak() and not is_own
+        storage.freed = ("F", call if is_before_peak else call + 1)
+        storage.is_freed_after_peak = not is_before_peak and not is_own
+        phase.peak_bytes += storage.num_bytes if is_before_peak else 0
 
-    def call_early(self, storage: Storage) -> None:
-        """It died after the peak of a forward. Count it as dead from the beginning of that forward, and its bytes as
-        part of the peak.
+    def count_as_freed_before_peak(self, storage: TrackedStorage) -> None:
+        """Count a storage that was freed after the peak of a forward as freed when that forward began, and add its
+        bytes to the peak.
         """
-        assert storage.is_late and storage.died is not None
-        call = storage.died[1] - 1
-        storage.died, storage.is_late = ("F", call), False
+        assert storage.is_freed_after_peak and storage.freed is not None
+        call = storage.freed[1] - 1
+        storage.freed, storage.is_freed_after_peak = ("F", call), False
         self.forward[call].peak_bytes += storage.num_bytes
 
-    def returned(self) -> None:
-        """The root's caller has its outputs, or its loss: what the call itself held (its arguments) is gone, what the
-        loss holds is there.
+    def forward_returned(self) -> None:
+        """The caller of the model has its outputs, or its loss: the arguments of the call are freed, and what the loss
+        holds is allocated.
         """
         phase = self.forward[-1]
-        phase.delta_bytes += self._read() - self._end
+        phase.delta_bytes += self._read_level() - self._last_level
         if self._meter is not None:
             phase.peak_bytes = self._meter.peak() - self._level
-            phase.delta_bytes += sum(storage.num_bytes for storage in self._dead)
-            for storage in (*self._ended, *self._dead):
-                self._place_death(phase, storage)
-        self._dead = []
+            phase.delta_bytes += sum(storage.num_bytes for storage in self._freed)
+            for storage in (*self._freed_in_last_forward, *self._freed):
+                self._assign_to_forward(phase, storage)
+        self._freed = []
 
-    def begin_backward(self) -> None:
-        """Of a loss that is made outside of the model: its own backward, before a gradient reaches the model's outputs,
-        counts as the first call's.
+    def begin_loss_backward(self) -> None:
+        """The backward of a loss outside of the model, before a gradient reaches the model's outputs. It counts as part
+        of the first call's backward.
         """
-        self._of_loss = Phase()
-        self._mark(self._of_loss)
+        self._loss_phase = Phase()
+        self._start(self._loss_phase)
 
     def open_backward(self, call: int) -> None:
-        if self._of_loss is not None:
-            self.backward[call], self._of_loss = self._of_loss, None
-            self._now = ("B", call)
-            for storage in self._dead:
-                storage.died = self._now
-            return
         self._now = ("B", call)
+        if self._loss_phase is not None:
+            self.backward[call], self._loss_phase = self._loss_phase, None
+            for storage in self._freed:
+                storage.freed = self._now
+            return
         self.backward[call] = Phase()
-        self._mark(self.backward[call])
+        self._start(self.backward[call])
 
     def close_backward(self) -> None:
-        if self._open is not None and self._of_loss is None:
-            phase = self._open
-            self._take(phase)
-            peak = self._meter.peak() if self._meter is not None else 0
-            for storage in self._dead:
-                storage.is_early = storage.peak < peak
-                phase.delta_bytes += storage.num_bytes
-                phase.peak_bytes += storage.num_bytes if storage.is_early else 0
-            self._dead = []
+        if self._open is None or self._loss_phase is not None:
+            return
+        phase = self._open
+        self._end(phase)
+        peak = self._meter.peak() if self._meter is not None else 0
+        for storage in self._freed:
+            storage.is_freed_before_peak = storage.peak_when_freed < peak
+            phase.delta_bytes += storage.num_bytes
+            phase.peak_bytes += storage.num_bytes if storage.is_freed_before_peak else 0
+        self._freed = []
 
-    def follow(self, storage: torch.UntypedStorage, born: int = -1, saved_by: int = -1) -> Storage:
-        """Count neither its birth in the forward of `born`, which is under way or over, nor its death. -1: its birth is
-        counted.
-        """
-        found = Storage(storage.nbytes(), born, saved_by)
-        found.ref = weakref.ref(storage, partial(_dies, weakref.ref(self), found))
-        if born >= 0:
-            self._without_birth(found)
+    def track(self, storage: torch.UntypedStorage, allocated_in: int = -1, saved_by: int = -1) -> TrackedStorage:
+        """Do not count its allocation in the forward of `allocated_in` (-1: count it), nor its free."""
+        found = TrackedStorage(storage.nbytes(), allocated_in, saved_by)
+        found.ref = weakref.ref(storage, partial(_on_free, weakref.ref(self), found))
+        if allocated_in >= 0:
+            self._exclude_allocation(found)
         return found
 
-    def _without_birth(self, storage: Storage) -> None:
-        phase = self.forward[storage.born]
-        phase.born_bytes += storage.num_bytes
-        if storage.born < self._now[1]:
+    def _exclude_allocation(self, storage: TrackedStorage) -> None:
+        phase = self.forward[storage.allocated_in]
+        phase.tracked_bytes += storage.num_bytes
+        if storage.allocated_in < self._now[1]:  # that phase is closed
             phase.delta_bytes -= storage.num_bytes
 
-    def note_death(self, storage: Storage) -> None:
-        if self._is_over or self._meter is None:
+    def note_free(self, storage: TrackedStorage) -> None:
+        if self._is_finished or self._meter is None:
             return
         if storage.saved_by >= 0:
             if self._now[0] != "F" or self._now[1] <= storage.saved_by:
                 return
-            storage.born = storage.saved_by
-            self._without_birth(storage)
-        storage.died, storage.peak = self._now, self._meter.peak()
-        self._dead.append(storage)
+            storage.allocated_in = storage.saved_by
+            self._exclude_allocation(storage)
+        storage.freed, storage.peak_when_freed = self._now, self._meter.peak()
+        self._freed.append(storage)
 
     def release(self, call: int, free_device_copy: Callable[[], None]) -> None:
-        """Drop what a call sent."""
-        before, now, dead = self._read(), self._now, len(self._dead)
+        """Free what a call has sent to the host."""
+        before, now, num_freed = self._read_level(), self._now, len(self._freed)
         self._now = ("R", call)
         free_device_copy()
         self._now = now
-        freed = before - self._read()
-        self._end -= freed  # counted here, and not once more by `returned`
-        self.forward[call].released_bytes = freed - sum(storage.num_bytes for storage in self._dead[dead:])
-        del self._dead[dead:]
+        num_bytes = before - self._read_level()
+        self._last_level -= num_bytes  # counted here, so not again by `forward_returned`
+        self.forward[call].released_bytes = num_bytes - sum(storage.num_bytes for storage in self._freed[num_freed:])
+        del self._freed[num_freed:]
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """What runs in it is none of the model's operators."""
+        """A context for operators that are not the model's."""
         return self._meter.paused() if isinstance(self._meter, Observer) else nullcontext()
 
-    def _read(self) -> int:
+    def _read_level(self) -> int:
         return self._meter.level() if self._meter is not None else 0
 
-    def _mark(self, phase: Phase) -> None:
+    def _start(self, phase: Phase) -> None:
         self._open = phase
-        self._dead = []
-        self._level = self._read()
+        self._freed = []
+        self._level = self._read_level()
         if isinstance(self._meter, Observer):
-            self._counted = self._meter.seconds, self._meter.launches
+            self._counts_at_start = self._meter.seconds, self._meter.launches
         if self._meter is not None:
             self._meter.reset_peak()
         else:
             self._device.delay_device() if self._ahead else self._device.synchronize()
-            self._since = self._device.mark()
-            self._issued_since = time.perf_counter()
+            self._start_mark = self._device.mark()
+            self._launch_start = time.perf_counter()
 
-    def _take(self, phase: Phase) -> None:
+    def _end(self, phase: Phase) -> None:
         if isinstance(self._meter, Observer):
-            phase.seconds = self._meter.seconds - self._counted[0]
-            phase.op_launch_seconds = (self._meter.launches - self._counted[1]) * self._device.op_launch_seconds
+            phase.seconds = self._meter.seconds - self._counts_at_start[0]
+            phase.launch_seconds = (self._meter.launches - self._counts_at_start[1]) * self._device.op_launch_seconds
         if self._meter is None:
-            phase.op_launch_seconds = time.perf_counter() - self._issued_since
-            phase.ran_ahead = not self._device.has_reached(self._since)
-            self._timed.append((phase, self._since, self._device.mark()))
+            phase.launch_seconds = time.perf_counter() - self._launch_start
+            phase.ran_ahead = not self._device.has_reached(self._start_mark)
+            self._timed.append((phase, self._start_mark, self._device.mark()))
         else:
             phase.peak_bytes = self._meter.peak() - self._level
-            self._end = self._read()
-            phase.delta_bytes = self._end - self._level
+            self._last_level = self._read_level()
+            phase.delta_bytes = self._last_level - self._level
         self._open = None
 
 
 def bytes_of_phases(phases: Phases, call: int) -> dict[str, Any]:
-    """As fields of a Work."""
+    """The bytes of a call, as fields of a Work."""
     forward, backward = phases.forward[call], phases.backward.get(call) or Phase()
     return {
         "forward_peak_bytes": forward.peak_bytes,

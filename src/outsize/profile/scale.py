@@ -1,11 +1,10 @@
-"""A trace at another number of rows, on the line through two that were taken. No torch.
+"""A trace at another number of rows, on the line through two measured traces. No torch.
 
-Rows of a batch do not know of each other, so what a call allocates, sends and takes is so much for each row and so much
-whatever their number: two sizes tell both. Where a maximum of such step_config changes hands (a weight's gradient is
-larger than the activations of few rows), the line beyond the two points says too little, and never too much; between
-them it is the other way round. One row is a case of its own: models that copy something for each row only look at it
-where there is one. So points of two rows and more are better ones, and what was scaled should be traced before it is
-relied upon.
+Rows of a batch are independent, so the bytes and seconds of a call have a part per row and a fixed part, and two sizes
+determine both. Where a number is the maximum of two such sums (a weight's gradient is larger than the activations of
+few rows), the line is too low beyond the two points, never too high, and too high between them. One row is a special
+case: models that copy something for each row only view it if there is one. So use points of two rows or more, and
+profile at the final size before relying on a scaled trace.
 """
 
 from dataclasses import dataclass, replace
@@ -15,32 +14,32 @@ from typing import Any
 from outsize.model.work import Work
 from outsize.profile.trace import ModelTrace
 
-LOOPS = 0.9
-"""Of growing in proportion to rows, what a timing must show to be a loop's: a busy processor alone made them 1.8 times
-as long.
+LOOP_SHARE = 0.9
+"""Share of growth in proportion to rows from which a measured launch time counts as that of a loop. A busy CPU alone
+made launch times 1.8 times as long.
 """
 _SECONDS = ("forward_seconds", "backward_seconds")
 _SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
-"""May be below zero."""
+"""May be negative."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A trace, and the rows of the batch that it was taken with."""
+    """A trace, and the rows of its batch."""
 
     rows: int
     trace: ModelTrace
 
 
 def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
-    """The trace at `rows`; None where the two do not tell, since the model takes another way at another size. All else
-    of a batch is equal in both.
+    """The trace at `rows`. None if the two traces differ in more than sizes: the model runs differently at another
+    size. The batches differ only in rows.
     """
     for point in (one, other):
         if point.rows == rows:
             return point.trace
-    if one.rows == other.rows or _way(one.trace) != _way(other.trace):
+    if one.rows == other.rows or _structure(one.trace) != _structure(other.trace):
         return None
     low, high = sorted((one, other), key=lambda point: point.rows)
     a, b = low.trace, high.trace
@@ -53,7 +52,7 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
         name: tuple(line.size(m, n) for m, n in zip(shape, b.inputs[name], strict=True))
         for name, shape in a.inputs.items()
     }
-    # The work of a region after a strategy is that after `keep` where it is not named.
+    # A region without a Work after a strategy has that of `keep`.
     calls = tuple(
         {s: line.work(call.get(s) or call["keep"], other.get(s) or other["keep"]) for s in call | other}
         for call, other in zip(a.calls, b.calls, strict=True)
@@ -64,8 +63,8 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
     shared = tuple(
         replace(
             u,
-            dies_at=-1 if min(t.dies_at, u.dies_at) < 0 else max(t.dies_at, u.dies_at),
-            early_in=tuple(x for x in t.early_in if x in u.early_in),
+            freed_in=-1 if min(t.freed_in, u.freed_in) < 0 else max(t.freed_in, u.freed_in),
+            freed_early_in=tuple(x for x in t.freed_early_in if x in u.freed_early_in),
         )
         for t, u in sizes
     )
@@ -84,9 +83,9 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
 @dataclass(frozen=True, slots=True)
 class _Line:
     at: Fraction
-    """0: at the first of two values, 1: at the second."""
+    """Position: 0 at the first point, 1 at the second."""
     more: float
-    """By how much of the first's rows the second has more."""
+    """How many more rows the second point has, relative to the first."""
     counts_launches: bool
 
     def change(self, a: int, b: int) -> int:
@@ -101,24 +100,25 @@ class _Line:
     def work(self, a: Work, b: Work) -> Work:
         kinds = ((_SECONDS, self.seconds), (_SIZES, self.size), (_CHANGES, self.change))
         fields: dict[str, Any] = {name: of(getattr(a, name), getattr(b, name)) for names, of in kinds for name in names}
-        fields["forward_launch_seconds"] = self.issue(
-            a.forward_launch_seconds, b.forward_launch_seconds, waits=a.forward_syncs_host and b.forward_syncs_host
+        fields["forward_launch_seconds"] = self.launch_seconds(
+            a.forward_launch_seconds, b.forward_launch_seconds, syncs_host=a.forward_syncs_host and b.forward_syncs_host
         )
-        fields["backward_launch_seconds"] = self.issue(
-            a.backward_launch_seconds, b.backward_launch_seconds, waits=a.backward_syncs_host and b.backward_syncs_host
+        fields["backward_launch_seconds"] = self.launch_seconds(
+            a.backward_launch_seconds,
+            b.backward_launch_seconds,
+            syncs_host=a.backward_syncs_host and b.backward_syncs_host,
         )
         return replace(b, **fields)
 
-    def issue(self, a: float, b: float, *, waits: bool) -> float:
-        """Counts lie on the line. What was timed depends on rows only where a layer loops over them (the windows of
-        images) or its thread waits for the
-        device: else two timings tell of the processor, and would tell more of it the further they are stretched."""
-        return self.seconds(a, b) if self.counts_launches or waits or b - a > LOOPS * self.more * a else b
+    def launch_seconds(self, a: float, b: float, *, syncs_host: bool) -> float:
+        """Counted launch times lie on the line. Measured ones depend on rows only if a layer loops over them (windows
+        of images) or syncs the host. Otherwise two timings differ by noise, which extrapolation would enlarge."""
+        return self.seconds(a, b) if self.counts_launches or syncs_host or b - a > LOOP_SHARE * self.more * a else b
 
 
-def _way(trace: ModelTrace) -> tuple[object, ...]:
-    """All that does not depend on how much there is."""
+def _structure(trace: ModelTrace) -> tuple[object, ...]:
+    """All that does not depend on the number of rows."""
     calls = [trace.strategies(v) for v in range(len(trace.calls))]
-    # Where a tensor dies within a call, before its peak or after it, does depend on how much there is.
-    shared = [replace(tensor, num_bytes=0, dies_at=0, early_in=()) for tensor in trace.shared]
+    # Whether a tensor is freed before or after the peak of a call does depend on rows.
+    shared = [replace(tensor, num_bytes=0, freed_in=0, freed_early_in=()) for tensor in trace.shared]
     return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, calls, shared

@@ -1,10 +1,10 @@
-"""Gradients that several calls add to, and what follows for a trial run that skips calls.
+"""Gradients that several calls add to, and which calls a profiling pass must therefore run.
 
-The gradient of a weight that several calls use lives from the backward of its last user to that of its first, and the
-users between them hold both the sum so far and their own part. So does that of a tensor which several layers take
-beside their input (encoder states, keys and values of an earlier layer): it lives until the backward of whoever made
-it. So a call that stands for others must have the same place among the users, and wherever one user runs, the first and
-the last run too: without them a sum is neither begun nor kept.
+The gradient of a weight that several calls use lives from the backward of its last user to that of its first. The users
+between them hold both the sum so far and their own part. The same holds for a tensor that several layers have as a
+further argument (encoder states, keys and values of an earlier layer), until the backward of the call that made it. So
+a call can stand for others only if it has the same position among the users. And wherever one user runs, the first and
+the last run too: without them no sum begins, or none is kept.
 """
 
 import weakref
@@ -21,16 +21,16 @@ BEFORE_ALL = -1
 
 class SharedGradients:
     def __init__(self, users: Iterable[Sequence[int]]):
-        """`users`: the calls whose backward adds to one gradient, in forward order. Of a tensor, first the one that
-        made it.
+        """`users`: by gradient, the calls whose backward adds to it, in forward order. For a tensor, the call that made
+        it comes first.
         """
         self._of: dict[int, list[tuple[int, ...]]] = {}
         for calls in users:
             for call in calls if len(calls) > 1 else ():
                 self._of.setdefault(call, []).append(tuple(calls))
 
-    def place(self, call: int) -> tuple[tuple[bool, bool], ...]:
-        """Per gradient that it adds to: whether an earlier call does too, and whether a later one does."""
+    def position(self, call: int) -> tuple[tuple[bool, bool], ...]:
+        """By gradient that the call adds to: whether an earlier call does too, and whether a later one does."""
         return tuple((calls[0] < call, calls[-1] > call) for calls in self._of.get(call, ()))
 
     def complete(self, calls: Iterable[int]) -> set[int]:
@@ -46,8 +46,8 @@ class SharedGradients:
 
 
 def calls_to_run(keys: Mapping[int, object], always: Iterable[int], gradients: SharedGradients) -> set[int]:
-    """The first two calls of every kind, those that run in any case, and what must run with them. `keys`: the kind of
-    every call of a layer.
+    """The first two calls with each key, those that always run, and what must run with them. `keys`: by call of a
+    layer, equal for calls that cost the same.
     """
     counts: dict[object, int] = {}
     first: list[int] = []
@@ -59,23 +59,27 @@ def calls_to_run(keys: Mapping[int, object], always: Iterable[int], gradients: S
 
 
 class HiddenReads:
-    """Tensors that a layer made and a later one computes with, though it is neither given them nor has them: they came
+    """Tensors that a layer made and a later layer reads, though they are none of its arguments or attributes: they came
     through an object that both know.
 
-    What lives how long then depends on who holds that object: nothing but a pass in which every layer keeps its
-    activations can tell.
+    How long such a tensor lives depends on what holds that object. Only a pass in which every layer keeps its
+    activations measures it correctly.
     """
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], int, set[int]]] = {}
 
-    def look_at(self, tensor: Tensor, run: ProfilingPass, made_in: Callable[[Tensor], int]) -> None:
-        """An operator reads this tensor, which is no parameter, in the forward of a discovery."""
+    def note_read(self, tensor: Tensor, run: ProfilingPass, made_in: Callable[[Tensor], int]) -> None:
+        """An operator reads this tensor, which is no parameter, in the forward of a discovery pass."""
         call, storage = len(run.layer_of) - 1, tensor.untyped_storage()
-        shared = run.arguments.shared_as(storage)
+        shared = run.arguments.find(storage)
         if shared is not None:
             shared.readers.add(call)
-        elif run.given is not None and tensor.grad_fn is not None and storage_id(storage) not in run.given:
+        elif (
+            run.argument_storages is not None
+            and tensor.grad_fn is not None
+            and storage_id(storage) not in run.argument_storages
+        ):
             maker = made_in(tensor)
             if 0 <= maker < call and run.layer_of[maker] is not None:
                 self._add(tensor, maker, call)
@@ -83,14 +87,14 @@ class HiddenReads:
     def _add(self, tensor: Tensor, maker: int, reader: int) -> None:
         known = self._found.get(id(tensor))
         if known is None or known[0]() is not tensor:
-            # One that died makes way, but not what is known of it.
+            # The id may be that of a freed tensor, whose entry stays under its own key.
             key = id(tensor) if known is None else -len(self._found) - 1
             self._found[key] = (weakref.ref(tensor), maker, {reader})
         else:
             known[2].add(reader)
 
-    def of_tensors(self) -> Iterator[tuple[int, set[int]]]:
-        """Who made each, and who reads it."""
+    def makers_and_readers(self) -> Iterator[tuple[int, set[int]]]:
+        """By tensor: the call that made it, and the calls that read it."""
         return ((maker, readers) for _, maker, readers in self._found.values())
 
     def __bool__(self) -> bool:

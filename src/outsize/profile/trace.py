@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from outsize.hardware.spec import ProcessOverhead
 from outsize.model.graph import BlockGraph
-from outsize.model.work import Shared, Strategy, Work
+from outsize.model.strategies import Strategy
+from outsize.model.work import SharedTensor, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,18 +14,18 @@ class ModelTrace:
     graph: str
     """Fingerprint of the BlockGraph it belongs to."""
     inputs: dict[str, tuple[int, ...]]
-    """Shapes of the batch it was taken with."""
+    """Shapes of the batch."""
     calls: tuple[dict[str, Work], ...]
-    """Per call: Work by strategy. Regions know `keep` alone, and have a Work `after <strategy>` for every strategy of
-    the layer before them under which they allocate or free something else than after `keep`."""
+    """By call: Work by strategy. Regions have only `keep`, and a Work `after <strategy>` for every strategy of the
+    layer before them under which their bytes differ from those after `keep`."""
     held_bytes: int
-    """Outputs of the model: a loop holds them until its next forward returns."""
+    """Outputs of the model, which a training loop holds until its next forward returns."""
     provenance: str
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
     counts_launches: bool = False
-    """What issuing takes was counted by operators, not timed."""
+    """Launch times were counted by operators, not measured."""
     process_overhead: ProcessOverhead = ProcessOverhead()
-    """Of the trial run. A plan that is made from a trace in the cache meets all of it in its first step."""
+    """Of the profiling run. A plan from a cached trace meets all of it in its first step."""
     notes: tuple[str, ...] = ()
     """What a user should know of the model: which blocks cannot be recomputed, and why. Each is logged once per
     prepare.
@@ -36,7 +37,7 @@ class ModelTrace:
         return self.calls[call][strategy]
 
     def works(self, strategies: Sequence[Strategy]) -> tuple[Work, ...]:
-        """Of all calls, each under its strategy."""
+        """The Work of every call under its strategy."""
         before = ("keep", *strategies)
         return tuple(known.get(after(before[call])) or known[strategies[call]] for call, known in enumerate(self.calls))
 
@@ -45,16 +46,16 @@ class ModelTrace:
 
 
 def after(strategy: str) -> str:
-    """The name of a region's Work where the layer before it has this strategy."""
+    """The name of a region's Work if the layer before it has this strategy."""
     return f"after {strategy}"
 
 
 def added_in_place(trace: ModelTrace, graph: BlockGraph) -> ModelTrace:
-    """A trace that was counted under a dispatch mode, as it is on a card without one: there, gradients of a weight with
-    several uses are added up in place.
+    """Correct a trace that was counted under a dispatch mode: without one, gradients of a weight with several uses are
+    summed in place.
 
-    Under a mode the sum is a tensor of its own, made at the end of each use's backward but the first that comes;
-    nothing else as large is made after it.
+    Under a mode the sum is a new tensor. It is allocated at the end of each use's backward except the first in backward
+    order, and nothing as large is allocated after it.
     """
     largest: dict[int, int] = {}
     for param in graph.params:

@@ -24,6 +24,7 @@ from outsize.integrations.arguments import update_mode
 from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
+from outsize.model.strategies import STRATEGIES
 from outsize.plan.pins import Pins
 from outsize.run.adapters import adapt
 from outsize.run.compat_checks import (
@@ -351,7 +352,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
 def _pins(config: RunConfig) -> Pins | None:
     given = dict(config.pins or {})
     if config.activation_offloading is False:
-        given = {"n_offload": 0, "n_swap": 0, **given}
+        given = {**{strategy.pin: 0 for strategy in STRATEGIES if strategy.sends}, **given}
     return Pins(**given) if given else None
 
 

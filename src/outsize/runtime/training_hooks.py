@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.activation.offloaded_tensors import OffloadedTensors
-from outsize.activation.strategies import RUN, SENDS
+from outsize.activation.strategies import RUN
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
 from outsize.base.cache_folder import drop_profiles
 from outsize.base.errors import SEVERAL_FORWARDS, DeviceOutOfMemory, EngineMisuse, OrderMismatch, tell
@@ -23,6 +23,7 @@ from outsize.device.device import Device
 from outsize.model.arguments import MovedArguments
 from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import Layer, layers_in_graph
+from outsize.model.strategies import STRATEGY
 from outsize.model.tensors import with_grad
 from outsize.runtime.executor import ALL_CALLS, Stage
 from outsize.runtime.plan_runtime import RuntimeHolder
@@ -84,7 +85,7 @@ class TrainingHooks:
             if id(m) not in inside and any(p is not None for p in m._parameters.values())
         )
         self._non_layer_hooks = [module.register_forward_pre_hook(self._non_layer_module_runs) for module in non_layer]
-        self._tracker.attach(self._layers, looks_around=bool(self._holder.runtime.planned.graph.detours))
+        self._tracker.attach(self._layers, finds_side_outputs=bool(self._holder.runtime.planned.graph.side_outputs))
 
     def detach(self) -> None:
         self._tracker.detach()
@@ -124,7 +125,7 @@ class TrainingHooks:
         self._holder.runtime.begin_forward()
         self._arguments = moved = MovedArguments(self._device.put, args, kwargs)
         if self._training:
-            self._forward_number = self._tracker.number
+            self._forward_number = self._tracker.forward_id
             self._holder.runtime.executor.begin_forward()
         else:
             self._holder.runtime.executor.begin_evaluation()
@@ -143,7 +144,7 @@ class TrainingHooks:
             raise EngineMisuse(rerun_in_backward("The model"))
         if executor.stage is Stage.WAITING and self._outputs_are_held():
             raise EngineMisuse(
-                f"Training forward {self._tracker.number} begins before the backward of forward "
+                f"Training forward {self._tracker.forward_id} begins before the backward of forward "
                 f"{self._forward_number}, whose outputs are still held: the plan "
                 f"keeps the activations of one. {SEVERAL_FORWARDS} Run forwards that need no backward under "
                 "torch.no_grad(), "
@@ -152,7 +153,7 @@ class TrainingHooks:
         if executor.stage is not Stage.IDLE:
             self.roll_back()
 
-    def finds(self, layer: int, after: int) -> int:
+    def call_of_layer(self, layer: int, after: int) -> int:
         now, name = self._holder.runtime, self._layers[layer].name
         if not self._training:
             return now.path.next_call_without_grad(name, after)
@@ -160,7 +161,7 @@ class TrainingHooks:
         now.guard_new_path()
         return call
 
-    def reads(self, module: nn.Module, call: int) -> int:
+    def call_of_module(self, module: nn.Module, call: int) -> int:
         if not self._training:
             return call
         now = self._holder.runtime
@@ -196,7 +197,7 @@ class TrainingHooks:
                 now.access.apply_user_writes()
             now.executor.enter_unscheduled(now.store.chunks_with(module._parameters.values()))
 
-    def runs(
+    def run_layer(
         self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._training or call < 0:
@@ -204,10 +205,10 @@ class TrainingHooks:
         now = self._holder.runtime
         strategy = now.plan.decision.strategies[call]
         if not torch.is_grad_enabled():
-            if strategy in SENDS:
+            if STRATEGY[strategy].sends:
                 now.executor.runs_without_grad(call)
             return forward(*args, **kwargs)
-        offloaded = now.executor.offloaded(call) if strategy in SENDS else OffloadedTensors()
+        offloaded = now.executor.offloaded(call) if STRATEGY[strategy].sends else OffloadedTensors()
         return RUN[strategy](forward, args, kwargs, offloaded, now.is_static)
 
     def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:

@@ -61,7 +61,7 @@ def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None
     changed: dict[tuple[int, int], int] = {}
     """By dimension and size: the new size."""
     for name, tensor in tensors.items():
-        if name not in other or not other[name].shape or other[name].is_list_of_places:
+        if name not in other or not other[name].shape or other[name].is_offsets:
             continue
         if len(other[name].shape) != tensor.dim():
             return None

@@ -27,7 +27,7 @@ from outsize.model.batch import (
     fits,
     positional_names,
     signature,
-    with_longer_lists,
+    with_longer_offsets,
 )
 from outsize.model.tensors import map_tensors
 from outsize.plan.plan import StepConfig
@@ -245,8 +245,8 @@ def recording(loss: Loss | None, signatures: list[Signature]) -> Loss | None:
 def reserving(found: Traced) -> Traced:
     """With room for lists of places that are longer than those of the batch."""
     assert found.measured is not None
-    batch, _ = with_longer_lists(found.measured.batch)
-    signatures = [with_longer_lists(call) for call in found.measured.signatures]
+    batch, _ = with_longer_offsets(found.measured.batch)
+    signatures = [with_longer_offsets(call) for call in found.measured.signatures]
     trace = with_reserve(found.trace, max((num_bytes for _, num_bytes in signatures), default=0))
     return replace(found, trace=trace, measured=Measured(batch, tuple(call for call, _ in signatures)))
 

@@ -173,14 +173,14 @@ def test_the_whole_storage_travels_for_a_small_view_of_it() -> None:
 
 
 def test_unpacking_before_the_bytes_are_back_is_an_error() -> None:
-    """Trap A22: a offloaded that nobody brought back does not pass for one."""
+    """Trap A22: activations that were not copied back are not used."""
     offloaded = OffloadedTensors()
     handle = offloaded.pack(torch.ones(4))
-    with pytest.raises(AssertionError, match="before they were brought back"):
+    with pytest.raises(AssertionError, match="before they were copied back"):
         offloaded.unpack(handle)
     offloaded.copy_to(torch.empty(offloaded.num_bytes, dtype=torch.uint8))
     offloaded.free_device_copy()
-    with pytest.raises(AssertionError, match="before they were brought back"):
+    with pytest.raises(AssertionError, match="before they were copied back"):
         offloaded.unpack(handle)
 
 

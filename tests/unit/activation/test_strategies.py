@@ -18,8 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import outsize
 from outsize.activation.offloaded_tensors import OffloadedTensors
-from outsize.activation.strategies import RUN, SENDS
+from outsize.activation.strategies import RUN
 from outsize.base.units import ALIGN_BYTES
+from outsize.model.strategies import STRATEGY
 
 EVERY = pytest.mark.parametrize("strategy", list(RUN))
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
@@ -56,7 +57,7 @@ def run(block: nn.Module, strategy: str, *args: Any, leaves: list[Tensor] | None
     output = RUN[strategy](block, args, kwargs, offloaded, statics(block))
     after_forward = torch.rand(1)
     num_items = len(offloaded.items)
-    if strategy in SENDS:
+    if STRATEGY[strategy].sends:
         assert offloaded.num_bytes > 0, "a strategy that quietly does nothing"
         arena = torch.empty(offloaded.num_bytes, dtype=torch.uint8)
         offloaded.copy_to(arena)

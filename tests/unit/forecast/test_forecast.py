@@ -284,9 +284,7 @@ def test_contents_are_known_until_a_shape_is_written_to_them() -> None:
 def test_of_two_stacks_the_decoder_is_not_planned_alone() -> None:
     config = ODD["WhisperForCausalLM"]()
     config.architectures = ["WhisperForConditionalGeneration"]
-    with pytest.raises(
-        ModelUnsupported, match=r"takes input_ids and labels, but the config names WhisperForConditionalGeneration"
-    ):
+    with pytest.raises(ModelUnsupported, match=r"config names WhisperForConditionalGeneration .*input_ids and labels"):
         plan(config, sequence_len=TOKENS, hardware="64MiB")
 
 

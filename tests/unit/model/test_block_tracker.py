@@ -26,17 +26,17 @@ class Recorder:
         self.log.append("begin")
         return args, kwargs
 
-    def finds(self, layer: int, after: int) -> int:
+    def call_of_layer(self, layer: int, after: int) -> int:
         return after + 1
 
-    def reads(self, module: nn.Module, call: int) -> int:
+    def call_of_module(self, module: nn.Module, call: int) -> int:
         return call
 
     def forward_enters(self, call: int, layer: int | None) -> None:
         self.forward.append((call, layer))
         self.log.append(f"F{call}")
 
-    def runs(
+    def run_layer(
         self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.log.append(f"run{layer}")
@@ -367,7 +367,7 @@ def test_a_backward_tells_which_forward_it_belongs_to() -> None:
     second = model(torch.ones(2, 4)).sum()
     second.backward()
     first.backward()
-    assert recorder.numbers == [2] * 5 + [1] * 5 and tracker.number == 2
+    assert recorder.numbers == [2] * 5 + [1] * 5 and tracker.forward_id == 2
     assert recorder.log.count("done") == 2
 
 

@@ -210,11 +210,11 @@ def test_old_names_and_a_base_without_its_prefix_are_found_by_transformers(tmp_p
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
     zoo.make("gpt2").save_pretrained(tmp_path / "other")
-    with pytest.raises(BadFile, match="has every weight of the model"):
+    with pytest.raises(BadFile, match=" lacks "):
         build_model(str(tmp_path), dtype=torch.float32, weights_from=str(tmp_path / "other"))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
-    with pytest.raises(BadFile, match=r"gate_proj\.weight has the shape \(50, 32\)"):
+    with pytest.raises(BadFile, match=r"gate_proj\.weight has the shape .*\(50, 32\) in the model"):
         build_model(str(tmp_path), dtype=torch.float32)
 
 
@@ -228,18 +228,18 @@ def test_a_truncated_file_is_named(tmp_path: Path, share: float) -> None:
 
 
 def test_what_is_no_models_folder_is_refused_with_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has a config\.json, but .* has none"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{]")
-    with pytest.raises(ConfigError, match="transformers says"):
+    with pytest.raises(ConfigError, match="transformers cannot load its config"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nobody-knows"}')
-    with pytest.raises(ConfigError, match="transformers says"):
+    with pytest.raises(ConfigError, match="transformers cannot load its config"):
         load_config(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="transformers says"):
+    with pytest.raises(ConfigError, match="transformers cannot load its config"):
         load_config(tmp_path / "elsewhere")
     zoo.make("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(BadFile, match=r"holds model\.safetensors"):
+    with pytest.raises(BadFile, match=r"has neither model\.safetensors"):
         build_model(str(tmp_path), dtype=torch.float32)
 
 
@@ -248,7 +248,7 @@ def test_the_class_is_the_one_that_was_saved_or_the_language_model_of_that_kind(
     assert trainable_class(GPT2Config()).__name__ == "GPT2LMHeadModel"
     assert trainable_class(GPT2Config(architectures=["GPT2Model"])).__name__ == "GPT2LMHeadModel"
     assert trainable_class(zoo.make("t5").config).__name__ == "T5ForConditionalGeneration"
-    with pytest.raises(ModelUnsupported, match="takes input_ids and labels, but the config names no architecture"):
+    with pytest.raises(ModelUnsupported, match=r"config names no architecture .*input_ids and labels"):
         trainable_class(ViTConfig())
 
 

@@ -252,7 +252,7 @@ def test_a_list_that_is_named_twice_is_refused() -> None:
 def test_a_path_that_is_no_list_is_refused_with_what_it_is() -> None:
     with pytest.raises(ConfigError, match=r"'h\.0' is a Linear"):
         find_layers(Toy(nn.Linear(2, 2)), ["h.0"])
-    with pytest.raises(ConfigError, match=r"there is no 'layers'.*Choose among h"):
+    with pytest.raises(ConfigError, match=r"has no 'layers'.*Choose among h"):
         find_layers(Toy(nn.Linear(2, 2)), ["layers"])
 
 

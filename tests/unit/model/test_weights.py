@@ -119,7 +119,7 @@ def test_a_tied_weight_that_the_files_have_twice_must_be_one(tmp_path: Path) -> 
     FileWeights(tmp_path, emptied(zoo.make("llama"))).require_whole()
     state["lm_head.weight"][0, 0] += 1
     save_file(state, tmp_path / SINGLE)
-    with pytest.raises(BadFile, match=r"lm_head\.weight has another.*tie_word_embeddings=False"):
+    with pytest.raises(BadFile, match=r"that the model ties: lm_head\.weight.*tie_word_embeddings=False"):
         FileWeights(tmp_path, emptied(zoo.make("llama"))).require_whole()
     FileWeights(tmp_path, emptied(zoo.make("llama-untied"))).require_whole()
 
@@ -130,7 +130,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     save_file({name: value for name, value in state.items() if name not in lost}, tmp_path / SINGLE)
     weights = FileWeights(tmp_path, emptied(zoo.make("llama-untied")))
     assert weights.missing == lost
-    with pytest.raises(BadFile, match=rf"{tmp_path} has every weight.*lacks {lost[0]}, {lost[1]}"):
+    with pytest.raises(BadFile, match=rf"{tmp_path} lacks {lost[0]}, {lost[1]}"):
         weights.require_whole()
 
 
@@ -153,7 +153,7 @@ def test_another_shape_is_named_with_both(tmp_path: Path) -> None:
     state["model.norm.weight"] = torch.ones(33)
     save_file(state, tmp_path / SINGLE)
     with pytest.raises(
-        BadFile, match=rf"model\.norm\.weight has the shape \(32,\), but {tmp_path / SINGLE} has \(33,\)"
+        BadFile, match=rf"{tmp_path / SINGLE}: model\.norm\.weight has the shape \(33,\), but \(32,\) in the model"
     ):
         FileWeights(tmp_path, emptied(zoo.make("llama")))
 
@@ -260,7 +260,7 @@ def test_an_index_that_names_a_missing_shard_is_refused_with_its_name(tmp_path: 
     write(tmp_path, zoo.make("llama"), shard="20KB")
     lost = weight_files(tmp_path)[1]
     lost.unlink()
-    with pytest.raises(BadFile, match=rf"{lost.name} is no file in it"):
+    with pytest.raises(BadFile, match=rf"lacks files that .* names: {lost.name}"):
         weight_files(tmp_path)
 
 
@@ -273,22 +273,22 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: 
     (folder / "sub").mkdir(parents=True)
     save_file({"t": torch.ones(1)}, folder / "sub" / "a.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"t": name}}))
-    with pytest.raises(BadFile, match=f"{folder}.*is no file in it"):
+    with pytest.raises(BadFile, match=f"{folder} lacks files that"):
         weight_files(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{]", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}', b"\xff\xfe"])
 def test_an_index_that_cannot_be_read_is_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
     (tmp_path / INDEX).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(BadFile, match=f"{tmp_path / INDEX} names the weight files"):
+    with pytest.raises(BadFile, match=f"{tmp_path / INDEX} cannot be read"):
         weight_files(tmp_path)
 
 
 def test_a_folder_without_weights_says_what_it_holds_instead(tmp_path: Path) -> None:
-    with pytest.raises(BadFile, match="there is nothing"):
+    with pytest.raises(BadFile, match="found: nothing"):
         weight_files(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(BadFile, match=r"there is pytorch_model\.bin.*save_pretrained"):
+    with pytest.raises(BadFile, match=r"found: pytorch_model\.bin.*save_pretrained"):
         weight_files(tmp_path)
     with pytest.raises(BadFile, match="no such folder"):
         weight_files(tmp_path / "elsewhere")

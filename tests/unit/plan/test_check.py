@@ -12,7 +12,7 @@ from outsize.base.errors import PlanInvalid
 from outsize.base.records import fingerprint
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
-from outsize.model.work import Shared
+from outsize.model.work import SharedTensor
 from outsize.plan.check import check, load, save
 from outsize.plan.plan import Homes, Plan
 from outsize.planner.search import search
@@ -87,7 +87,7 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
             plan, work=tuple(dataclasses.replace(w, **changes) if v == call else w for v, w in enumerate(plan.work))
         )
 
-    tensor = Shared(call=2, role="output", number=0, num_bytes=8, born=2, dies_at=4)
+    tensor = SharedTensor(call=2, role="output", number=0, num_bytes=8, allocated_in=2, freed_in=4)
     return {
         "another format": (dataclasses.replace(plan, format=99), "format 99"),
         "too few homes": (with_decision(plan, homes=decision.homes[1:]), "6 homes"),
@@ -111,8 +111,8 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
             "calls 0 to",
         ),
         "a tensor that dies after the end": (
-            dataclasses.replace(plan, shared=(dataclasses.replace(tensor, dies_at=9),)),
-            "dies_at",
+            dataclasses.replace(plan, shared=(dataclasses.replace(tensor, freed_in=9),)),
+            "freed_in",
         ),
         "seconds that are none": (work(3, forward_seconds=float("nan")), "seconds of 0 or more"),
         "more GPU memory than the budget": (

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from synthetic import NOTHING, Case, make_case, random_case, random_decision
 
-from outsize.model.work import STRATEGIES, Shared, Work
+from outsize.model.strategies import STRATEGY
+from outsize.model.work import SharedTensor, Work
 from outsize.plan.schedule import Schedule, compile_schedule
 from outsize.planner.memory import HighWater, high_water, ledger
 
@@ -16,7 +17,7 @@ def work(**bytes_of: int) -> Work:
 
 
 def measure(
-    case: Case, works: list[Work], held: int = 0, shared: tuple[Shared, ...] = (), strategies: str = "keep"
+    case: Case, works: list[Work], held: int = 0, shared: tuple[SharedTensor, ...] = (), strategies: str = "keep"
 ) -> HighWater:
     """The high-water above what is always allocated."""
     place = dataclasses.replace(case.place(case.decide(strategies=strategies)), work=tuple(works), shared=shared)
@@ -65,9 +66,11 @@ def test_sent_activations_count_until_the_visit_after_the_next_opens(case: Case)
     )
 
 
-def tensor(**facts: Any) -> Shared:
+def tensor(**facts: Any) -> SharedTensor:
     """100 bytes that the first layer (call 1) returns."""
-    return Shared(**({"call": 1, "role": "output", "number": 0, "num_bytes": 100, "born": 1, "dies_at": 3} | facts))
+    return SharedTensor(
+        **({"call": 1, "role": "output", "number": 0, "num_bytes": 100, "allocated_in": 1, "freed_in": 3} | facts)
+    )
 
 
 def test_what_dies_in_a_forward_is_dead_before_the_peak(case: Case) -> None:
@@ -83,10 +86,10 @@ def test_what_dies_in_a_forward_is_dead_before_the_peak(case: Case) -> None:
 
 def test_what_dies_as_the_forward_returns_is_there_at_all_peaks_of_the_forward(case: Case) -> None:
     made, head = work(forward_peak_bytes=100), work(forward_peak_bytes=10, backward_peak_bytes=105)
-    assert measure(case, [NOTHING, made, NOTHING, head], shared=(tensor(dies_at=4),)) == HighWater(
+    assert measure(case, [NOTHING, made, NOTHING, head], shared=(tensor(freed_in=4),)) == HighWater(
         gpu_bytes=110, peak_at="F3"
     )
-    assert measure(case, [NOTHING, made, NOTHING, head], shared=(tensor(dies_at=-1),)) == HighWater(
+    assert measure(case, [NOTHING, made, NOTHING, head], shared=(tensor(freed_in=-1),)) == HighWater(
         gpu_bytes=205, peak_at="B3"
     )
 
@@ -105,13 +108,13 @@ def test_a_shared_tensor_dies_once_with_the_first_layer_that_keeps_it(case: Case
         layer,
         dataclasses.replace(layer, forward_peak_bytes=20),
     ]
-    mask = tensor(role="argument", born=-1, held_by=((1, ("keep",)), (2, ("keep",))))
+    mask = tensor(role="argument", allocated_in=-1, held_by=((1, ("keep",)), (2, ("keep",))))
     # Kept: alive in the backward of both layers, gone when the stem's begins.
     assert measure(case, works, shared=(mask,)) == HighWater(gpu_bytes=130, peak_at="B3")
     # Not kept: gone before the head reaches its forward peak.
     assert measure(case, works, shared=(mask,), strategies="recompute") == HighWater(gpu_bytes=125, peak_at="B0")
     assert (
-        measure(case, works, shared=(dataclasses.replace(mask, dies_at=-1),), strategies="recompute").gpu_bytes == 225
+        measure(case, works, shared=(dataclasses.replace(mask, freed_in=-1),), strategies="recompute").gpu_bytes == 225
     ), "never dies: counted to the end"
 
 
@@ -119,7 +122,7 @@ def test_a_shared_tensor_dies_once_with_the_first_layer_that_keeps_it(case: Case
 @pytest.mark.parametrize("taker", ["keep", "recompute", "offload"])
 def test_an_output_is_freed_by_the_later_of_two_backwards(case: Case, maker: str, taker: str) -> None:
     """The layer that makes it keeps it with one strategy, the one that takes it with two."""
-    output = tensor(held_by=((1, ("keep",)), (2, ("keep", "recompute"))), sent_by=((2, ("offload",)),), dies_at=3)
+    output = tensor(held_by=((1, ("keep",)), (2, ("keep", "recompute"))), sent_by=((2, ("offload",)),), freed_in=3)
     sends = work(sent_bytes=100 if taker == "offload" else 0)
     place = dataclasses.replace(
         case.place(case.decide(strategies=["keep", maker, taker, "keep"])),
@@ -140,18 +143,18 @@ def test_what_dies_early_in_a_backward_is_dead_before_its_peak(case: Case) -> No
     works = [NOTHING, work(forward_peak_bytes=100), work(backward_peak_bytes=50), NOTHING]
     kept = tensor(held_by=((2, ("keep",)),))
     assert measure(case, works, shared=(kept,)) == HighWater(gpu_bytes=150, peak_at="B2")
-    assert measure(case, works, shared=(dataclasses.replace(kept, early_in=((2, ("keep",)),)),)) == HighWater(
+    assert measure(case, works, shared=(dataclasses.replace(kept, freed_early_in=((2, ("keep",)),)),)) == HighWater(
         gpu_bytes=100, peak_at="F1"
     )
     # Another call holds it longer.
-    longer = tensor(held_by=((1, ("keep",)), (2, ("keep",))), early_in=((2, ("keep",)),))
+    longer = tensor(held_by=((1, ("keep",)), (2, ("keep",))), freed_early_in=((2, ("keep",)),))
     assert measure(case, works, shared=(longer,)) == HighWater(gpu_bytes=150, peak_at="B2")
 
 
 def test_what_is_sent_lives_until_the_release_or_as_long_as_a_frame_holds_it(case: Case) -> None:
     sends = work(sent_bytes=100)
-    for dies_at, closes in ((2, 0), (3, 100)):
-        output = tensor(sent_by=((1, ("keep",)),), dies_at=dies_at)
+    for freed_in, closes in ((2, 0), (3, 100)):
+        output = tensor(sent_by=((1, ("keep",)),), freed_in=freed_in)
         place = dataclasses.replace(
             case.place(case.decide()), work=(NOTHING, sends, NOTHING, NOTHING), shared=(output,)
         )
@@ -166,7 +169,7 @@ def test_what_is_sent_lives_until_the_release_or_as_long_as_a_frame_holds_it(cas
 
 def test_a_tensor_that_one_strategy_makes_is_there_with_that_strategy_alone(case: Case) -> None:
     """A graph that nothing uses, and that dies with the next layer."""
-    graph, plain = tensor(role="saved", under=("keep",), dies_at=3), work(forward_peak_bytes=10)
+    graph, plain = tensor(role="saved", only_under=("keep",), freed_in=3), work(forward_peak_bytes=10)
     assert measure(case, [plain] * 4, shared=(graph,)).gpu_bytes == 110
     assert measure(case, [plain] * 4, shared=(graph,), strategies="recompute").gpu_bytes == 10
 
@@ -177,12 +180,7 @@ def test_a_region_allocates_what_it_does_after_the_strategy_of_the_layer_before_
         case.trace, calls=(*case.trace.calls[:-1], {"keep": head, "after swap": work(forward_peak_bytes=20)})
     )
     assert trace.strategies(3) == ("keep",)
-    assert [trace.works(("keep", "swap", last, "keep"))[3].forward_peak_bytes for last in STRATEGIES] == [
-        10,
-        10,
-        10,
-        20,
-    ]
+    assert [trace.works(("keep", "swap", last, "keep"))[3].forward_peak_bytes for last in STRATEGY] == [10, 10, 10, 20]
 
 
 def test_all_kinds_of_backward_have_the_same_peak() -> None:

@@ -13,11 +13,11 @@ import torch
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
+from outsize.train.example import Images
+from outsize.train.forecast import fake_trace
 
-from outsize.forecast.example import Images
-from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
-from outsize.model.work import Shared
+from outsize.model.work import SharedTensor
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
 
@@ -78,7 +78,7 @@ def test_a_third_size_is_what_the_tracer_finds_there(name: str) -> None:
 
 
 def affine_trace(seed: int, rows: int) -> ModelTrace:
-    """So much for each row and so much whatever their number, at random."""
+    """Random numbers, each with a part per row and a fixed part."""
     rng = random.Random(seed)
     case = synthetic.random_case(seed)
 
@@ -89,12 +89,10 @@ def affine_trace(seed: int, rows: int) -> ModelTrace:
         return fixed + each * rows
 
     fields = [f.name for f in dataclasses.fields(synthetic.NOTHING)]
-    numbers, waits = (
-        [name for name in fields if not name.endswith("syncs_host")],
-        {name: True for name in fields if name.endswith("syncs_host")},
-    )
+    numbers = [name for name in fields if not name.endswith("syncs_host")]
+    syncs = {name: True for name in fields if name.endswith("syncs_host")}
     calls = tuple(
-        {s: dataclasses.replace(w, **{n: affine(getattr(w, n)) for n in numbers}, **waits) for s, w in v.items()}
+        {s: dataclasses.replace(w, **{n: affine(getattr(w, n)) for n in numbers}, **syncs) for s, w in v.items()}
         for v in case.trace.calls
     )
     shared = tuple(dataclasses.replace(tensor, num_bytes=affine(tensor.num_bytes)) for tensor in case.trace.shared)
@@ -131,8 +129,14 @@ def test_bytes_are_rounded_up_and_only_changes_of_the_level_go_below_zero() -> N
             sent_bytes=num_bytes,
         )
         shared = (
-            Shared(
-                call=0, role="output", number=0, num_bytes=num_bytes, born=0, dies_at=rows, held_by=((0, ("keep",)),)
+            SharedTensor(
+                call=0,
+                role="output",
+                number=0,
+                num_bytes=num_bytes,
+                allocated_in=0,
+                freed_in=rows,
+                held_by=((0, ("keep",)),),
             ),
         )
         return Point(
@@ -147,7 +151,7 @@ def test_bytes_are_rounded_up_and_only_changes_of_the_level_go_below_zero() -> N
     assert (
         between.work(0, "keep").forward_peak_bytes == between.held_bytes == between.shared[0].num_bytes == 12
     )  # 11.67
-    assert between.shared[0].dies_at == 5, "the later of both"
+    assert between.shared[0].freed_in == 5, "the later of both"
     below = scaled(point(4, 3), point(6, 9), 1)
     assert below is not None
     work = below.work(0, "keep")
@@ -165,7 +169,7 @@ def test_where_the_model_takes_another_way_there_is_no_line() -> None:
     point = Point(rows=2, trace=trace)
     call = next(v for v, works in enumerate(trace.calls) if len(works) > 1)
     fewer = ({"keep": works["keep"]} if v == call else works for v, works in enumerate(trace.calls))
-    tensor = Shared(call=1, role="argument", number=3, num_bytes=8, dies_at=2)
+    tensor = SharedTensor(call=1, role="argument", number=3, num_bytes=8, freed_in=2)
     for other in (
         dataclasses.replace(trace, graph="another"),
         dataclasses.replace(trace, calls=tuple(fewer)),

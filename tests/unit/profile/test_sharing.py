@@ -5,10 +5,10 @@ from outsize.profile.sharing import SharedGradients, calls_to_run
 
 def test_a_place_among_the_users_of_a_weight() -> None:
     gradients = SharedGradients([(1, 4, 7), (2,), (4, 7)])
-    assert gradients.place(1) == ((False, True),)
-    assert gradients.place(4) == ((True, True), (False, True))
-    assert gradients.place(7) == ((True, False), (True, False))
-    assert gradients.place(2) == gradients.place(0) == ()
+    assert gradients.position(1) == ((False, True),)
+    assert gradients.position(4) == ((True, True), (False, True))
+    assert gradients.position(7) == ((True, False), (True, False))
+    assert gradients.position(2) == gradients.position(0) == ()
 
 
 def test_a_weight_has_its_first_and_last_user_run_if_any_does() -> None:

@@ -25,8 +25,9 @@ from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
+from outsize.model.strategies import STRATEGY
 from outsize.model.tensors import tensors_in
-from outsize.model.work import STRATEGIES, Shared, Work
+from outsize.model.work import SharedTensor, Work
 from outsize.profile import profiling_pass
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
@@ -272,7 +273,7 @@ def test_a_model_with_nothing_to_train_is_refused(kind: type[nn.Module]) -> None
     model = kind()
     model.requires_grad_(False)
     before = everything(model)
-    with pytest.raises(ModelUnsupported, match="something to train"):
+    with pytest.raises(ModelUnsupported, match="nothing to train"):
         trace(model, {"x": torch.ones(2, 8)})
     assert equal(before, everything(model))
 
@@ -532,18 +533,18 @@ def test_layers_that_are_skipped_have_the_bytes_that_they_have_when_all_run(num_
     assert lifetimes(few) == lifetimes(many) and few.held_bytes == many.held_bytes
 
 
-def lifetimes(found: ModelTrace) -> list[Shared]:
+def lifetimes(found: ModelTrace) -> list[SharedTensor]:
     """Without when a tensor would die in forward if nothing held it or sent it, where under every strategy something
     does: it is not always known.
     """
 
-    def is_kept(tensor: Shared) -> bool:
+    def is_kept(tensor: SharedTensor) -> bool:
         known = [
             {*dict(tensor.held_by).get(call, ()), *dict(tensor.sent_by).get(call, ())} for call in dict(tensor.held_by)
         ]
-        return any(under >= set(STRATEGIES) for under in known)
+        return any(under >= set(STRATEGY) for under in known)
 
-    return [dataclasses.replace(tensor, dies_at=0) if is_kept(tensor) else tensor for tensor in found.shared]
+    return [dataclasses.replace(tensor, freed_in=0) if is_kept(tensor) else tensor for tensor in found.shared]
 
 
 class Lent(nn.Module):
@@ -642,7 +643,9 @@ def test_layers_that_run_without_grad_first_do_not_stand_for_those_that_train() 
     graph, found = trace(LooksFirst(num_layers=6, layer=Stateless), batch())
     layers = [call for call in range(len(graph.calls)) if graph.call_name(call).startswith("layers")]
     assert [graph.has_backward[call] for call in layers] == [False] * 6 + [True] * 6
-    assert all(found.strategies(call) == (STRATEGIES if graph.has_backward[call] else ("keep",)) for call in layers)
+    assert all(
+        found.strategies(call) == (tuple(STRATEGY) if graph.has_backward[call] else ("keep",)) for call in layers
+    )
 
 
 # --- layers that cannot be recomputed
@@ -673,7 +676,7 @@ def test_a_layer_whose_second_run_differs_is_kept_or_swapped_and_a_note_names_it
     )
     _, found = trace(model, batch())
     for call in range(1, 8):
-        assert found.strategies(call) == (("keep", "swap") if call - 1 in odd else STRATEGIES)
+        assert found.strategies(call) == (("keep", "swap") if call - 1 in odd else tuple(STRATEGY))
     [note] = [record.getMessage() for record in caplog.records]
     others = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
     assert note.startswith(
@@ -776,7 +779,7 @@ def test_a_kept_layer_holds_what_autograd_saves_and_its_output(kind: str) -> Non
     }
     work = found.work(call, "keep")
     assert work.forward_delta_bytes == sum(born.values())
-    assert [tensor.num_bytes for tensor in found.shared if tensor.born == call] == [counted.output[1]]
+    assert [tensor.num_bytes for tensor in found.shared if tensor.allocated_in == call] == [counted.output[1]]
     assert work.backward_delta_bytes == -work.forward_delta_bytes, "backward gives back what forward took"
     assert work.forward_delta_bytes > 4 * counted.output[1]
 
@@ -798,7 +801,7 @@ def test_a_recomputed_layer_leaves_its_output_alone(kind: str) -> None:
     counted = saved_by(model, zoo.batch(kind), model.get_submodule(graph.call_name(2)))
     again, offload, keep = (found.work(2, s) for s in ("recompute", "offload", "keep"))
     assert again.forward_delta_bytes == offload.forward_delta_bytes == 0
-    output = next(tensor for tensor in found.shared if tensor.born == 2)
+    output = next(tensor for tensor in found.shared if tensor.allocated_in == 2)
     assert (
         output.num_bytes == counted.output[1]
         and dict(output.held_by)[3] == ("keep", "recompute")
@@ -853,7 +856,7 @@ def test_graph_and_trace_come_back_from_json_with_equal_fingerprints(kind: str) 
 def test_layers_know_every_strategy_and_regions_only_to_keep(kind: str) -> None:
     graph, found = traced(kind)
     for call, block in enumerate(graph.calls):
-        expected = STRATEGIES if graph.blocks[block].kind == "layer" and graph.has_backward[call] else ("keep",)
+        expected = tuple(STRATEGY) if graph.blocks[block].kind == "layer" and graph.has_backward[call] else ("keep",)
         assert found.strategies(call) == expected
     assert found.inputs == {name: tuple(t.shape) for name, t in zoo.batch(kind).items()}
 
@@ -863,12 +866,12 @@ class _Recording(Tracer):
         super().__init__(*args)
         self.modules: list[nn.Module] = []
 
-    def bring(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module) -> None:
         self.modules.append(module)
-        super().bring(module)
+        super().place(module)
 
 
-def test_only_layers_that_run_are_brought_to_the_device() -> None:
+def test_only_layers_that_run_are_copied_to_the_device() -> None:
     """Trap F6, design 3.7: prepare never has the whole model on the device."""
     from transformers import LlamaForCausalLM
 
@@ -877,5 +880,5 @@ def test_only_layers_that_run_are_brought_to_the_device() -> None:
     model = LlamaForCausalLM._from_config(config).train()
     tracer = _Recording(model, zoo.batch("llama"), find_layers(model), CpuDevice())
     tracer.trace()
-    brought = {i for i, layer in enumerate(model.model.layers) if any(layer is module for module in tracer.modules)}
-    assert brought == {0, 1, 11}
+    placed = {i for i, layer in enumerate(model.model.layers) if any(layer is module for module in tracer.modules)}
+    assert placed == {0, 1, 11}
