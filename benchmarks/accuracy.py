@@ -178,9 +178,9 @@ def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
 
 def _plan_by_hand(bench: Any, pins: dict[str, int], path: Path) -> Path:
     from benchmarks.shapes import random_batches, random_shape
+    from outsize.optim.adamw import AdamW
     from outsize.plan.check import save
     from outsize.plan.pins import Pins
-    from outsize.runtime.optimizer import AdamW
     from outsize.setup.prepare import preview
 
     model, weights = random_shape(bench.model, seq=bench.seq)
@@ -277,7 +277,7 @@ def forecast(path: Path) -> None:
     """
     from benchmarks.shapes import named_config
     from outsize.forecast.forecast import plan
-    from outsize.runtime.optimizer import AdamW
+    from outsize.optim.adamw import AdamW
 
     print("| case | forecast, s | measured, s | |\n|---|---|---|---|")
     off = []

@@ -16,7 +16,7 @@ import torch
 from benchmarks.measure import complete
 from benchmarks.shapes import random_batches, random_shape
 from outsize.device.choose import choose_device
-from outsize.runtime.optimizer import AdamW
+from outsize.optim.adamw import AdamW
 from outsize.setup.prepare import preview
 
 

@@ -28,6 +28,7 @@ from outsize.hardware.host import peak_rss_bytes
 from outsize.hardware.lanes import LANES
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.optim.adamw import AdamW
 from outsize.plan.actions import Kind, action_seconds, effect
 from outsize.plan.check import save
 from outsize.plan.placement import Placement
@@ -38,7 +39,6 @@ from outsize.report.page import write_page
 from outsize.report.trace import write_trace
 from outsize.run.bench import Clock, Timed, time_steps, training_step
 from outsize.runtime.engine import Engine
-from outsize.runtime.optimizer import AdamW
 from outsize.setup.prepare import prepare
 
 TRACED_STEPS = 3

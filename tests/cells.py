@@ -26,6 +26,8 @@ from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import Strategy
+from outsize.optim.adamw import AdamW
+from outsize.optim.spec import OptimizerSpec
 from outsize.plan.placement import Placement
 from outsize.plan.plan import FORMAT, Decision, Homes, Plan, StepConfig
 from outsize.plan.schedule import compile_schedule
@@ -35,7 +37,6 @@ from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer  # noqa: F401 - for tests of models of their own
 from outsize.reference import AdamW as Reference
 from outsize.runtime.engine import Engine, PlannedModel
-from outsize.runtime.optimizer import AdamW
 
 STEPS = 3
 MAX_GRAD_NORM = 0.05
@@ -101,7 +102,7 @@ def prepare_by_hand(
     model: nn.Module,
     batch: Any,
     *,
-    spec: AdamW,
+    spec: OptimizerSpec,
     device: str | Device = "cpu",
     accumulate: int = 1,
     chunk_bytes: int = CHUNK_BYTES,
@@ -116,7 +117,7 @@ def prepare_by_hand(
     layers = find_layers(model)
     graph, trace = traced or cache.traced(model, batch, layers, where)
     layout = pack(graph, chunk_bytes)
-    step_config = StepConfig(update=spec.update, accumulate=accumulate, fp32_grads=spec.fp32_grads)
+    step_config = spec.step_config(accumulate)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)
     plan = make_plan(
         graph,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outsize.layout.optimizer import ADAMW
+from outsize.optim import adamw, lion, sgd
 from outsize.optim.adamw import RULE
 from outsize.optim.native import find_kernel
 from outsize.optim.rule import Numbers, Scratch, find_gpu_kernel, update
@@ -21,6 +22,8 @@ HYPERS = {
     "no eps": RULE.numbers(dict(lr=1e-3, betas=(0.9, 0.95), eps=0.0, weight_decay=0.1), 7),
     "no memory": RULE.numbers(dict(lr=10.0, betas=(0.0, 0.0), eps=1e-38, weight_decay=0.05), 1),
 }
+_GROUP = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, momentum=0.9, nesterov=True)
+RULES = {rule.name: (rule, rule.numbers(_GROUP, 4)) for rule in (adamw.RULE, lion.RULE, sgd.RULE, sgd.MOMENTUM_RULE)}
 EDGES = (
     0,
     0x80000000,
@@ -139,6 +142,14 @@ def step(state: Range, hyper: Numbers, clip: float | Tensor, *, piece: int = 10_
     update(
         RULE, state.weight, state.lo, (state.m, state.v), state.grad, numbers=hyper, clip=clip, scratch=Scratch(buffer)
     )
+
+
+def step_rule(name: str, state: Range, clip: float | Tensor) -> None:
+    """One update by this rule. State that the rule does not have stays as it is."""
+    rule, numbers = RULES[name]
+    buffer = torch.empty(rule.layout.scratch_bytes(10_007), dtype=torch.uint8, device=state.weight.device)
+    moments = (state.m, state.v)[: len(rule.layout.state)]
+    update(rule, state.weight, state.lo, moments, state.grad, numbers=numbers, clip=clip, scratch=Scratch(buffer))
 
 
 def num_different(a: Tensor, b: Tensor) -> int:

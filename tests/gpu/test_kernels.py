@@ -4,7 +4,7 @@ PYTHON=python3`.
 
 import pytest
 import torch
-from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
+from ranges import HYPERS, RULES, Range, adversarial, assert_same, kernels, step, step_rule
 
 from outsize.optim.adamw import RULE
 from outsize.optim.native import kernel
@@ -37,6 +37,23 @@ def test_four_million_adversarial_values_give_the_same_bits_in_triton_torch_and_
             assert_same(by_triton, by_c, f"Triton and C, {name}, clip {clip}")
     finite = by_triton.weight.isfinite().float().mean()
     assert 0.2 < finite < 1, "the values are neither all broken nor all tame"
+
+
+@pytest.mark.parametrize("weight, grad", KINDS, ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_gives_the_same_bits_in_triton_c_and_torch(
+    name: str, weight: torch.dtype, grad: torch.dtype
+) -> None:
+    start = adversarial(1_000_003, weight=weight, grad=grad)
+    by_triton, by_torch, by_c = on_card(start), on_card(start), start.each(torch.clone)
+    with kernels("best"):
+        assert kernel() is not None and gpu_kernel() is not None
+        step_rule(name, by_triton, 0.37109375)
+        step_rule(name, by_c, 0.37109375)
+    with kernels("torch"):
+        step_rule(name, by_torch, 0.37109375)
+    assert_same(by_triton, by_torch, f"Triton and torch, {name}")
+    assert_same(by_triton, by_c, f"Triton and C, {name}")
 
 
 @pytest.mark.parametrize("weight, grad", KINDS, ids=str)

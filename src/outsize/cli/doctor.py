@@ -157,9 +157,9 @@ def _self_test() -> Iterator[Finding]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from outsize.optim.adamw import AdamW
     from outsize.plan.pins import Pins
     from outsize.reference import AdamW as Reference
-    from outsize.runtime.optimizer import AdamW
     from outsize.setup.prepare import prepare
 
     with torch.random.fork_rng(devices=[]), _without_cache():

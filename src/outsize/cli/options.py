@@ -89,7 +89,7 @@ def planning(command: Callable[..., None]) -> Callable[..., None]:
         def forecast(hardware: str) -> "Forecast":
             from outsize.forecast.forecast import ForecastRequest
             from outsize.forecast.forecast import forecast as make
-            from outsize.runtime.optimizer import AdamW
+            from outsize.optim.adamw import AdamW
 
             settings = {name: given[name] for name in shared if name not in ("model", "hardware", "update")}
             request = ForecastRequest(hardware=hardware, optimizer=AdamW(update=mode), **settings)

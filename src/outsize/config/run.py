@@ -97,6 +97,8 @@ class RunConfig:
     warmup_ratio: Share | None = None
     """Warmup as a share of all steps."""
     optimizer: Optimizer = "adamw"
+    optim_args: str | None = None
+    """Further settings of the optimizer: `momentum=0.9,nesterov=True` of sgd."""
     adam_beta1: ShareBelowOne = 0.9
     adam_beta2: ShareBelowOne = 0.999
     adam_epsilon: Positive = 1e-8

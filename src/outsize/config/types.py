@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from outsize.base.records import Rule
 from outsize.base.units import parse_bytes
 from outsize.model.strategies import STRATEGIES
+from outsize.optim.names import OPTIMIZERS
 
 
 def _is_share_or_count(value: float) -> bool:
@@ -46,11 +47,15 @@ Scheduler = Literal[
     "cosine_with_min_lr",
     "warmup_stable_decay",
 ]
+if TYPE_CHECKING:
+    _OptimizerName = str
+else:
+    _OptimizerName = Literal[tuple(OPTIMIZERS)]
 Optimizer = Annotated[
-    Literal["adamw"],
+    _OptimizerName,
     Rule(
-        expected="adamw, the only optimizer of outsize",
-        also=(("adamw_torch", "adamw"), ("adamw_torch_fused", "adamw"), ("adamw_hf", "adamw")),
+        expected=f"one of {', '.join(OPTIMIZERS)}",
+        also=tuple((other, name) for name, (_, others) in OPTIMIZERS.items() for other in others),
     ),
 ]
 Adapter = Annotated[Literal["lora"], Rule(expected="lora, the only adapter (base weights are never quantized)")]

@@ -23,6 +23,8 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.graph import BlockGraph
+from outsize.optim.adamw import AdamW
+from outsize.optim.spec import OptimizerSpec
 from outsize.plan.check import check
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan
@@ -33,7 +35,6 @@ from outsize.profile.trace import added_in_place
 from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
-from outsize.runtime.optimizer import AdamW
 from outsize.setup.micro_batch import Split, Traced, fastest, splits_of
 from outsize.setup.request import PlanRequest
 
@@ -124,7 +125,7 @@ def plan(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     accumulate: int | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: OptimizerSpec | None = None,
     pins: Pins | None = None,
     dtype: str = "bfloat16",
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,

@@ -1,16 +1,17 @@
 """A Trainer's arguments that concern placement or the optimizer: used, turned off with a note, or refused by name."""
 
+import ast
 import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
+from outsize.optim.names import OPTIMIZERS, find_name, spec_class
+from outsize.optim.spec import OptimizerSpec
 from outsize.plan.plan import UpdateMode
-from outsize.runtime.optimizer import AdamW
 
 NonFinite = Literal["raise", "skip"]
-_ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"}
 _PLANNED = {
     "gradient_checkpointing": "the plan decides per block what is recomputed",
     "activation_offloading": "the plan decides per block which activations go to the host",
@@ -28,7 +29,6 @@ _REFUSED = {
     "torch_compile": "the schedule needs the model's own layers; leave it out",
     "use_liger_kernel": "its kernels replace the forward that was planned; leave it out",
     "parallelism_config": "outsize trains on one device; leave it out",
-    "optim_args": _OURS,
     "optim_target_modules": _OURS,
     "use_vllm": "vLLM has weights and a cache of its own on the GPU, outside of the plan; leave it out",
     "use_transformers_continuous_batching": "its cache is outside of the plan; leave it out",
@@ -88,8 +88,14 @@ def take_over(args: Any, *, optimizers: Any = None, optimizer_cls_and_kwargs: An
             log.info("%s is turned off: %s", name, why)
             setattr(args, name, False)
     wrong = [f"{name}={getattr(args, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(args, name, None)]
-    if (optim := str(getattr(args.optim, "value", args.optim))) not in _ADAMW:
-        wrong.append(f"optim={optim!r}: outsize has AdamW with exact fp32 masters wherever they live; use adamw_torch")
+    if find_name(optim := _optim(args)) is None:
+        names = ", ".join(others[0] if others else name for name, (_, others) in OPTIMIZERS.items())
+        wrong.append(f"optim={optim!r}: outsize has no such optimizer; use one of {names}")
+    else:
+        try:
+            _settings(args)
+        except ConfigError as error:
+            wrong.append(str(error).rstrip("."))
     if any(given is not None for given in optimizers or ()):
         wrong.append(f"optimizers: {_OURS}; for the schedule there are lr_scheduler_type and create_scheduler")
     if optimizer_cls_and_kwargs is not None:
@@ -112,15 +118,44 @@ def update_mode(args: Any, nonfinite: NonFinite = "raise") -> UpdateMode:
     return "after_step" if clips(args) or nonfinite == "skip" or args.gradient_accumulation_steps > 1 else "in_backward"
 
 
-def adamw(args: Any, decay: Iterable[str], trainable: Iterable[str], nonfinite: NonFinite = "raise") -> AdamW:
+def _optim(args: Any) -> str:
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def _options(args: Any, allowed: Iterable[str]) -> dict[str, Any]:
+    """Of `optim_args`, such as `momentum=0.9,nesterov=True`."""
+    given = getattr(args, "optim_args", None) or ""
+    pairs = [pair.partition("=") for pair in str(given).replace(" ", "").split(",") if pair]
+    if unknown := sorted({name for name, _, _ in pairs} - set(allowed)):
+        raise ConfigError(
+            f"optim_args={given!r}: {unknown[0]} is no further setting of {_optim(args)}. "
+            f"Further settings: {', '.join(sorted(allowed)) or 'none'}."
+        )
+    try:
+        return {name: ast.literal_eval(value) for name, _, value in pairs}
+    except (ValueError, SyntaxError) as error:
+        raise ConfigError(f"optim_args={given!r} is not of the form name=value,name=value. Correct it.") from error
+
+
+def _settings(args: Any) -> tuple[type[OptimizerSpec], dict[str, Any]]:
+    """The optimizer, and its settings that not all optimizers have."""
+    spec = spec_class(find_name(_optim(args)) or "adamw")
+    own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    settings = {name: value for name, value in own.items() if name in spec.checks}
+    return spec, settings | _options(args, spec.checks.keys() - {"lr", "weight_decay", *own})
+
+
+def optimizer_of(
+    args: Any, decay: Iterable[str], trainable: Iterable[str], nonfinite: NonFinite = "raise"
+) -> OptimizerSpec:
     """The engine's optimizer, in the Trainer's two groups: weights that decay, and biases and norms that do not."""
+    spec, settings = _settings(args)
     decaying = set(decay)
     names = list(trainable)
     groups = [([n for n in names if n in decaying], args.weight_decay), ([n for n in names if n not in decaying], 0.0)]
-    return AdamW(
+    return spec(
+        **settings,
         lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
         max_grad_norm=args.max_grad_norm if clips(args) else None,
         update=update_mode(args, nonfinite),

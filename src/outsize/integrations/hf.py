@@ -28,7 +28,14 @@ from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.device.rng import rewinder, rng_untouched
 from outsize.integrations import plain
-from outsize.integrations.arguments import NonFinite, adamw, loads_reference, refuse_trainer, take_over, update_mode
+from outsize.integrations.arguments import (
+    NonFinite,
+    loads_reference,
+    optimizer_of,
+    refuse_trainer,
+    take_over,
+    update_mode,
+)
 from outsize.integrations.checkpointing import CheckpointMixin
 from outsize.integrations.online import Generates
 from outsize.integrations.others import OtherModel, RunsOthers, without_autocast_cache
@@ -191,7 +198,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
         return batch, replace(
             self._prepare_request,
-            optimizer=adamw(self.args, self.get_decay_parameter_names(self.model), names, self._nonfinite),
+            optimizer=optimizer_of(self.args, self.get_decay_parameter_names(self.model), names, self._nonfinite),
             device=device,
             accumulate=self.args.gradient_accumulation_steps,
             max_shape=self._largest_shape,

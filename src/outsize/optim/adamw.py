@@ -78,7 +78,6 @@ class AdamW(OptimizerSpec):
     checks: ClassVar[dict[str, Check]] = {
         "lr": AT_LEAST_0, "betas": TWO_BETAS, "eps": ABOVE_0, "weight_decay": AT_LEAST_0,
     }  # fmt: skip
-    aliases: ClassVar[tuple[str, ...]] = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -62,7 +62,6 @@ class Lion(OptimizerSpec):
     """Lion with exact fp32 masters, wherever they live. Its learning rate is 3 to 10 times smaller than AdamW's."""
 
     checks: ClassVar[dict[str, Check]] = {"lr": AT_LEAST_0, "betas": TWO_BETAS, "weight_decay": AT_LEAST_0}
-    aliases: ClassVar[tuple[str, ...]] = ("lion", "lion_pytorch", "lion_32bit")
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)

@@ -64,7 +64,6 @@ class SGD(OptimizerSpec):
     checks: ClassVar[dict[str, Check]] = {
         "lr": AT_LEAST_0, "momentum": BELOW_1, "nesterov": TRUE_OR_FALSE, "weight_decay": AT_LEAST_0,
     }  # fmt: skip
-    aliases: ClassVar[tuple[str, ...]] = ("sgd",)
 
     momentum: float = 0.0
     nesterov: bool = False

@@ -1,7 +1,6 @@
 """OptimizerSpec: what a user asks for. One subclass per optimizer: `outsize.AdamW`, `outsize.SGD`, `outsize.Lion`.
 
-A subclass names its hyperparameters, its rule (optim/rule.py) and which names of other libraries mean it. Nothing else
-in the project knows which optimizers there are: see `SPECS`.
+A subclass names its hyperparameters and its rule (optim/rule.py). optim/names.py lists them all.
 """
 
 import math
@@ -36,8 +35,6 @@ _COMMON: dict[str, Check] = {
     "nonfinite": (lambda v: v in ("raise", "skip"), "is raise or skip"),
     "update": (lambda v: v in ("after_step", "in_backward"), "is after_step or in_backward"),
 }
-SPECS: dict[str, "type[OptimizerSpec]"] = {}
-"""By name, in lower case: every optimizer. A subclass of OptimizerSpec adds itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +43,6 @@ class OptimizerSpec:
 
     checks: ClassVar[dict[str, Check]]
     """Of its hyperparameters, each of which a group may set."""
-    aliases: ClassVar[tuple[str, ...]]
-    """Its names in `TrainingArguments(optim=)` and YAML files."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -65,9 +60,6 @@ class OptimizerSpec:
     """Parameters with other settings: `{"params": names or parameters, "weight_decay": 0.0}`. The rest has the settings
     above.
     """
-
-    def __init_subclass__(cls) -> None:
-        SPECS.setdefault(cls.__name__.lower(), cls)
 
     @property
     def rule(self) -> Rule:

@@ -25,6 +25,8 @@ from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.model.strategies import STRATEGIES
+from outsize.optim.names import OPTIMIZERS
+from outsize.optim.spec import OptimizerSpec
 from outsize.plan.pins import Pins
 from outsize.run.adapters import adapt
 from outsize.run.compat_checks import (
@@ -38,7 +40,6 @@ from outsize.run.compat_checks import (
 )
 from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, require_same_data, split_of
 from outsize.runtime.engine import PlannedModel
-from outsize.runtime.optimizer import AdamW
 from outsize.setup.micro_batch import Choice, Split, splits_of
 from outsize.setup.prepare import choose_micro_batch
 
@@ -68,11 +69,12 @@ class RunTrainer(OutsizeTrainer):
     def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[PlannedModel]:
         """Choose the fastest micro-batch size. `batch_of`: the batch to plan for, by its number of rows."""
 
-        def optimizer_for(split: Split) -> AdamW:
-            self.args.gradient_accumulation_steps = split.passes
-            return AdamW(update=update_mode(self.args, self._nonfinite))
-
         _, request = self._preparation(None)
+
+        def optimizer_for(split: Split) -> OptimizerSpec:
+            self.args.gradient_accumulation_steps = split.passes
+            return replace(request.optimizer, update=update_mode(self.args, self._nonfinite))
+
         choice = choose_micro_batch(
             self.model,
             splits,
@@ -319,7 +321,8 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         lr_scheduler_type=config.lr_scheduler,
         lr_scheduler_kwargs=config.lr_scheduler_kwargs or {},
         warmup_steps=config.warmup_steps or config.warmup_ratio or 0,
-        optim="adamw_torch",
+        optim=(OPTIMIZERS[config.optimizer][1] or (config.optimizer,))[0],
+        optim_args=config.optim_args,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError, tell
-from outsize.optim.adamw import AdamW as AdamW
 from outsize.optim.rule import Rule
 from outsize.optim.spec import OptimizerSpec
 

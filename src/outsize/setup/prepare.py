@@ -13,12 +13,13 @@ from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights, convert
+from outsize.optim.adamw import AdamW
+from outsize.optim.spec import OptimizerSpec
 from outsize.plan.pins import Pins
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
 from outsize.profile.calling import Loss
 from outsize.runtime.engine import Engine, PlannedModel
-from outsize.runtime.optimizer import AdamW
 from outsize.runtime.process_hooks import attached_engines
 from outsize.setup.batches import pad_to_shape
 from outsize.setup.micro_batch import Choice, Split, Traced, fastest
@@ -30,7 +31,7 @@ def prepare(
     model: nn.Module,
     batch: Any,
     *,
-    optimizer: AdamW | None = None,
+    optimizer: OptimizerSpec | None = None,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     device: str | Device | None = None,
@@ -151,7 +152,7 @@ def choose_micro_batch(
     request: PrepareRequest,
     *,
     batch_of: Callable[[int], Any],
-    optimizer_for: Callable[[Split], AdamW],
+    optimizer_for: Callable[[Split], OptimizerSpec],
 ) -> Choice[PlannedModel]:
     """Find the split of a batch that trains fastest on this device. The model is not changed.
 

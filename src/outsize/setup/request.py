@@ -7,17 +7,18 @@ from pathlib import Path
 from outsize.device.device import Device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights
+from outsize.optim.adamw import AdamW
+from outsize.optim.spec import OptimizerSpec
 from outsize.plan.pins import Pins
 from outsize.plan.plan import Plan, StepConfig
 from outsize.profile.calling import Loss
-from outsize.runtime.optimizer import AdamW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """Settings that every plan has. The docstring of `outsize.prepare` describes them."""
 
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: OptimizerSpec = field(default_factory=AdamW)
     gpu_memory: str | int | None = None
     host_memory: str | int | None = None
     accumulate: int | None = None

@@ -129,8 +129,8 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
             "excess_length_strategy: 'cut' is not one of split, truncate, drop, raise.",
         ),
         ({"save_strategy": True}, "save_strategy: true is not one of no, steps, epoch."),
-        ({"optimizer": "adamw_8bit"}, "optimizer: 'adamw_8bit' is not adamw, the only optimizer of outsize."),
-        ({"optim": "lion"}, "optim: 'lion' is not adamw, the only optimizer of outsize."),
+        ({"optimizer": "adamw_8bit"}, "optimizer: 'adamw_8bit' is not one of adamw, lion, sgd."),
+        ({"optim": "adafactor"}, "optim: 'adafactor' is not one of adamw, lion, sgd."),
         (
             {"adapter": "qlora", "lora_r": 4},
             "adapter: 'qlora' is not lora, the only adapter (base weights are never quantized).",

@@ -11,9 +11,9 @@ import zoo
 from torch import nn
 
 from outsize.base.errors import ConfigError
+from outsize.optim.adamw import AdamW
 from outsize.reference import AdamW as Reference
 from outsize.runtime.engine import Engine
-from outsize.runtime.optimizer import AdamW
 
 CELL = cells.Cell(kind="plain", weights="host", optimizer="host")
 SPEC = CELL.spec

@@ -1,0 +1,24 @@
+"""The optimizers by name, without torch: settings are checked before it is imported."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outsize.optim.spec import OptimizerSpec
+
+OPTIMIZERS = {
+    "adamw": ("AdamW", ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_hf")),
+    "lion": ("Lion", ("lion_32bit", "lion_pytorch")),
+    "sgd": ("SGD", ()),
+}
+"""By module of this package: the class of its spec, and what other libraries call it (`TrainingArguments(optim=)`)."""
+
+
+def find_name(name: str) -> str | None:
+    """The name in OPTIMIZERS of what is called so here or elsewhere."""
+    return next((own for own, (_, others) in OPTIMIZERS.items() if name == own or name in others), None)
+
+
+def spec_class(name: str) -> "type[OptimizerSpec]":
+    spec: type[OptimizerSpec] = getattr(importlib.import_module(f"outsize.optim.{name}"), OPTIMIZERS[name][0])
+    return spec
