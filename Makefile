@@ -3,6 +3,7 @@
 #   make test                      lint, types and tests
 #   make test-all                  the same with the full parity matrix
 #   make test-gpu                  the tests that need CUDA
+#   make test-compat               private names and one plan per kind of model, on the oldest supported transformers
 #   make smoke                     one minute: architecture, plan, planner, layout, one streamed plan per kind of model
 #   make train                     the small demo run
 #   make bench                     measures training speed on this machine (docs/bench.md)
@@ -33,7 +34,7 @@ TESTS := tests/parity tests
 SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/plan tests/unit/planner \
 	tests/unit/layout tests/parity/test_covering.py
 
-.PHONY: setup train test test-all smoke check test-gpu bench browser
+.PHONY: setup train test test-all test-compat smoke check test-gpu bench browser
 
 setup: $(READY)
 
@@ -74,6 +75,11 @@ check: $(READY)
 
 test: check browser
 	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) $(TESTS)
+
+# The oldest supported transformers, with the torch that is installed, in a folder of its own.
+test-compat: $(READY)
+	$(PYTHON) -m pip install -q --upgrade --target .venv-compat "transformers==5.17.0"
+	$(TEST_ENV) PYTHONPATH=.venv-compat:src $(PYTHON) -m pytest -q tests/test_compat.py tests/parity/test_covering.py -k "not test_covering or smoke"
 
 smoke: $(READY)
 	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) -q $(SMOKE)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
 from outsize.base.errors import PlanInfeasible
-from outsize.optim import adamw, native
+from outsize.optim import native, rule
 from outsize.plan.pins import Pins
 from outsize.runtime.engine import Engine
 
@@ -76,7 +76,7 @@ def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.M
     try:
         for kernels in ("native", "torch"):
             monkeypatch.setenv("OUTSIZE_KERNELS", "torch" if kernels == "torch" else "")
-            adamw.find_gpu_kernel.cache_clear()
+            rule.find_gpu_kernel.cache_clear()
             native.find_kernel.cache_clear()
             for name, pins in PINS.items():
                 with closing(prepare(pins=pins, optimizer=spec)) as engine:
@@ -85,7 +85,7 @@ def test_plans_and_kernels_give_the_same_bits(update: Any, monkeypatch: pytest.M
                         found[kernels, name] = losses, dict(weights)
     finally:
         torch.use_deterministic_algorithms(False)
-        adamw.find_gpu_kernel.cache_clear()
+        rule.find_gpu_kernel.cache_clear()
         native.find_kernel.cache_clear()
     losses, weights = found["native", "resident"]
     for key, (other_losses, other_weights) in found.items():

@@ -80,7 +80,7 @@ def traced_with_much_and_little_room() -> tuple[Any, Any]:
         except DeviceOutOfMemory:
             too_little = limit
         else:
-            if tracer.aside == torch.device("cpu"):
+            if tracer.spill_device == torch.device("cpu"):
                 return wide, narrow
             enough = limit
     raise AssertionError(

@@ -6,7 +6,6 @@
   const GUTTER = 120, RIGHT = 10, AXIS = 22, PHASES = 20, TIP_GAP = 14;
   const KINDS = [...data.kinds, "activations", "transients"];
   const WORDS = { returned: "returned activations" };
-  const COLOUR_OF = { F: "forward", B: "backward", U: "optimizer", L: "slots", W: "weights", G: "gradients", Q: "gradients", S: "activations", P: "activations", R: "activations" };
   const whole = Math.max(data.predicted.seconds, data.measured ? data.measured.seconds : 0) || 1e-9;
   let view = [0, whole];
   let colours = {};
@@ -362,7 +361,7 @@
       const width = 1 / this.ratio, filled = new Float64Array(this.canvas.width);
       for (const kind of Object.keys(shares).sort()) {
         pen.globalAlpha = kind.endsWith("pale") ? 0.45 : 1;
-        pen.fillStyle = colours[COLOUR_OF[kind[0]]];
+        pen.fillStyle = colours[data.colours[kind[0]]];
         shares[kind].forEach((share, c) => {
           if (!share) return;
           const below = filled[c], above = Math.min(1, below + share);

@@ -17,6 +17,7 @@ from outsize.hardware.lanes import LANES, lane_words
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.plan.actions import TYPES
 from outsize.plan.placement import Placement
 from outsize.plan.plan import Plan
 from outsize.plan.render import (
@@ -276,6 +277,7 @@ def _data(
         "names": [[name, describe(place, name)] for name in names],
         "lanes": [lane_words(lane) for lane in LANES],
         "kinds": KINDS,
+        "colours": {kind: does.group for kind, does in TYPES.items()},
         "allocated": [step.allocated[kind] for kind in KINDS],
         "budget": plan.gpu_budget_bytes,
         "peak": step.gpu_bytes,
