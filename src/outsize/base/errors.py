@@ -1,16 +1,8 @@
-"""Every error a user can meet, by type.
+"""The exceptions that outsize raises.
 
-A message has three parts: what was expected, what was found, what to do next. `tell` joins them, so
-that no error is raised without all three. Nothing in outsize recognises an error by its text.
+A message names the setting or object, says what is wrong with the value found, and says what to do. outsize never
+recognises an error by its text.
 """
-
-
-def tell(expected: str, found: str, do: str) -> str:
-    """One message out of the three parts; each is a sentence without its full stop (`found` may quote a library's, with
-    one).
-    """
-    return f"{expected}, but {found.rstrip().removesuffix('.')}. {do}."
-
 
 SEVERAL_FORWARDS = (
     "For a loss of several forwards, concatenate the batches into one forward; or cache the gradients of the outputs "

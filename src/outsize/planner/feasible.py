@@ -7,9 +7,9 @@ minimum does not depend on the GPU budget, so the number in the error is the one
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from outsize.base.errors import ConfigError, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.plan.pins import Pins
@@ -156,11 +156,8 @@ class Budgets:
                 return counts
         if not self._mixes:
             raise ConfigError(
-                tell(
-                    f"layers that can follow the pins {self.pins}",
-                    "too few of them know these strategies",
-                    "Lower n_swap, n_checkpoint or n_offload",
-                )
+                f"pins: {self.pins} need more layers with these strategies than the model has. Lower n_swap, "
+                "n_checkpoint or n_offload."
             )
         least = self.least_gpu()
         if least and least[0] <= self.gpu_bytes:
@@ -188,60 +185,48 @@ class Budgets:
         ]
         return list(dict.fromkeys([*found, *([pinned] if self.space.strategies(pinned) is not None else [])]))
 
-    # The answer when nothing fits.
+    # The error when nothing fits.
 
     def _infeasible(self, least: tuple[int, Candidate] | None) -> PlanInfeasible:
         anyhow = self.least_gpu(any_host=True)
         assert anyhow is not None, "there are mixes, and no budget is given"
         if anyhow[0] > self.gpu_bytes:
-            # The GPU is short whatever the host has. Where the host budget leaves no plan at any size of GPU, it will
-            # be told next.
-            needed, counts = least or anyhow
-            return self._too_small(
-                "gpu", "gpu_memory", self.gpu_bytes, needed, self._relax_gpu(needed, counts, anyhow[0])
-            )
+            # The GPU is too small with any host memory. If the host budget leaves no plan on a GPU of any size, the
+            # next search reports that.
+            return self._gpu_too_small(*(least or anyhow), with_any_host=anyhow[0])
         host = self.least_host()
         assert host is not None, "the least GPU memory fits, so some host memory does"
-        relax = ""
+        ways = ["use a smaller model or train fewer of its parameters"]
         if least:
-            asked = _written(self.gpu.total_for(least[0]))
-            relax = f"or allow {asked} of GPU memory (gpu_memory){self._beyond(least[0])}, and the rest stays there"
-        return self._too_small(
-            "host",
-            "host_memory",
-            self.host_bytes,
-            host[0],
-            [relax, "take a smaller model or train fewer of its parameters"],
-        )
+            raised = _describe(self.gpu.total_for(least[0]), self._beyond(least[0]))
+            ways.insert(0, f"raise gpu_memory to {raised}, to keep more on the GPU")
+        return self._too_small("host", host[0], "", ways, [])
 
-    def _relax_gpu(self, needed: int, counts: Candidate, anyhow: int) -> list[str]:
+    def _gpu_too_small(self, needed: int, counts: Candidate, *, with_any_host: int) -> PlanInfeasible:
         activations = self.space.activations(counts.mix)[0]
-        relax = []
+        hints = []
         if activations * 2 > needed:
-            relax.append(
-                f"{show_bytes(activations)} of it are activations, so a smaller batch or a shorter sequence helps most"
-            )
+            part = f"{show_bytes(activations)} of it activations"
+            ways = ["reduce the batch size or the sequence length"]
         else:
-            relax.append(
-                f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller "
-                "batch helps with the rest"
-            )
+            part = f"{show_bytes(needed - activations)} of it weights, gradients and optimizer state"
+            ways = ["reduce the batch size, which reduces only the rest"]
         if (large := self._largest_block()) is not None:
-            relax.append(large)
-        if anyhow < needed:
-            relax.append(f"with more host memory (host_memory) {self._asked(anyhow)} would do")
+            hints.append(large)
+        if with_any_host < needed:
+            hints.append(f"With more host_memory, {self._asked(with_any_host)} of GPU memory is enough.")
         if self.space.num_staying:
             moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
             least = Budgets(self.space, moving, self.gpu, self.host_bytes).least_gpu()
             if least and least[0] < needed:
-                relax.append(
-                    f"if what trains may leave the GPU too, which is slower (pins {moving}), {self._asked(least[0])} "
-                    "would do"
+                hints.append(
+                    f"With trainable weights and their optimizer state on the host too, which is slower (pins "
+                    f"{moving}), {self._asked(least[0])} is enough."
                 )
-        return relax
+        return self._too_small("gpu", needed, part, ways, hints)
 
     def _largest_block(self) -> str | None:
-        """A sentence about a block with most of the model's weights."""
+        """A hint about a block with more than half of the model's weights."""
         graph = self.space.graph
         sizes = {block.name: sum(graph.param[name].nbytes for name in block.params) for block in graph.blocks}
         name, total = max(sizes, key=lambda name: sizes[name]), sum(param.nbytes for param in graph.params)
@@ -249,8 +234,8 @@ class Budgets:
             return None
         return (
             f"{name} is one block with {show_bytes(sizes[name])} of the model's {show_bytes(total)} of weights, and a "
-            "block's weights are on the GPU together: "
-            "if it runs a list of modules one after another, name that list (blocks=['path.to.list'])"
+            "block's weights are on the GPU together. If it runs a list of modules one after another, name that list "
+            "(blocks=['path.to.list'])."
         )
 
     def _asked(self, gpu_bytes: int) -> str:
@@ -261,35 +246,42 @@ class Budgets:
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
-        return f", more than {spec.name} has" if self.gpu.total_for(gpu_bytes) > spec.gpu_bytes else ""
+        return f"more than {spec.name} has" if self.gpu.total_for(gpu_bytes) > spec.gpu_bytes else ""
 
-    def _too_small(self, resource: str, option: str, allowed: int, needed: int, relax: list[str]) -> PlanInfeasible:
+    def _too_small(
+        self, resource: Literal["gpu", "host"], needed: int, part: str, ways: list[str], hints: list[str]
+    ) -> PlanInfeasible:
+        """`part`: the largest part of the needed memory; `ways`: what to do instead of raising the budget; `hints`:
+        sentences.
+        """
         if self.pins.given():
             free = Budgets(self.space, Pins(), self.gpu, self.host_bytes)
             without = free.least_gpu() if resource == "gpu" else free.least_host()
             if without and without[0] < needed:
                 less = self._asked(without[0]) if resource == "gpu" else show_enough(without[0])
-                relax = [*relax, f"without the pins ({self.pins}) {less} would do"]
-        name, raised = "host", show_enough(needed)
+                hints = [*hints, f"Without the pins ({self.pins}), {less} is enough."]
         if resource == "gpu":
-            name, raised = "GPU", self._asked(needed) + self._beyond(needed)
+            raised, beyond = self._asked(needed), self._beyond(needed)
+            raised += f" ({beyond})" if beyond else ""
             allowed, needed = self.gpu.total_bytes, self.gpu.total_for(needed)
+        else:
+            raised, allowed = show_enough(needed), self.host_bytes
+        option = f"{resource}_memory"
+        message = (
+            f"{option} {_describe(allowed)} is too small: this model and batch need at least "
+            f"{_describe(needed, part)}. Raise {option} to {raised}, or {', or '.join(ways)}."
+        )
         return PlanInfeasible(
-            tell(
-                f"training this model at this batch takes at least {_written(needed)} of {name} memory",
-                f"{_written(allowed)} is allowed ({option})",
-                "; ".join([f"Raise it to {raised}", *filter(None, relax)]),
-            ),
-            resource=resource,
-            allowed_bytes=allowed,
-            needed_bytes=needed,
+            " ".join([message, *hints]), resource=resource, allowed_bytes=allowed, needed_bytes=needed
         )
 
 
-def _written(num_bytes: int) -> str:
-    """Exact where that reads well, else for reading with the exact number beside it."""
+def _describe(num_bytes: int, *details: str) -> str:
+    """A size with details in parentheses. The first detail is the exact number, if the size is rounded."""
     exact = exact_bytes(num_bytes)
-    return exact if len(exact.rstrip("TGMKiB")) <= 3 else f"{show_bytes(num_bytes)} ({exact})"
+    is_short = len(exact.rstrip("TGMKiB")) <= 3
+    shown = [detail for detail in ("" if is_short else exact, *details) if detail]
+    return (exact if is_short else show_bytes(num_bytes)) + (f" ({'; '.join(shown)})" if shown else "")
 
 
 def _least(bounds: tuple[int, int], sizes: list[int], total: Callable[[int], int]) -> int:

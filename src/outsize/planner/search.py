@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from outsize.base.errors import PlanInfeasible, PlanInvalid, tell
+from outsize.base.errors import PlanInfeasible, PlanInvalid
 from outsize.base.records import fingerprint
 from outsize.base.units import show_seconds
 from outsize.hardware.gpu_budget import GpuBudget
@@ -78,9 +78,7 @@ def search(
     made_for = fingerprint(graph)
     if trace.graph != made_for:
         raise PlanInvalid(
-            tell(
-                f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"
-            )
+            f"trace: it was taken of another model ({trace.graph}) than this one ({made_for}). Profile this model."
         )
     space = SearchSpace(graph, layout, trace, step_config, spec)
     check_pins(pins, graph, layout, space.num_layers)

@@ -12,7 +12,7 @@ import pytest
 import zoo
 
 import outsize
-from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
@@ -48,7 +48,7 @@ class Card(SimDevice):
 
         def birth(num_bytes: int, live_bytes: int) -> None:
             if live_bytes > most:
-                raise DeviceOutOfMemory(tell(f"{most} bytes", f"there would be {live_bytes}", "Give more"))
+                raise DeviceOutOfMemory(f"{live_bytes} bytes are live, more than {most}. Raise gpu_memory.")
 
         observer = Observer(birth)
         push_mode(observer)
