@@ -57,8 +57,8 @@ class Steps:
         if not self._declared and not self._holder.runtime.plan.step_config.hold_gradients:
             raise EngineMisuse(
                 "A backward ran outside of last_backward(), but this plan keeps no gradients, so it must update "
-                "weights in every backward. Wrap the backward in `with engine.last_backward():`, or prepare with accumulate=2 "
-                "or update='after_step'."
+                "weights in every backward. Wrap the backward in `with engine.last_backward():`, or prepare with "
+                "accumulate=2 or update='after_step'."
             )
         return self._declared
 
