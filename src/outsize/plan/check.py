@@ -1,7 +1,7 @@
-"""Plan files: written whole or not at all, and refused with the reason when they do not belong or do not add up.
+"""Saves, loads and checks plan files.
 
-Everything that a plan claims and that can be known without running it is compared here: with the model it is to drive,
-and with itself. A plan that passes can be handed to the runtime, which trusts it.
+`check` compares everything in a plan that can be checked without running it, with the model and with the rest of the
+plan. The runtime relies on these checks and does not repeat them.
 """
 
 import os
@@ -20,7 +20,7 @@ from outsize.plan.plan import FORMAT, Plan
 
 
 def check(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
-    """Raises PlanInvalid with the first thing that is wrong."""
+    """Raise PlanInvalid for the first error in the plan."""
     _require(
         plan.format == FORMAT,
         f"it has format {plan.format}, and this version of outsize reads format {FORMAT}",
@@ -132,7 +132,7 @@ def _check_estimate(plan: Plan, place: Placement) -> None:
         _require(
             needed <= budget, f"its estimate of {show_bytes(needed)} is over its {name} budget of {show_bytes(budget)}"
         )
-    # A decision that was edited by hand no longer allocates what the estimate says.
+    # If the decision was edited by hand, it allocates other sizes than the estimate has.
     _require(
         place.gpu_bytes <= estimate.gpu_bytes,
         f"its estimate is {estimate.gpu_bytes} bytes of GPU memory, but its decision takes at least {place.gpu_bytes}",
@@ -156,7 +156,7 @@ def _require(holds: bool, wrong: str, do: str = "Plan again") -> None:
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan. A crash leaves the file that was there, or none."""
+    """Write the plan atomically: after a crash, the path holds the previous file or none."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -171,7 +171,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan; `check` still has to say whether it belongs to the model."""
+    """Read a plan. Call `check` to verify that it fits the model."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

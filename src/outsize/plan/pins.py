@@ -1,7 +1,7 @@
-"""Pins: parts of a plan that the user fixes. The search fills in the rest.
+"""Pins: parts of a plan that the user fixes. The search chooses the rest.
 
-A pin is obeyed or refused, never ignored: out of its range it is a ConfigError that names the range, and where it
-leaves no plan within the budgets, PlanInfeasible names it.
+A pin is never ignored. A pin out of range raises ConfigError with the range. If no plan with the pins fits the budgets,
+PlanInfeasible names them.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Pins:
         }
 
     def of_strategy(self, strategy: StrategyRecord) -> int | None:
-        """How many layers use it; None if it is not pinned."""
+        """The pinned number of layers with this strategy. None if it is not pinned."""
         count: int | None = getattr(self, strategy.pin) if strategy.pin else None
         return count
 
@@ -46,7 +46,9 @@ class Pins:
 
 
 def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[str, int]) -> None:
-    """`layers`: per strategy, how many layers know it; `all`: how many layers there are."""
+    """Raise ConfigError for pins out of range. `layers`: per strategy, how many layers support it; under `all`, how
+    many layers have a backward.
+    """
     if not isinstance(pins, Pins):
         raise ConfigError(f"pins must be outsize.Pins, not a {type(pins).__name__}. Write outsize.Pins(n_persist=…).")
     most = {
