@@ -76,7 +76,7 @@ class ChunkLayout:
 
 
 def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayout:
-    """Assign every parameter to one chunk. A chunk has at most `chunk_bytes`; a larger parameter has a chunk of its own."""
+    """Assign every parameter to a chunk. A chunk has at most `chunk_bytes`, unless one parameter alone is larger."""
     ordered: dict[str, None] = {}
     for block in graph.calls:
         ordered.update(dict.fromkeys(graph.blocks[block].params))
