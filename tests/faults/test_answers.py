@@ -31,7 +31,7 @@ def test_a_batch_that_is_too_large_for_any_plan_says_how_much_it_takes_and_that_
     ids = zoo.batch(KIND)["input_ids"].repeat(16, 4)
     with pytest.raises(
         PlanInfeasible,
-        match=r"gpu_memory 300KiB is too small: .* at least .* of it activations\)\. Raise .* reduce the batch size",
+        match=r"gpu_memory 300 KiB is too small: .* at least .* of it activations\)\. Raise .* reduce the batch size",
     ) as no:
         outsize.prepare(llama(), {"input_ids": ids, "labels": ids}, device="sim:300KiB")
     assert no.value.resource == "gpu" and no.value.needed_bytes > 300 * 1024
@@ -39,7 +39,7 @@ def test_a_batch_that_is_too_large_for_any_plan_says_how_much_it_takes_and_that_
 
 def test_a_host_that_is_too_small_says_how_much_it_takes_there_and_what_a_larger_gpu_would_change() -> None:
     with pytest.raises(
-        PlanInfeasible, match=r"host_memory 10KiB is too small: .* at least .* or raise gpu_memory to"
+        PlanInfeasible, match=r"host_memory 10 KiB is too small: .* at least .* or raise gpu_memory to"
     ) as no:
         outsize.prepare(llama(), zoo.batch(KIND), device="sim:300KiB", host_memory="10KiB")
     assert no.value.resource == "host"

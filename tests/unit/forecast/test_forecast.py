@@ -460,7 +460,7 @@ def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_fo
     config, how = transformers.LlamaConfig(**shape), dict[str, Any](sequence_len=512, hardware="rtx4090")
     with pytest.raises(PlanInfeasible) as no:
         plan(config, gpu_memory="700MiB", **how)
-    assert no.value.allowed_bytes == 700 * 2**20 and "gpu_memory 700MiB is too small" in str(no.value)
+    assert no.value.allowed_bytes == 700 * 2**20 and "gpu_memory 700 MiB is too small" in str(no.value)
     least = plan(config, gpu_memory=no.value.needed_bytes, **how)
     said = show_enough(no.value.needed_bytes)
     assert f"least {said} of GPU memory would do" in least.what_if() and f"Raise gpu_memory to {said}, or" in str(
