@@ -41,7 +41,7 @@ class Stage(Enum):
 
 
 ALL_CALLS = -1
-"""Of a pass whose calls nobody tells apart."""
+"""In place of a call, in a pass that does not distinguish its calls."""
 
 
 class Executor:
@@ -110,8 +110,8 @@ class Executor:
         self.stage = Stage.WAITING
 
     def _require_landings(self) -> None:
-        """A gradient waits in its stage from the call that the plan has it land in: one that comes earlier would
-        overwrite another's.
+        """Raise OrderMismatch if a gradient would complete in an earlier call than the plan has: it would overwrite
+        another gradient in its staging slot.
         """
         graph = self.place.graph
         for call in self._left_out:
@@ -130,7 +130,7 @@ class Executor:
                     )
 
     def offloaded(self, call: int) -> OffloadedTensors:
-        """A fresh offloaded for the activations of a call."""
+        """A new, empty container for the activations that a call offloads."""
         self._offloaded[call] = OffloadedTensors()
         return self._offloaded[call]
 
@@ -379,9 +379,7 @@ class Executor:
         return offloaded is not None and not offloaded.num_bytes and bool(self._left_out)
 
     def _sent(self, call: int) -> OffloadedTensors:
-        """The offloaded of a call whose activations leave; a strategy that quietly does nothing, or too much, is an
-        error.
-        """
+        """The offloaded activations of a call. Raises EngineMisuse if it has none, or more than the plan has."""
         offloaded, planned = self._offloaded.get(call), self.place.work[call].sent_bytes
         size = offloaded.num_bytes if offloaded is not None else 0
         if offloaded is None or not 0 < size <= planned:
