@@ -508,7 +508,7 @@ def test_wrong_settings_are_named(changes: dict[str, Any], words: str) -> None:
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has a config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         plan(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "something-new"}')
     with pytest.raises(ConfigError, match="something-new"):
