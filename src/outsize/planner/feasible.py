@@ -209,7 +209,7 @@ class Budgets:
             ways = ["reduce the batch size or the sequence length"]
         else:
             part = f"{show_bytes(needed - activations)} of it weights, gradients and optimizer state"
-            ways = ["reduce the batch size, which reduces only the rest"]
+            ways = ["reduce the batch size, which reduces only the activations"]
         if (large := self._largest_block()) is not None:
             hints.append(large)
         if with_any_host < needed:
