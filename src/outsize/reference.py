@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from outsize.base.errors import ConfigError, NonFiniteGradient, tell
+from outsize.base.errors import ConfigError, NonFiniteGradient
 from outsize.optim.clip import clip_factor
 from outsize.optim.clip import round_fp32 as f
 from outsize.optim.split import join, split
@@ -36,13 +36,9 @@ class Optimizer(torch.optim.Optimizer):
         """`params`: tensors, (name, tensor) pairs or group dicts. `fp32_grads`: gradients of bf16 parameters are summed
         in fp32 outside of `.grad`; `step` consumes the sums, and only this optimizer's `zero_grad` discards them."""
         if nonfinite not in ("raise", "skip") or (max_grad_norm is not None and not max_grad_norm > 0):
-            found = f"nonfinite={nonfinite!r}, max_grad_norm={max_grad_norm!r} was given"
             raise ConfigError(
-                tell(
-                    "nonfinite is 'raise' or 'skip' and max_grad_norm is positive or None",
-                    found,
-                    "For no clipping, leave it out",
-                )
+                f"nonfinite={nonfinite!r}, max_grad_norm={max_grad_norm!r} cannot be used: nonfinite must be 'raise' "
+                "or 'skip', max_grad_norm positive or None. Leave max_grad_norm out to train without clipping."
             )
         self.max_grad_norm, self.nonfinite, self.fp32_grads = max_grad_norm, nonfinite, fp32_grads
         self.skipped = 0
@@ -61,11 +57,8 @@ class Optimizer(torch.optim.Optimizer):
         for p in (p for p in self.param_groups[-1]["params"] if p.requires_grad):
             if p.dtype not in (torch.bfloat16, torch.float32):
                 raise ConfigError(
-                    tell(
-                        "Trainable parameters are bf16 or fp32",
-                        f"one is {p.dtype}",
-                        "Convert the model with .to(torch.bfloat16)",
-                    )
+                    f"params: a trainable parameter has dtype {p.dtype}; bf16 and fp32 are supported. "
+                    "Convert the model with .to(torch.bfloat16)."
                 )
             if self.fp32_grads and p.dtype == torch.bfloat16:
                 take = weakref.WeakMethod(
@@ -103,8 +96,10 @@ class Optimizer(torch.optim.Optimizer):
         total = self.grad_norm.item()
         if not math.isfinite(total):
             if self.nonfinite == "raise":
-                do = "Look for the first non-finite loss or lower lr; nonfinite='skip' leaves such steps out"
-                raise NonFiniteGradient(tell("The gradient norm is finite", f"it is {total}; nothing was updated", do))
+                raise NonFiniteGradient(
+                    f"The gradient norm is {total}; nothing was updated. "
+                    "Look for the first non-finite loss or lower lr; nonfinite='skip' skips such steps."
+                )
             self.skipped += 1
             return loss
         clip = clip_factor(total, self.max_grad_norm)

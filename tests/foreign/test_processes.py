@@ -124,7 +124,7 @@ for seed in range(2):
 
 @pytest.mark.parametrize("device", ["cpu", "sim:24MiB"])
 def test_a_cell_that_is_run_twice_works(device: str) -> None:
-    """The first engine held the whole device: '0B is allowed (gpu_memory)'."""
+    """The first engine held the whole device: 'gpu_memory 0 B is too small'."""
     names: dict[str, Any] = {"torch": torch, "outsize": outsize, "zoo": zoo, "device": device}
     exec(CELL, names)
     first, loss = names["engine"], float(names["loss"].detach())

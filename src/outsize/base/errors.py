@@ -1,16 +1,8 @@
-"""Every error a user can meet, by type.
+"""The exceptions that outsize raises.
 
-A message has three parts: what was expected, what was found, what to do next. `tell` joins them, so
-that no error is raised without all three. Nothing in outsize recognises an error by its text.
+A message names the setting or object, says what is wrong with the value found, and says what to do. outsize never
+recognises an error by its text.
 """
-
-
-def tell(expected: str, found: str, do: str) -> str:
-    """One message out of the three parts; each is a sentence without its full stop (`found` may quote a library's, with
-    one).
-    """
-    return f"{expected}, but {found.rstrip().removesuffix('.')}. {do}."
-
 
 SEVERAL_FORWARDS = (
     "For a loss of several forwards, concatenate the batches into one forward; or cache the gradients of the outputs "
@@ -22,19 +14,19 @@ SEVERAL_FORWARDS = (
 
 
 class OutsizeError(Exception):
-    """The root of all our errors."""
+    """Base class of all outsize errors."""
 
 
 class ConfigError(OutsizeError, ValueError):
-    """Something the user wrote (a size, an option, a name) is not usable as it stands."""
+    """A setting (a size, an option, a name) is invalid."""
 
 
 class DataError(OutsizeError, ValueError):
-    """A dataset cannot be used as it stands."""
+    """A dataset is invalid."""
 
 
 class PlanInfeasible(OutsizeError):
-    """No plan fits the budgets. An answer, not a crash: it says what would do."""
+    """No plan fits the budgets. The message names the memory that is enough."""
 
     def __init__(self, message: str, *, resource: str, allowed_bytes: int, needed_bytes: int):
         super().__init__(message)
@@ -46,11 +38,11 @@ class PlanInfeasible(OutsizeError):
 
 
 class PlanInvalid(OutsizeError, ValueError):
-    """A plan (usually a file) that does not belong to this model or contradicts itself."""
+    """A plan (usually a file) is for another model or inconsistent."""
 
 
 class ModelUnsupported(OutsizeError, TypeError):
-    """A model that the engine cannot train, with the part of it that is the reason."""
+    """The engine cannot train the model. The message names the part that is the reason."""
 
 
 class DeviceOutOfMemory(OutsizeError, MemoryError):
@@ -58,32 +50,32 @@ class DeviceOutOfMemory(OutsizeError, MemoryError):
 
 
 class BadFile(OutsizeError, ValueError):
-    """A file or folder of weights or state that is cut off, damaged, or belongs to something else."""
+    """A file or folder of weights or state is truncated, damaged or for another model."""
 
 
 class SaveFailed(OutsizeError, OSError):
-    """A save did not complete; what was saved before is as it was."""
+    """A save did not complete; earlier checkpoints are unchanged."""
 
 
 class RaceDetected(OutsizeError):
-    """Two accesses to one buffer without an order between them (device `sim` only). A bug of ours."""
+    """Two accesses to one buffer are not ordered (device `sim` only). This is a bug in outsize."""
 
 
 class StaleParameter(OutsizeError, RuntimeError):
-    """A parameter was read while its slot held other bytes."""
+    """A parameter was read while its slot held another chunk."""
 
 
 class OrderMismatch(OutsizeError, RuntimeError):
-    """The model ran its blocks in another order than the plan's."""
+    """The model ran its blocks in another order than the plan has."""
 
 
 class EngineMisuse(OutsizeError, RuntimeError):
-    """Something done to a prepared model that would lose or corrupt weights."""
+    """An operation on a prepared model that would lose or corrupt weights."""
 
 
 class NonFiniteGradient(OutsizeError, FloatingPointError):
-    """A gradient with NaN or infinity, under the policy `raise`."""
+    """A gradient is NaN or infinite, with `nonfinite="raise"`."""
 
 
 class UpdateFailed(OutsizeError, RuntimeError):
-    """An exception in a background update; surfaces at the next step, forward or save."""
+    """A background update failed. Raised at the next step, forward or save."""

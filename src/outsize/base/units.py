@@ -3,7 +3,7 @@
 import re
 from numbers import Integral
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 
 ALIGN_BYTES = 256
 """Where anything may begin in a flat buffer: kernels then see the same alignment under every plan."""
@@ -15,11 +15,7 @@ def parse_bytes(size: "str | int", *, name: str = "size") -> int:
     """Bytes of a written size. An int is already bytes. `name` is how errors call the value."""
     if isinstance(size, bool) or not isinstance(size, (str, int)):
         raise ConfigError(
-            tell(
-                f"{name} is a size such as '24GiB'",
-                f"{size!r} was given",
-                "Write a number with B, KiB, MiB, GiB or TiB",
-            )
+            f"{name}: {size!r} is not a size. Write a number with B, KiB, MiB, GiB or TiB, such as '24GiB'."
         )
     if isinstance(size, int):
         value = size
@@ -32,10 +28,10 @@ def parse_bytes(size: "str | int", *, name: str = "size") -> int:
                 if match
                 else "Write a number with B, KiB, MiB, GiB or TiB"
             )
-            raise ConfigError(tell(f"{name} is a size such as '24GiB' or '123456B'", f"{size!r} was given", hint))
+            raise ConfigError(f"{name}: {size!r} is not a size such as '24GiB' or '123456B'. {hint}.")
         value = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if value <= 0:
-        raise ConfigError(tell(f"{name} is a positive size", f"{size!r} was given", "Leave it out to use what is free"))
+        raise ConfigError(f"{name}: {size!r} is not a positive size. Leave it out to use the memory that is free.")
     return value
 
 

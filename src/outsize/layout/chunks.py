@@ -1,9 +1,9 @@
-"""ChunkLayout: which parameter lies where in which chunk. Pure geometry, no torch.
+"""ChunkLayout: the chunk and offset of every parameter. Does not import torch.
 
-A chunk holds parameters that are used by the same calls, forward and backward, of one dtype, all trainable or all
-frozen: so a chunk has one kind of master, one gradient and one optimizer state, and frozen bytes never see weight
-decay. Every parameter begins at a multiple of 256 bytes in its chunk, whatever the chunk, so kernels see the same
-alignment under every plan.
+A chunk holds parameters that are used by the same calls, in forward and backward, of one dtype, all trainable or all
+frozen. A chunk therefore has one kind of master weights, one gradient and one optimizer state, and weight decay never
+applies to frozen parameters. Every parameter begins at a multiple of 256 bytes in its chunk, so that kernels see the
+same alignment under every plan.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ DEFAULT_CHUNK_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One parameter's place in its chunk."""
+    """A parameter's range in its chunk."""
 
     name: str
     offset: int
@@ -34,7 +34,7 @@ class Chunk:
     dtype: str
     trainable: bool
     numel: int
-    """With padding."""
+    """Number of elements, with padding."""
     pieces: tuple[Piece, ...]
 
     @property
@@ -76,13 +76,11 @@ class ChunkLayout:
 
 
 def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayout:
-    """Lay out every parameter once. A chunk closes when it would pass `chunk_bytes`; a parameter larger than that has a
-    chunk of its own.
-    """
+    """Assign every parameter to a chunk. A chunk has at most `chunk_bytes`, unless one parameter alone is larger."""
     ordered: dict[str, None] = {}
     for block in graph.calls:
         ordered.update(dict.fromkeys(graph.blocks[block].params))
-    # A parameter that no call reads (an unused tower) still has a home: it belongs to the last region.
+    # A parameter that no call reads (an unused tower) is assigned to the last call.
     last = (len(graph.calls) - 1,)
     ordered.update(dict.fromkeys(p.name for p in graph.params))
 

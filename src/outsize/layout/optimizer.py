@@ -1,5 +1,5 @@
-"""What an optimizer keeps and needs, in bytes. Without torch: the planner counts these bytes, the runtime allocates
-them.
+"""OptimizerLayout: the bytes of optimizer state and workspace. The planner sums these bytes, the runtime allocates
+them. Does not import torch.
 """
 
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outsize.layout.chunks import Chunk
 
 PIECE_NUMEL = 2**20
-"""An update walks its range in pieces of this many elements, so its workspace does not grow with the chunk."""
+"""An update processes its range in pieces of this many elements, so its workspace does not grow with the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,14 +16,14 @@ class OptimizerLayout:
 
     name: str
     state: tuple[str, ...]
-    """Names of the fp32 state tensors. A bf16 weight has also the lower half of its master, `lo`, in 2 bytes."""
+    """Names of the fp32 state tensors. A bf16 weight also has `lo`, the lower half of its fp32 master, in 2 bytes."""
     traffic_bytes: int
-    """Of memory that an update of one bf16 parameter reads and writes, with a bf16 gradient."""
+    """Bytes that the update of one bf16 element reads and writes, with a bf16 gradient."""
     scratch_bytes_per_element: int
 
     @property
     def traffic(self) -> float:
-        """Relative to the default optimizer's."""
+        """Memory traffic relative to the default optimizer."""
         return self.traffic_bytes / ADAMW.traffic_bytes
 
     def state_bytes(self, chunk: Chunk) -> int:
@@ -35,4 +35,4 @@ class OptimizerLayout:
 
 
 ADAMW = OptimizerLayout(name="AdamW", state=("exp_avg", "exp_avg_sq"), traffic_bytes=26, scratch_bytes_per_element=12)
-"""The default. Update rates of machines are those of its kernels; another optimizer's follow from its traffic."""
+"""The default. Calibrated update rates are for its kernels; rates of other optimizers are scaled by their traffic."""

@@ -1,9 +1,9 @@
-"""Which slot each streamed chunk passes through: an interval colouring over the order of calls.
+"""Assigns a slot to each streamed chunk: an interval coloring over the order of calls.
 
 With prefetch depth d, the chunks of a streamed call may be on the device while any of the d streamed calls before it
-runs (and, in backward, after it): chunks whose calls are at most d apart never share a slot, nor do chunks of one call.
-A chunk that several calls use has a slot of its own, since it may be wanted at any time. For equal blocks of one chunk
-this is i mod (d + 1). Planner and runtime call this one function.
+runs (in backward: after it). So chunks whose calls are at most d apart never share a slot, nor do chunks of one call.
+A chunk that several calls use has a slot of its own, since it may be needed at any time. For equal blocks of one chunk,
+the slot of block i is i mod (d + 1). Planner and runtime both call this function.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,14 +31,14 @@ def assign_slots(
     rank = {call: i for i, call in enumerate(sorted({v for c in streamed for v in layout.chunks[c].calls}))}
     slot_of: dict[int, int] = {}
     slot_bytes: list[int] = []
-    last_rank: list[float] = []  # of the slot's latest chunk; infinite for a slot of one's own
+    last_rank: list[float] = []  # of the slot's latest chunk; infinite for a slot that is not shared
     for index in sorted(streamed, key=lambda c: (layout.chunks[c].calls[0], c)):
         calls = layout.chunks[index].calls
         shared = len(calls) > 1
         here = rank[calls[0]]
         free = [] if shared else [s for s, r in enumerate(last_rank) if here - r > depth]
         if free:
-            # The slot that must grow least; among equals the one that has waited longest, which gives i mod k.
+            # The slot that grows least; among equals the least recently used one, which gives i mod k.
             slot = min(free, key=lambda s: (max(0, size[index] - slot_bytes[s]), last_rank[s], s))
             slot_bytes[slot] = max(slot_bytes[slot], size[index])
         else:

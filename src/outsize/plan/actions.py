@@ -1,10 +1,8 @@
-"""Actions: the operations that a schedule is made of. This table is the only place that knows what a kind of action
-does.
+"""Actions: the operations that a schedule consists of. `TYPES` is the only definition of what each kind of action does.
 
-Each kind says what its number means (a block call or a chunk), which lane it runs on, which buffers it reads and
-writes, how many bytes it moves, how long it takes and how the runtime performs it. Schedule, simulator, executor,
-memory ledger, calibration and report derive everything from these records. Actions print as `F12` or `L3` and parse
-back.
+A record in `TYPES` defines the operand of a kind (a block call or a chunk), its lane, the buffers it reads and writes,
+the bytes it moves and how the runtime performs it. Schedule, simulator, executor, memory ledger, calibration and report
+use these records. Actions print as `F12` or `L3`; `parse_action` reads that form.
 """
 
 import re
@@ -57,15 +55,15 @@ the first one written."""
 @dataclass(frozen=True, slots=True)
 class ActionType:
     label: str
-    """In front of the name of a block: `load the weights of`."""
+    """For messages and charts, followed by the name of a block: `load the weights of`."""
     operand: Literal["call", "chunk"]
     work: Work
     group: str
     """The color in charts: see `BufferKind.group`."""
     effect: Callable[[Placement, int, bool], Effect]
-    """Of the number; the flag says that the action belongs to a backward that updates."""
+    """Takes the operand, and whether the action belongs to a backward that updates."""
     num_bytes: Callable[[Placement, int], int]
-    """That it copies or frees; 0 where it computes."""
+    """Bytes that it copies or frees; 0 for compute."""
 
     @property
     def moves_activations(self) -> bool:
@@ -190,5 +188,5 @@ TYPES: dict[Kind, ActionType] = {
     Kind.UPDATE: ActionType("update", "chunk", "update", "optimizer", _update, _weight_bytes),
     Kind.WRITE_BACK: ActionType("write the updated weights of", "chunk", "copy", "weights", _write_back, _weight_bytes),
 }  # fmt: skip
-"""UPDATE runs where the state is. WRITE_BACK goes to the GPU (resident, updated on the host) or to the host (streamed,
-updated on the GPU). FREE waits for OFFLOAD and gives the GPU memory back."""
+"""UPDATE runs where the optimizer state lives. WRITE_BACK copies to the GPU (resident weights, updated on the host) or
+to the host (streamed weights, updated on the GPU). FREE waits for OFFLOAD, then frees the GPU memory."""

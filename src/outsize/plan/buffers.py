@@ -6,18 +6,18 @@ from enum import StrEnum
 class BufferKind(StrEnum):
     # On the GPU.
     WEIGHTS = "weights"
-    """Of a resident chunk."""
+    """Weights of a resident chunk."""
     SLOT = "slot"
-    """Streamed chunks pass through it."""
+    """Weights of the streamed chunks that share it, one at a time."""
     STATE = "state"
     """Optimizer state of a chunk that is updated on the GPU."""
     SCRATCH = "scratch"
     GRADIENT = "gradient"
-    """Of a chunk, from its backward to the step."""
+    """Gradient of a chunk, from its backward to the step."""
     STAGE = "stage"
-    """Gradients pass through it on their way to the host or to their update."""
+    """Gradients that are copied to the host or applied at once; chunks share it."""
     RETURN = "return"
-    """Offloaded activations come back into it."""
+    """Offloaded activations, loaded for the backward."""
     NORMS = "norms"
     # On the host.
     HOME = "home"
@@ -25,27 +25,27 @@ class BufferKind(StrEnum):
     HOST_STATE = "host_state"
     HOST_GRADIENT = "host_gradient"
     HOST_STAGE = "host_stage"
-    """Gradients that are updated as they arrive pass through it."""
+    """Gradients that are applied as they arrive on the host; chunks share it."""
     ARENA = "arena"
-    """Activations that a block call has offloaded."""
+    """Offloaded activations of a block call."""
     HOST_SCRATCH = "host_scratch"
     # Not allocated by the plan.
     LIVE = "live"
-    """Activations of a block call, where autograd holds them."""
+    """Activations of a block call, in the memory that autograd holds."""
 
     @property
     def group(self) -> str:
-        """What people call it: several kinds share a line of a table and a color of a chart."""
+        """The group in tables and charts; several kinds share one."""
         return group_of(self)
 
     @property
     def is_pinned_for_copies(self) -> bool:
-        """Host memory that only copies touch."""
+        """Whether only copies access this host memory."""
         return self in (BufferKind.HOST_GRADIENT, BufferKind.HOST_STAGE, BufferKind.ARENA)
 
 
 def group_of(kind: str) -> str:
-    """`BufferKind.group` of a name, or the name itself if it is no kind of buffer."""
+    """`BufferKind.group` of a name, or the name itself if it is not a kind of buffer."""
     return _GROUPS.get(kind, kind)  # type: ignore[call-overload]
 
 

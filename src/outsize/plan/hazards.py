@@ -1,9 +1,9 @@
-"""Which actions must be waited for, derived from what every action reads and writes.
+"""Hazards: which actions an action waits for, derived from the buffers that actions read and write.
 
-Lanes run side by side, each in the order of issue. An action must come after the last writer of whatever it reads, and
-after the last writer and all later readers of whatever it writes. Waits that follow from the lane's own order or from
-other waits are left out (vector clocks), so every wait that remains is needed: no wait is placed by hand anywhere, and
-none can be forgotten. Planner and runtime each walk their actions through one of these.
+Lanes run concurrently, each in the order of issue. An action runs after the last writer of each buffer it reads, and
+after the last writer and all later readers of each buffer it writes. Vector clocks remove the waits that follow from
+the lane's own order or from other waits, so the remaining set is minimal. No wait is placed by hand. Planner and
+runtime each pass their actions through a `Hazards` object.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ _Clock = dict[Lane, int]
 class Hazards:
     def __init__(self) -> None:
         self._known: dict[Lane, _Clock] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
-        """Per lane: how many actions of each lane surely came before its next one."""
+        """Per lane: how many actions of each lane are known to complete before its next action."""
         self._writer: dict[Buffer, tuple[Token, _Clock]] = {}
         self._readers: dict[Buffer, dict[Lane, tuple[Token, _Clock]]] = {}
 
     def before(self, lane: Lane, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> Sequence[Token]:
-        """What the next action on `lane` must wait for."""
+        """The actions that the next action on `lane` waits for."""
         known = self._known[lane]
         needed: dict[Lane, tuple[Token, _Clock]] = {}
 
@@ -52,7 +52,7 @@ class Hazards:
         return [token for token, _ in waits]
 
     def after(self, lane: Lane, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> Token:
-        """Record the action; the token is what others wait for."""
+        """Record the action; returns the token that others wait for."""
         known = self._known[lane]
         known[lane] += 1
         entry = ((lane, known[lane]), dict(known))

@@ -1,13 +1,13 @@
-"""Pins: parts of a plan that the user fixes. The search fills in the rest.
+"""Pins: parts of a plan that the user fixes. The search chooses the rest.
 
-A pin is obeyed or refused, never ignored: out of its range it is a ConfigError that names the range, and where it
-leaves no plan within the budgets, PlanInfeasible names it.
+A pin is never ignored. A pin out of range raises ConfigError with the range. If no plan with the pins fits the budgets,
+PlanInfeasible names them.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.base.units import is_count
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
@@ -37,7 +37,7 @@ class Pins:
         }
 
     def of_strategy(self, strategy: StrategyRecord) -> int | None:
-        """How many layers use it; None if it is not pinned."""
+        """The pinned number of layers with this strategy. None if it is not pinned."""
         count: int | None = getattr(self, strategy.pin) if strategy.pin else None
         return count
 
@@ -46,11 +46,11 @@ class Pins:
 
 
 def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[str, int]) -> None:
-    """`layers`: per strategy, how many layers know it; `all`: how many layers there are."""
+    """Raise ConfigError for pins out of range. `layers`: per strategy, how many layers support it; under `all`, how
+    many layers have a backward.
+    """
     if not isinstance(pins, Pins):
-        raise ConfigError(
-            tell("pins are outsize.Pins", f"a {type(pins).__name__} was given", "Write outsize.Pins(n_persist=…)")
-        )
+        raise ConfigError(f"pins must be outsize.Pins, not a {type(pins).__name__}. Write outsize.Pins(n_persist=…).")
     most = {
         "n_persist": len(layout.chunks),
         "n_buffer": len(graph.calls),
@@ -61,21 +61,14 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
     for name, value in pins.given().items():
         least = 1 if name == "n_buffer" else 0
         if not is_count(value, least=least) or value > most[name]:
-            wrong.append((f"{name} is between {least} and {most[name]} for this model", f"it is {value!r}"))
+            wrong.append(f"{name} is {value!r}, not between {least} and {most[name]}")
     if wrong:
         raise ConfigError(
-            tell(
-                "; ".join(w for w, _ in wrong),
-                "; ".join(f for _, f in wrong),
-                "Choose a number in the range, or leave the pin out",
-            )
+            f"pins: for this model, {'; '.join(wrong)}. Choose a number in the range, or leave the pin out."
         )
     asked = sum(pins.of_strategy(strategy) or 0 for strategy in PINNED_STRATEGIES)
     if asked > layers["all"]:
         raise ConfigError(
-            tell(
-                f"{', '.join(s.pin for s in PINNED_STRATEGIES)} share {layers['all']} layers that have a backward",
-                f"together they ask for {asked}",
-                "Lower one of them",
-            )
+            f"pins: {', '.join(s.pin for s in PINNED_STRATEGIES)} add up to {asked} layers, and {layers['all']} layers "
+            "have a backward. Lower one of them."
         )

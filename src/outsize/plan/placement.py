@@ -1,7 +1,7 @@
 """Placement: every buffer that a decision allocates for the whole run, by name and size.
 
-The planner adds the sizes up, the runtime allocates exactly these: one definition of residency for both. A buffer's
-name is a pair such as (SLOT, 2) or (HOME, 7); actions say which buffers they read and write by the same names.
+The planner sums the sizes and the runtime allocates these buffers, so residency has one definition. A buffer's name is
+a pair such as (SLOT, 2) or (HOME, 7); actions refer to the buffers they read and write by the same names.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from outsize.plan.buffers import BufferKind as B
 from outsize.plan.plan import Decision, StepConfig
 
 STAGE_DEPTH = 1
-"""One block's gradients may leave while the next block's arrive."""
+"""One block's gradients can be copied out while the next block's are computed."""
 RETURN_SLOTS = 2
-"""One call's activations may return while another's are used."""
+"""One call's activations can be loaded while another's are used."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Placement:
         return self.decision.homes[index].optimizer == "host"
 
     def has_host_weights(self, index: int) -> bool:
-        """Streamed, or updated on the host and copied to the device after that."""
+        """Whether the weights are streamed, or updated on the host and then copied to the device."""
         return self.streams(index) or (self.chunk(index).trainable and self.updates_on_host(index))
 
     @cached_property
     def is_plain(self) -> bool:
-        """Everything lives on the GPU, nothing is recomputed, gradients wait for the step: a run as without outsize, in
-        which nothing moves.
+        """Whether everything lives on the GPU, nothing is recomputed and gradients are kept until the step, as in a run
+        without outsize.
         """
         stays = all(homes.weights == homes.optimizer == "gpu" for homes in self.decision.homes)
         return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
     def knows_issuing(self) -> bool:
-        """Somebody measured what issuing takes, or counted it."""
+        """Whether launch times were measured or estimated."""
         return any(work.forward_launch_seconds for work in self.work)
 
     @cached_property
@@ -64,7 +64,7 @@ class Placement:
 
     @cached_property
     def grad_complete_at(self) -> dict[int, int]:
-        """Trainable chunk to the call in whose backward its gradient is complete: autograd adds up all uses first."""
+        """Trainable chunk to the call whose backward completes its gradient: autograd sums over all uses."""
         completes = {}
         for chunk in self.layout.chunks:
             name = chunk.pieces[0].name
@@ -86,7 +86,7 @@ class Placement:
         return {call: tuple(chunks) for call, chunks in table.items()}
 
     def is_staged(self, index: int) -> bool:
-        """The gradient passes through a staging slot, rather than staying in a buffer of its own."""
+        """Whether the gradient uses a shared staging slot and not a buffer of its own."""
         return self.chunk(index).trainable and (self.updates_on_host(index) or not self.step_config.hold_gradients)
 
     @cached_property
@@ -96,8 +96,8 @@ class Placement:
 
     @cached_property
     def updated_after_backward(self) -> frozenset[int]:
-        """Chunks that a backward with updates leaves until the last gradient for the host has come. See [Note: Which
-        update comes when].
+        """Chunks whose update a backward with updates defers until the last gradient has arrived on the host. See
+        [Note: Which update comes when].
         """
         if self.step_config.update != "in_backward":
             return frozenset()
@@ -110,12 +110,12 @@ class Placement:
         return frozenset(c for i, c in enumerate(on_host) if i % self.decision.host_update_interval)
 
     def waits_on_host(self, index: int) -> bool:
-        """Whether a gradient that left for the host has a buffer of its own there, in which it waits for its update."""
+        """Whether the gradient has a buffer of its own on the host, which holds it until its update."""
         return self.step_config.hold_gradients or index in self.updated_after_backward
 
     @cached_property
     def sending(self) -> tuple[int, ...]:
-        """Calls whose activations go to the host, in forward order."""
+        """Calls that offload activations to the host, in forward order."""
         return tuple(v for v, w in enumerate(self.work) if w.sent_bytes and self.graph.has_backward[v])
 
     @cached_property
@@ -182,14 +182,14 @@ class Placement:
             total[str(kind)] = total.get(str(kind), 0) + size
         return total
 
-    # Where an action finds its bytes.
+    # The buffers of an action.
 
     def weights_buffer(self, index: int) -> Buffer:
-        """What the device computes with."""
+        """The weights that compute reads."""
         return (B.SLOT, self.slots.slot_of[index]) if self.streams(index) else (B.WEIGHTS, index)
 
     def gradient_buffer(self, index: int) -> Buffer:
-        """Where backward leaves the gradient on the device."""
+        """The buffer on the device that backward writes the gradient to."""
         return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)
 
     def host_gradient_buffer(self, index: int) -> Buffer:

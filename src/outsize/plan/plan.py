@@ -1,9 +1,8 @@
-"""Plan: the decision, its step_config, and what it promises. A frozen record without torch; planner and runtime meet
-only here.
+"""Plan: a frozen record, without torch, that the planner makes and the runtime executes.
 
-*StepConfig* are given (how the user trains), the *decision* is chosen (what lives where), the *work* is measured, the
-*estimate* is what walking the schedule gave. A plan file holds all four, so a run can be repeated and its promise be
-checked.
+The *step_config* is given by the user (how to train). The *decision* is chosen by the search (what lives where). The
+*work* is measured. The *estimate* is the simulator's prediction. A plan file holds all four, so a run can be repeated
+and its prediction compared with a measurement.
 """
 
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """Where a chunk's bytes live between uses."""
+    """Where a chunk's weights and optimizer state live between uses."""
 
     weights: Home
     optimizer: Home
-    """Of frozen chunks: the same as `weights`, and nothing lives there."""
+    """The home of the optimizer state. A frozen chunk has no state; the value is then the same as `weights`."""
 
     def __str__(self) -> str:
         return f"{self.weights}/{self.optimizer}"
@@ -33,17 +32,17 @@ class Homes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
-    """How the run trains. Hints about memory; any loop stays correct under them."""
+    """How the run trains, as the plan assumes it. Other loops stay correct; their time and memory differ."""
 
     update: UpdateMode = "after_step"
     accumulate: int = 1
-    """Backward passes per step that the plan's time and memory are for."""
+    """Backward passes per step that the predicted time and memory assume."""
     fp32_grads: bool = False
     optimizer: OptimizerLayout = ADAMW
 
     @property
     def hold_gradients(self) -> bool:
-        """Whether gradients outlive the backward pass that made them."""
+        """Whether gradients are kept after the backward pass that computes them."""
         return self.update == "after_step" or self.accumulate > 1
 
 
@@ -52,30 +51,30 @@ class Decision:
     homes: tuple[Homes, ...]
     """Per chunk."""
     strategies: tuple[Strategy, ...]
-    """Per call; regions keep."""
+    """Per call; only layers have another strategy than keep."""
     depth: int
-    """How many streamed calls ahead weights are loaded; slots follow from it."""
+    """Prefetch depth: how many streamed calls ahead weights are loaded. It determines the number of slots."""
     host_update_interval: int = 1
-    """With updates in backward: every so many of the chunks that are updated on the host, in the order their gradients
-    land, are updated while the backward runs. The gradients of the others wait on the host; their updates follow the
-    last gradient, in forward order, and go on under the next forward."""
+    """With updates in backward: of the chunks that are updated on the host, in the order in which their gradients
+    complete, every n-th is updated while the backward runs. The gradients of the others are kept on the host. Their
+    updates run after the last gradient, in forward order, and overlap with the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     step_seconds: float
     gpu_bytes: int
-    """High-water on the device over the run."""
+    """Peak on the device over the run."""
     host_bytes: int
     gpu_parts: dict[str, int]
-    """What is allocated for the whole run, by kind; the rest of `gpu_bytes` is activations."""
+    """Bytes allocated for the whole run, by kind; the rest of `gpu_bytes` is activations."""
     host_parts: dict[str, int]
     busy_seconds: dict[str, float]
     """Per lane, in one step."""
     peak_at: str
-    """The action during which the device is fullest."""
+    """The action at the memory peak."""
     launch_bound_seconds: float = 0.0
-    """Of the compute lane's, that it waits for the thread which tells it what to compute."""
+    """Part of the compute lane's busy time in which it waits for the CPU thread that launches kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,18 +95,18 @@ class Plan:
     host_budget_bytes: int
     estimate: Estimate
     provenance: str
-    """Where the numbers come from."""
+    """Which numbers were measured or estimated, and where."""
     search: str
-    """How it was found, in words."""
+    """How the search found it, as text."""
     shared: tuple[SharedTensor, ...] = ()
-    """What layers share among their inputs, as measured."""
+    """Tensors that several layers hold, as measured."""
     loss_chunk: int = 0
-    """Tokens at once of a loss in chunks; 0: the model's own loss."""
+    """Tokens per chunk of a chunked loss; 0 for the model's own loss."""
     loss: str = ""
-    """How it is made, in words: in chunks of tokens, or from full logits and why. Empty: it was not told, and is made
-    from full logits.
+    """How the loss is computed, as text: in chunks of tokens, or from full logits and why. Empty if unknown; the loss
+    is then computed from full logits.
     """
     process_overhead: ProcessOverhead = ProcessOverhead()
-    """What the model's run takes beside the estimate, as the trial run found it."""
+    """Process overhead beside the estimate, as measured by the trial run."""
     profile_keys: tuple[str, ...] = ()
-    """The cached profiles that it is made of. A run that contradicts the plan deletes them."""
+    """Cache keys of the profiles that the plan uses. A run that contradicts the plan deletes these profiles."""

@@ -1,8 +1,6 @@
-"""A plan as text that a person takes in at a glance: what every block does, where its bytes live, what the totals are
-and what binds.
+"""Renders a plan as text: strategy and homes of every block, memory totals and the bottleneck.
 
-Plain characters only, about a hundred columns: the same text goes to a terminal, a log, an issue or a panel of the
-command line.
+The text is about a hundred columns wide and has no terminal codes, so that it suits terminals, logs and issues.
 """
 
 import re
@@ -19,32 +17,32 @@ from outsize.plan.plan import Home, Plan
 
 BAR_WIDTH = 40
 BUSY_SHARE = 0.9
-"""A lane that works this share of the step is what the step takes so long for."""
+"""A lane that is busy for this share of the step is the bottleneck."""
 TELLING = 0.05
-"""Of the step: less than that of waiting for Python is not worth a word."""
+"""Share of the step. Less launch-bound time than this is not reported."""
 _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call, as the table tells it."""
+    """A block call in the table."""
 
     name: str
     strategy: str
     homes: str
     nbytes: int
-    """Of the weights that the call is the first to use."""
+    """Bytes of the weights that this call is the first to use."""
 
 
 def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout, notes: Mapping[str, str] | None = None) -> str:
-    """`notes`: more to say at the end, by a label of at most five letters; what is empty is left out."""
+    """The whole text. `notes`: text to append, by a label of at most five letters; empty ones are skipped."""
     said = [line for label, text in (notes or {}).items() if text for line in _wrap(f"{label:<6}", text)]
     parts = [head(plan, graph), _table(plan, graph, layout), _memory(plan), [*_time(plan), *said]]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
 def summary(plan: Plan) -> str:
-    """One line for a log."""
+    """The plan in one line, for a log."""
     estimate, decision = plan.estimate, plan.decision
     counts = {s: decision.strategies.count(s) for s in STRATEGY if s != "keep"}
     strategies = ", ".join(f"{count} {s}" for s, count in counts.items() if count) or "all keep"
@@ -59,7 +57,7 @@ def summary(plan: Plan) -> str:
 
 
 def head(plan: Plan, graph: BlockGraph) -> list[str]:
-    """What is trained, on what, and how."""
+    """Lines with the model, the machine, the batch and the update mode."""
     batch = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.inputs.items() if shape)
     update = {"after_step": "updated after the step", "in_backward": "updated in backward"}[plan.step_config.update]
     if plan.decision.host_update_interval > 1:
@@ -77,7 +75,7 @@ def head(plan: Plan, graph: BlockGraph) -> list[str]:
 
 
 def group_rows(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[list[Row]]:
-    """All calls in order; neighbours that do the same stand together."""
+    """All calls in order. Consecutive calls with the same values form a group."""
     groups: list[list[Row]] = []
     seen: set[int] = set()
     for call in range(len(graph.calls)):
@@ -91,7 +89,7 @@ def group_rows(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[list[
 
 
 def group_cells(group: Sequence[Row]) -> tuple[str, str, str, str]:
-    """Block, activations, homes, weights of rows that stand together."""
+    """Block, activations, homes and weights of a group."""
     first = group[0]
     times = f"{len(group)} × " if len(group) > 1 else ""
     size = f"{times}{show_bytes(first.nbytes)}" if first.nbytes else ("tied" if first.homes else "none")
@@ -137,13 +135,13 @@ def _places(homes: Sequence[Home]) -> str:
 
 
 def _alike(a: Row, b: Row) -> bool:
-    """One row can stand for both: `layers.3` and `layers.4` with all else equal."""
+    """Whether one row can represent both: `layers.3` and `layers.4` with all else equal."""
     stem_a, stem_b = (_NUMBER.sub("#", row.name) for row in (a, b))
     return stem_a == stem_b and a.name != b.name and (a.strategy, a.homes, a.nbytes) == (b.strategy, b.homes, b.nbytes)
 
 
 def _range(first: str, last: str) -> str:
-    """`model.layers.4-27`: the one number in which the two differ becomes a range."""
+    """`model.layers.4-27`: the first number in which the two differ becomes a range."""
     if first == last:
         return first
     for a, b in zip(_NUMBER.finditer(first), _NUMBER.finditer(last), strict=True):
@@ -174,12 +172,12 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def host_parts(plan: Plan) -> dict[str, int]:
-    """Bytes on the host by what they are for."""
+    """Host bytes by group."""
     return _by_group(plan.estimate.host_parts)
 
 
 def _by_group(parts: dict[str, int]) -> dict[str, int]:
-    """`buffers` are the model's own; all others are kinds of the plan's buffers."""
+    """Sum bytes by group. `buffers` are the model's own; all other names are kinds of plan buffers."""
     total: dict[str, int] = {}
     for kind, size in parts.items():
         group = group_of(kind)
@@ -203,19 +201,19 @@ def _bar(name: str, used: int, budget: int, parts: dict[str, int]) -> list[str]:
 
 
 def tokens_per_second(plan: Plan) -> float | None:
-    """None where the batch has no tokens."""
+    """None if the batch has no tokens."""
     shape, seconds = plan.inputs.get("input_ids", ()), plan.estimate.step_seconds
     return shape[0] * shape[1] * plan.step_config.accumulate / seconds if len(shape) == 2 and seconds else None
 
 
 def lane_shares(plan: Plan) -> dict[str, float]:
-    """How much of the step each lane works."""
+    """Share of the step in which each lane is busy."""
     seconds = plan.estimate.step_seconds
     return {lane: busy / seconds if seconds else 0.0 for lane, busy in plan.estimate.busy_seconds.items()}
 
 
 def bottleneck_text(plan: Plan) -> str:
-    """What the step takes so long for."""
+    """The bottleneck of the step."""
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     most = f"{lane_words(busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
@@ -227,7 +225,7 @@ def bottleneck_text(plan: Plan) -> str:
 
 
 def busiest_lane(plan: Plan) -> str:
-    """The lane that works most, and how much of the step; in a few words."""
+    """The busiest lane and its share of the step, as short text."""
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     starved = _starved_share(plan) if busiest == "compute" else 0.0
@@ -237,9 +235,7 @@ def busiest_lane(plan: Plan) -> str:
 
 
 def _starved_share(plan: Plan) -> float:
-    """Of computing, what is waiting for the thread that issues it; 0 where that is not worth
-    os_errors_as_save_failed.
-    """
+    """Launch-bound share of compute; 0 if it is too small to report."""
     computing, starved = plan.estimate.busy_seconds.get("compute", 0.0), plan.estimate.launch_bound_seconds
     return starved / computing if computing and starved >= TELLING * plan.estimate.step_seconds else 0.0
 

@@ -1,14 +1,14 @@
-"""Schedule: a decision written out as segments, lists of actions in the order in which they are issued.
+"""Schedule: the actions of a decision as segments, each a list of actions in the order of issue.
 
 One optimizer step runs `forward` and one of the backwards per micro-batch, then `update` unless the last backward
-updates. `evaluate` is a forward without grad. The simulator walks segments with numbers, the executor with tensors, in
-the same order. What an action does is in plan/actions.py.
+updates. `evaluate` is a forward without grad. The simulator and the executor process the segments in the same order.
+plan/actions.py defines the actions.
 
-[Note: Which update comes when] After the step, updates come in forward order: the next forward begins under them. With
-updates in backward, the host is slower than the backward: a layer's update takes two or three times as long. If updates
-were queued as gradients arrive, those of the first layers, which the next forward waits for, would come last. So the
-host updates every `host_update_interval`-th chunk as its gradient arrives, and the others in forward order after the
-last gradient: it works from the first gradient to the last layer's forward.
+[Note: Which update comes when] After the step, updates run in forward order, so that the next forward can overlap with
+them. With updates in backward, the host is slower than the backward: it updates a layer in two or three times the
+layer's backward time. If updates were queued as gradients arrive, the first layers, which the next forward needs first,
+would be updated last. So the host updates every `host_update_interval`-th chunk as its gradient arrives, and the others
+in forward order after the last gradient. The host is then busy from the first gradient to the next forward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ class Segment:
     name: str
     actions: tuple[Action, ...]
     updates_in_backward: bool = False
-    """Its updates belong to a backward: they wait for no norm, since nothing is clipped."""
+    """Whether its updates belong to a backward. They do not wait for the norm, since gradients are not clipped."""
 
     def __str__(self) -> str:
         return f"{self.name}: {' '.join(map(str, self.actions))}".rstrip()
@@ -46,7 +46,7 @@ class Schedule:
 
     @property
     def backwards(self) -> list[Segment]:
-        """All have the same calls in the same order."""
+        """The backward segments. All have the same calls in the same order."""
         return [segment for name, segment in self.segments.items() if name.startswith("backward")]
 
     def step(self, accumulate: int, in_backward: bool) -> Iterator[Segment]:
@@ -59,7 +59,7 @@ class Schedule:
 
 
 def backward_name(*, pending: bool, update: bool) -> str:
-    """`pending`: after earlier micro-batches. `update`: the last one before a step, which updates."""
+    """`pending`: gradients of earlier micro-batches exist. `update`: the backward updates weights."""
     return f"backward {'again' if pending else 'first'}{'+update' if update else ''}"
 
 
@@ -70,7 +70,7 @@ def make_schedule(segments: dict[str, Iterable[Action]]) -> Schedule:
 
 
 def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
-    """`only_steps`: without the segments that no step of this plan has; a search has no use for them."""
+    """`only_steps`: compile only the segments that a step of this plan runs. The search needs no others."""
     in_backward = place.step_config.update == "in_backward"
     last = place.step_config.accumulate - 1
     kinds = sorted({(i > 0, in_backward and i == last) for i in range(last + 1)})
@@ -87,11 +87,11 @@ def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
 
 
 class _Slots:
-    """Issues each load as soon as the slot's previous user has been issued, ordered by who needs it first."""
+    """Issues each load as soon as the slot's previous user has been issued, ordered by first use."""
 
     def __init__(self, place: Placement, uses: list[int], holding: dict[int, int]):
-        """`uses`: calls in the order they run. `holding`: what each slot holds at the start."""
-        self._queue: dict[int, list[tuple[int, int]]] = {}  # slot -> (position, chunk) of the uses to come
+        """`uses`: calls in the order they run. `holding`: the chunk that each slot holds at the start."""
+        self._queue: dict[int, list[tuple[int, int]]] = {}  # slot -> (position, chunk) of its future uses
         for position, call in enumerate(uses):
             for chunk in place.layout.used_by(call):
                 if place.streams(chunk):
@@ -99,7 +99,7 @@ class _Slots:
         self._holding = holding
 
     def loads(self, slots: Iterable[int]) -> list[Action]:
-        """The loads that may be issued now that nobody uses `slots`."""
+        """The loads that may be issued once `slots` are free."""
         ready = []
         for slot in slots:
             queue = self._queue.get(slot)
@@ -139,7 +139,7 @@ def _forward(place: Placement, *, offloads: bool = True) -> list[Action]:
         actions.append(Action(Kind.FORWARD, call))
         if call in sending:
             actions.append(Action(Kind.OFFLOAD, call))
-        # A copy has the whole of the next call to finish before the device waits for it.
+        # The copy can overlap with the whole next call before the device waits for it.
         if call - 1 in sending:
             actions.append(Action(Kind.FREE, call - 1))
         actions += slots.loads(slots.used(position))
@@ -185,8 +185,8 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
             if update and chunk not in place.updated_after_backward:
                 actions += _update_chunk(place, chunk, loaded=True)
         if call == last_completion:
-            # The host has all it will get: it shall go on at once, not when the thread that issues has come to the end.
-            # The copies into the device would hold up those that the rest of the backward needs.
+            # The host has all its gradients, so the deferred updates start now and not at the end of the backward.
+            # The copies to the device wait: they would delay the loads that the rest of the backward needs.
             actions += [action for action in deferred if action.kind == Kind.UPDATE]
         actions += slots.loads(slots.used(position))
         if call in next_returning:
@@ -201,7 +201,7 @@ def _first_per_slot(items: list[int], slot_of: dict[int, int], kind: Kind) -> li
 
 
 def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
-    """Each item to the one that passes through its slot after it."""
+    """Each item to the next one in its slot."""
     following: dict[int, int] = {}
     latest: dict[int, int] = {}
     for item in items:
@@ -213,7 +213,7 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
 
 
 def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
-    """In forward order, so that the next forward finds its first chunks done first."""
+    """In forward order, so that the chunks that the next forward needs first are updated first."""
     actions: list[Action] = []
     for chunk in sorted(chunks, key=lambda c: (place.chunk(c).calls[0], c)):
         actions += _update_chunk(place, chunk, loaded=False)

@@ -1,18 +1,18 @@
-"""The decisions that the search looks at: a few counts, each of which spends memory in a fixed order of priority.
+"""Candidates: the decisions that the search considers. Each is a few counts, and `SearchSpace` turns counts into
+decisions, bytes and a time bound.
 
-Layers take their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since theirs is
-freed first. Weights are resident for a prefix (chunks that several calls use, then forward order), optimizer state is
-on the GPU for a prefix in forward order, since the next forward waits for the first chunks first. `SearchSpace` turns
-counts into decisions and their bytes.
+Layers have their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since their
+activations are freed first. A prefix of the chunks has resident weights (chunks that several calls use come first, then
+forward order). A prefix in forward order has its optimizer state on the GPU, since the next forward needs the first
+chunks first.
 
-Where little of the model trains (adapters; a last layer), what trains stays: its chunks come first among the weights,
-and no count is below their number unless a pin says so. The counts then only say how much of the frozen rest is
-resident.
+If only a small part of the model is trainable (adapters, a last layer), it stays on the GPU: its chunks come first
+among the weights, and counts are at least their number unless a pin is lower. The counts then determine how much of the
+frozen weights is resident.
 
-Bytes come in three parts that do not depend on one another: weights (resident, depth), optimizer (optimizer,
-host_update_interval), activations (the strategies). Each is taken from Placement, slots and ledger as they are, once
-per value; the search asserts that the sum is what the finished plan says, so there is no second account that could
-drift from the first.
+Bytes are the sum of three independent parts: weights (resident, depth), optimizer (optimizer, host_update_interval) and
+activations (the strategies). Each part is computed once per value with Placement, slots and ledger. The search asserts
+that the sum equals the estimate of the finished plan.
 """
 
 import itertools
@@ -37,12 +37,13 @@ from outsize.profile.trace import ModelTrace
 DEPTHS = (0, 1, 2, 3)
 MAX_STRIDE = 8
 MAX_MIXES = 500
-"""Up to here all mixes of strategies are compared for the least memory; beyond it, those of two strategies."""
+"""Up to this number, all mixes of strategies are compared for the minimum memory; beyond it, those of two strategies.
+"""
 
 STAYING_SHARE = 0.1
-"""Up to this share of the weights' bytes, what trains stays on the GPU with its gradients and state. All of it is at
-most eight times its weights (bf16 with fp32 gradients: 16 bytes a parameter, not 2), less than the frozen weights;
-moved, it would put small copies and host updates into every block's way."""
+"""Up to this share of the weights' bytes, trainable weights stay on the GPU with their gradients and optimizer state.
+Together these take at most eight times the trainable weights (bf16 with fp32 gradients: 16 bytes a parameter, not 2),
+which is less than the frozen weights. On the host, they would add small copies and host updates to every block."""
 
 StrategyCounts = tuple[int, int, int]
 """Numbers of layers that swap, offload, recompute; the others keep."""
@@ -79,8 +80,8 @@ class SearchSpace:
         )
         staying = set(self.state_order if _is_small(layout) else [])
         self.num_staying = len(staying)
-        """So many of `weight_order` and of `state_order` are on the GPU in every plan without pins: all that trains, or
-        none.
+        """How many chunks of `weight_order` and of `state_order` are on the GPU in every plan without pins: all
+        trainable ones, or none.
         """
         shared = {chunk.index for chunk in layout.chunks if len(chunk.calls) > 1}
         self.weight_order = sorted(
@@ -93,23 +94,23 @@ class SearchSpace:
         self._activations: dict[StrategyCounts, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
 
-    # Candidate to decisions.
+    # From candidates to decisions.
 
     def knows(self, call: int, strategy: Strategy) -> bool:
-        """Whether the layer may use it. An offload that sends nothing is none."""
+        """Whether the layer supports the strategy. An offload that sends nothing does not count."""
         return strategy in self.trace.strategies(call) and (
             strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0
         )
 
     @cached_property
     def num_layers(self) -> dict[str, int]:
-        """Per strategy, how many layers know it."""
+        """Per strategy, how many layers support it; under `all`, the number of layers."""
         return {"all": len(self.layers)} | {
             s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
         }
 
     def strategies(self, mix: StrategyCounts) -> tuple[Strategy, ...] | None:
-        """Per call; None where the layers do not know enough of the strategies."""
+        """The strategy of each call. None if too few layers support the strategies."""
         if mix not in self._mixes:
             chosen: list[Strategy] = ["keep"] * len(self.graph.calls)
             rest = self.layers
@@ -156,12 +157,12 @@ class SearchSpace:
 
     @property
     def plain(self) -> Candidate:
-        """Everything on the GPU, nothing recomputed: what a run without outsize would do."""
+        """Everything on the GPU, nothing recomputed, as in a run without outsize."""
         return Candidate(
             resident=len(self.weight_order), optimizer=len(self.state_order), swap=0, offload=0, recompute=0, depth=0
         )
 
-    # Candidate to bytes.
+    # From candidates to bytes.
 
     def gpu_bytes(self, counts: Candidate) -> int:
         return (
@@ -178,7 +179,7 @@ class SearchSpace:
         )
 
     def weights(self, resident: int, depth: int) -> tuple[int, int]:
-        """GPU bytes of weights, resident and in slots; and the slots' alone."""
+        """GPU bytes of weights, resident and in slots; and those of the slots alone."""
         key = (resident, depth)
         if key not in self._weights:
             slots = assign_slots(self.layout, self.weight_order[resident:], depth).total_bytes
@@ -186,10 +187,10 @@ class SearchSpace:
         return self._weights[key]
 
     def states(self, optimizer: int, host_update_interval: int = 1) -> tuple[int, int]:
-        """GPU and host bytes of optimizer state, gradients and what updates need."""
+        """GPU and host bytes of optimizer state, gradients and update workspace."""
         key = (optimizer, host_update_interval)
         if key not in self._states:
-            # All weights resident: then slots are nobody's, and what remains depends on the optimizer's homes alone.
+            # With all weights resident there are no slots, and these bytes depend on the optimizer's homes alone.
             place = self.place(
                 self.decision(replace(self.plain, optimizer=optimizer, host_update_interval=host_update_interval))
             )
@@ -201,7 +202,7 @@ class SearchSpace:
         return self._states[key]
 
     def home_bytes(self, resident: int, optimizer: int) -> int:
-        """Host bytes of weights: streamed, or updated there."""
+        """Host bytes of weights that are streamed or updated on the host."""
         if optimizer not in self._homes:
             chunks = self.layout.chunks
             updated_there = set(self.state_order[optimizer:])
@@ -213,13 +214,13 @@ class SearchSpace:
         return self._homes[optimizer][resident]
 
     def activations(self, mix: StrategyCounts) -> tuple[int, int]:
-        """GPU and host bytes of everything that is no chunk's: activations at their fullest, return slots, norms,
-        buffers.
+        """GPU and host bytes of everything that does not belong to a chunk: activations at their peak, return slots,
+        norms, buffers.
         """
         if mix not in self._activations:
             strategies = self.strategies(mix)
             assert strategies is not None
-            # A layout without chunks: the schedule then holds forward, backward and activation traffic alone.
+            # Without chunks, the schedule has only forward, backward and the copies of activations.
             decision = Decision(homes=(), strategies=strategies, depth=0)
             bare = Placement(
                 self.graph,
@@ -234,10 +235,12 @@ class SearchSpace:
             self._activations[mix] = bare.gpu_bytes + peak, bare.host_bytes
         return self._activations[mix]
 
-    # Candidate to a bound on time.
+    # From candidates to a lower bound on time.
 
     def bound_seconds(self, counts: Candidate) -> float:
-        """No step is faster: the work of the busiest lane. Cheap, so the search need not simulate what cannot win."""
+        """A lower bound on the step time: the work of the busiest lane. Cheap, so that hopeless candidates are not
+        simulated.
+        """
         strategies = self.strategies(counts.mix)
         assert strategies is not None
         work, spec, again = self.trace.works(strategies), self.spec, self.step_config.accumulate
@@ -252,7 +255,7 @@ class SearchSpace:
         )
 
     def host_update_interval(self, counts: Candidate) -> int:
-        """So many chunks' gradients land while the host updates one. 1 where nothing is updated on the host in
+        """How many chunks' gradients complete while the host updates one chunk. 1 if the host updates nothing in
         backward.
         """
         strategies = self.strategies(counts.mix)
@@ -284,7 +287,7 @@ class SearchSpace:
                         host += host_update
                         d2h += again * grad_out
                         h2d += (again - 1) * grad_in + (0.0 if index in streamed else load)
-            # What forward leaves in the slots, backward need not load.
+            # Backward does not load the chunks that forward leaves in the slots.
             held = again * self.weights(resident, depth)[1] / self.spec.h2d_bytes_per_second
             launches = again * len(streamed) * self.spec.launch_seconds
             self._lanes[key] = compute, max(0.0, h2d - held - launches), d2h, host
@@ -306,11 +309,11 @@ class SearchSpace:
             rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward))
         return rows
 
-    # What the pins leave open.
+    # Candidates under pins.
 
     def mixes(self, pins: Pins) -> Iterator[StrategyCounts]:
-        """Mixes among which the least memory is sought: all of them in a small model, else those of at most two free
-        strategies.
+        """The mixes that are compared for the minimum memory: all of them for a small model, else those of at most two
+        strategies that are not pinned.
         """
         pinned = (pins.n_swap, pins.n_offload, pins.n_checkpoint)
         most = (self.num_layers["swap"], self.num_layers["offload"], self.num_layers["recompute"])
@@ -342,6 +345,6 @@ class SearchSpace:
 
 
 def _is_small(layout: ChunkLayout) -> bool:
-    """Whether what trains is a small part of the model."""
+    """Whether the trainable weights are a small part of the model."""
     trained = sum(chunk.nbytes for chunk in layout.chunks if chunk.trainable)
     return trained <= STAYING_SHARE * sum(chunk.nbytes for chunk in layout.chunks)

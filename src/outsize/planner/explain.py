@@ -1,8 +1,7 @@
-"""Why this plan: what the usual recipes would take, what a faster or larger machine would be worth, and the least that
-would do.
+"""Explains a plan: the time of common recipes, the gain from a faster or larger machine, and the minimum memory.
 
-Every answer is a search of its own with one thing changed, so it is as right as the plan itself. Seconds of work on one
-core; no torch.
+Every answer is a search with one thing changed, so it is as accurate as the plan itself. The searches take seconds on
+one core and do not need torch.
 """
 
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ MORE_GPU_BYTES = 4 * GiB
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """All that a search goes by."""
+    """The inputs of a search."""
 
     graph: BlockGraph
     layout: ChunkLayout
@@ -62,41 +61,41 @@ class Problem:
         )
 
     def least_gpu_bytes(self, host_bytes: int | None = None) -> int | None:
-        """The least that plans need beside this much on the host (the problem's own by default); None if no amount
-        does.
+        """Minimum GPU bytes that a plan needs with this much host memory (by default the problem's). None if no amount
+        is enough.
         """
         least = self.budgets.least_gpu(host_bytes=host_bytes)
         return least[0] if least else None
 
     def least_gpu_memory(self) -> int | None:
-        """The least to ask for."""
+        """The smallest `gpu_memory` that is enough. None if no amount is."""
         least = self.least_gpu_bytes()
         return self.gpu.total_for(least) if least is not None else None
 
     def least_host_bytes(self) -> int | None:
-        """The least host memory that would do beside the GPU as it is."""
+        """Minimum host bytes with this GPU budget."""
         least = self.budgets.least_host()
         return least[0] if least else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a change comes to."""
+    """The result of one change."""
 
     name: str
     step_seconds: float | None
     """None: it does not fit."""
     note: str
-    """What binds, or what is missing."""
+    """The bottleneck, or the memory that is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     plan: Plan
     by_hand: tuple[Answer, ...]
-    """The recipes that people use without a planner, each with the rest chosen as well as can be."""
+    """Common recipes, as pins; the search chooses the rest."""
     hardware_upgrades: tuple[Answer, ...]
-    """One thing of the machine changed, and planned anew."""
+    """New plans, each with one property of the machine changed."""
     least_gpu_bytes: int | None
     least_host_bytes: int | None
 
@@ -134,8 +133,8 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
 
 
 def what_if(problem: Problem, plan: Plan, smallest: str | None) -> str:
-    """The first questions after a plan, in two lines: what more memory would buy, and how little would do. `smallest`:
-    a machine's name.
+    """Two lines: the gain from more GPU memory, and the minimum memory. `smallest`: the name of the smallest machine
+    that is large enough.
     """
     name, changed = next(_changes(problem))
     least = Explanation(
@@ -195,7 +194,7 @@ def _halved(trace: ModelTrace, *fields: str) -> ModelTrace:
 
 
 def _upgrade(name: str, problem: Problem, plan: Plan) -> Answer:
-    """Of a better machine: where its own plan is not found to be faster, the one in hand fits as well."""
+    """The answer for a better machine. If the search finds no faster plan, the given plan is used: it fits too."""
     answer = _answer(name, problem)
     if answer.step_seconds is not None and answer.step_seconds > plan.estimate.step_seconds:
         return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=busiest_lane(plan))
@@ -210,7 +209,7 @@ def _answer(name: str, problem: Problem) -> Answer:
         return Answer(
             name=name, step_seconds=None, note=f"does not fit: {needed}, {show_bytes(no.allowed_bytes)} allowed"
         )
-    except ConfigError:  # the layers do not know the recipe's strategy
+    except ConfigError:  # the layers do not support the recipe's strategy
         return Answer(name=name, step_seconds=None, note="this model cannot be trained so")
     return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=busiest_lane(plan))
 

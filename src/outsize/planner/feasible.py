@@ -1,15 +1,15 @@
-"""What fits: the least memory that a model can be trained in, and the answer when that is too much.
+"""Feasibility: the minimum memory that a plan needs, and the error if the budgets are smaller.
 
-A search fails exactly when the least GPU memory found here (under the host budget) is above the GPU budget. That
-minimum does not depend on the GPU budget, so the number in the error is the one at which the same search succeeds.
+A search fails if and only if the minimum GPU memory under the host budget is above the GPU budget. The minimum does not
+depend on the GPU budget, so the same search succeeds with the number that the error names.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from outsize.base.errors import ConfigError, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.plan.pins import Pins
@@ -19,13 +19,13 @@ W = TypeVar("W")
 
 
 class Budgets:
-    """Two budgets and the pins: which counts are allowed and which fit."""
+    """GPU budget, host budget and pins: which candidates are allowed and which fit."""
 
     def __init__(self, space: SearchSpace, pins: Pins, gpu: GpuBudget, host_bytes: int):
         self.space, self.pins, self.gpu, self.host_bytes = space, pins, gpu, host_bytes
         self.gpu_bytes = gpu.usable_bytes
         every, trainable = len(space.weight_order), len(space.state_order)
-        # What stays on the GPU is the least, unless a pin says another number: a pin may also send it away.
+        # Chunks that stay on the GPU are the lower bound. A pin overrides it and may move them to the host.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
         self.optimizer = (
             (space.num_staying, trainable)
@@ -33,10 +33,10 @@ class Budgets:
             else (pins.n_optimizer_gpu, pins.n_optimizer_gpu)
         )
         self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
-        """The least that is allowed."""
+        """The smallest prefetch depth that is allowed."""
 
     def obeys(self, counts: Candidate) -> bool:
-        """Whether the pins, and what stays on the GPU, allow it."""
+        """Whether the pins and the chunks that stay on the GPU allow the candidate."""
         pins = self.pins
         pairs = (
             (pins.n_swap, counts.swap),
@@ -53,7 +53,9 @@ class Budgets:
         return self.space.gpu_bytes(counts) <= self.gpu_bytes and self.space.host_bytes(counts) <= self.host_bytes
 
     def cheapest_candidate(self, mix: StrategyCounts, depth: int) -> Candidate | None:
-        """Little on the GPU, yet within the host budget. Quick: None does not mean that there is nothing."""
+        """A candidate with little on the GPU that fits the budgets. A quick heuristic: None does not mean that none
+        fits.
+        """
         least = Candidate(
             resident=self.resident[0], optimizer=self.optimizer[0], swap=0, offload=0, recompute=0, depth=depth
         ).with_mix(mix)
@@ -61,8 +63,7 @@ class Budgets:
             counts = least
             for name in (first, second):
                 low, high = getattr(self, name)
-                # Moving a chunk to the GPU never adds host bytes but for slots of odd sizes, so bisection is near
-                # enough.
+                # Moving a chunk to the GPU adds host bytes only if slot sizes differ, so bisection is accurate enough.
                 while low < high and self.space.host_bytes(counts) > self.host_bytes:
                     middle = (low + high) // 2
                     if self.space.host_bytes(replace(counts, **{name: middle})) <= self.host_bytes:
@@ -75,7 +76,7 @@ class Budgets:
                 return counts
         return None
 
-    # The exact minima, over all counts at the least depth.
+    # The exact minima over all candidates at the smallest depth.
 
     @cached_property
     def _mixes(self) -> "list[tuple[int, int, StrategyCounts]]":
@@ -99,7 +100,7 @@ class Budgets:
         return _frontier(rows)
 
     def _minimum(self, host_limit: int | None, gpu_limit: int | None) -> tuple[int, Candidate] | None:
-        """Least GPU bytes under `host_limit`, or least host bytes under `gpu_limit`."""
+        """Minimum GPU bytes under `host_limit`, or minimum host bytes under `gpu_limit`, with its candidate."""
         best: tuple[int, int, Candidate] | None = None
         for mix_gpu, mix_host, mix in self._mixes:
             for pair_gpu, pair_host, (resident, optimizer) in self._pairs:
@@ -115,11 +116,11 @@ class Budgets:
         return None if best is None else (best[0], best[2])
 
     def least_gpu(self, *, any_host: bool = False, host_bytes: int | None = None) -> tuple[int, Candidate] | None:
-        """`host_bytes`: another host budget than this one."""
+        """Minimum GPU bytes with its candidate. `host_bytes`: replaces the host budget."""
         allowed = self.host_bytes if host_bytes is None else host_bytes
         if not self._mixes:
             return None
-        # Weights, states and activations each at their least: the minimum, unless the host is too small for just that.
+        # Weights, states and activations each at their own minimum. This is the minimum if it fits the host.
         space = self.space
         counts = Candidate(
             resident=self._least_resident,
@@ -150,17 +151,14 @@ class Budgets:
         return self._minimum(None, self.gpu_bytes)
 
     def start(self) -> Candidate:
-        """Candidate that fit, with little on the GPU; or the reason why there are none."""
+        """A candidate that fits, with little on the GPU. Raises ConfigError or PlanInfeasible if there is none."""
         for mix in dict.fromkeys([self._one_strategy(i) for i in (2, 1, 0)]):
             if mix is not None and (counts := self.cheapest_candidate(mix, self.depth)):
                 return counts
         if not self._mixes:
             raise ConfigError(
-                tell(
-                    f"layers that can follow the pins {self.pins}",
-                    "too few of them know these strategies",
-                    "Lower n_swap, n_checkpoint or n_offload",
-                )
+                f"pins: {self.pins} need more layers with these strategies than the model has. Lower n_swap, "
+                "n_checkpoint or n_offload."
             )
         least = self.least_gpu()
         if least and least[0] <= self.gpu_bytes:
@@ -168,9 +166,7 @@ class Budgets:
         raise self._infeasible(least)
 
     def _one_strategy(self, which: int) -> StrategyCounts | None:
-        """All layers that are not pinned under one strategy (0 swap, 1 offload, 2 recompute), as far as they
-        know it.
-        """
+        """All layers that are not pinned and support it under one strategy (0 swap, 1 offload, 2 recompute)."""
         pinned = (self.pins.n_swap, self.pins.n_offload, self.pins.n_checkpoint)
         mix = [p or 0 for p in pinned]
         if pinned[which] is None:
@@ -181,67 +177,55 @@ class Budgets:
         return found if self.space.strategies(found) is not None else None
 
     def bases(self) -> list[StrategyCounts]:
-        """One strategy for all layers: where the families of candidates begin."""
+        """Mixes with one strategy for all layers, from which the search starts."""
         pinned = (self.pins.n_swap or 0, self.pins.n_offload or 0, self.pins.n_checkpoint or 0)
         found = [
             mix for mix in (self._one_strategy(2), self._one_strategy(1), self._one_strategy(0)) if mix is not None
         ]
         return list(dict.fromkeys([*found, *([pinned] if self.space.strategies(pinned) is not None else [])]))
 
-    # The answer when nothing fits.
+    # The error when nothing fits.
 
     def _infeasible(self, least: tuple[int, Candidate] | None) -> PlanInfeasible:
         anyhow = self.least_gpu(any_host=True)
         assert anyhow is not None, "there are mixes, and no budget is given"
         if anyhow[0] > self.gpu_bytes:
-            # The GPU is short whatever the host has. Where the host budget leaves no plan at any size of GPU, it will
-            # be told next.
-            needed, counts = least or anyhow
-            return self._too_small(
-                "gpu", "gpu_memory", self.gpu_bytes, needed, self._relax_gpu(needed, counts, anyhow[0])
-            )
+            # The GPU is too small with any host memory. If the host budget leaves no plan on a GPU of any size, the
+            # next search reports that.
+            return self._gpu_too_small(*(least or anyhow), with_any_host=anyhow[0])
         host = self.least_host()
         assert host is not None, "the least GPU memory fits, so some host memory does"
-        relax = ""
+        ways = ["use a smaller model or train fewer of its parameters"]
         if least:
-            asked = _written(self.gpu.total_for(least[0]))
-            relax = f"or allow {asked} of GPU memory (gpu_memory){self._beyond(least[0])}, and the rest stays there"
-        return self._too_small(
-            "host",
-            "host_memory",
-            self.host_bytes,
-            host[0],
-            [relax, "take a smaller model or train fewer of its parameters"],
-        )
+            raised = _describe(self.gpu.total_for(least[0]), self._beyond(least[0]))
+            ways.insert(0, f"raise gpu_memory to {raised}, to keep more on the GPU")
+        return self._too_small("host", host[0], "", ways, [])
 
-    def _relax_gpu(self, needed: int, counts: Candidate, anyhow: int) -> list[str]:
+    def _gpu_too_small(self, needed: int, counts: Candidate, *, with_any_host: int) -> PlanInfeasible:
         activations = self.space.activations(counts.mix)[0]
-        relax = []
+        hints = []
         if activations * 2 > needed:
-            relax.append(
-                f"{show_bytes(activations)} of it are activations, so a smaller batch or a shorter sequence helps most"
-            )
+            part = f"{show_bytes(activations)} of it activations"
+            ways = ["reduce the batch size or the sequence length"]
         else:
-            relax.append(
-                f"{show_bytes(needed - activations)} of it are weights, gradients and optimizer state; a smaller "
-                "batch helps with the rest"
-            )
+            part = f"{show_bytes(needed - activations)} of it weights, gradients and optimizer state"
+            ways = ["reduce the batch size, which reduces only the activations"]
         if (large := self._largest_block()) is not None:
-            relax.append(large)
-        if anyhow < needed:
-            relax.append(f"with more host memory (host_memory) {self._asked(anyhow)} would do")
+            hints.append(large)
+        if with_any_host < needed:
+            hints.append(f"With more host_memory, {self._asked(with_any_host)} of GPU memory is enough.")
         if self.space.num_staying:
             moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
             least = Budgets(self.space, moving, self.gpu, self.host_bytes).least_gpu()
             if least and least[0] < needed:
-                relax.append(
-                    f"if what trains may leave the GPU too, which is slower (pins {moving}), {self._asked(least[0])} "
-                    "would do"
+                hints.append(
+                    f"With trainable weights and their optimizer state on the host too, which is slower (pins "
+                    f"{moving}), {self._asked(least[0])} is enough."
                 )
-        return relax
+        return self._too_small("gpu", needed, part, ways, hints)
 
     def _largest_block(self) -> str | None:
-        """A sentence about a block with most of the model's weights."""
+        """A hint about a block with more than half of the model's weights."""
         graph = self.space.graph
         sizes = {block.name: sum(graph.param[name].nbytes for name in block.params) for block in graph.blocks}
         name, total = max(sizes, key=lambda name: sizes[name]), sum(param.nbytes for param in graph.params)
@@ -249,52 +233,61 @@ class Budgets:
             return None
         return (
             f"{name} is one block with {show_bytes(sizes[name])} of the model's {show_bytes(total)} of weights, and a "
-            "block's weights are on the GPU together: "
-            "if it runs a list of modules one after another, name that list (blocks=['path.to.list'])"
+            "block's weights are on the GPU together. If it runs a list of modules one after another, name that list "
+            "(blocks=['path.to.list'])."
         )
 
     def _asked(self, gpu_bytes: int) -> str:
-        """Rounded up, unless it is the card's last bytes: rounded up, those would be more than it has."""
+        """The total GPU memory to ask for, as text. It is rounded up, unless that exceeds the memory of the GPU."""
         asked, card = self.gpu.total_for(gpu_bytes), self.space.spec.gpu_bytes
         enough = show_enough(asked)
         return exact_bytes(asked) if asked <= card < parse_bytes(enough) else enough
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
-        return f", more than {spec.name} has" if self.gpu.total_for(gpu_bytes) > spec.gpu_bytes else ""
+        return f"more than {spec.name} has" if self.gpu.total_for(gpu_bytes) > spec.gpu_bytes else ""
 
-    def _too_small(self, resource: str, option: str, allowed: int, needed: int, relax: list[str]) -> PlanInfeasible:
+    def _too_small(
+        self, resource: Literal["gpu", "host"], needed: int, part: str, ways: list[str], hints: list[str]
+    ) -> PlanInfeasible:
+        """`part`: the largest part of the needed memory; `ways`: what to do instead of raising the budget; `hints`:
+        sentences.
+        """
         if self.pins.given():
             free = Budgets(self.space, Pins(), self.gpu, self.host_bytes)
             without = free.least_gpu() if resource == "gpu" else free.least_host()
             if without and without[0] < needed:
                 less = self._asked(without[0]) if resource == "gpu" else show_enough(without[0])
-                relax = [*relax, f"without the pins ({self.pins}) {less} would do"]
-        name, raised = "host", show_enough(needed)
+                hints = [*hints, f"Without the pins ({self.pins}), {less} is enough."]
         if resource == "gpu":
-            name, raised = "GPU", self._asked(needed) + self._beyond(needed)
+            raised, beyond = self._asked(needed), self._beyond(needed)
+            raised += f" ({beyond})" if beyond else ""
             allowed, needed = self.gpu.total_bytes, self.gpu.total_for(needed)
+        else:
+            raised, allowed = show_enough(needed), self.host_bytes
+        option = f"{resource}_memory"
+        message = (
+            f"{option} {_describe(allowed)} is too small: this model and batch need at least "
+            f"{_describe(needed, part)}. Raise {option} to {raised}, or {', or '.join(ways)}."
+        )
         return PlanInfeasible(
-            tell(
-                f"training this model at this batch takes at least {_written(needed)} of {name} memory",
-                f"{_written(allowed)} is allowed ({option})",
-                "; ".join([f"Raise it to {raised}", *filter(None, relax)]),
-            ),
-            resource=resource,
-            allowed_bytes=allowed,
-            needed_bytes=needed,
+            " ".join([message, *hints]), resource=resource, allowed_bytes=allowed, needed_bytes=needed
         )
 
 
-def _written(num_bytes: int) -> str:
-    """Exact where that reads well, else for reading with the exact number beside it."""
+def _describe(num_bytes: int, *details: str) -> str:
+    """A size with details in parentheses. The first detail is the exact number, if the size is rounded."""
     exact = exact_bytes(num_bytes)
-    return exact if len(exact.rstrip("TGMKiB")) <= 3 else f"{show_bytes(num_bytes)} ({exact})"
+    number = exact.rstrip("TGMKiB")
+    is_short = len(number) <= 3
+    shown = [detail for detail in ("" if is_short else exact, *details) if detail]
+    size = f"{number} {exact[len(number) :]}" if is_short else show_bytes(num_bytes)
+    return size + (f" ({'; '.join(shown)})" if shown else "")
 
 
 def _least(bounds: tuple[int, int], sizes: list[int], total: Callable[[int], int]) -> int:
-    """The count with the least `total`, which is never below the sum of the first `count` sizes: no need to look
-    beyond.
+    """The count with the smallest `total`. `total` is at least the sum of the first `count` sizes, so the loop can stop
+    early.
     """
     best, found = bounds[0], total(bounds[0])
     for count in range(bounds[0] + 1, bounds[1] + 1):
@@ -306,7 +299,7 @@ def _least(bounds: tuple[int, int], sizes: list[int], total: Callable[[int], int
 
 
 def _frontier(rows: list[tuple[int, int, W]]) -> list[tuple[int, int, W]]:
-    """Rows (gpu, host, what) that no other row beats in both."""
+    """The Pareto frontier of rows (gpu, host, value)."""
     kept: list[tuple[int, int, W]] = []
     least_host: int | None = None
     for row in sorted(rows, key=lambda r: r[:2]):

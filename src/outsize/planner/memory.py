@@ -1,9 +1,8 @@
-"""Device memory along a schedule: what is allocated for the whole run, plus the activations that come and go.
+"""Predicts GPU memory along a schedule: the buffers that are allocated for the whole run, plus activations.
 
-Activations are a ledger: every call's Work says by how much its forward and backward raise or lower the level, the
-schedule says in which order that happens. Nothing is multiplied, deflated or fitted, so the result equals what an
-observer of live storages sees, to the byte. Host memory has no ledger: it is what the placement allocates
-(`Placement.host_bytes`).
+Activations are a ledger. Each call's Work has the bytes that its forward and backward allocate and free; the schedule
+has their order. No factor is fitted, so the result equals the bytes of live storages exactly. Host memory has no
+ledger: it is the sum of the placement's buffers (`Placement.host_bytes`).
 """
 
 from collections.abc import Iterator
@@ -19,31 +18,29 @@ from outsize.plan.schedule import Schedule
 class HighWater:
     gpu_bytes: int
     peak_at: str
-    """The action during which the device is fullest: `F3`, `B3`; `rest` when no activation adds to what is always
-    there.
-    """
+    """The action at the memory peak, such as `F3` or `B3`; `rest` if no activation adds to the permanent buffers."""
 
 
 class Entry(NamedTuple):
-    """Bytes of activations along one action."""
+    """Bytes of activations before, during and after one action."""
 
     action: Action
     opens: int
     here: int
-    """At their highest during the action."""
+    """The peak during the action."""
     closes: int
 
 
 def high_water(place: Placement, schedule: Schedule, held_bytes: int) -> HighWater:
-    """The fullest moment of a run. `held_bytes`: outputs of the previous step, which a loop holds until its next
-    forward returns.
+    """The memory peak of a run. `held_bytes`: outputs of the previous step, which a loop holds until its next forward
+    returns.
     """
     peak, at = activation_peak(schedule, place, held_bytes)
     return HighWater(gpu_bytes=place.gpu_bytes + peak, peak_at=at)
 
 
 def activation_peak(schedule: Schedule, place: Placement, held_bytes: int) -> tuple[int, str]:
-    """Highest level above what is allocated for the whole run, and the action that reaches it."""
+    """The peak of activations, and the action that reaches it."""
     peak, at = 0, "rest"
     for action, _, here, _ in ledger(schedule, place, held_bytes):
         if here > peak:
@@ -52,9 +49,9 @@ def activation_peak(schedule: Schedule, place: Placement, held_bytes: int) -> tu
 
 
 def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[Entry]:
-    """One micro-batch: what its activations take at every action that changes it.
+    """The activation bytes of one micro-batch at every action that changes them.
 
-    Updates and copies allocate nothing, so one forward and any one backward tell all.
+    Updates and copies allocate nothing, so one forward and any one backward are enough.
     """
     work = place.work
     allocated, freed_forward, freed_by_release, freed_early, freed_backward = _lifetimes(place)
@@ -64,7 +61,7 @@ def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[En
         kind, call = action
         if kind == Kind.FORWARD:
             cost = work[call]
-            # What is freed in this call's forward is freed before its peak.
+            # Tensors that this call's forward frees are freed before its peak.
             level -= freed_forward.get(call, 0)
             opens, level = level, level + cost.forward_delta_bytes + allocated.get(call, 0)
             here = opens + cost.forward_peak_bytes
@@ -84,8 +81,8 @@ def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[En
 
 
 def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
-    """Of tensors that are in no call's Work: bytes by the call whose forward allocates them, whose forward frees them,
-    whose release frees them, and whose backward frees them: before its peak, and at its end."""
+    """Bytes of the shared tensors, which are in no call's Work. Five tables by call: allocated in its forward, freed in
+    its forward, freed by its FREE action, freed in its backward before the peak, freed at the end of its backward."""
     allocated: dict[int, int] = {}
     forward: dict[int, int] = {}
     released: dict[int, int] = {}
@@ -108,7 +105,7 @@ def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:
             if tensor.freed_in < 0:
                 continue
             sender = max((call for call, under in tensor.sent_by if strategies[call] in under), default=-1)
-            # A release follows the forward of the next call.
+            # A FREE action follows the forward of the next call.
             if sender >= 0 and sender + 2 > tensor.freed_in:
                 released[sender] = released.get(sender, 0) + num_bytes
             else:

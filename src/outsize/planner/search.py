@@ -1,17 +1,18 @@
-"""Search: the fastest plan within the budgets, in well under a second.
+"""Search: finds the fastest plan within the budgets, in well under a second.
 
-Memory is spent along several orders of priority (weights, optimizer, activations first), each as far as it goes; what
-cannot win by its busiest lane is not simulated; the best is then refined by moving memory from one use to another in
-ever smaller steps. All is
-deterministic: a number of simulations ends the search, never a clock, and near ties go to the simpler plan, so noise in
-a measurement does not turn one plan into another.
+The search first spends the GPU budget in several orders of priority (weights, optimizer state or activations first). It
+skips a candidate whose busiest lane alone takes longer than the best plan. It then refines the best candidates by
+moving memory from one use to another in ever smaller steps.
+
+The search is deterministic: it ends after a number of simulations, not after a time. Near ties go to the simpler plan,
+so that measurement noise does not change the plan.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from outsize.base.errors import PlanInfeasible, PlanInvalid, tell
+from outsize.base.errors import PlanInfeasible, PlanInvalid
 from outsize.base.records import fingerprint
 from outsize.base.units import show_seconds
 from outsize.hardware.gpu_budget import GpuBudget
@@ -27,22 +28,22 @@ from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
 
 MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 24, 400, 9_000
-"""A simulation takes time with the chunks and calls of the model; so many of these are walked in about 0.4 s."""
+"""A simulation takes time in proportion to the model's chunks and calls. SIMULATED_ITEMS of these take about 0.4 s."""
 FIRST_SHARE = 0.6
-"""Of the simulations, for the families; the others refine."""
+"""Share of the simulations for the first candidates; the others are for refinement."""
 REFINED = 5
-"""So many of the best are refined before the search rests."""
+"""How many of the best candidates are refined."""
 AT_A_TIME = 6
-"""So many neighbours are tried before a step of refinement is given up. Fewer got stuck: 3B under 46 GiB was 10 %
-slower than under 45.8.
+"""How many neighbours a refinement step simulates. With fewer, the search got stuck: a 3B model was 10 % slower under
+46 GiB than under 45.8 GiB.
 """
 CLOSE = 0.2
-"""A candidate this close to the best may win with another host_update_interval."""
+"""A candidate within this share of the best time is tried with other values of host_update_interval."""
 TIE = 0.01
-"""Times this close are equal: measurements are no better."""
+"""Times within this share count as equal, since measurements are not more accurate."""
 PLAIN_TIE = 0.1
-"""The plain resident run has no moving parts whose overlap could disappoint; another plan must promise more than this
-to replace it.
+"""Another plan replaces the plain resident run only if its predicted gain is larger than this share, since the plain
+run does not depend on overlap.
 """
 _SIMPLICITY = (
     "chunks and layers moved or computed again",
@@ -53,7 +54,7 @@ _SIMPLICITY = (
     "chunks streamed",
     "updates apart on the host",
 )
-"""What makes a plan less simple, the weightiest first."""
+"""What makes a plan less simple, in order of weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,11 @@ def search(
     host_bytes: int,
     pins: Pins = Pins(),  # noqa: B008 - frozen
 ) -> Plan:
-    """Raises PlanInfeasible with the budget that would do, ConfigError for a pin out of range."""
+    """Find the fastest plan. Raises PlanInfeasible if none fits, ConfigError for a pin out of range."""
     made_for = fingerprint(graph)
     if trace.graph != made_for:
         raise PlanInvalid(
-            tell(
-                f"a trace of this model ({made_for})", f"it was taken of another ({trace.graph})", "Profile this model"
-            )
+            f"trace: it was taken of another model ({trace.graph}) than this one ({made_for}). Profile this model."
         )
     space = SearchSpace(graph, layout, trace, step_config, spec)
     check_pins(pins, graph, layout, space.num_layers)
@@ -111,7 +110,7 @@ def search(
 def _cost_of_pins(space: SearchSpace, best: _Tried, gpu: GpuBudget, host_bytes: int) -> str:
     try:
         free = _Search(Budgets(space, Pins(), gpu, host_bytes)).run().estimate.step_seconds
-    except PlanInfeasible:  # the pins may reach a corner that the free search does not look into
+    except PlanInfeasible:  # pins can lead to candidates that the search does not try
         return "the search found no plan without them"
     if best.estimate.step_seconds <= free * (1 + TIE):
         return "they cost nothing"
@@ -122,7 +121,7 @@ class _Search:
     def __init__(self, budgets: Budgets):
         self.budgets, self.space = budgets, budgets.space
         self.tried: dict[Candidate, _Tried] = {}
-        # Accumulation walks a second kind of backward.
+        # With accumulation, a second kind of backward is simulated.
         size = (len(self.space.weight_order) + len(self.space.graph.calls)) * (
             1 + (self.space.step_config.accumulate > 1)
         )
@@ -131,7 +130,7 @@ class _Search:
     def run(self) -> _Tried:
         start = self.budgets.start()
         plain = self.space.plain
-        # First of all, so that nothing is compared before the run without outsize is.
+        # The plain run comes first, so that it is always among the simulated candidates.
         families = [plain] if self.budgets.obeys(plain) and self.budgets.fits(plain) else []
         self._try([*families, *self._families(start)], int(self.limit * FIRST_SHARE))
         self._refine()
@@ -140,7 +139,7 @@ class _Search:
     # Candidates.
 
     def _families(self, start: Candidate) -> Iterator[Candidate]:
-        """From little memory up, along every order of priority."""
+        """The first candidates: from little GPU memory up, in every order of priority."""
         yield start
         depths = DEPTHS if self.budgets.pins.n_buffer is None else (self.budgets.depth,)
         for mix, depth in itertools.product(dict.fromkeys([*self.budgets.bases(), start.mix]), depths):
@@ -152,7 +151,7 @@ class _Search:
                     yield self._spend(floor, order)
 
     def _spend(self, counts: Candidate, order: Iterable[str]) -> Candidate:
-        """As much of each as the GPU budget allows, one after the other."""
+        """Spend the GPU budget on each use in turn, as far as it goes."""
         for name in order:
             steps = self._room(counts, name)
             low, high = 0, len(steps) - 1
@@ -165,7 +164,7 @@ class _Search:
         return self._pace(self._tidy(counts))
 
     def _room(self, counts: Candidate, name: str) -> "_Steps":
-        """The counts that follow from spending more and more on one use."""
+        """The candidates with more and more memory for one use."""
         if name == "keep":
             pins = self.budgets.pins
             takers = [
@@ -178,13 +177,13 @@ class _Search:
         return _Steps(counts, [(name, 1, max(0, high - getattr(counts, name)))])
 
     def _tidy(self, counts: Candidate) -> Candidate:
-        """Where nothing is streamed, depth has no meaning."""
+        """Set depth to 0 if nothing is streamed."""
         if counts.resident == len(self.space.weight_order) and self.budgets.pins.n_buffer is None:
             return replace(counts, depth=0)
         return counts
 
     def _pace(self, counts: Candidate) -> Candidate:
-        """Let the host update at its own pace, where it has room for the gradients that wait meanwhile."""
+        """Set host_update_interval to the host's update rate, if the gradients that wait fit the host budget."""
         paced = replace(counts, host_update_interval=self.space.host_update_interval(counts))
         return paced if self.budgets.fits(paced) else replace(counts, host_update_interval=1)
 
@@ -194,8 +193,8 @@ class _Search:
         )
 
     def _neighbours(self, counts: Candidate, share: float) -> Iterator[Candidate]:
-        """Move a share of one use's memory to another; turn layers from one strategy to another; look further ahead, or
-        less.
+        """Candidates near this one: a share of one use's memory moved to another, some layers with another strategy,
+        one more or one less in prefetch depth.
         """
         uses = ("resident", "optimizer", "keep")
         size = {
@@ -233,8 +232,8 @@ class _Search:
     # Simulation.
 
     def _try(self, candidates: Iterable[Candidate], limit: int, most: int | None = None) -> bool:
-        """Simulate what fits and could win, most promising first; whether there is a new best. `most`: candidates,
-        whatever their strides take.
+        """Simulate the candidates that fit and could win, the most promising first. Returns whether there is a new
+        best. `most`: the number of candidates, not counting other update intervals of each.
         """
         before = self._best().counts if self.tried else None
         new = [c for c in dict.fromkeys(candidates) if c not in self.tried and self._ok(c)]
@@ -252,8 +251,8 @@ class _Search:
         return self._best().counts != before
 
     def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The plain run; then the best of every kind, the second of every kind, …: the bound knows no dependencies, so
-        it compares only like with like.
+        """The plain run first, then the best of every kind, then the second of every kind, and so on. The bound ignores
+        dependencies, so it can only compare candidates of one kind.
         """
         groups: dict[tuple[int, int], list[Candidate]] = {}
         for counts in sorted(candidates, key=lambda c: (self.space.bound_seconds(c), self._complexity(c))):
@@ -277,8 +276,8 @@ class _Search:
         self.tried[counts] = _Tried(counts, decision, estimate)
 
     def _find_stride(self, counts: Candidate) -> None:
-        """What the host had better leave for later depends on when everything completes, which only a walk tells: try
-        along strides while they are faster.
+        """Simulate larger, then smaller values of host_update_interval while they are faster. The best value depends on
+        when gradients complete, which only a simulation shows.
         """
         if (
             self.space.step_config.update != "in_backward"
@@ -305,8 +304,8 @@ class _Search:
         return self._seconds(counts) <= self._fastest() * (1 + CLOSE)
 
     def _refine(self) -> None:
-        """Around the best in ever smaller steps; then around the next best, which may lie on the way to something
-        better.
+        """Try neighbours of the best candidate in ever smaller steps, then those of the next best, which can lead to a
+        better one.
         """
         least_share = 1 / max(1, len(self.space.weight_order), len(self.space.layers))
         shares = [0.25]
@@ -322,8 +321,8 @@ class _Search:
             step = next(((t.counts, share) for t in others for share in shares if (t.counts, share) not in done), None)
             if step is None:
                 break
-            # A few at a time, so that a better point is followed soon; the rest of them comes back as long as there is
-            # a new best.
+            # A few at a time, so that the search moves to a better candidate soon. The step is done only if it brings
+            # no new best.
             if not self._try(self._neighbours(*step), self.limit, AT_A_TIME):
                 done.add(step)
 
@@ -333,7 +332,7 @@ class _Search:
         return min(t.estimate.step_seconds for t in self.tried.values())
 
     def _complexity(self, counts: Candidate) -> tuple[int, ...]:
-        """By `_SIMPLICITY`: how much moves, and how far ahead; then anything that makes the order total."""
+        """Sort key in the order of `_SIMPLICITY`; the last fields make the order total."""
         streamed, on_host = (
             len(self.space.weight_order) - counts.resident,
             len(self.space.state_order) - counts.optimizer,
@@ -368,7 +367,7 @@ class _Search:
         return said
 
     def _against(self, best: _Tried, second: _Tried) -> str:
-        """Why not the second: what takes it longer, or what of it is not as simple."""
+        """Why the second was not chosen, as text: what is slower, or what is less simple."""
         ratio = second.estimate.step_seconds / best.estimate.step_seconds - 1
         if ratio > 0:
             more = {
@@ -406,10 +405,10 @@ class _Search:
 
 
 class _Steps:
-    """Candidate along one direction, by number of steps taken; made when asked for."""
+    """A lazy sequence of candidates: item n is `start` after n steps of `moves`."""
 
     def __init__(self, start: Candidate, moves: list[tuple[str, int, int]]):
-        """`moves`: field, sign, how many; taken one after the other."""
+        """`moves`: field, sign and number of steps, applied in order."""
         self.start, self.moves = start, moves
 
     def __len__(self) -> int:

@@ -1,14 +1,15 @@
-"""The time of a plan: its schedule walked over the lanes of a machine, with numbers in place of tensors.
+"""Simulator: predicts the time of a plan by running its schedule over the lanes of a machine.
 
-`Walk` is the plain form: hazards say what an action waits for, the clock says when it ends. The runtime on the `sim`
-device does the same with its own hazards and clock, so both give the same seconds. `step_seconds` is the same walk for
-the search, which needs thousands of actions in milliseconds: a wait that follows from other waits cannot move a start,
-so it keeps the time of the last write and the last use of every buffer and derives no minimal waits. Both give equal
-floats; a test holds them to it.
+`Walk` is the simple form: hazards give the actions that an action waits for, the clock gives its end. The runtime on
+the `sim` device does the same with its own hazards and clock, so both give the same seconds.
 
-What issuing takes is measured by the trial run on a GPU, or counted for a machine that is not here, and then the thread
-that does it has a clock too: [Note: The thread that issues] in hardware/lanes.py. Without such figures, and on `sim`,
-issuing takes no time.
+`step_seconds` is the fast form for the search, which needs thousands of actions in milliseconds. It keeps the time of
+the last write and the last use of every buffer and does not derive minimal waits: a wait that follows from other waits
+cannot change a start. Both forms give equal floats, which a test checks.
+
+Launch times are measured by the trial run on a GPU, or estimated for another machine. The launching thread then has a
+clock too: see [Note: The thread that issues] in hardware/lanes.py. Without launch times, and on `sim`, launching takes
+no time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,19 +25,18 @@ from outsize.plan.schedule import Schedule
 from outsize.planner.memory import high_water
 
 STEPS = 3
-"""The first step has no updates to overlap with, the second starts after such a step; the third is like all that
-follow.
+"""The first step has no updates to overlap with, and the second follows such a step. The third is like all later ones.
 """
 
 _Op = tuple[int, tuple[int, ...], tuple[int, ...], float, float, bool]
-"""Lane, buffers read, buffers written (all by number), seconds; seconds to issue, and whether the issuing
-thread waits.
+"""Lane, buffers read, buffers written (all by number), seconds; seconds to launch, and whether the launching thread
+waits.
 """
 _COMPUTE, _HOST = LANES.index("compute"), LANES.index("host")
 
 
 class Walk:
-    """Actions one by one: `run` says when each ends."""
+    """Simulates actions one by one; `run` returns when each ends."""
 
     def __init__(self, place: Placement, spec: HardwareSpec):
         self.place, self.spec = place, spec
@@ -47,7 +47,7 @@ class Walk:
         self._known: dict[tuple[Action, bool], tuple[Effect, float, float, bool]] = {}
 
     def run(self, action: Action, *, update_in_backward: bool = False) -> float:
-        """Issue an action; returns when it ends. `update_in_backward`: it stands in a backward segment that updates."""
+        """Issue an action; returns when it ends. `update_in_backward`: it is in a backward segment that updates."""
         key = (action, update_in_backward)
         if key not in self._known:
             touched = effect(self.place, action, update_in_backward=update_in_backward)
@@ -64,8 +64,8 @@ class Walk:
         return end
 
     def segments(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
-        """The actions of one optimizer step, each with whether it stands in a backward that updates; to be run one by
-        one, as they come.
+        """The actions of one optimizer step, each with whether it belongs to a backward that updates. Run each before
+        the next is taken.
         """
         in_backward = self.place.step_config.update == "in_backward"
         for segment in schedule.step(self.place.step_config.accumulate, in_backward):
@@ -75,8 +75,8 @@ class Walk:
                 yield action, segment.updates_in_backward
 
     def run_step(self, schedule: Schedule) -> float:
-        """Issue one optimizer step; returns when its last backward ends. Updates may still run then, under the next
-        forward.
+        """Issue one optimizer step; returns when its last backward ends. Updates may still run then and overlap with
+        the next forward.
         """
         last = 0.0
         for action, updates in self.segments(schedule):
@@ -87,7 +87,7 @@ class Walk:
 
 
 def simulate(place: Placement, schedule: Schedule, spec: HardwareSpec, *, held_bytes: int) -> Estimate:
-    """Time and both high-waters of a schedule."""
+    """Predicted time, GPU memory peak and host memory of a schedule."""
     seconds, busy, starved = step_seconds(place, schedule, spec)
     peak = high_water(place, schedule, held_bytes)
     gpu_parts = place.parts(place.gpu)
@@ -106,8 +106,8 @@ def simulate(place: Placement, schedule: Schedule, spec: HardwareSpec, *, held_b
 
 
 def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[float, dict[str, float], float]:
-    """Seconds from the end of one step's last backward to that of the next, how long each lane works in that time, and
-    how much of its computing is waiting for the thread that issues."""
+    """Seconds from the end of one step's last backward to that of the next, the busy seconds of each lane in that time,
+    and the launch-bound part of compute."""
     segments, num_buffers = _compile(place, schedule, spec)
     has_thread, launch_slowdown = place.knows_issuing, spec.launch_slowdown
     wrote = [0.0] * num_buffers
@@ -132,7 +132,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
                         start = used[buffer]
                 if has_thread:
                     visible_at = 0.0
-                    if held[_HOST] > issued:  # else nothing that the device does not know of is still to come
+                    if held[_HOST] > issued:  # otherwise all host work ends before the launch
                         for buffer in reads:
                             if visible_written[buffer] > visible_at:
                                 visible_at = visible_written[buffer]

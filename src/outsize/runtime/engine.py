@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, UpdateFailed, tell
+from outsize.base.errors import EngineMisuse, UpdateFailed
 from outsize.base.log import log
 from outsize.calibration.steps import StepCalibration
 from outsize.checkpoint.checkpoints import Checkpoints
@@ -133,7 +133,7 @@ class Engine:
         With `as_trained` they stay in fp32.
         """
         self._require_idle("detach")
-        self._steps.require_confirmed("detach() was called before it")
+        self._steps.require_confirmed("detach() was called")
         self._steps.warn_if_spoilt()
         saved = self.optimizer.state_dict()
         by_name = self._release()
@@ -254,7 +254,7 @@ class Engine:
         """Discard pending gradients, or make them zero. Never waits."""
         if self.runtime.executor.stage is Stage.BACKWARD:
             self._hooks.roll_back()
-        self._steps.require_confirmed("zero_grad() was called before it")
+        self._steps.require_confirmed("zero_grad() was called")
         self._steps.forget_clipping()
         self.runtime.gradients.discard(to_zero=not set_to_none)
 
@@ -344,11 +344,7 @@ class Engine:
         missing = self.runtime.store.state_views(name).keys() - state.keys()
         if missing and float(state["step"]):
             raise EngineMisuse(
-                tell(
-                    f"the state of {name} has {', '.join(sorted(missing))}",
-                    "it is missing",
-                    "Load a state that outsize saved",
-                )
+                f"{name}: its optimizer state lacks {', '.join(sorted(missing))}. Load a state that outsize saved."
             )
         self.runtime.updates.load_state(name, {**{key: torch.zeros(()) for key in missing}, **state})
 
@@ -369,11 +365,8 @@ class Engine:
         stage = self._hooks.end_forward()
         if stage is not Stage.IDLE:
             raise EngineMisuse(
-                tell(
-                    f"{verb} comes between steps",
-                    f"the engine is {stage.value}",
-                    "Finish the backward first, or drop its outputs",
-                )
+                f"{verb} is only possible between steps, and the engine is {stage.value}. Finish the backward first, "
+                "or drop its outputs."
             )
 
     # Saving and loading.
@@ -451,14 +444,11 @@ class Engine:
         self._require_idle(verb)
         self._steps.require_usable()
         self._steps.require_whole(verb)
-        self._steps.require_confirmed(f"{verb}() was called before it")
+        self._steps.require_confirmed(f"{verb}() was called")
         if self.runtime.gradients.waiting:
             raise EngineMisuse(
-                tell(
-                    f"{verb}() comes between steps",
-                    "gradients wait for a step",
-                    "Call it after step(), or drop them with zero_grad()",
-                )
+                f"{verb}() is only possible between steps, and gradients have accumulated since the last one. Call it "
+                "after step(), or drop the gradients with zero_grad()."
             )
         self.finish_saving()
         self.drain()
@@ -554,5 +544,5 @@ def _require_nonempty(arguments: dict[str, Any]) -> None:
             for name, tensor in batch.items()
         )
         raise EngineMisuse(
-            tell("a batch to train on has rows and tokens", found, "Leave it out; look at the dataset and the collator")
+            f"The batch is empty: {found}. Skip empty batches; check the dataset and the collator, which made this one."
         )

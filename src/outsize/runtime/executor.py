@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from outsize.activation.offloaded_tensors import OffloadedTensors
-from outsize.base.errors import EngineMisuse, OrderMismatch, tell
+from outsize.base.errors import EngineMisuse, OrderMismatch
 from outsize.base.units import show_bytes
 from outsize.device.device import Device, Event
 from outsize.plan.actions import TYPES, Action, Effect, Kind, action_seconds, effect
@@ -41,7 +41,7 @@ class Stage(Enum):
 
 
 ALL_CALLS = -1
-"""Of a pass whose calls nobody tells apart."""
+"""In place of a call, in a pass that does not distinguish its calls."""
 
 
 class Executor:
@@ -110,8 +110,8 @@ class Executor:
         self.stage = Stage.WAITING
 
     def _require_landings(self) -> None:
-        """A gradient waits in its stage from the call that the plan has it land in: one that comes earlier would
-        overwrite another's.
+        """Raise OrderMismatch if a gradient would complete in an earlier call than the plan has: it would overwrite
+        another gradient in its staging slot.
         """
         graph = self.place.graph
         for call in self._left_out:
@@ -122,19 +122,15 @@ class Executor:
             ):
                 ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
                 if ran and graph.param[piece.name].trainable:
-                    found = f"the model left that out and ran {graph.call_name(ran[0])}"
-                    do = "Prepare it with a batch that takes this way, or have it leave out neither"
                     raise OrderMismatch(
-                        tell(
-                            f"the gradient of {piece.name}, which several blocks use, is complete with "
-                            f"{graph.call_name(call)}",
-                            found,
-                            do,
-                        )
+                        f"{piece.name}: several blocks use it, and the plan completes its gradient in "
+                        f"{graph.call_name(call)}, which the model skipped although it ran "
+                        f"{graph.call_name(ran[0])}. Prepare the model with a batch that takes this path, or run both "
+                        "or neither of the two."
                     )
 
     def offloaded(self, call: int) -> OffloadedTensors:
-        """A fresh offloaded for the activations of a call."""
+        """A new, empty container for the activations that a call offloads."""
         self._offloaded[call] = OffloadedTensors()
         return self._offloaded[call]
 
@@ -226,7 +222,7 @@ class Executor:
                 and not self._is_layer(action.index)
             ):
                 raise self._mismatch(
-                    first, f"ran {action} ({self.place.graph.call_name(action.index)}), and part of that perhaps before"
+                    first, f"ran {action} ({self.place.graph.call_name(action.index)}), part of it perhaps earlier"
                 )
         if expected != action:
             raise self._mismatch(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
@@ -270,8 +266,10 @@ class Executor:
     def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
         what = "forward" if self.stage is Stage.FORWARD else "backward"
         wanted = f"{expected} ({self.place.graph.call_name(expected.index)})" if expected else f"the end of {what}"
-        do = "The model takes another path than in prepare's trial run; prepare it with a batch that takes this one"
-        return OrderMismatch(tell(f"the plan's next action in {what} is {wanted}", f"the model {found}", do))
+        return OrderMismatch(
+            f"The model takes another path than in prepare's trial run: the plan's next action in {what} is {wanted}, "
+            f"and the model {found}. Prepare it with a batch that takes this path."
+        )
 
     def _finish_segment(self, what: str) -> None:
         self._close_open()
@@ -381,16 +379,16 @@ class Executor:
         return offloaded is not None and not offloaded.num_bytes and bool(self._left_out)
 
     def _sent(self, call: int) -> OffloadedTensors:
-        """The offloaded of a call whose activations leave; a strategy that quietly does nothing, or too much, is an
-        error.
-        """
+        """The offloaded activations of a call. Raises EngineMisuse if it has none, or more than the plan has."""
         offloaded, planned = self._offloaded.get(call), self.place.work[call].sent_bytes
         size = offloaded.num_bytes if offloaded is not None else 0
         if offloaded is None or not 0 < size <= planned:
             name = self.place.graph.call_name(call)
-            found = f"there are {show_bytes(size)}"
-            do = "Prepare the model with the batch shape that it trains on (max_shape=...)"
-            raise EngineMisuse(tell(f"{name} sends up to {show_bytes(planned)} of activations to the host", found, do))
+            raise EngineMisuse(
+                f"{name}: it saved {show_bytes(size)} of activations to send to the host, and the plan has more than 0 "
+                f"and at most {show_bytes(planned)}. Prepare the model with the batch shape that it trains on "
+                "(max_shape=...)."
+            )
         return offloaded
 
     def _tensors(self, buffers: tuple[Buffer, ...]) -> list[Tensor]:

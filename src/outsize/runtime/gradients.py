@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch, tell
+from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch
 from outsize.compat import without_torch_function
 from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.executor import ALL_CALLS
@@ -314,16 +314,11 @@ class Gradients:
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
         blocks = {place.graph.call_name(place.chunk(place.layout.place[name][0]).calls[0]) for name in names}
-        found = (
-            f"that of {names[0]} (block "
-            f"{', '.join(sorted(blocks))}{f', and {len(names) - 1} more parameters' if len(names) > 1 else ''}) "
-            "is not"
+        more = f", and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        return NonFiniteGradient(
+            f"{names[0]}: its gradient is not finite (block {', '.join(sorted(blocks))}{more}). Lower the learning "
+            f"rate or check the batch; nonfinite='skip' (in YAML: nonfinite: skip) skips such steps. {state}."
         )
-        do = (
-            "Lower the learning rate or look at the batch; nonfinite='skip' (in YAML: nonfinite: skip) leaves such "
-            f"steps out. {state}"
-        )
-        return NonFiniteGradient(tell("every gradient is finite", found, do))
 
     def pending(self, name: str) -> Tensor:
         """An accumulated gradient, where it waits. The lanes are idle."""

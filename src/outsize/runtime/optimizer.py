@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import ConfigError, tell
+from outsize.base.errors import ConfigError
 from outsize.optim.rule import Rule
 from outsize.optim.spec import OptimizerSpec
 
@@ -231,9 +231,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             theirs and sorted(theirs) != sorted(self.names)
         ):
             mine = f"{len(self.names)} parameters in {len(self.param_groups)} groups"
-            found = f"the state dict has {sum(sizes)} in {len(sizes)}, or others"
             raise ConfigError(
-                tell(f"a state of {mine}, the same ones", found, "Prepare with the model and groups it was saved from")
+                f"state_dict: it has {sum(sizes)} parameters in {len(sizes)} groups, and the optimizer has {mine}; "
+                "number, group sizes and names must be the same. Prepare with the model and groups it was saved from."
             )
         shapes = {
             name: p.shape
@@ -243,13 +243,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         for number, name in enumerate(theirs or self.names):
             for key, value in state_dict["state"].get(number, {}).items():
                 if key != "step" and value.shape != shapes[name]:
-                    found = f"it is {tuple(value.shape)}"
                     raise ConfigError(
-                        tell(
-                            f"{key} of {name} has the shape {tuple(shapes[name])}",
-                            found,
-                            "Prepare with the model it was saved from",
-                        )
+                        f"state_dict: {key} of {name} has the shape {tuple(value.shape)}, and the parameter has "
+                        f"{tuple(shapes[name])}. Prepare with the model it was saved from."
                     )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})

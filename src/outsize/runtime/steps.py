@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from outsize.base.errors import EngineMisuse, NonFiniteGradient, UpdateFailed, tell
+from outsize.base.errors import EngineMisuse, NonFiniteGradient, UpdateFailed
 from outsize.base.log import log
 from outsize.optim.clip import clip_factor
 from outsize.optim.spec import OptimizerSpec
@@ -55,13 +55,10 @@ class Steps:
         """Whether the backward that begins updates as it goes."""
         self.apply_clipping()
         if not self._declared and not self._holder.runtime.plan.step_config.hold_gradients:
-            do = "Wrap it in `with engine.last_backward():`, or prepare with accumulate=2 or update='after_step'"
             raise EngineMisuse(
-                tell(
-                    "this plan keeps no gradients, so every backward is declared to be the last before step()",
-                    "this one is not",
-                    do,
-                )
+                "A backward ran outside of last_backward(), but this plan keeps no gradients, so it must update "
+                "weights in every backward. Wrap the backward in `with engine.last_backward():`, or prepare with "
+                "accumulate=2 or update='after_step'."
             )
         return self._declared
 
@@ -79,12 +76,10 @@ class Steps:
             try:
                 updates.update_chunk(chunk, step)
             except BaseException as error:
-                found = (
-                    f"chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with "
-                    f"{type(error).__name__}: {error}"
-                )
-                self._failed = tell(
-                    "every update completes", found, "Load weights and optimizer state from the last checkpoint"
+                reason = f"{type(error).__name__}: {error}".rstrip().removesuffix(".")
+                self._failed = (
+                    f"The update of chunk {chunk} ({pieces[0].name} and {len(pieces) - 1} more) failed with {reason}. "
+                    "Load weights and optimizer state from the last checkpoint."
                 )
                 if not isinstance(error, Exception):
                     raise  # Ctrl-C stays what it is; it leaves half a chunk new all the same
@@ -131,9 +126,9 @@ class Steps:
     def clip(self, max_norm: float) -> Tensor:
         """Clip the coming step; returns the norm of what has accumulated."""
         if self._made and not math.isinf(max_norm):
-            do = "Give the optimizer in prepare a max_grad_norm, or leave last_backward() out"
             raise EngineMisuse(
-                tell("clipping comes before the first update", "a backward inside last_backward() has made updates", do)
+                "Gradients cannot be clipped after a backward inside last_backward(): it has already updated weights. "
+                "Give the optimizer in prepare a max_grad_norm, or leave last_backward() out."
             )
         self.apply_clipping()
         self._clip_at = None if math.isinf(max_norm) else max_norm
@@ -203,8 +198,10 @@ class Steps:
 
     def require_confirmed(self, found: str) -> None:
         if self._made:
-            do = "Call engine.optimizer.step() first: the weights are already updated"
-            raise EngineMisuse(tell("a backward inside last_backward() is followed by step()", found, do))
+            raise EngineMisuse(
+                f"step() is missing after a backward inside last_backward(): {found} first. "
+                "Call engine.optimizer.step() before it: the weights are already updated."
+            )
 
     def warn_if_spoilt(self) -> None:
         """For those who only read: they may want to look at what a non-finite gradient has done."""
@@ -229,14 +226,12 @@ class Steps:
             raise error
         broken = self._holder.runtime.gradients.broken
         if self._broke_in is not None:
-            found = f"the last one broke off in {self._broke_in} after some weights were updated"
             raise EngineMisuse(
-                tell(
-                    f"{verb}() follows a complete backward",
-                    found,
-                    "Load weights and optimizer state from the last checkpoint",
-                )
+                f"{verb}() needs a complete backward, and the last one failed in {self._broke_in} after it had updated "
+                "some weights. Load weights and optimizer state from the last checkpoint."
             )
         if broken is not None:
-            do = "Call zero_grad(); weights and optimizer are as before it"
-            raise EngineMisuse(tell(f"{verb}() follows a complete backward", f"the last one broke off in {broken}", do))
+            raise EngineMisuse(
+                f"{verb}() needs a complete backward, and the last one failed in {broken}. Call zero_grad(); weights "
+                "and optimizer are as they were before it."
+            )

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import BadFile, ModelUnsupported, tell
+from outsize.base.errors import BadFile, ModelUnsupported
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
@@ -356,10 +356,8 @@ def _dense_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
         return None
     extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
     if extent != math.prod(param.shape):
-        found = f"{name} has shape {tuple(param.shape)} and strides {param.stride()}"
         raise ModelUnsupported(
-            tell(
-                "every parameter owns its elements, without gaps or overlap", found, "Make it contiguous before prepare"
-            )
+            f"{name} has shape {tuple(param.shape)} and strides {param.stride()}, so its elements overlap or have gaps "
+            "between them. Make it contiguous before prepare."
         )
     return tuple(param.stride())

@@ -17,7 +17,7 @@ from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.activation.strategies import RUN
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
 from outsize.base.cache_folder import drop_profiles
-from outsize.base.errors import SEVERAL_FORWARDS, DeviceOutOfMemory, EngineMisuse, OrderMismatch, tell
+from outsize.base.errors import SEVERAL_FORWARDS, DeviceOutOfMemory, EngineMisuse, OrderMismatch
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.model.arguments import MovedArguments
@@ -98,8 +98,10 @@ class TrainingHooks:
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         now = self._holder.runtime
         for name in now.store.replaced_data():
-            do = "Write values with load_state_dict or inside `with engine.gathered(name)`"
-            raise EngineMisuse(tell(f"{name}.data is the view that prepare set", "somebody has replaced it", do))
+            raise EngineMisuse(
+                f"{name}.data was replaced after prepare, which had set it to a view of its own memory. Write values "
+                "with load_state_dict or inside `with engine.gathered(name)`."
+            )
         with without_torch_function():
             self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
         self._free_call = 0
@@ -176,9 +178,9 @@ class TrainingHooks:
             if is_in_backward():
                 raise EngineMisuse(rerun_in_backward(name))
             if torch.is_grad_enabled():
-                do = "Call the prepared model itself; for inference use torch.no_grad()"
                 raise EngineMisuse(
-                    tell(f"{name} runs inside the model's forward when it is trained", "it was called by itself", do)
+                    f"{name} was called outside of the model's forward with gradients enabled. Call the prepared model "
+                    "itself; for inference use torch.no_grad()."
                 )
             now.access.apply_user_writes()
             now.executor.enter_unscheduled(now.path.chunks_of_layer(name))
@@ -269,13 +271,9 @@ class TrainingHooks:
                     "and its activations are gone. Return the "
                     "tensors that a loss is made of in a tuple, list, dict, dataclass or in attributes of an object."
                 )
-            found = f"another one reaches {where}; its activations are gone"
             raise EngineMisuse(
-                tell(
-                    "one backward follows each forward of a prepared model",
-                    found,
-                    "Run the forward again; retain_graph is not supported",
-                )
+                f"A backward reaches {where} after the activations of its forward were freed: each forward has one "
+                "backward. Run the forward again; retain_graph is not supported."
             )
         if call != executor.current_call:
             now.gradients.require_landed(call)

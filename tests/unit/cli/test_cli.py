@@ -146,7 +146,7 @@ def test_plan_compares_machines_in_one_line_each(model: str) -> None:
         "rates of rtx4090: estimated from the datasheet",
         f"rates of 1MiB: {lookup('1MiB').provenance}",
     ]
-    assert lines[8].startswith("4KiB: training this model"), "the whole sentence follows"
+    assert lines[8].startswith("4KiB: gpu_memory 4 KiB is too small: "), "the whole sentence follows"
     assert runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "4KiB,2KiB"]).exit_code == 2
 
 

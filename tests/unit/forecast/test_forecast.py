@@ -460,10 +460,12 @@ def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_fo
     config, how = transformers.LlamaConfig(**shape), dict[str, Any](sequence_len=512, hardware="rtx4090")
     with pytest.raises(PlanInfeasible) as no:
         plan(config, gpu_memory="700MiB", **how)
-    assert no.value.allowed_bytes == 700 * 2**20 and "700MiB is allowed" in str(no.value)
+    assert no.value.allowed_bytes == 700 * 2**20 and "gpu_memory 700 MiB is too small" in str(no.value)
     least = plan(config, gpu_memory=no.value.needed_bytes, **how)
     said = show_enough(no.value.needed_bytes)
-    assert f"least {said} of GPU memory would do" in least.what_if() and f"Raise it to {said};" in str(no.value)
+    assert f"least {said} of GPU memory would do" in least.what_if() and f"Raise gpu_memory to {said}, or" in str(
+        no.value
+    )
     assert plan(config, gpu_memory=said, **how)
     with pytest.raises(PlanInfeasible):
         plan(config, gpu_memory=no.value.needed_bytes - 1, **how)
@@ -496,7 +498,7 @@ def test_the_smallest_machine_has_the_host_memory_that_was_asked_for() -> None:
         (dict(gpu_memory="24GB"), "GiB"),
         (dict(sequence_len=0), "sequence_len is 0"),
         (dict(hardware=24), "hardware 24 is not a string"),
-        (dict(pins={"n_swap": 1}), "pins are outsize.Pins, but a dict was given"),
+        (dict(pins={"n_swap": 1}), "pins must be outsize.Pins, not a dict"),
         (dict(micro_batch_size=1.5, dtype="float16"), "micro_batch_size is 1.5; dtype is 'float16'"),
     ],
 )
@@ -506,7 +508,7 @@ def test_wrong_settings_are_named(changes: dict[str, Any], words: str) -> None:
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has a config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         plan(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "something-new"}')
     with pytest.raises(ConfigError, match="something-new"):

@@ -147,7 +147,7 @@ def test_the_refusal_says_what_to_relax() -> None:
     case = make_case(6)
     assert "batch" in str(refuse(case, gpu=1))
     pinned = refuse(case, gpu=refuse(case, gpu=1).needed_bytes, pins=Pins(n_persist=4))
-    assert "without the pins (n_persist=4)" in str(pinned) and pinned.needed_bytes > pinned.allowed_bytes
+    assert "Without the pins (n_persist=4), " in str(pinned) and pinned.needed_bytes > pinned.allowed_bytes
 
 
 def test_the_result_is_near_the_best_of_all_candidates() -> None:
@@ -270,11 +270,11 @@ def test_a_pin_is_obeyed_and_its_cost_is_told(pins: Pins) -> None:
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        (Pins(n_persist=9), "n_persist is between 0 and 8"),
-        (Pins(n_buffer=0), "n_buffer is between 1 and 8"),
-        (Pins(n_swap=7), "n_swap is between 0 and 6"),
-        (Pins(n_optimizer_gpu=-1), "n_optimizer_gpu is between 0 and 8"),
-        (Pins(n_swap=4, n_checkpoint=3), "together they ask for 7"),
+        (Pins(n_persist=9), "n_persist is 9, not between 0 and 8"),
+        (Pins(n_buffer=0), "n_buffer is 0, not between 1 and 8"),
+        (Pins(n_swap=7), "n_swap is 7, not between 0 and 6"),
+        (Pins(n_optimizer_gpu=-1), "n_optimizer_gpu is -1, not between 0 and 8"),
+        (Pins(n_swap=4, n_checkpoint=3), "add up to 7 layers, and 6 layers"),
     ],
     ids=str,
 )
@@ -293,7 +293,7 @@ def test_a_strategy_that_the_trace_does_not_know_is_not_used() -> None:
     calls = tuple({name: w for name, w in table.items() if name in ("keep", "recompute")} for table in case.trace.calls)
     case = dataclasses.replace(case, trace=dataclasses.replace(case.trace, calls=calls))
     assert set(find(case, gpu=refuse(case, gpu=1).needed_bytes).decision.strategies) <= {"keep", "recompute"}
-    with pytest.raises(ConfigError, match="n_offload is between 0 and 0"):
+    with pytest.raises(ConfigError, match="n_offload is 1, not between 0 and 0"):
         find(case, pins=Pins(n_offload=1))
 
 

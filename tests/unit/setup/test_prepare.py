@@ -12,7 +12,7 @@ import pytest
 import zoo
 
 import outsize
-from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible, tell
+from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
 from outsize.device.observer import Observer, push_mode, remove_mode
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
@@ -48,7 +48,7 @@ class Card(SimDevice):
 
         def birth(num_bytes: int, live_bytes: int) -> None:
             if live_bytes > most:
-                raise DeviceOutOfMemory(tell(f"{most} bytes", f"there would be {live_bytes}", "Give more"))
+                raise DeviceOutOfMemory(f"{live_bytes} bytes are live, more than {most}. Raise gpu_memory.")
 
         observer = Observer(birth)
         push_mode(observer)
@@ -96,7 +96,7 @@ def test_what_cannot_be_halved_borrows_of_a_larger_card_and_fails_on_a_small_one
     assert preview(zoo.make(name), batch, device=card, gpu_memory=enough, **HOW).plan.estimate.gpu_bytes <= enough
     assert card.limits == [enough, 64 * 2**20, enough]
     small = Card(f"{enough}B")
-    with pytest.raises(DeviceOutOfMemory, match="there would be"):
+    with pytest.raises(DeviceOutOfMemory, match="bytes are live, more than"):
         preview(zoo.make(name), batch, device=small, **HOW)
     assert set(small.limits) == {enough}
 
