@@ -13,9 +13,9 @@ import torch
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
-from outsize.train.example import Images
-from outsize.train.forecast import fake_trace
 
+from outsize.forecast.example import Images
+from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
 from outsize.model.work import SharedTensor
 from outsize.profile.scale import Point, scaled

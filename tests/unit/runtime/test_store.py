@@ -79,9 +79,9 @@ def padding(engine: Engine) -> dict[tuple[int, str], Tensor]:
         free = gaps(engine, chunk.index)
         found[chunk.index, "weights"] = store.flat(store.canonical(chunk.index), chunk.index)[free]
         if chunk.trainable:
-            for name, flat in zip(("m", "v", "lo"), store.state(chunk.index), strict=True):
-                if flat is not None:
-                    found[chunk.index, name] = flat[free]
+            state, lo = store.state(chunk.index)
+            named = {**dict(zip(("m", "v"), state, strict=True)), **({} if lo is None else {"lo": lo})}
+            found |= {(chunk.index, name): flat[free] for name, flat in named.items()}
     return {key: value for key, value in found.items() if value.numel()}
 
 
