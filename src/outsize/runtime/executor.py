@@ -106,10 +106,10 @@ class Executor:
 
     def end_forward(self) -> None:
         self._finish_segment("forward")
-        self._require_landings()
+        self._require_completing_calls()
         self.stage = Stage.WAITING
 
-    def _require_landings(self) -> None:
+    def _require_completing_calls(self) -> None:
         """Raise OrderMismatch if a gradient would complete in an earlier call than the plan has: it would overwrite
         another gradient in its staging slot.
         """

@@ -50,13 +50,13 @@ class Gradients:
         """
         self.broken: str | None = None
         """The call in which a backward broke off: what has accumulated is not the gradient of anything."""
-        self._landing: dict[str, tuple[int | None, Tensor | None]] = {}
+        self._arrival: dict[str, tuple[int | None, Tensor | None]] = {}
         """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step.
         A frozen path has neither.
         """
         for name in self._names:
             expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
-            self._landing[name] = expected, store.gradient_view(name) if expected is not None else None
+            self._arrival[name] = expected, store.gradient_view(name) if expected is not None else None
         self._early: dict[str, Tensor] = {}
         """Gradients that were complete in the backward of another call of their layer than they land in, and wait for
         that one.
@@ -99,7 +99,7 @@ class Gradients:
             self._handles[name] = [*handles, param.register_post_accumulate_grad_hook(take)]
 
     def _show_sum(self, name: str, grad: Tensor) -> None:
-        total = self._landing[name][1]
+        total = self._arrival[name][1]
         if total is not None:
             with torch.no_grad():
                 grad.copy_(total.add(grad))
@@ -107,7 +107,7 @@ class Gradients:
     def _take(self, name: str, grad: Tensor, *, is_sum: bool = False) -> None:
         """`is_sum`: what accumulated before is in it already."""
         call = self._current_call()
-        expected, total = self._landing[name]
+        expected, total = self._arrival[name]
         if total is None or call not in (expected, ALL_CALLS):
             is_shown = (
                 is_sum and name in self.accumulated
@@ -138,13 +138,13 @@ class Gradients:
 
     def enters(self, call: int) -> None:
         """The backward of a call begins: gradients that wait for it land."""
-        for name in [name for name in self._early if self._landing[name][0] == call]:
+        for name in [name for name in self._early if self._arrival[name][0] == call]:
             self._take(name, self._early.pop(name))
 
-    def require_landed(self, call: int) -> None:
+    def require_complete(self, call: int) -> None:
         """The backward goes on with this call: no gradient waits for one that was left out."""
         for name in self._early:
-            expected = self._landing[name][0]
+            expected = self._arrival[name][0]
             if expected is not None and expected > call:
                 raise self._mismatch(name, expected, "no gradient reached that")
 
@@ -243,7 +243,7 @@ class Gradients:
                 f"{name}.grad: this plan updates weights in backward and keeps no gradients, so none can be assigned. "
                 "Prepare with update='after_step' in the optimizer and without last_backward()."
             )
-        if self._landing.get(name, (None, None))[0] is None:
+        if self._arrival.get(name, (None, None))[0] is None:
             raise EngineMisuse(
                 f"{name}.grad: a gradient was assigned to a parameter that got none in the profiling run of prepare, "
                 "so the plan does not update it. "
@@ -347,4 +347,4 @@ class Gradients:
         """Let go of the model, and of the memory that gradients are added up in."""
         for handle in (handle for handles in self._handles.values() for handle in handles):
             handle.remove()
-        self._landing.clear()
+        self._arrival.clear()

@@ -276,13 +276,13 @@ class TrainingHooks:
                 "backward. Run the forward again; retain_graph is not supported."
             )
         if call != executor.current_call:
-            now.gradients.require_landed(call)
+            now.gradients.require_complete(call)
             executor.enter_backward(call)
             now.gradients.enters(call)
 
     def backward_ends(self) -> None:
         now = self._holder.runtime
-        now.gradients.require_landed(-1)
+        now.gradients.require_complete(-1)
         now.executor.end_backward()
         self._device.watching(False)
         now.access.end_pass()
