@@ -31,7 +31,7 @@ PARALLEL := -n 2 --dist worksteal
 TESTS := tests/parity tests
 
 # The marker `smoke` selects one cell of each kind in test_covering.py.
-SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/plan tests/unit/planner \
+SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/schedule tests/unit/planner \
 	tests/unit/layout tests/parity/test_covering.py
 
 .PHONY: setup train test test-all test-compat smoke check test-gpu bench browser

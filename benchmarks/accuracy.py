@@ -179,8 +179,8 @@ def _run(case: Case, steps: int, warm_up: int, out: Path) -> None:
 def _plan_by_hand(bench: Any, pins: dict[str, int], path: Path) -> Path:
     from benchmarks.shapes import random_batches, random_shape
     from outsize.optim.adamw import AdamW
-    from outsize.plan.check import save
-    from outsize.plan.pins import Pins
+    from outsize.schedule.check import save
+    from outsize.schedule.pins import Pins
     from outsize.setup.prepare import preview
 
     model, weights = random_shape(bench.model, seq=bench.seq)
@@ -316,11 +316,11 @@ def count_fake(path: Path) -> None:
     from outsize.forecast.fake_trace import fake_trace
     from outsize.hardware.catalog import lookup
     from outsize.layout.chunks import pack
-    from outsize.plan.placement import Placement
-    from outsize.plan.plan import Plan
-    from outsize.plan.schedule import compile_schedule
     from outsize.planner.memory import high_water
     from outsize.profile.trace import added_in_place
+    from outsize.schedule.placement import Placement
+    from outsize.schedule.plan import Plan
+    from outsize.schedule.schedule import compile_schedule
 
     found = json.loads(path.read_text())
     for row in found["rows"]:

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.limits import Limit
-from outsize.plan.plan import UpdateMode
+from outsize.schedule.plan import UpdateMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

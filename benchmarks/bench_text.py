@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.bench_record import Baseline, Result
 from outsize.base.units import show_bytes, show_seconds
 from outsize.hardware.lanes import lane_words
-from outsize.plan.render import BUSY_SHARE
+from outsize.schedule.render import BUSY_SHARE
 
 
 def show(result: Result) -> str:

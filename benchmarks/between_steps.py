@@ -20,10 +20,10 @@ import outsize
 from benchmarks.measure import complete
 from benchmarks.shapes import random_batches, random_shape
 from outsize.device.choose import choose_device
-from outsize.plan.pins import Pins
 from outsize.runtime.access import ParameterAccess
 from outsize.runtime.engine import Engine
 from outsize.runtime.store import Store
+from outsize.schedule.pins import Pins
 
 _torch_clip = nn.utils.clip_grad_norm_
 

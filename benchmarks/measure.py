@@ -29,16 +29,16 @@ from outsize.hardware.lanes import LANES
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.optim.adamw import AdamW
-from outsize.plan.actions import Kind, action_seconds, effect
-from outsize.plan.check import save
-from outsize.plan.placement import Placement
-from outsize.plan.render import render, summary
-from outsize.plan.schedule import compile_schedule
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
 from outsize.report.trace import write_trace
 from outsize.run.bench import Clock, Timed, time_steps, training_step
 from outsize.runtime.engine import Engine
+from outsize.schedule.actions import Kind, action_seconds, effect
+from outsize.schedule.check import save
+from outsize.schedule.placement import Placement
+from outsize.schedule.render import render, summary
+from outsize.schedule.schedule import compile_schedule
 from outsize.setup.prepare import prepare
 
 TRACED_STEPS = 3

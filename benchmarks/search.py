@@ -20,8 +20,8 @@ from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
-from outsize.plan.plan import StepConfig
 from outsize.planner.search import search
+from outsize.schedule.plan import StepConfig
 
 GiB = 2**30
 

@@ -28,15 +28,15 @@ from outsize.model.graph import BlockGraph
 from outsize.model.strategies import Strategy
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import OptimizerSpec
-from outsize.plan.placement import Placement
-from outsize.plan.plan import FORMAT, Decision, Homes, Plan, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.simulate import simulate
 from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer  # noqa: F401 - for tests of models of their own
 from outsize.reference import AdamW as Reference
 from outsize.runtime.engine import Engine, PlannedModel
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import FORMAT, Decision, Homes, Plan, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 STEPS = 3
 MAX_GRAD_NORM = 0.05

@@ -14,9 +14,9 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.work import SharedTensor, Work
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, StepConfig
 from outsize.profile.trace import ModelTrace
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Decision, Homes, StepConfig
 
 MACHINE = lookup("64MiB")
 

@@ -25,19 +25,19 @@ MAY_IMPORT: dict[str, str] = {
     "model": "base compat checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
     "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
-    "plan": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",
-    "optim": "base compat device hardware.host layout plan",
+    "schedule": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",
+    "optim": "base compat device hardware.host layout schedule",
     "dist": "base device",
     "activation": "base compat device model",
-    "calibration": "base config.source device hardware optim plan progress layout",
-    "profile": "base compat device hardware model activation layout plan progress",
-    "planner": "base hardware model.graph model.strategies model.work profile.trace layout plan",
-    "report": "base hardware plan planner layout model.graph profile.trace",
-    "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout plan activation dist optim "
+    "calibration": "base config.source device hardware optim schedule progress layout",
+    "profile": "base compat device hardware model activation layout schedule progress",
+    "planner": "base hardware model.graph model.strategies model.work profile.trace layout schedule",
+    "report": "base hardware schedule planner layout model.graph profile.trace",
+    "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout schedule activation dist optim "
     "checkpoint progress",
     "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
     "data": "base compat config.run progress",
-    "methods": "base model device plan",
+    "methods": "base model device schedule",
     "loss": "base compat",
     # Modules of the top level are rooms of one file. Importing the package itself is `outsize`.
     "progress": "",
@@ -57,7 +57,7 @@ WITHOUT_TORCH = (
     "hardware",
     "calibration.rates",
     "layout",
-    "plan",
+    "schedule",
     "planner",
     "report",
     "model.graph",
@@ -81,7 +81,7 @@ class Import:
 
 
 class Tree:
-    """The modules below a package folder, by dotted name without the package's: `plan.check`, `reference`, `outsize`
+    """The modules below a package folder, by dotted name without the package's: `schedule.check`, `reference`, `outsize`
     for the top `__init__`.
     """
 
@@ -270,7 +270,7 @@ def test_the_source_has_no(check, source: Tree) -> None:
 
 
 def test_planner_and_runtime_never_import_each_other(source: Tree) -> None:
-    """They meet in `plan`: nothing is run that was not predicted, and nothing else ties them."""
+    """They meet in `schedule`: nothing is run that was not predicted, and nothing else ties them."""
     for room, other in (("planner", "runtime"), ("runtime", "planner")):
         for name in source.files:
             if is_within(name, room):
@@ -287,7 +287,7 @@ FAULTS = {
     ),
     "a module outside the allowed part of a room": (
         wrong_rooms,
-        {"plan/a.py": "import outsize.model.build", "model/build.py": ""},
+        {"schedule/a.py": "import outsize.model.build", "model/build.py": ""},
         "model.build",
     ),
     "a relative import": (
@@ -297,7 +297,7 @@ FAULTS = {
     ),
     "an import hidden in a function": (
         wrong_rooms,
-        {"base/a.py": "def f():\n    import outsize.plan.check", "plan/check.py": ""},
+        {"base/a.py": "def f():\n    import outsize.schedule.check", "schedule/check.py": ""},
         "base.a:2 imports",
     ),
     "a room that imports the whole package": (
@@ -350,10 +350,10 @@ FAULTS = {
     ),
     "code in an __init__": (
         code_in_an_init,
-        {"plan/__init__.py": "from outsize.plan.check import check", "plan/check.py": ""},
+        {"schedule/__init__.py": "from outsize.schedule.check import check", "schedule/check.py": ""},
         "__init__.py is not empty",
     ),
-    "utils": (names_that_say_nothing, {"plan/chunk_utils.py": ""}, "plan.chunk_utils"),
+    "utils": (names_that_say_nothing, {"schedule/chunk_utils.py": ""}, "schedule.chunk_utils"),
     "two modules that import each other": (
         cycles,
         {"base/a.py": "import outsize.base.b", "base/b.py": "from outsize.base.a import f"},
@@ -389,10 +389,10 @@ def test_what_is_legal_is_not_complained_about(tmp_path: Path) -> None:
     files = {
         "__init__.py": "from outsize.runtime.engine import prepare",
         "base/units.py": "import re",
-        "runtime/engine.py": "import torch\nfrom outsize.base import units\nfrom outsize.plan.check import "
+        "runtime/engine.py": "import torch\nfrom outsize.base import units\nfrom outsize.schedule.check import "
         "check\nfrom . import slots",
         "runtime/slots.py": "",
-        "plan/check.py": "from ..hardware.lanes import Lane",
+        "schedule/check.py": "from ..hardware.lanes import Lane",
         "hardware/lanes.py": "",
         "device/cuda.py": "import torch\ntorch.cuda.synchronize()",
         "optim/adamw_kernel.py": "import torch.cuda",

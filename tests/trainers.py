@@ -16,8 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.integrations.hf import OutsizeMixin, OutsizeTrainer
-from outsize.plan.pins import Pins
 from outsize.reference import AdamW as Reference
+from outsize.schedule.pins import Pins
 
 CHUNK_BYTES = 16 * 1024
 MAX_GRAD_NORM = 0.5

@@ -8,13 +8,12 @@ import random
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import outsize.plan as _plan_room
-
 if TYPE_CHECKING:
+    from outsize.forecast.forecast import plan
     from outsize.optim.adamw import AdamW
     from outsize.optim.lion import Lion
     from outsize.optim.sgd import SGD
-    from outsize.plan.pins import Pins
+    from outsize.schedule.pins import Pins
     from outsize.setup.prepare import prepare
 
 __all__ = ["SGD", "AdamW", "Lion", "Pins", "plan", "prepare"]
@@ -23,8 +22,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdamW": "outsize.optim.adamw",
     "Lion": "outsize.optim.lion",
-    "Pins": "outsize.plan.pins",
+    "Pins": "outsize.schedule.pins",
     "SGD": "outsize.optim.sgd",
+    "plan": "outsize.forecast.forecast",
     "prepare": "outsize.setup.prepare",
 }
 
@@ -36,18 +36,6 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         random.setstate(state)
-
-
-class _CallableRoom(ModuleType):
-    """`outsize.plan` is a room, and the function of that name: importing the room would hide the function otherwise."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forecast a plan: see `outsize.forecast.forecast.plan`."""
-        return _imported("outsize.forecast.forecast").plan(*args, **kwargs)
-
-
-_plan_room.__class__ = _CallableRoom
-plan = _plan_room
 
 
 def __getattr__(name: str) -> Any:

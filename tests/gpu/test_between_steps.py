@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
-from outsize.plan.pins import Pins
 from outsize.reference import AdamW as Reference
+from outsize.schedule.pins import Pins
 
 pytestmark = pytest.mark.gpu
 SHAPE = {

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outsize
 from outsize.base.errors import PlanInfeasible
 from outsize.optim import native, rule
-from outsize.plan.pins import Pins
 from outsize.runtime.engine import Engine
+from outsize.schedule.pins import Pins
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20

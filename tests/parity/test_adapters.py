@@ -28,10 +28,10 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import Strategy
-from outsize.plan.plan import Decision, Homes, UpdateMode
 from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import Engine
+from outsize.schedule.plan import Decision, Homes, UpdateMode
 
 STEPS = 3
 CHUNK_BYTES = 4 * 1024

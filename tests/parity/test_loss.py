@@ -23,8 +23,8 @@ from outsize.integrations.hf import OutsizeMixin
 from outsize.loss import chunked_loss as chosen
 from outsize.loss.chunked_loss import ChunkedLossPatch
 from outsize.loss.logits import Logits
-from outsize.plan.pins import Pins
 from outsize.runtime.engine import Engine
+from outsize.schedule.pins import Pins
 from outsize.setup.prepare import preview
 
 CHUNK = 5

@@ -17,10 +17,10 @@ from cells import Cell
 
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import BlockGraph
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.profile.trace import ModelTrace
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Decision, Homes, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 NUM_PLANS = 3
 CHUNK_BYTES = 4 * 1024

@@ -8,8 +8,8 @@ import zoo
 import outsize
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
-from outsize.plan.actions import Kind
 from outsize.planner.simulate import Walk
+from outsize.schedule.actions import Kind
 
 SPEC = outsize.AdamW(lr=1e-2)
 GiB = 2**30

@@ -20,13 +20,13 @@ from sim.test_sweep import prepare as prepare_swept
 
 from outsize.base.errors import RaceDetected
 from outsize.hardware.lanes import Lane
-from outsize.plan.actions import Action, Effect, effect
-from outsize.plan.buffers import Buffer
-from outsize.plan.hazards import Hazards, Token
-from outsize.plan.placement import Placement
-from outsize.plan.schedule import Segment, compile_schedule
 from outsize.runtime.engine import Engine
 from outsize.runtime.executor import Executor
+from outsize.schedule.actions import Action, Effect, effect
+from outsize.schedule.buffers import Buffer
+from outsize.schedule.hazards import Hazards, Token
+from outsize.schedule.placement import Placement
+from outsize.schedule.schedule import Segment, compile_schedule
 
 CHUNK_BYTES = 4 * 1024
 STEPS = 2

@@ -17,10 +17,10 @@ from outsize.calibration.rates import CALIBRATED_RATES, save_step_rates
 from outsize.device.device import Device
 from outsize.device.timeline import Span, Timeline
 from outsize.hardware.lanes import LANES, lane_words
-from outsize.plan.actions import TYPES, Kind, action_seconds, parse_action
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Plan
-from outsize.plan.schedule import Schedule
+from outsize.schedule.actions import TYPES, Kind, action_seconds, parse_action
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Plan
+from outsize.schedule.schedule import Schedule
 
 WARM_UP_STEPS = 2
 """Steps after idle lanes that differ from those that follow: the first is guarded and has no updates to overlap with,

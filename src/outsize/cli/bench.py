@@ -68,10 +68,10 @@ def bench(
     from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
     from outsize.model.build import load_config
     from outsize.optim.adamw import AdamW
-    from outsize.plan.render import render
     from outsize.run.bench import Clock, time_steps, training_step
     from outsize.run.quiet import quiet
     from outsize.run.random_weights import random_model, random_text
+    from outsize.schedule.render import render
     from outsize.setup.prepare import prepare
 
     quiet()

@@ -158,8 +158,8 @@ def _self_test() -> Iterator[Finding]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from outsize.optim.adamw import AdamW
-    from outsize.plan.pins import Pins
     from outsize.reference import AdamW as Reference
+    from outsize.schedule.pins import Pins
     from outsize.setup.prepare import prepare
 
     with torch.random.fork_rng(devices=[]), _without_cache():

@@ -10,7 +10,7 @@ from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import show_bytes, show_enough, show_seconds
 from outsize.cli.options import ConfigPath, planning, require_file
 from outsize.hardware.catalog import lookup
-from outsize.plan.render import busiest_lane
+from outsize.schedule.render import busiest_lane
 
 if TYPE_CHECKING:
     from outsize.forecast.forecast import Forecast
@@ -66,7 +66,7 @@ def plan(
         print(made)
         print(made.what_if())
         if save is not None:
-            from outsize.plan.check import save as save_plan
+            from outsize.schedule.check import save as save_plan
 
             save_plan(made.plan, save)
             print(f"\nsaved to {save}")
@@ -90,7 +90,7 @@ def plan(
 
 def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
     """One row per machine, the source of its rates, and what is missing where the model does not fit."""
-    rows = [("machine", "tokens/s", "step", "GPU", "host", "binds")]
+    rows = [("machine", "tokens/s", "step", "GPU", "host", "bottleneck")]
     notes: list[str] = []
     rates: dict[str, list[str]] = {}
     for name, found in found_for.items():

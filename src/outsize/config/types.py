@@ -78,4 +78,4 @@ if TYPE_CHECKING:
     PinName = str
 else:
     PinName = Literal[("n_persist", "n_buffer", *(s.pin for s in STRATEGIES if s.pin), "n_optimizer_gpu")]
-"""The fields of `Pins` (plan/pins.py)."""
+"""The fields of `Pins` (schedule/pins.py)."""

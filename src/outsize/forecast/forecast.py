@@ -25,16 +25,16 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.graph import BlockGraph
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import OptimizerSpec
-from outsize.plan.check import check
-from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan
-from outsize.plan.render import render
 from outsize.planner.explain import Explanation, Problem, explain, what_if
 from outsize.profile.scale import scaled
 from outsize.profile.trace import added_in_place
 from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
+from outsize.schedule.check import check
+from outsize.schedule.pins import Pins
+from outsize.schedule.plan import Plan
+from outsize.schedule.render import render
 from outsize.setup.micro_batch import Split, Traced, fastest, splits_of
 from outsize.setup.request import PlanRequest
 

@@ -9,7 +9,7 @@ from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.optim.names import OPTIMIZERS, find_name, spec_class
 from outsize.optim.spec import OptimizerSpec
-from outsize.plan.plan import UpdateMode
+from outsize.schedule.plan import UpdateMode
 
 NonFinite = Literal["raise", "skip"]
 _PLANNED = {

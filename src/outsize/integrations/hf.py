@@ -43,10 +43,10 @@ from outsize.integrations.peek import Rewound, first_batch, rewindable
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.batch import fits
 from outsize.model.weights import Weights
-from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan
 from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.retry import with_retries
+from outsize.schedule.pins import Pins
+from outsize.schedule.plan import Plan
 from outsize.setup.prepare import preview_as
 from outsize.setup.request import PrepareRequest
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
 from outsize.optim.rule import Rule
-from outsize.plan.plan import StepConfig, UpdateMode
+from outsize.schedule.plan import StepConfig, UpdateMode
 
 Check = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and what is."""

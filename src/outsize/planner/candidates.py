@@ -27,12 +27,12 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.layout.slots import assign_slots
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import Strategy
-from outsize.plan.pins import Pins
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import activation_peak
 from outsize.profile.trace import ModelTrace
+from outsize.schedule.pins import Pins
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Decision, Homes, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 DEPTHS = (0, 1, 2, 3)
 MAX_STRIDE = 8

@@ -14,13 +14,13 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, StepConfig
-from outsize.plan.render import busiest_lane
 from outsize.planner.candidates import SearchSpace
 from outsize.planner.feasible import Budgets
 from outsize.planner.search import search
 from outsize.profile.trace import ModelTrace
+from outsize.schedule.pins import Pins
+from outsize.schedule.plan import Plan, StepConfig
+from outsize.schedule.render import busiest_lane
 
 GiB = 2**30
 MORE_GPU_BYTES = 4 * GiB
@@ -107,17 +107,14 @@ class Explanation:
             lines += [
                 f"{label if i == 0 else '':<8} {a.name:<{width}}  {_compared(a, chosen)}" for i, a in enumerate(answers)
             ]
-        return "\n".join([*lines, f"least    {self._least()}"])
+        return "\n".join([*lines, f"minimum  {self._least()}"])
 
     def _least(self) -> str:
         gpu = show_enough(self.least_gpu_bytes) if self.least_gpu_bytes is not None else None
-        budget = f"{show_bytes(self.plan.host_budget_bytes)} on the host"
-        words = [f"{gpu} of GPU memory would do beside {budget}" if gpu else f"no GPU is large enough beside {budget}"]
+        budget = f"{show_bytes(self.plan.host_budget_bytes)} host"
+        words = [f"{gpu} GPU with {budget}" if gpu else f"no GPU is large enough with {budget}"]
         if self.least_host_bytes is not None:
-            words.append(
-                f"{show_enough(self.least_host_bytes) if self.least_host_bytes else 'nothing'} on the host would do "
-                "beside this GPU"
-            )
+            words.append(f"{show_enough(self.least_host_bytes) if self.least_host_bytes else '0 B'} host with this GPU")
         return "; ".join(words)
 
 
@@ -150,7 +147,7 @@ def what_if(problem: Problem, plan: Plan, smallest: str | None) -> str:
         else "no machine of the catalog is large enough"
     )
     return (
-        f"more  {name}: {_compared(_upgrade(name, changed, plan), plan.estimate.step_seconds)}\nleast "
+        f"more  {name}: {_compared(_upgrade(name, changed, plan), plan.estimate.step_seconds)}\nminimum "
         f"{least._least()}; {card}"
     )
 

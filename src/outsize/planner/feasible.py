@@ -12,8 +12,8 @@ from typing import Literal, TypeVar
 from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough
 from outsize.hardware.gpu_budget import GpuBudget
-from outsize.plan.pins import Pins
 from outsize.planner.candidates import Candidate, SearchSpace, StrategyCounts
+from outsize.schedule.pins import Pins
 
 W = TypeVar("W")
 

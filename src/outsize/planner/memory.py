@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outsize.plan.actions import Action, Kind
-from outsize.plan.placement import Placement
-from outsize.plan.schedule import Schedule
+from outsize.schedule.actions import Action, Kind
+from outsize.schedule.placement import Placement
+from outsize.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

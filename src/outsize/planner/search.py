@@ -19,13 +19,13 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.plan.pins import Pins, check_pins
-from outsize.plan.plan import FORMAT, Decision, Estimate, Plan, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.candidates import DEPTHS, MAX_STRIDE, Candidate, SearchSpace
 from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
+from outsize.schedule.pins import Pins, check_pins
+from outsize.schedule.plan import FORMAT, Decision, Estimate, Plan, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 MIN_SIMULATIONS, MAX_SIMULATIONS, SIMULATED_ITEMS = 24, 400, 9_000
 """A simulation takes time in proportion to the model's chunks and calls. SIMULATED_ITEMS of these take about 0.4 s."""

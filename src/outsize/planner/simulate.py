@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator
 
 from outsize.hardware.lanes import LANES, LEAD_SECONDS, IssuedClock, LaneClock, slowed
 from outsize.hardware.spec import HardwareSpec
-from outsize.plan.actions import Action, Effect, Kind, action_seconds, effect, launch
-from outsize.plan.buffers import Buffer
-from outsize.plan.hazards import Hazards, Token
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Estimate
-from outsize.plan.schedule import Schedule
 from outsize.planner.memory import high_water
+from outsize.schedule.actions import Action, Effect, Kind, action_seconds, effect, launch
+from outsize.schedule.buffers import Buffer
+from outsize.schedule.hazards import Hazards, Token
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Estimate
+from outsize.schedule.schedule import Schedule
 
 STEPS = 3
 """The first step has no updates to overlap with, and the second follows such a step. The third is like all later ones.

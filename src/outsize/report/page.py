@@ -17,10 +17,12 @@ from outsize.hardware.lanes import LANES, lane_words
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.plan.actions import TYPES
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Plan
-from outsize.plan.render import (
+from outsize.report.measured import Measured, MeasuredStep, last_step
+from outsize.report.step import KINDS, Phase, Step, StepSpan, describe, placement_of, step_of
+from outsize.schedule.actions import TYPES
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Plan
+from outsize.schedule.render import (
     Row,
     bottleneck_text,
     group_cells,
@@ -30,8 +32,6 @@ from outsize.plan.render import (
     lane_shares,
     tokens_per_second,
 )
-from outsize.report.measured import Measured, MeasuredStep, last_step
-from outsize.report.step import KINDS, Phase, Step, StepSpan, describe, placement_of, step_of
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 _KIND_WORDS = {"returned": "returned activations"}

@@ -16,12 +16,12 @@ from outsize.hardware.lanes import Lane
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.plan.actions import TYPES, Kind, effect, parse_action
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Plan
-from outsize.plan.schedule import Schedule, compile_schedule
 from outsize.planner.memory import ledger
 from outsize.planner.simulate import STEPS, Walk
+from outsize.schedule.actions import TYPES, Kind, effect, parse_action
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Plan
+from outsize.schedule.schedule import Schedule, compile_schedule
 
 KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
 """What is allocated for the whole run; activations and transients come and go above it."""

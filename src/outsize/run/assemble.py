@@ -27,7 +27,6 @@ from outsize.model.build import Built, build_model, load_config
 from outsize.model.strategies import STRATEGIES
 from outsize.optim.names import OPTIMIZERS
 from outsize.optim.spec import OptimizerSpec
-from outsize.plan.pins import Pins
 from outsize.run.adapters import adapt
 from outsize.run.compat_checks import (
     first_line,
@@ -40,6 +39,7 @@ from outsize.run.compat_checks import (
 )
 from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, require_same_data, split_of
 from outsize.runtime.engine import PlannedModel
+from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Choice, Split, splits_of
 from outsize.setup.prepare import choose_micro_batch
 

@@ -8,11 +8,11 @@ from rich.panel import Panel
 
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
-from outsize.plan.render import render
 from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import ProgressCallback
 from outsize.runtime.engine import PlannedModel
+from outsize.schedule.render import render
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

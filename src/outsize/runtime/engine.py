@@ -28,7 +28,6 @@ from outsize.model.graph import BlockGraph
 from outsize.model.tensors import named_tensors
 from outsize.model.weights import Weights, convert, is_finite
 from outsize.optim.spec import OptimizerSpec
-from outsize.plan.plan import Plan, StepConfig
 from outsize.runtime import process_hooks
 from outsize.runtime.executor import Stage
 from outsize.runtime.optimizer import EngineOptimizer
@@ -37,6 +36,7 @@ from outsize.runtime.report import StepReport
 from outsize.runtime.retry import with_retries
 from outsize.runtime.steps import Steps
 from outsize.runtime.training_hooks import TrainingHooks
+from outsize.schedule.plan import Plan, StepConfig
 
 T = TypeVar("T")
 PlanFunction = Callable[[nn.Module, Any, StepConfig], PlannedModel]

@@ -21,13 +21,13 @@ from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.base.errors import EngineMisuse, OrderMismatch
 from outsize.base.units import show_bytes
 from outsize.device.device import Device, Event
-from outsize.plan.actions import TYPES, Action, Effect, Kind, action_seconds, effect
-from outsize.plan.buffers import Buffer
-from outsize.plan.buffers import BufferKind as B
-from outsize.plan.hazards import Hazards, Token
-from outsize.plan.placement import Placement
-from outsize.plan.schedule import Schedule, Segment, backward_name
 from outsize.runtime.store import Store
+from outsize.schedule.actions import TYPES, Action, Effect, Kind, action_seconds, effect
+from outsize.schedule.buffers import Buffer
+from outsize.schedule.buffers import BufferKind as B
+from outsize.schedule.hazards import Hazards, Token
+from outsize.schedule.placement import Placement
+from outsize.schedule.schedule import Schedule, Segment, backward_name
 
 
 class Stage(Enum):

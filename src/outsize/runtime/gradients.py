@@ -15,9 +15,9 @@ from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch
 from outsize.compat import without_torch_function
-from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.executor import ALL_CALLS
 from outsize.runtime.store import Store
+from outsize.schedule.buffers import BufferKind as B
 
 
 class Gradients:

@@ -14,8 +14,8 @@ import torch
 from outsize.base.errors import StaleParameter
 from outsize.compat import TorchDispatchMode
 from outsize.device.observer import tensors_of
-from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.store import Store
+from outsize.schedule.buffers import BufferKind as B
 
 
 class Guard(TorchDispatchMode):

@@ -16,9 +16,6 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.batch import Measured, Signature, of_unknown_kind
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Plan
-from outsize.plan.schedule import compile_schedule
 from outsize.runtime.access import ParameterAccess
 from outsize.runtime.call_path import CallPath
 from outsize.runtime.executor import Executor
@@ -28,6 +25,9 @@ from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.patches import Patches
 from outsize.runtime.store import Store
 from outsize.runtime.updates import Updates
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Plan
+from outsize.schedule.schedule import compile_schedule
 
 
 class ModelLoss(Protocol):

@@ -6,7 +6,7 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.calibration.steps import StepTiming
 from outsize.device.device import Device
 from outsize.hardware.lanes import LANES, lane_words
-from outsize.plan.plan import Plan
+from outsize.schedule.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from outsize.base.log import log
 from outsize.base.units import show_bytes
 from outsize.device.device import Device
 from outsize.device.rng import rewinder
-from outsize.plan.plan import Plan, StepConfig
 from outsize.runtime.plan_runtime import PlanRuntime
+from outsize.schedule.plan import Plan, StepConfig
 
 T = TypeVar("T")
 MOST_RETRIES = 2

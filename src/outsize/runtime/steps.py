@@ -64,13 +64,13 @@ class Steps:
 
     def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
         """The update of one chunk, with everything it needs fixed now: it may run later, on another thread."""
-        now = self._holder.runtime
+        runtime = self._holder.runtime
         if in_backward:
-            accumulated = {piece.name for piece in now.place.chunk(chunk).pieces} & now.gradients.accumulated
-            self._made[chunk] = now.updates.plan_step(accumulated, 1.0)
+            accumulated = {piece.name for piece in runtime.place.chunk(chunk).pieces} & runtime.gradients.accumulated
+            self._made[chunk] = runtime.updates.plan_step(accumulated, 1.0)
         step = self._made[chunk] if in_backward else self._step
         assert step is not None
-        updates, pieces = now.updates, now.place.chunk(chunk).pieces
+        updates, pieces = runtime.updates, runtime.place.chunk(chunk).pieces
 
         def work() -> None:
             try:
@@ -89,37 +89,39 @@ class Steps:
 
     def step(self) -> bool:
         """Update with what has accumulated; False if the step was skipped. Returns once the updates are issued."""
-        now = self._holder.runtime
+        runtime = self._holder.runtime
         if not self._made:
-            now.gradients.make_zeros()
-        if not self._made and not now.gradients.accumulated:
+            runtime.gradients.make_zeros()
+        if not self._made and not runtime.gradients.accumulated:
             raise EngineMisuse(
                 "step: no gradient has arrived since the last zero_grad(), so there is nothing to apply. Call "
                 "loss.backward() before step()."
             )
         clip_at = self._take_clipping()
-        total = now.gradients.norm()
+        total = runtime.gradients.norm()
         if self._made:
             for made in self._made.values():
-                now.updates.count(made)
+                runtime.updates.count(made)
             self._made = {}
-            self._not_finite = now.gradients.not_finite()
-            now.gradients.discard()
-            now.gradients.is_consumed = True
+            self._not_finite = runtime.gradients.not_finite()
+            runtime.gradients.discard()
+            runtime.gradients.is_consumed = True
         else:
             norm = float(total)
             if norm - norm != 0.0:  # infinite or NaN
-                error = now.gradients.error(now.gradients.not_finite()() or sorted(now.gradients.accumulated))
-                now.gradients.discard()
+                error = runtime.gradients.error(
+                    runtime.gradients.not_finite()() or sorted(runtime.gradients.accumulated)
+                )
+                runtime.gradients.discard()
                 if self._spec.nonfinite == "raise":
                     raise error
                 self.num_skipped += 1
                 log.warning("step %d skipped: %s", self.num_made, str(error))
                 return False
-            self._step = now.updates.plan_step(now.gradients.accumulated, clip_factor(norm, clip_at))
-            now.updates.count(self._step)
-            now.executor.update()
-            now.gradients.is_applied = True
+            self._step = runtime.updates.plan_step(runtime.gradients.accumulated, clip_factor(norm, clip_at))
+            runtime.updates.count(self._step)
+            runtime.executor.update()
+            runtime.gradients.is_applied = True
         self.num_made += 1
         return True
 

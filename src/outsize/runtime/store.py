@@ -21,10 +21,10 @@ from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.layout.chunks import Piece
 from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
-from outsize.plan.buffers import Buffer
-from outsize.plan.buffers import BufferKind as B
-from outsize.plan.placement import Placement
 from outsize.progress import counted
+from outsize.schedule.buffers import Buffer
+from outsize.schedule.buffers import BufferKind as B
+from outsize.schedule.placement import Placement
 
 
 class Store:

@@ -96,17 +96,17 @@ class TrainingHooks:
     # Forward. See model/block_tracker.py for who calls these when.
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        now = self._holder.runtime
-        for name in now.store.replaced_data():
+        runtime = self._holder.runtime
+        for name in runtime.store.replaced_data():
             raise EngineMisuse(
                 f"{name}.data was replaced after prepare, which had set it to a view of its own memory. Write values "
                 "with load_state_dict or inside `with engine.gathered(name)`."
             )
         with without_torch_function():
-            self._training = torch.is_grad_enabled() and any(p.requires_grad for p in now.store.params.values())
+            self._training = torch.is_grad_enabled() and any(p.requires_grad for p in runtime.store.params.values())
         self._free_call = 0
         if self._training:
-            del now  # a new plan may come, and has no room beside the old one
+            del runtime  # a new plan may come, and has no room beside the old one
             self._begin_training()
             self._fit(args, kwargs)
         else:
@@ -117,7 +117,7 @@ class TrainingHooks:
                     "Call it under torch.no_grad(), or detach its inputs."
                 )
             self._beside()
-            if now.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
+            if runtime.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
                 self.roll_back()
         self._holder.runtime.access.begin_pass()
         # The cache keeps a cast of every block's weights alive, and would serve those of a slot's earlier owner.
@@ -156,23 +156,23 @@ class TrainingHooks:
             self.roll_back()
 
     def call_of_layer(self, layer: int, after: int) -> int:
-        now, name = self._holder.runtime, self._layers[layer].name
+        runtime, name = self._holder.runtime, self._layers[layer].name
         if not self._training:
-            return now.path.next_call_without_grad(name, after)
-        call = now.path.next_call(name, after)
-        now.guard_new_path()
+            return runtime.path.next_call_without_grad(name, after)
+        call = runtime.path.next_call(name, after)
+        runtime.guard_new_path()
         return call
 
     def call_of_module(self, module: nn.Module, call: int) -> int:
         if not self._training:
             return call
-        now = self._holder.runtime
-        call = now.path.reading_call(module, call)
-        now.guard_new_path()
+        runtime = self._holder.runtime
+        call = runtime.path.reading_call(module, call)
+        runtime.guard_new_path()
         return call
 
     def forward_enters(self, call: int, layer: int | None) -> None:
-        now = self._holder.runtime
+        runtime = self._holder.runtime
         name = self._layers[layer].name if layer is not None else None
         if name is not None and call < 0:
             if is_in_backward():
@@ -182,36 +182,36 @@ class TrainingHooks:
                     f"{name} was called outside of the model's forward with gradients enabled. Call the prepared model "
                     "itself; for inference use torch.no_grad()."
                 )
-            now.access.apply_user_writes()
-            now.executor.enter_unscheduled(now.path.chunks_of_layer(name))
+            runtime.access.apply_user_writes()
+            runtime.executor.enter_unscheduled(runtime.path.chunks_of_layer(name))
         elif self._training:
-            now.executor.enter_forward(call, name)
+            runtime.executor.enter_forward(call, name)
         else:
             self._free_call = call
-            chunks = now.path.chunks_of_call(call) if name is None else now.path.chunks_of_layer(name)
-            now.executor.enter_evaluation(call, chunks)
+            chunks = runtime.path.chunks_of_call(call) if name is None else runtime.path.chunks_of_layer(name)
+            runtime.executor.enter_evaluation(call, chunks)
 
     def _non_layer_module_runs(self, module: nn.Module, args: Any) -> None:
         # Inside a forward without grad, too: it may read what no training forward reads.
         if not torch.is_grad_enabled() and not (self._tracker.is_open and self._training):
-            now = self._holder.runtime
+            runtime = self._holder.runtime
             if not self._tracker.is_open:
-                now.access.apply_user_writes()
-            now.executor.enter_unscheduled(now.store.chunks_with(module._parameters.values()))
+                runtime.access.apply_user_writes()
+            runtime.executor.enter_unscheduled(runtime.store.chunks_with(module._parameters.values()))
 
     def run_layer(
         self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._training or call < 0:
             return forward(*args, **kwargs)
-        now = self._holder.runtime
-        strategy = now.plan.decision.strategies[call]
+        runtime = self._holder.runtime
+        strategy = runtime.plan.decision.strategies[call]
         if not torch.is_grad_enabled():
             if STRATEGY[strategy].sends:
-                now.executor.runs_without_grad(call)
+                runtime.executor.runs_without_grad(call)
             return forward(*args, **kwargs)
-        offloaded = now.executor.offloaded(call) if STRATEGY[strategy].sends else OffloadedTensors()
-        return RUN[strategy](forward, args, kwargs, offloaded, now.is_static)
+        offloaded = runtime.executor.offloaded(call) if STRATEGY[strategy].sends else OffloadedTensors()
+        return RUN[strategy](forward, args, kwargs, offloaded, runtime.is_static)
 
     def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
         arguments, self._arguments = self._arguments, None
@@ -226,8 +226,8 @@ class TrainingHooks:
             if not self._training:
                 executor.leave_unscheduled()
                 if not failed and executor.sees_calls:
-                    now = self._holder.runtime
-                    now.path.require_seen(self._free_call, len(now.planned.graph.calls))
+                    runtime = self._holder.runtime
+                    runtime.path.require_seen(self._free_call, len(runtime.planned.graph.calls))
             elif failed:
                 self.check_profile()
                 if (
@@ -252,19 +252,19 @@ class TrainingHooks:
     # Backward.
 
     def backward_enters(self, call: int, forward_id: int) -> None:
-        now = self._holder.runtime
-        executor = now.executor
+        runtime = self._holder.runtime
+        executor = runtime.executor
         if executor.stage is Stage.WAITING and forward_id == self._forward_number:
             update = self._steps.begin_backward()
-            if now.gradients.has_assigned:
+            if runtime.gradients.has_assigned:
                 self._device.synchronize()
-                now.gradients.pull_assigned()
+                runtime.gradients.pull_assigned()
             self._device.watching(True)
-            now.access.begin_pass()
-            now.gradients.forget_early()
-            executor.begin_backward(pending=bool(now.gradients.accumulated), update=update)
+            runtime.access.begin_pass()
+            runtime.gradients.forget_early()
+            executor.begin_backward(pending=bool(runtime.gradients.accumulated), update=update)
         elif executor.stage is not Stage.BACKWARD:
-            where = now.planned.graph.call_name(call) if executor.sees_calls else "the model"
+            where = runtime.planned.graph.call_name(call) if executor.sees_calls else "the model"
             if forward_id == self._forward_number and not self._has_outputs:
                 raise EngineMisuse(
                     f"A backward reaches {where}, but the forward returned no tensor with grad that outsize found, "
@@ -276,19 +276,19 @@ class TrainingHooks:
                 "backward. Run the forward again; retain_graph is not supported."
             )
         if call != executor.current_call:
-            now.gradients.require_complete(call)
+            runtime.gradients.require_complete(call)
             executor.enter_backward(call)
-            now.gradients.enters(call)
+            runtime.gradients.enters(call)
 
     def backward_ends(self) -> None:
-        now = self._holder.runtime
-        now.gradients.require_complete(-1)
-        now.executor.end_backward()
+        runtime = self._holder.runtime
+        runtime.gradients.require_complete(-1)
+        runtime.executor.end_backward()
         self._device.watching(False)
-        now.access.end_pass()
-        if now.gradients.has_assigned:
+        runtime.access.end_pass()
+        if runtime.gradients.has_assigned:
             self._device.synchronize()
-            now.gradients.push_assigned()
+            runtime.gradients.push_assigned()
 
     # Between passes.
 
@@ -301,22 +301,22 @@ class TrainingHooks:
 
     def roll_back(self) -> None:
         """Forget a pass that broke off or was abandoned."""
-        now = self._holder.runtime
-        if now.executor.stage is Stage.BACKWARD:
-            call = now.executor.current_call
+        runtime = self._holder.runtime
+        if runtime.executor.stage is Stage.BACKWARD:
+            call = runtime.executor.current_call
             where = (
                 "its first block"
                 if call is None
                 else "the model"
                 if call == ALL_CALLS
-                else now.planned.graph.call_name(call)
+                else runtime.planned.graph.call_name(call)
             )
-            now.gradients.broken = where
+            runtime.gradients.broken = where
             self._steps.backward_broke(where)
-        now.gradients.forget_early()
-        now.executor.roll_back()
+        runtime.gradients.forget_early()
+        runtime.executor.roll_back()
         self._device.watching(False)
-        now.access.end_pass()
+        runtime.access.end_pass()
 
     def end_forward(self) -> Stage:
         """Where training is, once what broke off or was abandoned is rolled back."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from outsize.optim.rule import Numbers, Rule, Scratch, slow_kernels, update
-from outsize.plan.buffers import BufferKind as B
 from outsize.runtime.store import Store
+from outsize.schedule.buffers import BufferKind as B
 
 
 @dataclass(frozen=True, slots=True)

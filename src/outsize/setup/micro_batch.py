@@ -14,11 +14,11 @@ from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
 from outsize.loss.chunked_loss import ChosenLoss
 from outsize.model.batch import Measured
 from outsize.model.graph import BlockGraph
-from outsize.plan.plan import Plan
 from outsize.planner.search import TIE
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
 from outsize.progress import counted
+from outsize.schedule.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

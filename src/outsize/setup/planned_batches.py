@@ -30,10 +30,10 @@ from outsize.model.batch import (
     with_longer_offsets,
 )
 from outsize.model.tensors import map_tensors
-from outsize.plan.plan import StepConfig
 from outsize.profile.calling import Loss
 from outsize.profile.merge import merged, projected, with_reserve
 from outsize.runtime.plan_runtime import PlannedModel
+from outsize.schedule.plan import StepConfig
 from outsize.setup.batches import Images, as_dict, joined, lead_shape, num_elements, pad_to_shape
 from outsize.setup.micro_batch import Traced
 

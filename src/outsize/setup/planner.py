@@ -33,15 +33,15 @@ from outsize.model.discover import Layer, find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.tensors import tensors_in
 from outsize.model.weights import FileWeights, Weights, convert, is_unmaterialized, unmaterialize
-from outsize.plan.check import check, load
-from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, StepConfig
 from outsize.planner.search import search
 from outsize.profile.cache import traced
 from outsize.profile.calling import Loss
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import PlannedModel
 from outsize.runtime.process_hooks import attached_engines
+from outsize.schedule.check import check, load
+from outsize.schedule.pins import Pins
+from outsize.schedule.plan import Plan, StepConfig
 from outsize.setup.batches import detached, num_rows, require_nonempty
 from outsize.setup.budgeted_profile import profile_within_budget
 from outsize.setup.micro_batch import Traced

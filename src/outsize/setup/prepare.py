@@ -15,12 +15,12 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights, convert
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import OptimizerSpec
-from outsize.plan.pins import Pins
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Plan
 from outsize.profile.calling import Loss
 from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.process_hooks import attached_engines
+from outsize.schedule.pins import Pins
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Plan
 from outsize.setup.batches import pad_to_shape
 from outsize.setup.micro_batch import Choice, Split, Traced, fastest
 from outsize.setup.planner import Planner

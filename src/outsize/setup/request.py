@@ -9,9 +9,9 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import OptimizerSpec
-from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, StepConfig
 from outsize.profile.calling import Loss
+from outsize.schedule.pins import Pins
+from outsize.schedule.plan import Plan, StepConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

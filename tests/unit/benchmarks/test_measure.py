@@ -16,9 +16,9 @@ from outsize.base.records import dumps, fingerprint, loads
 from outsize.hardware.host import peak_rss_bytes
 from outsize.hardware.lanes import LANES
 from outsize.optim.adamw import AdamW
-from outsize.plan.check import save
-from outsize.plan.pins import Pins
 from outsize.runtime.engine import Engine
+from outsize.schedule.check import save
+from outsize.schedule.pins import Pins
 from outsize.setup.prepare import prepare
 
 ASKED = dict(model="tiny", device="sim:8MiB", micro_batch=2, seq=16, steps=2, host_memory="1GiB")

@@ -15,7 +15,7 @@ from outsize.cli.doctor import Finding
 from outsize.cli.main import app
 from outsize.hardware.catalog import lookup
 from outsize.hardware.host import container_limit
-from outsize.plan.check import load
+from outsize.schedule.check import load
 
 runner = CliRunner()
 SHAPE = dict(
@@ -107,7 +107,7 @@ def test_explain_shows_the_usual_recipes_and_what_a_better_machine_is_worth(mode
     assert result.exit_code == 0, result.output
     assert all(
         words in result.output
-        for words in ("by hand  everything on the GPU", "worth    4.00 GiB more", "copies twice as fast", "least  ")
+        for words in ("by hand  everything on the GPU", "worth    4.00 GiB more", "copies twice as fast", "minimum  ")
     )
     assert runner.invoke(app, ["explain", model, "--update", "sometimes"]).exit_code == 2
 

@@ -23,8 +23,8 @@ from outsize.loss import chunked_loss as chosen
 from outsize.loss.chunked_loss import ChunkedLossPatch, ChunkedLossUnsupported, trace_with_loss
 from outsize.loss.logits import Logits
 from outsize.model.tensors import map_tensors, with_grad
-from outsize.plan.check import load, save
-from outsize.plan.render import render
+from outsize.schedule.check import load, save
+from outsize.schedule.render import render
 
 peft = pytest.importorskip("peft")
 CHUNK = 5

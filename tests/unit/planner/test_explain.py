@@ -9,8 +9,8 @@ from synthetic import make_case
 
 from outsize.base.errors import PlanInfeasible
 from outsize.hardware.gpu_budget import GpuBudget
-from outsize.plan.plan import StepConfig
 from outsize.planner.explain import Explanation, Problem, explain, what_if
+from outsize.schedule.plan import StepConfig
 
 HUGE = 10**12
 
@@ -77,12 +77,12 @@ def test_where_everything_fits_and_there_is_no_host_the_plain_recipe_is_the_plan
     roomy = problem(host_bytes=0)
     found = explain(roomy, roomy.solve())
     assert found.by_hand[0].step_seconds == found.plan.estimate.step_seconds
-    assert str(found).endswith("nothing on the host would do beside this GPU")
+    assert str(found).endswith("0 B host with this GPU")
 
 
 def test_it_reads_as_a_table_and_the_outlook_as_two_lines(tight: Problem, explained: Explanation) -> None:
     lines = str(explained).splitlines()
-    assert [line[:8].strip() for line in lines] == ["chosen", "by hand", "", "", "", "worth", "", "", "", "least"]
+    assert [line[:8].strip() for line in lines] == ["chosen", "by hand", "", "", "", "worth", "", "", "", "minimum"]
     more, least = what_if(tight, explained.plan, "rtx3090").splitlines()
     assert more.startswith("more  4.00 GiB more GPU memory: ") and least.endswith("that does: rtx3090")
     assert "no machine" in what_if(tight, explained.plan, None)

@@ -8,8 +8,8 @@ from synthetic import NOTHING, Case, make_case, random_case, random_decision
 
 from outsize.model.strategies import STRATEGY
 from outsize.model.work import SharedTensor, Work
-from outsize.plan.schedule import Schedule, compile_schedule
 from outsize.planner.memory import HighWater, high_water, ledger
+from outsize.schedule.schedule import Schedule, compile_schedule
 
 
 def work(**bytes_of: int) -> Work:

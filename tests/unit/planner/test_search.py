@@ -12,13 +12,13 @@ from outsize.base.errors import ConfigError, PlanInfeasible, PlanInvalid
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
 from outsize.model.graph import BlockGraph, Param
-from outsize.plan.check import check
-from outsize.plan.pins import Pins
-from outsize.plan.plan import Plan, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.candidates import DEPTHS, STAYING_SHARE, Candidate, SearchSpace
 from outsize.planner.search import PLAIN_TIE, TIE, search
 from outsize.planner.simulate import simulate, step_seconds
+from outsize.schedule.check import check
+from outsize.schedule.pins import Pins
+from outsize.schedule.plan import Plan, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 HUGE = 10**15
 

@@ -8,10 +8,10 @@ from synthetic import Case, make_case, random_case, random_decision
 
 from outsize.hardware.lanes import LEAD_SECONDS, IssuedClock, copy_seconds, slowed, update_seconds
 from outsize.model.work import Work
-from outsize.plan.plan import Estimate, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import high_water
 from outsize.planner.simulate import Walk, simulate, step_seconds
+from outsize.schedule.plan import Estimate, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 
 def estimate(case: Case, homes: str, strategy: str = "keep", depth: int = 0, host_update_interval: int = 1) -> Estimate:

@@ -11,13 +11,13 @@ from outsize.device.choose import choose_device
 from outsize.layout.chunks import pack
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
-from outsize.plan.placement import Placement
-from outsize.plan.plan import Decision, Homes, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.memory import high_water
 from outsize.profile.merge import merged, with_reserve
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import Decision, Homes, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 
 def traced(kind: str, rows: int, tokens: int) -> tuple[BlockGraph, ModelTrace]:

@@ -12,13 +12,13 @@ from synthetic import MACHINE, make_case
 
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.lanes import LANES
-from outsize.plan.plan import StepConfig
-from outsize.plan.render import lane_shares
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.search import search
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
 from outsize.report.step import _issue
+from outsize.schedule.plan import StepConfig
+from outsize.schedule.render import lane_shares
+from outsize.schedule.schedule import compile_schedule
 
 # How many colours a chart has. Of a copy: to read the chart itself slows it down, which Chromium complains about.
 INK = """(id => { const chart = document.getElementById(id), copy = new OffscreenCanvas(chart.width, chart.height), found = new Set();

@@ -3,10 +3,10 @@
 import pytest
 from synthetic import make_case
 
-from outsize.plan.plan import StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.report.measured import last_step
 from outsize.report.step import StepSpan, _issue, walk_step
+from outsize.schedule.plan import StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 
 @pytest.mark.parametrize("step_config", [StepConfig(), StepConfig(update="in_backward"), StepConfig(accumulate=3)])

@@ -10,12 +10,12 @@ from synthetic import Case, make_case, make_graph, make_trace
 
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
-from outsize.plan.plan import Plan, StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.search import search
 from outsize.report.measured import Measured
 from outsize.report.page import page
 from outsize.report.step import _issue
+from outsize.schedule.plan import Plan, StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 EVIL = "<script>alert('x')</script>{{data}}&\"layers."
 

@@ -10,12 +10,12 @@ from outsize.device.sim import SimDevice
 from outsize.hardware.lanes import LANES
 from outsize.layout.chunks import pack
 from outsize.model.discover import find_layers
-from outsize.plan.placement import Placement
-from outsize.plan.plan import StepConfig
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.simulate import simulate
 from outsize.profile.tracer import Tracer
 from outsize.report.step import KINDS, Step, busy_seconds, describe, walk_step
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import StepConfig
+from outsize.schedule.schedule import compile_schedule
 
 
 def hold_to_the_estimate(case: Case, place: Placement) -> Step:

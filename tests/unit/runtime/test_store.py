@@ -23,9 +23,9 @@ from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.plan.plan import Decision, Homes
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import Engine
+from outsize.schedule.plan import Decision, Homes
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 HOMES = pytest.mark.parametrize(

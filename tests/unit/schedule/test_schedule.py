@@ -4,10 +4,10 @@ import pytest
 from synthetic import Case, make_case, random_case, random_decision
 
 from outsize.base.errors import PlanInvalid
-from outsize.plan.actions import Action, effect, parse_action
-from outsize.plan.placement import Placement
-from outsize.plan.plan import StepConfig
-from outsize.plan.schedule import Schedule, compile_schedule, held_after_forward
+from outsize.schedule.actions import Action, effect, parse_action
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import StepConfig
+from outsize.schedule.schedule import Schedule, compile_schedule, held_after_forward
 
 
 def random_places(number: int) -> list[tuple[Case, Placement]]:

@@ -15,8 +15,8 @@ from outsize.base.units import show_bytes
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import STRATEGY
-from outsize.plan.placement import Placement
-from outsize.plan.plan import FORMAT, Plan
+from outsize.schedule.placement import Placement
+from outsize.schedule.plan import FORMAT, Plan
 
 
 def check(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:

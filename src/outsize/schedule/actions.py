@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 from outsize.base.errors import PlanInvalid
 from outsize.hardware.lanes import Lane, copy_seconds, update_seconds
 from outsize.hardware.spec import HardwareSpec
-from outsize.plan.buffers import Buffer
-from outsize.plan.buffers import BufferKind as B
-from outsize.plan.placement import Placement
+from outsize.schedule.buffers import Buffer
+from outsize.schedule.buffers import BufferKind as B
+from outsize.schedule.placement import Placement
 
 
 class Kind(StrEnum):

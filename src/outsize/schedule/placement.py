@@ -11,9 +11,9 @@ from outsize.layout.chunks import Chunk, ChunkLayout
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
 from outsize.model.work import SharedTensor, Work
-from outsize.plan.buffers import Buffer
-from outsize.plan.buffers import BufferKind as B
-from outsize.plan.plan import Decision, StepConfig
+from outsize.schedule.buffers import Buffer
+from outsize.schedule.buffers import BufferKind as B
+from outsize.schedule.plan import Decision, StepConfig
 
 STAGE_DEPTH = 1
 """One block's gradients can be copied out while the next block's are computed."""

@@ -6,10 +6,10 @@ import random
 from synthetic import random_case, random_decision
 
 from outsize.hardware.lanes import LANES, Lane
-from outsize.plan.actions import effect
-from outsize.plan.buffers import Buffer
-from outsize.plan.hazards import Hazards, Token
-from outsize.plan.schedule import compile_schedule
+from outsize.schedule.actions import effect
+from outsize.schedule.buffers import Buffer
+from outsize.schedule.hazards import Hazards, Token
+from outsize.schedule.schedule import compile_schedule
 
 Access = tuple[Lane, frozenset[Buffer], frozenset[Buffer]]
 

@@ -13,9 +13,9 @@ from outsize.base.records import fingerprint
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
 from outsize.model.work import SharedTensor
-from outsize.plan.check import check, load, save
-from outsize.plan.plan import Homes, Plan
 from outsize.planner.search import search
+from outsize.schedule.check import check, load, save
+from outsize.schedule.plan import Homes, Plan
 
 HUGE = 10**15
 

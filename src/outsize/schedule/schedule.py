@@ -2,7 +2,7 @@
 
 One optimizer step runs `forward` and one of the backwards per micro-batch, then `update` unless the last backward
 updates. `evaluate` is a forward without grad. The simulator and the executor process the segments in the same order.
-plan/actions.py defines the actions.
+schedule/actions.py defines the actions.
 
 [Note: Which update comes when] After the step, updates run in forward order, so that the next forward can overlap with
 them. With updates in backward, the host is slower than the backward: it updates a layer in two or three times the
@@ -14,8 +14,8 @@ in forward order after the last gradient. The host is then busy from the first g
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from outsize.plan.actions import Action, Kind, parse_action
-from outsize.plan.placement import Placement
+from outsize.schedule.actions import Action, Kind, parse_action
+from outsize.schedule.placement import Placement
 
 
 @dataclass(frozen=True)

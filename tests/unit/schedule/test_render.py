@@ -7,11 +7,11 @@ from synthetic import Case, make_case, random_case
 
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import ProcessOverhead
-from outsize.plan.plan import Decision, Plan
-from outsize.plan.render import render, summary
-from outsize.plan.schedule import compile_schedule
 from outsize.planner.search import search
 from outsize.planner.simulate import simulate
+from outsize.schedule.plan import Decision, Plan
+from outsize.schedule.render import render, summary
+from outsize.schedule.schedule import compile_schedule
 
 HUGE = 10**15
 
@@ -89,18 +89,18 @@ def test_memory_is_shown_against_its_budget(case: Case) -> None:
 
 def test_what_binds_is_a_lane_or_the_dependencies(case: Case) -> None:
     plain = render(plan_of(case, case.decide("gpu/gpu")), case.graph, case.layout)
-    assert "binds GPU compute, 100% of the step" in plain
+    assert "bottleneck GPU compute, 100% of the step" in plain
     slow = dataclasses.replace(case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=1e6))
-    assert "binds CPU updates" in render(plan_of(slow, slow.decide("gpu/host")), case.graph, case.layout)
+    assert "bottleneck CPU updates" in render(plan_of(slow, slow.decide("gpu/host")), case.graph, case.layout)
     waiting = plan_of(case, case.decide("host/gpu", depth=0))
     busy = dict.fromkeys(waiting.estimate.busy_seconds, waiting.estimate.step_seconds / 2)
     waiting = dataclasses.replace(waiting, estimate=dataclasses.replace(waiting.estimate, busy_seconds=busy))
-    assert "binds dependencies" in render(waiting, case.graph, case.layout)
+    assert "bottleneck dependencies" in render(waiting, case.graph, case.layout)
     plan = plan_of(case, case.decide("gpu/gpu"))
     starved = dataclasses.replace(
         plan, estimate=dataclasses.replace(plan.estimate, launch_bound_seconds=plan.estimate.step_seconds / 4)
     )
-    assert "100% of the step, 25% of it waiting for Python" in render(starved, case.graph, case.layout)
+    assert "100% of the step (25% of it launch-bound" in render(starved, case.graph, case.layout)
 
 
 def test_tokens_per_second_count_all_micro_batches(case: Case) -> None:

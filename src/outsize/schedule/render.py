@@ -12,13 +12,13 @@ from outsize.hardware.lanes import lane_words
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import STRATEGY
-from outsize.plan.buffers import group_of
-from outsize.plan.plan import Home, Plan
+from outsize.schedule.buffers import group_of
+from outsize.schedule.plan import Home, Plan
 
 BAR_WIDTH = 40
 BUSY_SHARE = 0.9
 """A lane that is busy for this share of the step is the bottleneck."""
-TELLING = 0.05
+MIN_REPORTED_SHARE = 0.05
 """Share of the step. Less launch-bound time than this is not reported."""
 _NUMBER = re.compile(r"\d+")
 
@@ -155,7 +155,7 @@ def _memory(plan: Plan) -> list[str]:
     gpu = _by_group(estimate.gpu_parts)
     gpu["activations"] = gpu.get("activations", 0) + estimate.gpu_bytes - sum(estimate.gpu_parts.values())
     host = host_parts(plan)
-    note = f"      the GPU is fullest at {estimate.peak_at}"
+    note = f"      GPU memory peaks at {estimate.peak_at}"
     if "slot" in estimate.gpu_parts:
         depth = plan.decision.depth
         note += "; weights are loaded " + (
@@ -218,7 +218,7 @@ def bottleneck_text(plan: Plan) -> str:
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     most = f"{lane_words(busiest)}, {shares.get(busiest, 0.0):.0%} of the step"
     if busiest == "compute" and (starved := _starved_share(plan)):
-        most += f", {starved:.0%} of it waiting for Python to say what"
+        most += f" ({starved:.0%} of it launch-bound)"
     return (
         most if shares.get(busiest, 0.0) >= BUSY_SHARE else f"dependencies: no lane works all the time (most: {most})"
     )
@@ -229,15 +229,13 @@ def busiest_lane(plan: Plan) -> str:
     shares = lane_shares(plan)
     busiest = max(shares, key=lambda lane: shares[lane], default="compute")
     starved = _starved_share(plan) if busiest == "compute" else 0.0
-    return f"{busiest} {shares.get(busiest, 0.0):.0%}" + (
-        f", {starved:.0%} of it waiting for Python" if starved else ""
-    )
+    return f"{busiest} {shares.get(busiest, 0.0):.0%}" + (f" ({starved:.0%} of it launch-bound)" if starved else "")
 
 
 def _starved_share(plan: Plan) -> float:
     """Launch-bound share of compute; 0 if it is too small to report."""
     computing, starved = plan.estimate.busy_seconds.get("compute", 0.0), plan.estimate.launch_bound_seconds
-    return starved / computing if computing and starved >= TELLING * plan.estimate.step_seconds else 0.0
+    return starved / computing if computing and starved >= MIN_REPORTED_SHARE * plan.estimate.step_seconds else 0.0
 
 
 def _time(plan: Plan) -> list[str]:
@@ -246,7 +244,7 @@ def _time(plan: Plan) -> list[str]:
     return [
         f"step  {show_seconds(plan.estimate.step_seconds)} "
         f"predicted{f', {rate:,.0f} tokens/s' if rate is not None else ''}",
-        f"binds {bottleneck_text(plan)}",
+        f"bottleneck {bottleneck_text(plan)}",
         f"lanes {lanes}",
         *_wrap("from  ", plan.provenance),
         *_wrap("found ", plan.search),

@@ -9,7 +9,7 @@ runtime each pass their actions through a `Hazards` object.
 from collections.abc import Iterable, Sequence
 
 from outsize.hardware.lanes import LANES, Lane
-from outsize.plan.buffers import Buffer
+from outsize.schedule.buffers import Buffer
 
 Token = tuple[Lane, int]
 """The n-th action of a lane."""
