@@ -12,10 +12,11 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(size: "str | int", *, name: str = "size") -> int:
-    """Bytes of a written size. An int is already bytes. `name` is how errors call the value."""
+    """Bytes of a written size. An int is already bytes. `name` is how errors call the value, or empty."""
+    name = f"{name}: " if name else ""
     if isinstance(size, bool) or not isinstance(size, (str, int)):
         raise ConfigError(
-            f"{name}: {size!r} is not a size. Write a number with B, KiB, MiB, GiB or TiB, such as '24GiB'."
+            f"{name}{size!r} is not a size. Write a number with B, KiB, MiB, GiB or TiB, such as '24GiB'."
         )
     if isinstance(size, int):
         value = size
@@ -28,10 +29,10 @@ def parse_bytes(size: "str | int", *, name: str = "size") -> int:
                 if match
                 else "Write a number with B, KiB, MiB, GiB or TiB"
             )
-            raise ConfigError(f"{name}: {size!r} is not a size such as '24GiB' or '123456B'. {hint}.")
+            raise ConfigError(f"{name}{size!r} is not a size such as '24GiB' or '123456B'. {hint}.")
         value = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if value <= 0:
-        raise ConfigError(f"{name}: {size!r} is not a positive size. Leave it out to use the memory that is free.")
+        raise ConfigError(f"{name}{size!r} is not a positive size. Leave it out to use the memory that is free.")
     return value
 
 

@@ -102,6 +102,8 @@ def probe(device: Device, sizes: Sizes | None = None) -> Machine:
         "seconds": _rounded(time.perf_counter() - began),
         **prober.found,
     }
+    del prober, stages, stage
+    gc.collect()  # the buffers of the measurements, a GiB on the host
     return Machine(spec=make_spec(device, measured), measured=measured)
 
 

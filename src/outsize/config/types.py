@@ -17,7 +17,7 @@ def _is_share_or_count(value: float) -> bool:
 
 
 def _is_size(value: str | int) -> bool:
-    return parse_bytes(value, name="it") > 0
+    return parse_bytes(value, name="") > 0
 
 
 Text = Annotated[str, Rule(expected="a non-empty string", holds=bool)]

@@ -34,7 +34,7 @@ def _range(least: float, most: float) -> Rule:
 
 
 def _size(written: Any) -> Any:
-    return parse_bytes(written, name="it") if isinstance(written, str) else written
+    return parse_bytes(written, name="") if isinstance(written, str) else written
 
 
 # The ranges find wrong units: `gpu_bytes: 24`, `h2d_bytes_per_second: 25` (GB), `launch_seconds: 20` (µs).

@@ -142,7 +142,7 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
         ({"gpu_memory": 2.5}, "gpu_memory: 2.5 is not a size such as '24GiB' or a number of bytes."),
         (
             {"gpu_memory": "24GB"},
-            "gpu_memory: it is a size such as '24GiB' or '123456B', but '24GB' was given. GB means 10^9 to some and 2^30 to others; use GiB.",
+            "gpu_memory: '24GB' is not a size such as '24GiB' or '123456B'. GB means 10^9 to some and 2^30 to others; use GiB.",
         ),
         ({"plan": 3}, "plan: 3 is not the path of a plan file or a mapping of pins."),
         ({"plan": {"n_persit": 3}}, "plan.n_persit: unknown key; did you mean n_persist?"),
