@@ -28,13 +28,14 @@ MAY_IMPORT: dict[str, str] = {
     "schedule": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",
     "optim": "base compat device hardware.host layout schedule",
     "dist": "base device",
-    "activation": "base compat device model",
+    "transfer": "base compat device hardware.lanes schedule.buffers schedule.hazards",  # no plan, no model
+    "activation": "base compat device model transfer",
     "calibration": "base config.source device hardware optim schedule progress layout",
-    "profile": "base compat device hardware model activation layout schedule progress",
+    "profile": "base compat device hardware model transfer activation layout schedule progress",
     "planner": "base hardware model.graph model.strategies model.work profile.trace layout schedule",
     "report": "base hardware schedule planner layout model.graph profile.trace",
-    "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout schedule activation dist optim "
-    "checkpoint progress",
+    "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout schedule transfer "
+    "activation dist optim checkpoint progress",
     "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
     "data": "base compat config.run progress",
     "methods": "base model device schedule",

@@ -80,7 +80,7 @@ class StepTiming(Hazards):
             return look_up(action)
 
         executor._effect = look_up_and_tell  # type: ignore[method-assign]  # asked right before every action
-        executor.hazards = self
+        executor.lanes.hazards = self
 
     def before(self, lane: Lane, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> Sequence[Token]:
         classes = {token: f"{self._kind}<{self._kind_of[token]}" for token in super().before(lane, reads, writes)}

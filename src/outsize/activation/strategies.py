@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from outsize.activation.offloaded_tensors import Handle, OffloadedTensors
 from outsize.activation.recompute import run_and_compare, run_checkpointed
 from outsize.compat import storage_id
 from outsize.model.strategies import Strategy
 from outsize.model.tensors import map_tensors, tensors_in
+from outsize.transfer.offloaded_tensors import Handle, OffloadedTensors
 
 Forward = Callable[..., Any]
 Args = tuple[Any, ...]

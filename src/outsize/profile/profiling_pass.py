@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.activation.recompute import run_once
 from outsize.activation.strategies import RUN, keep_and_compare
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
@@ -27,6 +26,7 @@ from outsize.profile.lifetimes import Lifetimes
 from outsize.profile.phases import Phases
 from outsize.profile.skipped_layers import StandIn, stand_in_for
 from outsize.progress import Bar
+from outsize.transfer.offloaded_tensors import OffloadedTensors
 
 
 class PassContext(Protocol):

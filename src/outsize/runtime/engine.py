@@ -352,7 +352,7 @@ class Engine:
         # An update that failed is no reason not to load: that is what its error asks for.
         with suppress(UpdateFailed):
             self.drain()
-        self.runtime.executor.drained()
+        self.runtime.executor.lanes.reset()
 
     def state_was_loaded(self) -> None:
         """The optimizer's state was loaded: a run that broke off in an update may go on from it. Load the weights

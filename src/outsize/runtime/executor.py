@@ -13,21 +13,22 @@ see them all the same.
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.base.errors import EngineMisuse, OrderMismatch
 from outsize.base.units import show_bytes
-from outsize.device.device import Device, Event
+from outsize.device.device import Device
 from outsize.runtime.store import Store
 from outsize.schedule.actions import TYPES, Action, Effect, Kind, action_seconds, effect
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
-from outsize.schedule.hazards import Hazards, Token
 from outsize.schedule.placement import Placement
 from outsize.schedule.schedule import Schedule, Segment, backward_name
+from outsize.transfer.lane_queue import LaneQueue
+from outsize.transfer.offloaded_tensors import OffloadedTensors
 
 
 class Stage(Enum):
@@ -56,7 +57,6 @@ class Executor:
     ):
         """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed."""
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
-        self.hazards = Hazards()
         self.sees_calls = not place.is_plain or device.finds_races
         self.stage = Stage.IDLE
         self.current_call: int | None = None
@@ -64,17 +64,17 @@ class Executor:
         self.issued: list[str] = []
         """What was issued since the last forward began, as text."""
         self._update_chunk = update_chunk
-        self._events: dict[Token, Event] = {}
         self._segment = Segment("none", ())
         self._next = 0
         """Where in the segment."""
-        self._open: tuple[Effect, float] | None = None
         self._reads_outside_module = frozenset(place.graph.reads_outside_module) - {0}
         self._left_out: set[int] = set()
         """Calls that this forward, or its backward, has passed over."""
         self._without_grad: set[int] = set()
         """Calls that ran without grad in this forward, though the plan has a backward for them."""
         self._offloaded: dict[int, OffloadedTensors] = {}
+        # Without a reference to `self`: the executor's memory is freed with it, not by the garbage collector.
+        self.lanes = LaneQueue(device, partial(_tensors_of, store, self._offloaded))
         self._evaluated = 0
         """Where in the segment `evaluate`."""
         self._position_in_evaluation = {
@@ -286,20 +286,12 @@ class Executor:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop events that nobody can wait for any more."""
-        wanted = self.hazards.wanted()
-        self._events = {token: event for token, event in self._events.items() if token in wanted}
-
-    def drained(self) -> None:
-        """The lanes are idle, and whatever failed on them is known: there is nothing to wait for, nor to fail over
-        again.
-        """
-        self.hazards, self._events = Hazards(), {}
+        self.lanes.drop_old_events()
 
     # Issuing.
 
     def _effect(self, action: Action) -> tuple[Effect, float]:
-        """What it touches, and its seconds by the plan's arithmetic."""
+        """The lane and buffers of an action, and its seconds by the plan's arithmetic."""
         key = (action, self._segment.updates_in_backward)
         if key not in self._known:
             touches = effect(self.place, action, update_in_backward=self._segment.updates_in_backward)
@@ -307,39 +299,14 @@ class Executor:
         return self._known[key]
 
     def _begin(self, touches: Effect, seconds: float, name: str) -> None:
-        waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
-        self.device.begin(
-            touches.lane,
-            waits=waits,
-            reads=self._tensors(touches.reads),
-            writes=self._tensors(touches.writes),
-            name=name,
-        )
-        self._open = (touches, seconds)
+        self.lanes.begin(*touches, seconds=seconds, name=name)
 
     def _close_open(self) -> None:
-        if self._open is not None:
-            touches, seconds = self._open
-            self._open = None
-            event = self.device.end(
-                touches.lane, reads=self._tensors(touches.reads), writes=self._tensors(touches.writes), seconds=seconds
-            )
-            self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
+        self.lanes.end()
 
     def _issue(self, action: Action) -> None:
         touches, seconds = self._effect(action)
-        waits = [self._events[token] for token in self.hazards.before(touches.lane, touches.reads, touches.writes)]
-        work = self._work(action, touches)
-        event = self.device.submit(
-            touches.lane,
-            work,
-            waits=waits,
-            reads=self._tensors(touches.reads),
-            writes=self._tensors(touches.writes),
-            seconds=seconds,
-            name=str(action),
-        )
-        self._events[self.hazards.after(touches.lane, touches.reads, touches.writes)] = event
+        self.lanes.issue(*touches, self._work(action, touches), seconds=seconds, name=str(action))
         self.issued.append(str(action))
 
     def _work(self, action: Action, touches: Effect) -> Callable[[], Any]:
@@ -391,25 +358,16 @@ class Executor:
             )
         return offloaded
 
-    def _tensors(self, buffers: tuple[Buffer, ...]) -> list[Tensor]:
-        """The memory behind the names, for the device's race detection."""
-        tensors: list[Tensor] = []
-        if not self.device.finds_races:
-            return tensors
-        for buffer in buffers:
-            if buffer[0] == B.LIVE:
-                tensors += self._made_by(buffer[1])
-            else:
-                tensors.append(self.store.buffer(buffer))
-        return tensors
 
-    def _made_by(self, call: int) -> list[Tensor]:
-        """What a call made and sends. What an earlier call sends too was made before, and this one only reads it."""
-        earlier = {
-            item.data_ptr() for other, offloaded in self._offloaded.items() if other < call for item in offloaded.items
-        }
-        items = self._offloaded[call].items if call in self._offloaded else []
-        return [item for item in items if item.data_ptr() not in earlier]
+def _tensors_of(store: Store, offloaded: dict[int, OffloadedTensors], buffer: Buffer) -> list[Tensor]:
+    """The memory behind a buffer's name, for the device's race detection."""
+    if buffer[0] != B.LIVE:
+        return [store.buffer(buffer)]
+    if (call := buffer[1]) not in offloaded:
+        return []
+    # What an earlier call offloads too was made before: this call only reads it.
+    earlier = {item.data_ptr() for other, tensors in offloaded.items() if other < call for item in tensors.items}
+    return [item for item in offloaded[call].items if item.data_ptr() not in earlier]
 
 
 def _copy(to: Tensor, source: Tensor) -> Callable[[], Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.activation.strategies import RUN
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
 from outsize.base.cache_folder import drop_profiles
@@ -28,6 +27,7 @@ from outsize.model.tensors import with_grad
 from outsize.runtime.executor import ALL_CALLS, Stage
 from outsize.runtime.plan_runtime import RuntimeHolder
 from outsize.runtime.steps import Steps
+from outsize.transfer.offloaded_tensors import OffloadedTensors
 
 
 class TrainingHooks:

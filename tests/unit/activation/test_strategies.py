@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_outputs import BaseModelOutput
 
 import outsize
-from outsize.activation.offloaded_tensors import OffloadedTensors
 from outsize.activation.strategies import RUN
 from outsize.base.units import ALIGN_BYTES
 from outsize.model.strategies import STRATEGY
+from outsize.transfer.offloaded_tensors import OffloadedTensors
 
 EVERY = pytest.mark.parametrize("strategy", list(RUN))
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)

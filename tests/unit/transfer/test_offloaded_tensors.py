@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outsize.activation.offloaded_tensors import Handle, OffloadedTensors
 from outsize.base.units import ALIGN_BYTES
+from outsize.transfer.offloaded_tensors import Handle, OffloadedTensors
 
 DTYPES = (
     torch.float32,
