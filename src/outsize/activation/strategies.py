@@ -16,19 +16,22 @@ from outsize.compat import storage_id
 from outsize.model.strategies import Strategy
 from outsize.model.tensors import map_tensors, tensors_in
 from outsize.transfer.offloaded_tensors import Handle, OffloadedTensors
+from outsize.transfer.transfer_queue import Transfer
 
 Forward = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 IsStatic = Callable[[Tensor], bool]
+Offloaded = OffloadedTensors | Transfer
+"""Where a layer packs what is copied to the host: under a plan, or by a TransferQueue."""
 
 
-def keep(forward: Forward, args: Args, kwargs: Kwargs, offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
+def keep(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
     """Autograd keeps what it saves."""
     return forward(*args, **kwargs)
 
 
-def recompute(forward: Forward, args: Args, kwargs: Kwargs, offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
+def recompute(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
     """Keep only the arguments. Backward runs the forward again, with the same random numbers and autocast."""
     first = next(tensors_in((args, kwargs)), None)
     if first is None:
@@ -61,7 +64,7 @@ def keep_and_compare(
     return run_and_compare(_repeatable(forward, args, kwargs), first.device, report, module)
 
 
-def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
+def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
     """`recompute`, with the input on the host. The input is the first tensor argument; other tensors (masks, encoder
     output) are shared by many layers and stay on the device.
     """
@@ -85,7 +88,7 @@ def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: OffloadedTe
     return run_checkpointed(run, device)
 
 
-def swap(forward: Forward, args: Args, kwargs: Kwargs, offloaded: OffloadedTensors, is_static: IsStatic) -> Any:
+def swap(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
     """Copy to the host all that autograd saves on the device, except tensors that layers share. (Attention saves its
     random state in host tensors.)
     """

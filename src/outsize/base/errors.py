@@ -57,6 +57,10 @@ class SaveFailed(OutsizeError, OSError):
     """A save did not complete; earlier checkpoints are unchanged."""
 
 
+class TransferError(OutsizeError, RuntimeError):
+    """Tensors cannot be sent to the host or brought back."""
+
+
 class RaceDetected(OutsizeError):
     """Two accesses to one buffer are not ordered (device `sim` only). This is a bug in outsize."""
 

@@ -28,7 +28,7 @@ from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
 from outsize.schedule.schedule import Schedule, Segment, backward_name
 from outsize.transfer.lane_queue import LaneQueue
-from outsize.transfer.offloaded_tensors import OffloadedTensors
+from outsize.transfer.offloaded_tensors import OffloadedTensors, own_items
 
 
 class Stage(Enum):
@@ -361,13 +361,7 @@ class Executor:
 
 def _tensors_of(store: Store, offloaded: dict[int, OffloadedTensors], buffer: Buffer) -> list[Tensor]:
     """The memory behind a buffer's name, for the device's race detection."""
-    if buffer[0] != B.LIVE:
-        return [store.buffer(buffer)]
-    if (call := buffer[1]) not in offloaded:
-        return []
-    # What an earlier call offloads too was made before: this call only reads it.
-    earlier = {item.data_ptr() for other, tensors in offloaded.items() if other < call for item in tensors.items}
-    return [item for item in offloaded[call].items if item.data_ptr() not in earlier]
+    return own_items(offloaded, buffer[1]) if buffer[0] == B.LIVE else [store.buffer(buffer)]
 
 
 def _copy(to: Tensor, source: Tensor) -> Callable[[], Any]:

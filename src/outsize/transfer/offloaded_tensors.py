@@ -1,9 +1,10 @@
-"""OffloadedTensors: the activations of one block call that are copied to the host and back.
+"""OffloadedTensors: a set of tensors that is copied to the host and back, such as the activations of one block call.
 
 Whole storages are copied, each once, however many views of them autograd saved. A saved tensor comes back as the same
 view (dtype, shape, strides, offset) of the storage's bytes, so overlapping and expanded tensors need no special case.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,8 @@ class OffloadedTensors:
         self.items = []
         self._index = {}
 
-    def attach_buffer(self, buffer: Tensor) -> None:
-        """Set the device buffer that the bytes were copied back to."""
+    def attach_buffer(self, buffer: Tensor | None) -> None:
+        """Set the device buffer that the bytes are copied back to. None: there is none any more."""
         self._buffer = buffer
 
     def unpack(self, handle: Handle) -> Tensor:
@@ -72,3 +73,13 @@ class OffloadedTensors:
         view = typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)
         view = neg_view(view) if handle.is_neg else view
         return view.conj() if handle.is_conj else view
+
+
+def own_items(sets: Mapping[int, OffloadedTensors], number: int) -> list[Tensor]:
+    """The storages of one set that no earlier set holds on the device: the others were made before it."""
+    earlier: set[int] = set()
+    for other, tensors in sets.items():
+        if other == number:
+            return [item for item in tensors.items if item.data_ptr() not in earlier]
+        earlier.update(item.data_ptr() for item in tensors.items)
+    return []
