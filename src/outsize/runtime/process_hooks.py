@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.base.errors import EngineMisuse
 from outsize.compat import without_torch_function
-from outsize.runtime.access import owner_of
 from outsize.runtime.optimizer import EngineOptimizer
+from outsize.runtime.prepared_tensors import owner_of
 
 
 class Clips(Protocol):

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from outsize.base.errors import EngineMisuse, ModelUnsupported
 from outsize.compat import fake_tensor
 from outsize.model.weights import is_unmaterialized
-from outsize.runtime.access import owner_of
+from outsize.runtime.prepared_tensors import owner_of
 
 
 def require_supported(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,7 +164,7 @@ class TransferQueue:
                 self._lock.release()
 
     def _issue(
-        self, lane: Lane, reads: Buffers, writes: Buffers, number: int, work: Callable[[], None] | None = None
+        self, lane: Lane, reads: Buffers, writes: Buffers, number: int, work: Callable[[], Any] | None = None
     ) -> None:
         """Without `work`, the action only waits, and is waited for."""
         num_bytes = self._sets[number].num_bytes
