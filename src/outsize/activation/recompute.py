@@ -1,8 +1,8 @@
-"""Gradient checkpointing: autograd keeps none of the tensors that a forward saves, and backward runs the forward again
-when it needs the first of them.
+"""Gradient checkpointing: autograd keeps none of the tensors that a forward saves. Backward runs the forward again when
+it needs the first of them.
 
-It does what torch.utils.checkpoint does with less Python per saved tensor. There, this Python takes longer than the
-forward itself (docs/decisions/0014), and a fast GPU becomes launch-bound.
+It does the same as torch.utils.checkpoint with less Python per saved tensor. In torch.utils.checkpoint this Python
+takes longer than the forward itself, so a fast GPU becomes launch-bound (docs/decisions/0014).
 """
 
 import random
@@ -27,12 +27,12 @@ _OWN_REFERENCES = 2
 
 
 class _StopRecomputation(Exception):
-    """Backward needs no more of the second forward: all saved tensors are there, or one differs."""
+    """Ends the second forward early: all saved tensors are computed, or one differs."""
 
 
 def run_checkpointed(forward: Callable[[], Any], device: torch.device) -> Any:
-    """Run `forward`, and have backward run it again as far as its last saved tensor, with the same random numbers and
-    autocast. `device`: whose random state.
+    """Run `forward`. Backward runs it again up to its last saved tensor, with the same random numbers and autocast.
+    `device`: the device whose random state is restored.
     """
     if not torch.is_grad_enabled():
         return forward()
@@ -42,16 +42,16 @@ def run_checkpointed(forward: Callable[[], Any], device: torch.device) -> Any:
 
 
 class _RecomputedTensors:
-    """What autograd saved in one call: handles and kinds after forward, tensors in backward. Each tensor is handed out
-    once.
+    """The tensors that autograd saves in one call: handles and kinds after forward, tensors in backward. Each tensor of
+    a second forward is returned once.
     """
 
-    def __init__(self, forward: Callable[[], Any], surroundings: "_RngAndAutocastState"):
-        self._forward, self._surroundings = forward, surroundings
+    def __init__(self, forward: Callable[[], Any], state: "_RngAndAutocastState"):
+        self._forward, self._state = forward, state
         self._handles: list[float] = []
-        """What autograd keeps in place of each tensor: its number. As floats, each is an object of its own whose
-        references can be counted, and the garbage collector does not track it. A layer with windowed attention saves
-        thousands of tensors; with larger objects the collector ran in every step."""
+        """What autograd keeps instead of each tensor: its number. Each float is an object of its own, so its references
+        can be counted, and the garbage collector does not track it. A layer with windowed attention saves thousands of
+        tensors; with larger objects the collector ran in every step."""
         self._kinds: list[_Kind] = []
         self._known: dict[_Kind, _Kind] = {}
         self._tensors: list[Tensor | None] = []
@@ -64,13 +64,13 @@ class _RecomputedTensors:
         return handle
 
     def _is_needed(self, number: int) -> bool:
-        """Whether autograd still holds the handle. If not, nothing will unpack the tensor."""
+        """Whether autograd still holds the handle. If it does not, the tensor is never unpacked."""
         return sys.getrefcount(self._handles[number]) > _OWN_REFERENCES
 
     def unpack(self, handle: float) -> Tensor:
         number = int(handle)
-        # Run the forward again for the first tensor, for a second backward over the same graph, and for a tensor that
-        # is unpacked before the forward has returned.
+        # The first tensor of a backward, a second backward over the same graph, or a tensor that is unpacked before the
+        # forward has returned.
         if number >= len(self._tensors) or self._tensors[number] is None:
             self._recompute()
         tensor, self._tensors[number] = self._tensors[number], None
@@ -95,14 +95,14 @@ class _RecomputedTensors:
             return value
 
         try:
-            with self._surroundings.restored(), torch.enable_grad(), saved_tensors_hooks(add, _identity):
+            with self._state.restored(), torch.enable_grad(), saved_tensors_hooks(add, _identity):
                 self._forward()
         except _StopRecomputation:
             pass
-        if difference:  # not raised inside an operator: torch takes some errors there for its own
+        if difference:  # raised here, because torch handles some errors that are raised inside an operator
             raise ModelUnsupported(
-                f"A recomputed layer saves other tensors in its second forward: {difference}. Remove from its forward "
-                "what varies from call to call (a counter, a cache, Python's random)."
+                f"A recomputed layer saves other tensors in its second forward: {difference}. Remove what changes from "
+                "call to call from its forward (a counter, a cache, Python's random)."
             )
         self._tensors = tensors
 
@@ -112,9 +112,9 @@ def run_and_compare(
 ) -> Any:
     """Run `forward`, keep what autograd saves, and compare with a second run in backward.
 
-    The second run is the one that `run_checkpointed` would make. `report` gets how it differs, "" if it does not. It
-    differs also if it raises (unless memory runs out) or writes to the state of `module`. Gradients come from the first
-    run.
+    The second run is the one that `run_checkpointed` would make. `report` receives the difference, or "" if there is
+    none. Raising an error (other than running out of memory) and writing to the state of `module` are differences too.
+    Gradients come from the first run.
     """
     if not torch.is_grad_enabled():
         return forward()
@@ -126,8 +126,8 @@ def run_and_compare(
 
 
 def run_once(forward: Callable[[], Any], report: Callable[[str], None], module: nn.Module) -> Any:
-    """Run `forward` where memory does not suffice for a comparison. `report` gets the difference that a second run
-    would have as far as the first shows it, "" if it shows none.
+    """Run `forward` once, where memory is too small for a comparison. `report` receives the difference that the first
+    run shows a second one would have, or "" if it shows none.
     """
     before, generators = ModuleState(module), _other_generators(module)
     outputs = forward()
@@ -155,26 +155,24 @@ def _are_equal(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
 
 
 class _ComparedRun:
-    """The kinds of the saved tensors and the outputs of one call, until backward has compared them with a second
-    run.
-    """
+    """The kinds of the saved tensors and the outputs of one call. Backward compares them with a second run."""
 
     def __init__(
         self,
         forward: Callable[[], Any],
-        surroundings: "_RngAndAutocastState",
+        state: "_RngAndAutocastState",
         report: Callable[[str], None],
         module: nn.Module | None,
     ):
-        self._forward, self._surroundings, self._report, self._module = forward, surroundings, report, module
+        self._forward, self._state, self._report, self._module = forward, state, report, module
         self._kinds: list[_Kind] = []
         self._outputs: list[tuple[Tensor, int]] | None = None
-        """With their versions: outputs that the model writes to later are not compared. None before the first run has
-        returned and after the comparison."""
+        """Outputs and their versions: outputs that the model writes to later are not compared. None until the first run
+        has returned, and after the comparison."""
 
     def pack(self, tensor: Tensor) -> Tensor:
         self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
-        return tensor.detach()  # an output's graph holds what is returned here: the output itself would be a cycle
+        return tensor.detach()  # the graph of an output holds the returned tensor: the output itself would be a cycle
 
     def set_outputs(self, outputs: Any) -> None:
         self._outputs = [(tensor.detach(), tensor._version) for tensor in tensors_in(outputs)]
@@ -207,13 +205,13 @@ class _ComparedRun:
 
         second: list[Tensor] = []
         try:
-            with self._surroundings.restored(), torch.enable_grad(), saved_tensors_hooks(add, _identity):
+            with self._state.restored(), torch.enable_grad(), saved_tensors_hooks(add, _identity):
                 second += [tensor.detach() for tensor in tensors_in(self._forward())]
         except (torch.OutOfMemoryError, DeviceOutOfMemory):
             raise
-        except Exception as error:  # whatever the model's code raises: training with `keep` does not run it
+        except Exception as error:  # any error of the model's code: training with `keep` does not run it
             return found or f"a second run raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if found:  # the model's code caught _StopRecomputation
+        if found:  # the model's code has caught _StopRecomputation
             return found
         if count < len(self._kinds):
             return f"the first run saves {len(self._kinds)} tensors and the second {count}"
@@ -223,8 +221,8 @@ class _ComparedRun:
 
 
 def _is_same(one: Tensor, two: Tensor) -> bool:
-    """Whether two outputs are equal: bit for bit on a CPU, to about bfloat16 rounding on a GPU, where some kernels add
-    in no fixed order.
+    """Whether two outputs are equal: bit for bit on a CPU, up to about bfloat16 rounding on a GPU, where some kernels
+    sum in no fixed order.
     """
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
@@ -244,8 +242,8 @@ def _show(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
 
 
 class _RngAndAutocastState:
-    """What a forward depends on besides its inputs: random state, default device and autocast. Autograd's threads have
-    none of these set.
+    """What a forward depends on besides its inputs: random state, default device and autocast. They are not set in
+    autograd's threads.
     """
 
     def __init__(self, device: torch.device):

@@ -1,7 +1,7 @@
-"""Runs a layer under each activation strategy (model/strategies.py). One function per strategy, all of the same form.
+"""Runs a layer under each activation strategy (model/strategies.py). One function per strategy, all with one signature.
 
-`run(forward, args, kwargs, offloaded, is_static)` runs the layer and packs into `offloaded` what is copied to the host.
-`is_static(tensor)` is true for weights and buffers, which are never offloaded.
+`run(forward, args, kwargs, offloaded, is_static)` runs the layer and packs the tensors that are copied to the host into
+`offloaded`. `is_static(tensor)` is true for weights and buffers, which are never offloaded.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 IsStatic = Callable[[Tensor], bool]
 Offloaded = OffloadedTensors | Transfer
-"""Where a layer packs what is copied to the host: under a plan, or by a TransferQueue."""
+"""Where a layer packs the tensors that are copied to the host: by a plan, or by a TransferQueue."""
 
 
 def keep(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
@@ -40,8 +40,9 @@ def recompute(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded
 
 
 def _repeatable(forward: Forward, args: Args, kwargs: Kwargs) -> Callable[[], Any]:
-    """A call that can be repeated. A layer may write to a dict among its arguments, for later layers to read (Gemma
-    3n's keys and values): the first call gets the dict itself, later calls a copy from before the first."""
+    """A call that can be repeated. A layer may write to a dict among its arguments that later layers read (keys and
+    values in Gemma 3n): the first call gets the dict itself, later calls get a copy from before the first.
+    """
     before = map_tensors(lambda t: t, (args, kwargs))  # copies the containers, not the tensors
     first = [(args, kwargs)]
 
@@ -55,8 +56,8 @@ def _repeatable(forward: Forward, args: Args, kwargs: Kwargs) -> Callable[[], An
 def keep_and_compare(
     forward: Forward, args: Args, kwargs: Kwargs, report: Callable[[str], None], module: nn.Module | None = None
 ) -> Any:
-    """For profiling: `keep`, and in backward the second forward that `recompute` would run. `report` gets how the two
-    differ, or "".
+    """For profiling: `keep`, and in backward the second forward that `recompute` would run. `report` receives the
+    difference, or "".
     """
     first = next(tensors_in((args, kwargs)), None)
     if first is None:
@@ -65,7 +66,7 @@ def keep_and_compare(
 
 
 def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
-    """`recompute`, with the input on the host. The input is the first tensor argument; other tensors (masks, encoder
+    """`recompute`, with the input on the host. The input is the first tensor argument. Other tensors (masks, encoder
     output) are shared by many layers and stay on the device.
     """
     hidden = next(tensors_in((args, kwargs)), None)
@@ -75,7 +76,7 @@ def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, 
     placeholder = hidden.new_empty(0)
     device = hidden.device
     before = map_tensors(lambda t: placeholder if t is hidden else t, (args, kwargs))
-    first = [(args, kwargs)]  # dropped by the first run, so that nothing keeps the input on the device. See _repeatable
+    first = [(args, kwargs)]  # as in _repeatable; the first run drops it, so that nothing keeps the input on the device
 
     def run() -> Any:
         if first:
@@ -89,8 +90,8 @@ def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, 
 
 
 def swap(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
-    """Copy to the host all that autograd saves on the device, except tensors that layers share. (Attention saves its
-    random state in host tensors.)
+    """Copy all tensors that autograd saves on the device to the host, except those that layers share. Host tensors stay
+    as they are: attention saves its random state in some.
     """
     inputs = list(tensors_in((args, kwargs)))
     device = inputs[0].device if inputs else None

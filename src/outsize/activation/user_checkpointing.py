@@ -1,4 +1,4 @@
-"""Detects layers that the model's own code checkpoints. They run again in backward, which no plan covers."""
+"""Detects layers that the model's own code checkpoints: they run again in backward, which no plan has."""
 
 from outsize.compat import current_graph_task
 
@@ -9,7 +9,7 @@ def is_in_backward() -> bool:
 
 
 def rerun_in_backward(name: str) -> str:
-    """The error text. `name`: of a layer, or "The model"."""
+    """The text of the error. `name` is a layer's, or "The model"."""
     return (
         f"{name} is called again in backward: it was called inside torch.utils.checkpoint, but outsize decides itself "
         "which layers are recomputed. Turn this checkpointing off, or call it directly. Checkpointing parts of a layer "

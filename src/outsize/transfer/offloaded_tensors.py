@@ -16,7 +16,7 @@ from outsize.compat import neg_view, storage_id
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Stands for a saved tensor: which storage it is a view of, and which view."""
+    """Identifies a packed tensor: its storage, and which view of it."""
 
     item: int
     dtype: torch.dtype
