@@ -337,8 +337,8 @@ class Executor:
                 raise AssertionError(f"{action} is run by the model, not issued")
 
     def _has_no_saved_tensors(self, call: int) -> bool:
-        """A layer that swaps whose input needed no grad this time, since what trains before it was left out; or one
-        that ran without grad.
+        """Whether a call that offloads has saved no activations: it ran without grad, or its input needed none because
+        the trained blocks before it were left out.
         """
         if call in self._without_grad:
             return True
