@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, ModelUnsupported, StaleParameter
 from outsize.compat import OpOverload, TensorBase, without_torch_function
-from outsize.runtime.executor import Stage
 from outsize.runtime.gradients import Gradients
+from outsize.runtime.state import EngineState
 from outsize.runtime.store import Store
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class ParameterAccess:
         store: Store,
         gradients: Gradients,
         *,
-        stage: Callable[[], Stage],
+        stage: Callable[[], EngineState],
         drain: Callable[[], None],
         before_write: Callable[[], None],
         before_grad: Callable[[], None],
@@ -113,7 +113,7 @@ class ParameterAccess:
     def synchronize(self) -> None:
         if not self._is_drained:
             self._drain()
-            self._is_drained = self._stage() in (Stage.IDLE, Stage.WAITING)
+            self._is_drained = self._stage() in (EngineState.IDLE, EngineState.HELD)
 
     def weight(self, name: str) -> Tensor:
         """The memory that holds a parameter's value, as a tensor on the device."""
@@ -175,7 +175,7 @@ class ParameterAccess:
         return result
 
     def _require_writable(self, name: str) -> None:
-        if self._stage() is Stage.WAITING:
+        if self._stage() is EngineState.HELD:
             raise EngineMisuse(
                 f"{name}: it was written between a forward and its backward, which still needs the old value. "
                 "Write weights after backward, or after step()."
