@@ -84,17 +84,11 @@ class Engine:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
             self._runtime = PlanRuntime(
+                self,
                 planned,
-                self.model,
-                self.device,
-                self.optimizer,
                 weights,
-                state=self.state,
                 update_chunk=self._steps.update_work,
-                drain=self._drain_before_read,
-                before_write=self.finish_saving,
                 before_grad=self._steps.before_grad_access,
-                zero_grad=self.zero_grad,
                 check_finite=check_finite,
             )
         except BaseException:
@@ -143,22 +137,12 @@ class Engine:
         by_name = self._release()
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
         if self.given_dtypes and not as_trained:
-            log.info(
-                "%d trained parameters are rounded from fp32 to fp16, as the model came; detach(as_trained=True) "
-                "keeps fp32",
-                len(self.given_dtypes),
-            )
+            log.info("trained parameters are rounded from fp32 to fp16; detach(as_trained=True) keeps fp32")
             convert(self.model, self.given_dtypes)
-            if lost := [
-                name
-                for name, param in self.model.named_parameters()
-                if name in self.given_dtypes and not is_finite(param)
-            ]:
-                log.warning(
-                    "%s: %d of the parameters have values beyond the range of fp16, which are infinite now",
-                    lost[0],
-                    len(lost),
-                )
+            params = self.model.named_parameters()
+            if lost := [name for name, param in params if name in self.given_dtypes and not is_finite(param)]:
+                problem = "%s: %d of the parameters have values beyond the range of fp16, which are infinite now"
+                log.warning(problem, lost[0], len(lost))
         return saved
 
     def give_way(self, reason: str) -> None:
@@ -183,7 +167,7 @@ class Engine:
     def runtime(self) -> PlanRuntime:
         """Everything that exists under the current plan."""
         if self._runtime is None:
-            raise self.state.error(EngineState.DETACHED, "runtime", "engine.runtime")
+            raise self.state.error(EngineState.DETACHED)
         return self._runtime
 
     @property
@@ -218,10 +202,8 @@ class Engine:
 
     def retrying(self, work: Callable[[], T], batch: Any) -> T:
         """Run `work`, a forward with `batch` and its backward. If device memory runs out, re-plan and repeat it, to the
-        same bits, at most twice.
-
-        Raises if it cannot be repeated: in the backward of a second micro-batch, and once weights were updated in
-        backward. `work` is not kept for later micro-batches: a closure in a loop would run the wrong batch.
+        same bits, at most twice. Raises if it cannot be repeated: in the backward of a second micro-batch, and once
+        weights were updated in backward.
         """
         self._hooks.require("retrying")
         return with_retries(self, work, batch)
@@ -235,9 +217,7 @@ class Engine:
         self._hooks.backward_failed()
 
     def forget_pass(self) -> None:
-        """Roll back an open pass. Weights and optimizer are as before it; sums of gradients are not, if its backward
-        had begun.
-        """
+        """Roll back an open pass. Gradients are incomplete if its backward had begun."""
         self._hooks.roll_back()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -271,14 +251,7 @@ class Engine:
         """
         self._calibration.poll()
         seconds = time.perf_counter() - self._started
-        return StepReport.of(
-            self.plan,
-            self.device,
-            self._calibration.timing,
-            num_steps=self.num_steps,
-            seconds=seconds,
-            slow_kernels=self.runtime.updates.slow_kernels(),
-        )
+        return StepReport.of(self.runtime, self._calibration.timing, num_steps=self.num_steps, seconds=seconds)
 
     # Reading and writing.
 
@@ -289,7 +262,8 @@ class Engine:
         finally:
             self._calibration.reset()
 
-    def _drain_before_read(self) -> None:
+    def drain_before_read(self) -> None:
+        """Wait as `drain` does, and warn if the last step used a gradient that is not finite."""
         self.drain()
         self._hooks.require("state_dict")
 

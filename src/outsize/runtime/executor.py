@@ -120,7 +120,7 @@ class Executor:
                 if action.kind == Kind.UPDATE:
                     self._issue(action)
         self.current_call = None
-        self._drop_events()
+        self._forget()
 
     def _walk_to_call(self) -> Action | None:
         """Issue what comes before the next call of this pass, without what is left out. None at the end of the
@@ -210,21 +210,23 @@ class Executor:
 
     def leave_unscheduled(self) -> None:
         self._close_open()
-        self._drop_events()
+        self._forget()
 
-    def _drop_events(self) -> None:
-        """Drop events that no later action can wait for."""
+    def _forget(self) -> None:
+        """Drop events that nobody can wait for any more."""
         wanted = self.hazards.wanted()
         self._events = {token: event for token, event in self._events.items() if token in wanted}
 
     def drained(self) -> None:
-        """The lanes are idle and their errors were raised: drop the events, so that no error is raised again."""
+        """The lanes are idle, and whatever failed on them is known: there is nothing to wait for, nor to fail over
+        again.
+        """
         self.hazards, self._events = Hazards(), {}
 
     # Issuing.
 
     def _effect(self, action: Action) -> tuple[Effect, float]:
-        """The buffers of an action, and its seconds in the plan."""
+        """What it touches, and its seconds by the plan's arithmetic."""
         key = (action, self._segment.updates_in_backward)
         if key not in self._known:
             touches = effect(self.place, action, update_in_backward=self._segment.updates_in_backward)

@@ -61,21 +61,16 @@ class PlannedModel:
 class PlanRuntime:
     def __init__(
         self,
+        engine: "RuntimeOwner",
         planned: PlannedModel,
-        model: nn.Module,
-        device: Device,
-        optimizer: EngineOptimizer,
         weights: Weights | None,
         *,
-        state: StateMachine,
         update_chunk: Callable[[int, bool], Callable[[], None]],
-        drain: Callable[[], None],
-        before_write: Callable[[], None],
         before_grad: Callable[[], None],
-        zero_grad: Callable[[bool], None],
         check_finite: bool = False,
     ):
         graph, layout, plan = planned.graph, planned.layout, planned.plan
+        model, device, optimizer, state = engine.model, engine.device, engine.optimizer, engine.state
         self.planned, self.device = planned, device
         self.place = Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared)
         self.store = Store(model, self.place, device, weights, check_finite=check_finite)
@@ -101,11 +96,13 @@ class PlanRuntime:
             self.store,
             self.gradients,
             stage=lambda: state.pass_state,
-            drain=drain,
-            before_write=before_write,
+            drain=engine.drain_before_read,
+            before_write=engine.finish_saving,
             before_grad=before_grad,
         )
-        self.patches = Patches(model, self.store, drain=drain, export=self.access.export, zero_grad=zero_grad)
+        self.patches = Patches(
+            model, self.store, drain=engine.drain_before_read, export=self.access.export, zero_grad=engine.zero_grad
+        )
         self._guard = Guard(self.store)
         # For an engine that is dropped without detach().
         weakref.finalize(self.store, remove_mode, self._guard).atexit = False
@@ -173,12 +170,16 @@ class PlanRuntime:
 
 
 class RuntimeOwner(Protocol):
-    """What the engine's parts that outlive a plan need of the engine."""
+    """What the engine's parts need of the engine. Parts that outlive a plan read `runtime` at each use."""
 
     model: nn.Module
     device: Device
+    optimizer: EngineOptimizer
     state: StateMachine
 
     @property
     def runtime(self) -> PlanRuntime: ...
     def drain(self) -> None: ...
+    def drain_before_read(self) -> None: ...
+    def finish_saving(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...

@@ -124,7 +124,7 @@ class StateMachine:
         if rule.nonfinite == "warn" and (error := self._check_last_step()) is not None:
             log.warning("%s", error)
 
-    def error(self, state: EngineState, call: str, name: str) -> OutsizeError:
+    def error(self, state: EngineState, call: str = "", name: str = "") -> OutsizeError:
         """What is wrong about a call in this state, and what to do."""
         match state:
             case S.DETACHED:
