@@ -188,7 +188,7 @@ def prepared(model: nn.Module, batch: Any, gpu_memory: str | int) -> Any:
 
 
 def layers_of(engine: Any) -> list[str]:
-    return [block.name for block in engine._holder.runtime.planned.graph.blocks if block.kind == "layer"]
+    return [block.name for block in engine.runtime.planned.graph.blocks if block.kind == "layer"]
 
 
 def trains_as_plain(

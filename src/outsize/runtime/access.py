@@ -12,7 +12,6 @@ from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, StaleParameter
 from outsize.compat import without_torch_function
-from outsize.runtime.executor import Stage
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.prepared_tensors import (
     Handle,
@@ -26,6 +25,7 @@ from outsize.runtime.prepared_tensors import (
     remove_owner,
     set_owner,
 )
+from outsize.runtime.state import EngineState
 from outsize.runtime.store import Store
 
 
@@ -37,7 +37,7 @@ class ParameterAccess:
         store: Store,
         gradients: Gradients,
         *,
-        stage: Callable[[], Stage],
+        stage: Callable[[], EngineState],
         drain: Callable[[], None],
         before_write: Callable[[], None],
         before_grad: Callable[[], None],
@@ -108,7 +108,7 @@ class ParameterAccess:
     def synchronize(self) -> None:
         if not self._is_drained:
             self._drain()
-            self._is_drained = self._stage() in (Stage.IDLE, Stage.WAITING)
+            self._is_drained = self._stage() in (EngineState.IDLE, EngineState.HELD)
 
     def open(self, handle: Handle) -> None:
         name, found = handle.name, owner_of(self._store.params[handle.name])
@@ -186,7 +186,7 @@ class ParameterAccess:
         return result
 
     def _require_writable(self, name: str) -> None:
-        if self._stage() is Stage.WAITING:
+        if self._stage() is EngineState.HELD:
             raise EngineMisuse(
                 f"{name}: it was written between a forward and its backward, which still needs the old value. "
                 "Write weights after backward, or after step()."

@@ -1,26 +1,25 @@
-"""Executor: walks the schedule with tensors.
+"""Executor: runs the schedule of a plan with tensors.
 
-The model's tracker says which call opens; everything the schedule lists before it is issued first, in order, on the
-device's lanes. What to wait for comes from Hazards alone. A forward may leave blocks out (images that a batch has not,
-a layer that is dropped), and a backward those that no gradient
-reaches: their loads are made, what they would have sent or computed is passed over. A model that runs others, or in
-another order, stops here, both named. Forwards without grad follow a segment of their own, but may take any path.
+Before a block call runs, the executor issues everything that the schedule lists before it, in order, on the device's
+lanes. Waits come from Hazards alone. A forward may leave blocks out (a batch without images, LayerDrop), and a backward
+those that no gradient reaches: their loads, gradient copies and updates are issued all the same, and what they would
+have computed or offloaded is passed over. A call that is not ahead in the segment raises OrderMismatch. Forwards
+without grad follow a segment of their own, but may take any path.
 
-Under a plain plan (Placement.is_plain) nothing must be issued between calls, so nobody tells of them: the model runs as
-it would without an engine, and the updates of a declared backward come at its end. A device that finds races wants to
-see them all the same.
+Under a plain plan (Placement.is_plain) nothing is issued between calls, so the model has no hooks on its layers and
+runs as without an engine; updates in backward come at its end. A device that finds races has the hooks all the same.
 """
 
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from outsize.base.errors import EngineMisuse, OrderMismatch
+from outsize.base.errors import EngineMisuse
 from outsize.base.units import show_bytes
 from outsize.device.device import Device
+from outsize.runtime.call_path import order_mismatch
 from outsize.runtime.store import Store
 from outsize.schedule.actions import TYPES, Action, Effect, Kind, action_seconds, effect
 from outsize.schedule.buffers import Buffer
@@ -29,17 +28,6 @@ from outsize.schedule.placement import Placement
 from outsize.schedule.schedule import Schedule, Segment, backward_name
 from outsize.transfer.lane_queue import LaneQueue
 from outsize.transfer.offloaded_tensors import OffloadedTensors, own_items
-
-
-class Stage(Enum):
-    """Where a training pass is."""
-
-    IDLE = "idle"
-    FORWARD = "in forward"
-    WAITING = "between forward and backward"
-    """Activations are kept for a backward to come."""
-    BACKWARD = "in backward"
-
 
 ALL_CALLS = -1
 """In place of a call, in a pass that does not distinguish its calls."""
@@ -55,19 +43,19 @@ class Executor:
         *,
         update_chunk: Callable[[int, bool], Callable[[], None]],
     ):
-        """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed."""
+        """`update_chunk(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed."""
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.sees_calls = not place.is_plain or device.finds_races
-        self.stage = Stage.IDLE
         self.current_call: int | None = None
         """The call whose forward or backward is open; ALL_CALLS where they are not seen."""
         self.issued: list[str] = []
-        """What was issued since the last forward began, as text."""
+        """The actions issued since the last forward began, as text."""
         self._update_chunk = update_chunk
+        self._kind = Kind.FORWARD
+        """Of the block calls that the current pass runs: FORWARD or BACKWARD."""
         self._segment = Segment("none", ())
         self._next = 0
-        """Where in the segment."""
-        self._reads_outside_module = frozenset(place.graph.reads_outside_module) - {0}
+        """Position of the next action in the segment."""
         self._left_out: set[int] = set()
         """Calls that this forward, or its backward, has passed over."""
         self._without_grad: set[int] = set()
@@ -76,166 +64,67 @@ class Executor:
         # Without a reference to `self`: the executor's memory is freed with it, not by the garbage collector.
         self.lanes = LaneQueue(device, partial(_tensors_of, store, self._offloaded))
         self._evaluated = 0
-        """Where in the segment `evaluate`."""
+        """Position of the next action in the segment `evaluate`."""
         self._position_in_evaluation = {
             action.index: i for i, action in enumerate(schedule["evaluate"]) if action.kind == Kind.FORWARD
         }
         self._known: dict[tuple[Action, bool], tuple[Effect, float]] = {}
 
-    # Training passes, driven by the model's tracker.
+    # Training passes.
 
-    def _start(self, stage: Stage, segment: str) -> None:
-        self.stage, self._segment, self._next = stage, self.schedule.segments[segment], 0
+    def _start(self, kind: Kind, segment: str) -> None:
+        self._kind, self._segment, self._next = kind, self.schedule.segments[segment], 0
 
     def begin_forward(self) -> None:
-        self._start(Stage.FORWARD, "forward")
+        self._start(Kind.FORWARD, "forward")
         self.issued = []
         self._left_out.clear()
         self._without_grad.clear()
 
-    def enter_forward(self, call: int, layer: str | None) -> None:
-        """`layer`: the name of the layer that opens, None for a region."""
-        graph = self.place.graph
-        if self.sees_calls:
-            planned = graph.blocks[graph.calls[call]] if call < len(graph.calls) else None
-            if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
-                raise self._mismatch(
-                    Action(Kind.FORWARD, call) if planned is not None else None, f"ran {layer or 'past its last layer'}"
-                )
-        self._advance_to(Action(Kind.FORWARD, call))
-
-    def end_forward(self) -> None:
-        self._finish_segment("forward")
-        self._require_completing_calls()
-        self.stage = Stage.WAITING
-
-    def _require_completing_calls(self) -> None:
-        """Raise OrderMismatch if a gradient would complete in an earlier call than the plan has: it would overwrite
-        another gradient in its staging slot.
-        """
-        graph = self.place.graph
-        for call in self._left_out:
-            for piece in (
-                piece
-                for chunk in self.place.grads_completed_by.get(call, ())
-                for piece in self.place.chunk(chunk).pieces
-            ):
-                ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
-                if ran and graph.param[piece.name].trainable:
-                    raise OrderMismatch(
-                        f"{piece.name}: several blocks use it, and the plan completes its gradient in "
-                        f"{graph.call_name(call)}, which the model skipped although it ran "
-                        f"{graph.call_name(ran[0])}. Prepare the model with a batch that takes this path, or run both "
-                        "or neither of the two."
-                    )
-
-    def offloaded(self, call: int) -> OffloadedTensors:
-        """A new, empty container for the activations that a call offloads."""
-        self._offloaded[call] = OffloadedTensors()
-        return self._offloaded[call]
-
-    def runs_without_grad(self, call: int) -> None:
-        """This time the call saves no activations, and sends none."""
-        self._without_grad.add(call)
-
     def begin_backward(self, *, pending: bool, update: bool) -> None:
-        self._start(Stage.BACKWARD, backward_name(pending=pending, update=update))
+        self._start(Kind.BACKWARD, backward_name(pending=pending, update=update))
 
-    def enter_backward(self, call: int) -> None:
-        self._advance_to(Action(Kind.BACKWARD, call))
-
-    def end_backward(self) -> None:
-        self._finish_segment("backward")
-        self._offloaded.clear()
-        self.stage = Stage.IDLE
-
-    def update(self) -> None:
-        self._close_open()
-        self._segment = self.schedule.segments["update"]
-        for action in self._segment.actions:
-            self._issue(action)
-
-    def roll_back(self) -> None:
-        """Forget an abandoned pass. Slots keep what they hold; every load is issued anew by the next forward."""
-        self._close_open()
-        try:
-            # Activations may still be on their way to the host: their memory must not be reused under the copy.
-            self.device.synchronize()
-        finally:
-            self._offloaded.clear()
-            self.stage, self.current_call = Stage.IDLE, None
-
-    # Forwards without grad.
-
-    def begin_evaluation(self) -> None:
-        self._evaluated = 0
-
-    def enter_evaluation(self, call: int, chunks: tuple[int, ...]) -> None:
-        """A forward without grad comes to a call that reads these chunks.
-
-        It follows the segment `evaluate`, so that weights are loaded ahead. It may leave calls out, whose loads are
-        then left out too, or go back: what it needs and does not find is loaded here.
-        """
-        self._close_open()
-        position = self._position_in_evaluation.get(call, -1)
-        if self.sees_calls and position >= self._evaluated:
-            for action in self.schedule["evaluate"][self._evaluated : position]:
-                if action.kind == Kind.LOAD and self.place.chunk(action.index).calls[-1] >= call:
-                    self.ensure((action.index,))
-            self._evaluated = position + 1
-        self.ensure(chunks)
-        seconds = self.place.work[call].forward_seconds if position >= 0 else 0.0
-        self._begin(Effect("compute", tuple(map(self.place.weights_buffer, chunks)), ()), seconds, f"evaluate {call}")
-
-    # Forwards outside the schedule.
-
-    def ensure(self, chunks: tuple[int, ...]) -> None:
-        """Have these chunks on the device for what computes next."""
-        for chunk in chunks:
-            if self.place.streams(chunk) and self.store.slot_contents[self.place.slots.slot_of[chunk]] != chunk:
-                self._issue(Action(Kind.LOAD, chunk))
-
-    def enter_unscheduled(self, chunks: tuple[int, ...]) -> None:
-        self._close_open()
-        self.ensure(chunks)
-        self._begin(Effect("compute", tuple(self.place.weights_buffer(c) for c in chunks), ()), 0.0, "eval")
-
-    def leave_unscheduled(self) -> None:
-        self._close_open()
-        self._forget()
-
-    # Walking.
-
-    def _advance_to(self, action: Action) -> None:
+    def enter(self, call: int) -> None:
+        """Issue everything that the segment lists before this call, and begin it. The calls between are left out."""
         if not self.sees_calls:
             self.current_call = ALL_CALLS
             return
-        self._close_open()
-        expected = first = self._walk_to(action.kind)
-        if expected != action and action in self._segment.actions[self._next :]:
-            while expected is not None and expected != action:
-                self._leave_out(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
-                expected = self._walk_to(action.kind)
-            if (
-                action.kind == Kind.FORWARD
-                and action.index in self._reads_outside_module
-                and not self._is_layer(action.index)
-            ):
-                raise self._mismatch(
-                    first, f"ran {action} ({self.place.graph.call_name(action.index)}), part of it perhaps earlier"
-                )
-        if expected != action:
-            raise self._mismatch(expected, f"ran {action} ({self.place.graph.call_name(action.index)})")
+        self.lanes.end()
+        action = Action(self._kind, call)
+        while (expected := self._walk_to_call()) != action:
+            if expected is None or action not in self._segment.actions[self._next :]:
+                graph, what = self.place.graph, "forward" if self._kind == Kind.FORWARD else "backward"
+                raise order_mismatch(graph, what, expected, f"ran {action} ({graph.call_name(call)})")
+            self._left_out.add(expected.index)
         self._next += 1
-        if action.kind == Kind.BACKWARD:
-            # A forward without grad may have passed through the slots since.
-            self.ensure(self.place.layout.used_by(action.index))
-        self.current_call = action.index
+        if self._kind == Kind.BACKWARD:
+            # A forward without grad may have loaded other chunks into the slots since.
+            self.ensure(self.place.layout.used_by(call))
+        self.current_call = call
         self.issued.append(str(action))
-        self._begin(*self._effect(action), str(action))
+        touches, seconds = self._effect(action)
+        self.lanes.begin(*touches, seconds=seconds, name=str(action))
 
-    def _walk_to(self, kind: Kind) -> Action | None:
-        """Issue what comes before the next action of this kind, without what is left out. None at the end of the
+    def end_forward(self) -> None:
+        self._finish_segment()
+
+    def end_backward(self) -> None:
+        self._finish_segment()
+        self._offloaded.clear()
+
+    def _finish_segment(self) -> None:
+        self.lanes.end()
+        while self.sees_calls and (missing := self._walk_to_call()) is not None:
+            self._left_out.add(missing.index)
+        if not self.sees_calls and self._segment.updates_in_backward:
+            for action in self._segment.actions:
+                if action.kind == Kind.UPDATE:
+                    self._issue(action)
+        self.current_call = None
+        self.lanes.drop_old_events()
+
+    def _walk_to_call(self) -> Action | None:
+        """Issue what comes before the next call of this pass, without what is left out. None at the end of the
         segment.
         """
         while self._next < len(self._segment.actions):
@@ -244,48 +133,89 @@ class Executor:
             is_left_out = (does.operand == "call" and action.index in self._left_out) or (
                 does.moves_activations and self._has_no_saved_tensors(action.index)
             )
-            if action.kind == kind and not is_left_out:
+            if action.kind == self._kind and not is_left_out:
                 return action
             if is_left_out and action.kind == Kind.BACKWARD:
-                # Its updates follow all the same, and a forward without grad may have passed through its slots since.
+                # Its updates follow, and a forward without grad may have loaded other chunks into its slots since.
                 self.ensure(self.place.layout.used_by(action.index))
             if not is_left_out:
                 self._issue(action)
             self._next += 1
         return None
 
-    def _is_layer(self, call: int) -> bool:
-        graph = self.place.graph
-        return graph.blocks[graph.calls[call]].kind == "layer"
+    def call_text(self) -> str:
+        """The open call, for errors."""
+        if self.current_call is None:
+            return "its first block"
+        return "the model" if self.current_call == ALL_CALLS else self.place.graph.call_name(self.current_call)
 
-    def _leave_out(self, action: Action, found: str) -> None:
-        if action.kind == Kind.FORWARD and action.index in self._reads_outside_module:
-            raise self._mismatch(action, found)
-        self._left_out.add(action.index)
+    def offloaded(self, call: int) -> OffloadedTensors:
+        """A new, empty container for the activations that a call offloads."""
+        self._offloaded[call] = OffloadedTensors()
+        return self._offloaded[call]
 
-    def _mismatch(self, expected: Action | None, found: str) -> OrderMismatch:
-        what = "forward" if self.stage is Stage.FORWARD else "backward"
-        wanted = f"{expected} ({self.place.graph.call_name(expected.index)})" if expected else f"the end of {what}"
-        return OrderMismatch(
-            f"The model takes another path than in prepare's trial run: the plan's next action in {what} is {wanted}, "
-            f"and the model {found}. Prepare it with a batch that takes this path."
-        )
+    def runs_without_grad(self, call: int) -> None:
+        """In this forward the call saves no activations and offloads none."""
+        self._without_grad.add(call)
 
-    def _finish_segment(self, what: str) -> None:
-        self._close_open()
-        while (
-            self.sees_calls
-            and (missing := self._walk_to(Kind.FORWARD if self.stage is Stage.FORWARD else Kind.BACKWARD)) is not None
-        ):
-            self._leave_out(missing, f"ended its {what} without it")
-        if not self.sees_calls and self._segment.updates_in_backward:
-            for action in self._segment.actions:
-                if action.kind == Kind.UPDATE:
-                    self._issue(action)
-        self.current_call = None
-        self._forget()
+    def update(self) -> None:
+        self.lanes.end()
+        self._segment = self.schedule.segments["update"]
+        for action in self._segment.actions:
+            self._issue(action)
 
-    def _forget(self) -> None:
+    def roll_back(self) -> None:
+        """Drop a pass that failed or was abandoned. Slots keep what they hold; the next forward loads anew."""
+        self.lanes.end()
+        try:
+            # Activations may still be on their way to the host: their memory must not be reused under the copy.
+            self.device.synchronize()
+        finally:
+            self._offloaded.clear()
+            self.current_call = None
+
+    # Forwards without grad.
+
+    def begin_evaluation(self) -> None:
+        self._evaluated = 0
+
+    def enter_evaluation(self, call: int, chunks: tuple[int, ...]) -> None:
+        """Begin a call of a forward without grad, which reads these chunks.
+
+        Loads follow the segment `evaluate`, so that weights are prefetched. The forward may leave calls out, whose
+        loads are then left out too, or go back: chunks that are not in their slots are loaded here.
+        """
+        self.lanes.end()
+        position = self._position_in_evaluation.get(call, -1)
+        if self.sees_calls and position >= self._evaluated:
+            for action in self.schedule["evaluate"][self._evaluated : position]:
+                if action.kind == Kind.LOAD and self.place.chunk(action.index).calls[-1] >= call:
+                    self.ensure((action.index,))
+            self._evaluated = position + 1
+        self.ensure(chunks)
+        seconds = self.place.work[call].forward_seconds if position >= 0 else 0.0
+        self._begin_reading(chunks, seconds, f"evaluate {call}")
+
+    # Forwards outside the schedule.
+
+    def ensure(self, chunks: tuple[int, ...]) -> None:
+        """Load those of these chunks that are not in their slots."""
+        for chunk in chunks:
+            if self.place.streams(chunk) and self.store.slot_contents[self.place.slots.slot_of[chunk]] != chunk:
+                self._issue(Action(Kind.LOAD, chunk))
+
+    def enter_unscheduled(self, chunks: tuple[int, ...]) -> None:
+        self.lanes.end()
+        self.ensure(chunks)
+        self._begin_reading(chunks, 0.0, "eval")
+
+    def _begin_reading(self, chunks: tuple[int, ...], seconds: float, name: str) -> None:
+        """Begin compute that only reads weights."""
+        reads = tuple(self.place.weights_buffer(chunk) for chunk in chunks)
+        self.lanes.begin("compute", reads, (), seconds=seconds, name=name)
+
+    def leave_unscheduled(self) -> None:
+        self.lanes.end()
         self.lanes.drop_old_events()
 
     # Issuing.
@@ -297,12 +227,6 @@ class Executor:
             touches = effect(self.place, action, update_in_backward=self._segment.updates_in_backward)
             self._known[key] = touches, action_seconds(self.place, action, self.device.spec, touches.lane)
         return self._known[key]
-
-    def _begin(self, touches: Effect, seconds: float, name: str) -> None:
-        self.lanes.begin(*touches, seconds=seconds, name=name)
-
-    def _close_open(self) -> None:
-        self.lanes.end()
 
     def _issue(self, action: Action) -> None:
         touches, seconds = self._effect(action)

@@ -48,8 +48,6 @@ class Gradients:
         """What the user assigned to `p.grad`, and its version. In torch it is the gradient's memory, so changes of
         either reach the other.
         """
-        self.broken: str | None = None
-        """The call in which a backward broke off: what has accumulated is not the gradient of anything."""
         self._arrival: dict[str, tuple[int | None, Tensor | None]] = {}
         """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step.
         A frozen path has neither.
@@ -341,7 +339,7 @@ class Gradients:
         self._handed_out.clear()
         self._assigned.clear()
         self._generation += 1
-        self.broken, self.is_applied, self.is_consumed = None, False, False
+        self.is_applied, self.is_consumed = False, False
 
     def detach(self) -> None:
         """Let go of the model, and of the memory that gradients are added up in."""

@@ -1,4 +1,4 @@
-"""PlanRuntime: everything that exists under one plan, so that nothing of an old plan can live on in a new one."""
+"""PlanRuntime: everything that exists under one plan. A re-plan releases it and makes another."""
 
 import weakref
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
@@ -23,6 +22,7 @@ from outsize.runtime.gradients import Gradients
 from outsize.runtime.guard import Guard
 from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.patches import Patches
+from outsize.runtime.state import StateMachine
 from outsize.runtime.store import Store
 from outsize.runtime.updates import Updates
 from outsize.schedule.placement import Placement
@@ -31,7 +31,7 @@ from outsize.schedule.schedule import compile_schedule
 
 
 class ModelLoss(Protocol):
-    """How the model makes its loss under a plan."""
+    """How the model computes its loss under a plan."""
 
     def attach(self) -> None: ...
     def detach(self) -> None: ...
@@ -39,49 +39,45 @@ class ModelLoss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A plan and what it speaks of."""
+    """A plan, with the model and batches that it is for."""
 
     graph: BlockGraph
     layout: ChunkLayout
     plan: Plan
     loss: ModelLoss | None = None
-    """None: in the model's own way."""
+    """None: the model computes it itself."""
     measured: tuple[Measured, ...] = ()
     """The batches that the plan holds for. Empty: only the plan's inputs are known."""
 
     def signatures(self, names: tuple[str, ...]) -> list[Signature]:
-        """The calls of the model that it holds for. `names`: those of the arguments of its forward."""
+        """The calls of the model that the plan holds for. `names`: the arguments of the model's forward."""
         return [call for one in self.measured for call in one.signatures] or [of_unknown_kind(self.plan.inputs, names)]
 
     def batches(self) -> list[Signature]:
-        """The batches, where a loop makes its loss of more than the model's arguments."""
+        """The batches that the plan holds for, in loops whose loss uses more than the model's arguments."""
         return [one.batch for one in self.measured] or [of_unknown_kind(self.plan.inputs, ())]
 
 
 class PlanRuntime:
     def __init__(
         self,
+        engine: "RuntimeOwner",
         planned: PlannedModel,
-        model: nn.Module,
-        device: Device,
-        optimizer: EngineOptimizer,
         weights: Weights | None,
         *,
         update_chunk: Callable[[int, bool], Callable[[], None]],
-        drain: Callable[[], None],
-        before_write: Callable[[], None],
         before_grad: Callable[[], None],
-        zero_grad: Callable[[bool], None],
         check_finite: bool = False,
     ):
         graph, layout, plan = planned.graph, planned.layout, planned.plan
+        model, device, optimizer, state = engine.model, engine.device, engine.optimizer, engine.state
         self.planned, self.device = planned, device
         self.place = Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared)
         self.store = Store(model, self.place, device, weights, check_finite=check_finite)
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
-        # A group that was added waits for a plan that trains its parameters.
+        # Parameters of an added group are trained from the next re-plan on.
         group_of = {
             name: i
             for i, group in enumerate(optimizer.param_groups)
@@ -90,8 +86,8 @@ class PlanRuntime:
         }
         self.updates = Updates(self.store, optimizer.rule, lambda: optimizer.param_groups, group_of)
         self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
-        # No closure here refers to `self`: device memory must go when the engine lets go, not when the garbage
-        # collector comes.
+        # No closure here refers to `self`, so that device memory is freed with the last reference, not by the garbage
+        # collector.
         executor = self.executor = Executor(
             self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk
         )
@@ -99,19 +95,20 @@ class PlanRuntime:
         self.access = ParameterAccess(
             self.store,
             self.gradients,
-            stage=lambda: executor.stage,
-            drain=drain,
-            before_write=before_write,
+            stage=lambda: state.pass_state,
+            drain=engine.drain_before_read,
+            before_write=engine.finish_saving,
             before_grad=before_grad,
         )
-        self.patches = Patches(model, self.store, drain=drain, export=self.access.export, zero_grad=zero_grad)
+        self.patches = Patches(
+            model, self.store, drain=engine.drain_before_read, export=self.access.export, zero_grad=engine.zero_grad
+        )
         self._guard = Guard(self.store)
-        weakref.finalize(
-            self.store, remove_mode, self._guard
-        ).atexit = False  # of an engine that is dropped without a word
+        # For an engine that is dropped without detach().
+        weakref.finalize(self.store, remove_mode, self._guard).atexit = False
         self._is_guarded = False
-        # Under a mode, the gradients of a parameter with several uses are added up out of place. A plan that was
-        # measured without one has no room for that.
+        # Under a dispatch mode, autograd sums the gradients of a parameter with several uses out of place. A plan that
+        # was measured without a mode has no memory for that.
         adds_up = any(chunk.trainable and len(chunk.calls) > 1 for chunk in layout.chunks)
         self._guards_backward = device.observes_by_mode or not adds_up
         self._arm_guard()
@@ -119,7 +116,7 @@ class PlanRuntime:
             t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))
         }
         self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
-        self.path = CallPath(graph, layout, self.store.params)
+        self.path = CallPath(self.place, self.store.params)
         if planned.loss is not None:
             planned.loss.attach()
         self.access.end_pass()
@@ -129,12 +126,12 @@ class PlanRuntime:
         return self.planned.plan
 
     def unfrozen(self) -> list[str]:
-        """Parameters that require grad now, and did not when the plan was made."""
+        """Parameters that require grad now and did not when the plan was made."""
         with without_torch_function():
             return [name for name, param in self._frozen if param.requires_grad]
 
     def guard_new_path(self) -> None:
-        """Guard the rest of the step, as the first step was, when a forward takes a path that none took before."""
+        """Guard the rest of the step, like the first step, if the forward takes a new path."""
         if self.path.is_new and not self._is_guarded:
             self._arm_guard()
             self.begin_forward()
@@ -146,7 +143,7 @@ class PlanRuntime:
             push_mode(self._guard)
 
     def begin_forward(self) -> None:
-        """Forwards are guarded also where backwards are not."""
+        """Guard the forward, if backwards are not guarded."""
         if self._is_guarded and not self._guards_backward:
             push_mode(self._guard)
 
@@ -172,16 +169,17 @@ class PlanRuntime:
             buffer.data = data if torch.equal(data, buffer.data.to(data.device)) else data.copy_(buffer.data)
 
 
-class RuntimeHolder:
-    """Where the parts of an engine find what is attached now; a re-plan puts another one here."""
+class RuntimeOwner(Protocol):
+    """What the engine's parts need of the engine. Parts that outlive a plan read `runtime` at each use."""
 
-    def __init__(self) -> None:
-        self.attached: PlanRuntime | None = None
-        self.ended = "it was detached"
-        """Why nothing is attached."""
+    model: nn.Module
+    device: Device
+    optimizer: EngineOptimizer
+    state: StateMachine
 
     @property
-    def runtime(self) -> PlanRuntime:
-        if self.attached is None:
-            raise EngineMisuse(f"The engine no longer holds its model: {self.ended}. Call outsize.prepare again.")
-        return self.attached
+    def runtime(self) -> PlanRuntime: ...
+    def drain(self) -> None: ...
+    def drain_before_read(self) -> None: ...
+    def finish_saving(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...

@@ -1,43 +1,33 @@
-"""StepReport: what the run really takes, beside what the plan said."""
+"""StepReport: time and memory of a run beside the plan's predictions."""
 
 from dataclasses import dataclass
 
 from outsize.base.units import show_bytes, show_seconds
 from outsize.calibration.steps import StepTiming
-from outsize.device.device import Device
 from outsize.hardware.lanes import LANES, lane_words
-from outsize.schedule.plan import Plan
+from outsize.runtime.plan_runtime import PlanRuntime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     num_steps: int
     seconds: float
-    """Of the whole run so far: wall-clock, or virtual on `sim`."""
+    """The run so far: wall-clock, or virtual on `sim`."""
     gpu_peak_bytes: int
     planned_gpu_bytes: int
     gpu_budget_bytes: int
     step_seconds: float | None
-    """In the mean of a few early steps; None before they were made. On `sim`: as planned."""
+    """The mean of a few early steps; None before they have run. On `sim`: as planned."""
     planned_step_seconds: float
     busy_seconds: dict[str, float]
-    """Per lane (compute, h2d, d2h, host) and step, of the same steps; empty before. Without `compute` where everything
-    stays on the GPU.
-    """
+    """Per lane (compute, h2d, d2h, host) and step, of the same steps. Without `compute` if nothing leaves the GPU."""
     planned_busy_seconds: dict[str, float]
     slow_kernels: tuple[str, ...] = ()
     """Updates that run without a compiled kernel, and why."""
 
     @staticmethod
-    def of(
-        plan: Plan,
-        device: Device,
-        timing: StepTiming | None,
-        *,
-        num_steps: int,
-        seconds: float,
-        slow_kernels: tuple[str, ...] = (),
-    ) -> "StepReport":
+    def of(runtime: PlanRuntime, timing: StepTiming | None, *, num_steps: int, seconds: float) -> "StepReport":
+        plan, device = runtime.plan, runtime.device
         return StepReport(
             num_steps=num_steps,
             seconds=device.elapsed(seconds),
@@ -48,7 +38,7 @@ class StepReport:
             planned_step_seconds=plan.estimate.step_seconds,
             busy_seconds=dict(timing.busy_seconds) if timing else {},
             planned_busy_seconds=dict(plan.estimate.busy_seconds),
-            slow_kernels=slow_kernels,
+            slow_kernels=runtime.updates.slow_kernels(),
         )
 
     def __str__(self) -> str:

@@ -14,9 +14,9 @@ import torch
 from outsize.base.errors import DeviceOutOfMemory
 from outsize.base.log import log
 from outsize.base.units import show_bytes
-from outsize.device.device import Device
 from outsize.device.rng import rewinder
-from outsize.runtime.plan_runtime import PlanRuntime
+from outsize.runtime.plan_runtime import RuntimeOwner
+from outsize.runtime.state import EngineState
 from outsize.schedule.plan import Plan, StepConfig
 
 T = TypeVar("T")
@@ -25,19 +25,12 @@ OOM_MARGIN_SHARE = 0.04
 """Share of the plan's budget that each failure adds to the memory kept free."""
 
 
-class Retriable(Protocol):
+class Retriable(RuntimeOwner, Protocol):
     """What a retry needs of an engine."""
 
-    device: Device
-
-    @property
-    def runtime(self) -> PlanRuntime: ...
     @property
     def plan(self) -> Plan: ...
-    @property
-    def is_half_updated(self) -> bool: ...
     def forget_pass(self) -> None: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
     def replan(self, batch: Any, step_config: StepConfig) -> None: ...
 
 
@@ -62,7 +55,7 @@ def with_retries(
             found = f"Device memory ran out: {str(error).split(chr(10))[0].rstrip('.')}."
             # A failed backward cannot be undone: gradient sums can be computed again, updated weights cannot.
             engine.forget_pass()
-            if engine.is_half_updated:
+            if engine.state.fault is EngineState.HALF_UPDATED:
                 raise DeviceOutOfMemory(
                     f"{found} This step has already updated some weights: load weights and optimizer state from the "
                     "last checkpoint."
@@ -71,7 +64,7 @@ def with_retries(
                 raise DeviceOutOfMemory(
                     f"{found} The step was planned again {retry} times. Reduce the batch size or raise gpu_memory."
                 ) from error
-            from_first = from_first or (had_sums and engine.runtime.gradients.broken is not None)
+            from_first = from_first or (had_sums and engine.state.fault is EngineState.GRADIENTS_INCOMPLETE)
             if from_first and not earlier:
                 raise DeviceOutOfMemory(
                     f"{found} The gradients of the step's earlier micro-batches contain part of the failed one. "

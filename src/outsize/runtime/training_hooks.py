@@ -1,8 +1,8 @@
-"""TrainingHooks: what the engine does as the model runs. Listens to the model's tracker and drives the executor.
+"""TrainingHooks: turns the events of BlockTracker into calls of CallPath, StateMachine and Executor.
 
-A forward with grad is a training pass and follows the schedule; it waits for its backward. Any other forward
-(evaluation, generation, a reference pass) loads what it needs as it goes and may come between any two of these. What
-breaks off is rolled back by whoever comes next.
+A forward with grad is a training pass: it follows the schedule and keeps its activations for one backward. Any other
+forward (evaluation, generation, a reference pass) may run between any two of these. A pass that failed or was abandoned
+is rolled back by the next call.
 """
 
 import sys
@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from outsize.activation.strategies import RUN
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
 from outsize.base.cache_folder import drop_profiles
-from outsize.base.errors import SEVERAL_FORWARDS, DeviceOutOfMemory, EngineMisuse, OrderMismatch
+from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, OrderMismatch
 from outsize.compat import without_torch_function
-from outsize.device.device import Device
 from outsize.model.arguments import MovedArguments
 from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import Layer, layers_in_graph
 from outsize.model.strategies import STRATEGY
 from outsize.model.tensors import with_grad
-from outsize.runtime.executor import ALL_CALLS, Stage
-from outsize.runtime.plan_runtime import RuntimeHolder
+from outsize.runtime.plan_runtime import PlanRuntime, RuntimeOwner
+from outsize.runtime.state import RULES, EngineState
 from outsize.runtime.steps import Steps
 from outsize.transfer.offloaded_tensors import OffloadedTensors
 
@@ -33,51 +32,50 @@ from outsize.transfer.offloaded_tensors import OffloadedTensors
 class TrainingHooks:
     def __init__(
         self,
-        model: nn.Module,
+        engine: RuntimeOwner,
         layers: tuple[Layer, ...],
-        device: Device,
-        holder: RuntimeHolder,
         steps: Steps,
         *,
         fit: Callable[[tuple[Any, ...], dict[str, Any]], None],
-        beside: Callable[[], None],
+        before_evaluation: Callable[[], None],
     ):
-        """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch, `beside()` before
-        any other.
-        """
-        self._model, self._device, self._holder, self._steps, self._fit, self._beside = (
-            model,
-            device,
-            holder,
-            steps,
-            fit,
-            beside,
-        )
+        """`fit(args, kwargs)` is called before a training forward and may re-plan for a larger batch."""
+        self._engine, self._state, self._steps = engine, engine.state, steps
+        self._fit, self._before_evaluation = fit, before_evaluation
+        self._model, self._device = engine.model, engine.device
         self._found, self._layers = layers, layers
-        """Those of the module tree, and of them those that the plan knows as such: the trial run may have seen that a
-        list is no stack.
+        """The layers of the module tree, and those of them that are blocks of the plan: the trial run may have shown
+        that a list is no stack.
         """
-        self._tracker = BlockTracker(model, self)
+        self._tracker = BlockTracker(self._model, self)
         self._non_layer_hooks: list[Any] = []
         self._training = False
-        self._forward_number = 0
-        """Of the training forward that the next backward belongs to."""
-        self._free_call = 0
-        """Where a forward without grad is."""
         self._alive: Callable[[], _Alive | None] = lambda: None
         self._has_outputs = True
-        """A tensor with a graph was found in what the last training forward returned, or left in its arguments."""
+        """The last training forward returned a tensor with a graph, or wrote one into its arguments."""
         self._autocast_cache: bool | None = None
         self._arguments: MovedArguments | None = None
-        """Of the forward that is under way."""
+        """The arguments of the running forward."""
+
+    @property
+    def _runtime(self) -> PlanRuntime:
+        return self._engine.runtime
+
+    def require(self, call: str, name: str = "") -> None:
+        """Roll back an abandoned pass and raise if a public call is illegal now (RULES in state.py)."""
+        state = self._state.pass_state
+        if state in RULES[call].rolls_back and not (state is EngineState.HELD and self._outputs_are_held()):
+            self.roll_back()
+        self._state.require(call, name)
 
     def attach(self) -> None:
-        if not self._holder.runtime.executor.sees_calls:
+        if not self._runtime.executor.sees_calls:
             self._tracker.attach(())
             return
-        self._layers = layers_in_graph(self._found, {block.name for block in self._holder.runtime.planned.graph.blocks})
-        # Modules outside layers that own weights open themselves when they are called outside the model's forward (an
-        # encoder by itself).
+        graph = self._runtime.planned.graph
+        self._layers = layers_in_graph(self._found, {block.name for block in graph.blocks})
+        # Modules outside layers load their own weights when they are called outside the model's forward (an encoder by
+        # itself).
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
         non_layer = (
             m
@@ -85,7 +83,7 @@ class TrainingHooks:
             if id(m) not in inside and any(p is not None for p in m._parameters.values())
         )
         self._non_layer_hooks = [module.register_forward_pre_hook(self._non_layer_module_runs) for module in non_layer]
-        self._tracker.attach(self._layers, finds_side_outputs=bool(self._holder.runtime.planned.graph.side_outputs))
+        self._tracker.attach(self._layers, finds_side_outputs=bool(graph.side_outputs))
 
     def detach(self) -> None:
         self._tracker.detach()
@@ -93,21 +91,20 @@ class TrainingHooks:
             handle.remove()
         self._non_layer_hooks = []
 
-    # Forward. See model/block_tracker.py for who calls these when.
+    # Forward. model/block_tracker.py describes the events.
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        runtime = self._holder.runtime
-        for name in runtime.store.replaced_data():
+        store = self._runtime.store
+        for name in store.replaced_data():
             raise EngineMisuse(
                 f"{name}.data was replaced after prepare, which had set it to a view of its own memory. Write values "
                 "with load_state_dict or inside `with engine.gathered(name)`."
             )
         with without_torch_function():
-            self._training = torch.is_grad_enabled() and any(p.requires_grad for p in runtime.store.params.values())
-        self._free_call = 0
+            self._training = torch.is_grad_enabled() and any(p.requires_grad for p in store.params.values())
         if self._training:
-            del runtime  # a new plan may come, and has no room beside the old one
-            self._begin_training()
+            self._require_training_forward()
+            del store  # `fit` may re-plan, and a new plan has no memory for the old one's buffers
             self._fit(args, kwargs)
         else:
             if torch.is_grad_enabled() and with_grad((args, kwargs)):
@@ -116,63 +113,52 @@ class TrainingHooks:
                     "that is not trained are not supported. "
                     "Call it under torch.no_grad(), or detach its inputs."
                 )
-            self._beside()
-            if runtime.executor.stage in (Stage.FORWARD, Stage.BACKWARD):
-                self.roll_back()
-        self._holder.runtime.access.begin_pass()
-        # The cache keeps a cast of every block's weights alive, and would serve those of a slot's earlier owner.
+            self._before_evaluation()
+            self.require("evaluate")
+        runtime = self._runtime
+        runtime.access.begin_pass()
+        # The cache keeps a cast of every block's weights alive, and would return those of another chunk in the slot.
         self._autocast_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         self._device.watching(True)
-        self._holder.runtime.begin_forward()
+        runtime.begin_forward()
         self._arguments = moved = MovedArguments(self._device.put, args, kwargs)
+        runtime.path.begin_forward()
         if self._training:
-            self._forward_number = self._tracker.forward_id
-            self._holder.runtime.executor.begin_forward()
+            self._state.begin_forward(self._tracker.forward_id)
+            runtime.executor.begin_forward()
         else:
-            self._holder.runtime.executor.begin_evaluation()
+            runtime.executor.begin_evaluation()
         return moved.args, moved.kwargs
 
-    def _begin_training(self) -> None:
-        if (name := self._holder.runtime.store.replaced()) is not None:
+    def _require_training_forward(self) -> None:
+        if (name := self._runtime.store.replaced()) is not None:
             raise EngineMisuse(
                 f"{name} is not the parameter that the model was prepared with. Call engine.detach(), change the "
                 "model, and prepare it again."
             )
-        executor = self._holder.runtime.executor
-        self._steps.require_usable()
-        self._steps.require_confirmed("another forward began")
-        if is_in_backward() and executor.stage is not Stage.IDLE:
+        if is_in_backward() and self._state.pass_state is not EngineState.IDLE:
             raise EngineMisuse(rerun_in_backward("The model"))
-        if executor.stage is Stage.WAITING and self._outputs_are_held():
-            raise EngineMisuse(
-                f"Training forward {self._tracker.forward_id} begins before the backward of forward "
-                f"{self._forward_number}, whose outputs are still held: the plan "
-                f"keeps the activations of one. {SEVERAL_FORWARDS} Run forwards that need no backward under "
-                "torch.no_grad(), "
-                "and drop outputs that are not used (`del out`)."
-            )
-        if executor.stage is not Stage.IDLE:
-            self.roll_back()
+        self.require("forward", f"Training forward {self._tracker.forward_id}")
 
     def call_of_layer(self, layer: int, after: int) -> int:
-        runtime, name = self._holder.runtime, self._layers[layer].name
+        runtime, name = self._runtime, self._layers[layer].name
         if not self._training:
-            return runtime.path.next_call_without_grad(name, after)
-        call = runtime.path.next_call(name, after)
+            return runtime.path.call_of_layer_without_grad(name)
+        call = runtime.path.call_of_layer(name)
         runtime.guard_new_path()
         return call
 
     def call_of_module(self, module: nn.Module, call: int) -> int:
         if not self._training:
             return call
-        runtime = self._holder.runtime
-        call = runtime.path.reading_call(module, call)
+        runtime = self._runtime
+        call = runtime.path.call_of_module(module)
         runtime.guard_new_path()
         return call
 
     def forward_enters(self, call: int, layer: int | None) -> None:
-        runtime = self._holder.runtime
+        runtime = self._runtime
         name = self._layers[layer].name if layer is not None else None
         if name is not None and call < 0:
             if is_in_backward():
@@ -185,16 +171,16 @@ class TrainingHooks:
             runtime.access.apply_user_writes()
             runtime.executor.enter_unscheduled(runtime.path.chunks_of_layer(name))
         elif self._training:
-            runtime.executor.enter_forward(call, name)
+            if runtime.executor.sees_calls:
+                runtime.path.enter(call, name)
+            runtime.executor.enter(call)
         else:
-            self._free_call = call
-            chunks = runtime.path.chunks_of_call(call) if name is None else runtime.path.chunks_of_layer(name)
-            runtime.executor.enter_evaluation(call, chunks)
+            runtime.executor.enter_evaluation(call, runtime.path.enter_without_grad(call, name))
 
     def _non_layer_module_runs(self, module: nn.Module, args: Any) -> None:
-        # Inside a forward without grad, too: it may read what no training forward reads.
+        # Inside a forward without grad too: it may read weights that no training forward reads.
         if not torch.is_grad_enabled() and not (self._tracker.is_open and self._training):
-            runtime = self._holder.runtime
+            runtime = self._runtime
             if not self._tracker.is_open:
                 runtime.access.apply_user_writes()
             runtime.executor.enter_unscheduled(runtime.store.chunks_with(module._parameters.values()))
@@ -204,7 +190,7 @@ class TrainingHooks:
     ) -> Any:
         if not self._training or call < 0:
             return forward(*args, **kwargs)
-        runtime = self._holder.runtime
+        runtime = self._runtime
         strategy = runtime.plan.decision.strategies[call]
         if not torch.is_grad_enabled():
             if STRATEGY[strategy].sends:
@@ -214,58 +200,65 @@ class TrainingHooks:
         return RUN[strategy](forward, args, kwargs, offloaded, runtime.is_static)
 
     def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
-        arguments, self._arguments = self._arguments, None
+        runtime, arguments, self._arguments = self._runtime, self._arguments, None
         if arguments is not None and not failed:
             arguments.write_back()
         if self._autocast_cache is not None:
             torch.set_autocast_cache_enabled(self._autocast_cache)
             self._autocast_cache = None
-            self._holder.runtime.end_forward()
-        executor = self._holder.runtime.executor
+            runtime.end_forward()
         try:
             if not self._training:
-                executor.leave_unscheduled()
-                if not failed and executor.sees_calls:
-                    runtime = self._holder.runtime
-                    runtime.path.require_seen(self._free_call, len(runtime.planned.graph.calls))
+                runtime.executor.leave_unscheduled()
+                if not failed and runtime.executor.sees_calls:
+                    runtime.path.end_without_grad()
             elif failed:
-                self.check_profile()
-                if (
-                    executor.stage is Stage.FORWARD
-                ):  # else it was refused before it began, and an earlier one still waits
-                    executor.roll_back()
+                self._forward_failed()
             else:
-                try:
-                    executor.end_forward()
-                except OrderMismatch:
-                    self.check_profile()
-                    executor.roll_back()
-                    raise
-                self._alive = _mark_graph(outputs)
-                self._has_outputs = self._alive() is not None
-                if not self._has_outputs:
-                    executor.roll_back()
+                self._end_training_forward(outputs)
         finally:
             self._device.watching(False)
-            self._holder.runtime.access.end_pass()
+            runtime.access.end_pass()
+
+    def _end_training_forward(self, outputs: list[Tensor]) -> None:
+        executor = self._runtime.executor
+        try:
+            if executor.sees_calls:
+                self._runtime.path.end_forward()
+            executor.end_forward()
+        except OrderMismatch:
+            self._forward_failed()
+            raise
+        self._state.end_forward()
+        self._alive = _mark_graph(outputs)
+        self._has_outputs = self._alive() is not None
+        if not self._has_outputs:
+            self.roll_back()
+
+    def _forward_failed(self) -> None:
+        self.check_profile()
+        # In another state the forward was refused before it began, and an earlier one keeps its activations.
+        if self._state.pass_state is EngineState.FORWARD:
+            self.roll_back()
 
     # Backward.
 
     def backward_enters(self, call: int, forward_id: int) -> None:
-        runtime = self._holder.runtime
-        executor = runtime.executor
-        if executor.stage is Stage.WAITING and forward_id == self._forward_number:
+        runtime, state = self._runtime, self._state
+        gradients, executor = runtime.gradients, runtime.executor
+        if state.pass_state is EngineState.HELD and forward_id == state.forward_id:
             update = self._steps.begin_backward()
-            if runtime.gradients.has_assigned:
+            if gradients.has_assigned:
                 self._device.synchronize()
-                runtime.gradients.pull_assigned()
+                gradients.pull_assigned()
             self._device.watching(True)
             runtime.access.begin_pass()
-            runtime.gradients.forget_early()
-            executor.begin_backward(pending=bool(runtime.gradients.accumulated), update=update)
-        elif executor.stage is not Stage.BACKWARD:
+            gradients.forget_early()
+            state.begin_backward()
+            executor.begin_backward(pending=bool(gradients.accumulated), update=update)
+        elif state.pass_state is not EngineState.BACKWARD:
             where = runtime.planned.graph.call_name(call) if executor.sees_calls else "the model"
-            if forward_id == self._forward_number and not self._has_outputs:
+            if forward_id == state.forward_id and not self._has_outputs:
                 raise EngineMisuse(
                     f"A backward reaches {where}, but the forward returned no tensor with grad that outsize found, "
                     "and its activations are gone. Return the "
@@ -276,65 +269,59 @@ class TrainingHooks:
                 "backward. Run the forward again; retain_graph is not supported."
             )
         if call != executor.current_call:
-            runtime.gradients.require_complete(call)
-            executor.enter_backward(call)
-            runtime.gradients.enters(call)
+            gradients.require_complete(call)
+            executor.enter(call)
+            gradients.enters(call)
 
     def backward_ends(self) -> None:
-        runtime = self._holder.runtime
+        runtime = self._runtime
         runtime.gradients.require_complete(-1)
         runtime.executor.end_backward()
+        self._state.end_backward()
         self._device.watching(False)
         runtime.access.end_pass()
         if runtime.gradients.has_assigned:
             self._device.synchronize()
             runtime.gradients.push_assigned()
 
+    def backward_failed(self) -> None:
+        """A backward raised: if it was this model's, roll it back, so that later reads of weights are right."""
+        if self._state.pass_state is EngineState.BACKWARD:
+            self.check_profile()
+            self.roll_back()
+
     # Between passes.
 
     def check_profile(self) -> None:
-        """A pass has just failed. If it ran out of memory or took another path than planned, the cached profile may be
-        of other code: delete it.
+        """A pass has failed. If it ran out of memory or took another path than planned, the cached profile may be of
+        other code: delete it.
         """
         if isinstance(sys.exc_info()[1], (torch.OutOfMemoryError, DeviceOutOfMemory, OrderMismatch)):
-            drop_profiles(self._holder.runtime.plan.profile_keys)
+            drop_profiles(self._runtime.plan.profile_keys)
 
     def roll_back(self) -> None:
-        """Forget a pass that broke off or was abandoned."""
-        runtime = self._holder.runtime
-        if runtime.executor.stage is Stage.BACKWARD:
-            call = runtime.executor.current_call
-            where = (
-                "its first block"
-                if call is None
-                else "the model"
-                if call == ALL_CALLS
-                else runtime.planned.graph.call_name(call)
-            )
-            runtime.gradients.broken = where
-            self._steps.backward_broke(where)
+        """Drop a pass that failed or was abandoned, if there is one."""
+        if self._state.pass_state is EngineState.IDLE:
+            return
+        runtime = self._runtime
+        self._state.roll_back(failed_in=runtime.executor.call_text())
+        self._steps.roll_back()
         runtime.gradients.forget_early()
         runtime.executor.roll_back()
         self._device.watching(False)
         runtime.access.end_pass()
-
-    def end_forward(self) -> Stage:
-        """Where training is, once what broke off or was abandoned is rolled back."""
-        executor = self._holder.runtime.executor
-        if executor.stage is Stage.BACKWARD or (executor.stage is Stage.WAITING and not self._outputs_are_held()):
-            self.roll_back()
-        return executor.stage
 
     def _outputs_are_held(self) -> bool:
         return self._alive() is not None
 
 
 class _Alive:
-    """Lives as long as the graph it was put on."""
+    """Exists as long as the autograd graph that refers to it."""
 
 
 def _mark_graph(tensors: list[Tensor]) -> "Callable[[], _Alive | None]":
-    """Tells whether any of these tensors' graphs is still there: the tensors themselves may be gone into a loss."""
+    """A reference that is dead once the graphs of these tensors are freed. The tensors may be freed before, when a loss
+    was made of them."""
     mark = _Alive()
     for tensor in tensors:
         if tensor.grad_fn is not None:
