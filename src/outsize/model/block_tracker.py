@@ -1,6 +1,7 @@
 """BlockTracker: reports to a listener which block call a running model is in, in forward and backward.
 
-The profiler and the engine use the same tracker, so the plan is made for the calls that training runs. Calls follow one
+The tracker sees modules; the listener decides which call a module opens (in training: runtime/call_path.py). The
+profiler and the engine use the same tracker, so the plan is made for the calls that training runs. Calls follow one
 another without gaps: a call opens when the one before it closes, and what runs between two layers belongs to the
 earlier one.
 
@@ -47,15 +48,17 @@ class Listener(Protocol):
         ...
 
     def call_of_layer(self, layer: int, after: int) -> int:
-        """The call that opens with this layer, after that call."""
+        """Decides which call this layer opens. `after`: the open call."""
         ...
 
     def call_of_module(self, module: nn.Module, call: int) -> int:
-        """The call that a module with weights outside of layers runs in, from the open call on."""
+        """Decides which call a module with weights, outside of layers, runs in. `call`: the open call."""
         ...
 
     def forward_enters(self, call: int, layer: int | None) -> None:
-        """`layer`: index into the layers, None for a region. `call`: -1 for a layer outside of the root's forward."""
+        """A call opens. `layer`: index into the layers, None for a region. `call`: -1 for a layer outside of the root's
+        forward.
+        """
         ...
 
     def run_layer(

@@ -8,11 +8,11 @@ at most one state of its weights and gradients (UPDATED_UNCONFIRMED to FAILED). 
     backward                HELD -> BACKWARD -> IDLE
     update in backward      none -> UPDATED_UNCONFIRMED, then step() -> none
     failed backward         BACKWARD -> IDLE, with GRADIENTS_INCOMPLETE or (from UPDATED_UNCONFIRMED) HALF_UPDATED
-    re-plan                 IDLE -> DETACHED -> IDLE
-    retry                   FORWARD, HELD or BACKWARD -> IDLE (roll_back), zero_grad(), re-plan, and the same forward
-    skipped step            IDLE -> IDLE, without gradients
+    re-plan                 IDLE -> DETACHED -> IDLE, under another plan
+    retry                   FORWARD, HELD or BACKWARD -> IDLE (roll_back), then a re-plan and the same forward again
+    skipped step            IDLE -> IDLE, gradients discarded
 
-`close()` and `detach_for()` end an engine in any state.
+`close()` and `give_way()` roll back an open pass and end the engine in any state.
 """
 
 from collections.abc import Callable
@@ -86,6 +86,23 @@ RULES = {
 """The states in which each public call is legal. `evaluate`: a forward without grad. `last_backward` is checked when
 the backward inside it begins."""
 
+REFUSALS = {
+    S.DETACHED: "The engine no longer holds its model: {end}. Call outsize.prepare again.",
+    S.HELD: "{name} begins before the backward of forward {held}, whose outputs are still held: the "
+    f"plan keeps the activations of one. {SEVERAL_FORWARDS} Run forwards that need no backward under torch.no_grad(), "
+    "and drop outputs that are not used (`del out`).",
+    S.UPDATED_UNCONFIRMED: "{name}: step() is missing after a backward inside last_backward(), which has already "
+    "updated the weights. Call engine.optimizer.step() first.",
+    S.GRADIENTS_INCOMPLETE: "{name} needs a complete backward, and the last one failed in {block}. Call zero_grad(); "
+    "weights and optimizer are as they were before it.",
+    S.HALF_UPDATED: "{name} needs a complete backward, and the last one failed in {block} after it had updated some "
+    "weights. Load weights and optimizer state from the last checkpoint.",
+}
+"""What a refused call raises, by state. FAILED has the message of the failure; HELD is for a training forward."""
+BETWEEN_STEPS = (
+    "{name} is only possible between steps, and the engine is {state}. Finish the backward first, or drop its outputs."
+)
+
 
 class StateMachine:
     """The state of one engine. It outlives re-plans."""
@@ -125,39 +142,12 @@ class StateMachine:
             log.warning("%s", error)
 
     def error(self, state: EngineState, call: str = "", name: str = "") -> OutsizeError:
-        """What is wrong about a call in this state, and what to do."""
-        match state:
-            case S.DETACHED:
-                return EngineMisuse(
-                    f"The engine no longer holds its model: {self._end_reason}. Call outsize.prepare again."
-                )
-            case S.FAILED:
-                return UpdateFailed(self._failure)
-            case S.UPDATED_UNCONFIRMED:
-                return EngineMisuse(
-                    f"{name}: step() is missing after a backward inside last_backward(), which has already updated the "
-                    "weights. Call engine.optimizer.step() first."
-                )
-            case S.GRADIENTS_INCOMPLETE:
-                return EngineMisuse(
-                    f"{name} needs a complete backward, and the last one failed in {self._failed_in}. Call "
-                    "zero_grad(); weights and optimizer are as they were before it."
-                )
-            case S.HALF_UPDATED:
-                return EngineMisuse(
-                    f"{name} needs a complete backward, and the last one failed in {self._failed_in} after it had "
-                    "updated some weights. Load weights and optimizer state from the last checkpoint."
-                )
-            case S.HELD if call == "forward":
-                return EngineMisuse(
-                    f"{name} begins before the backward of forward {self.forward_id}, whose outputs are still held: "
-                    f"the plan keeps the activations of one. {SEVERAL_FORWARDS} Run forwards that need no backward "
-                    "under torch.no_grad(), and drop outputs that are not used (`del out`)."
-                )
-        return EngineMisuse(
-            f"{name} is only possible between steps, and the engine is {state.value}. Finish the backward first, or "
-            "drop its outputs."
-        )
+        """What a call raises in a state that it is illegal in."""
+        if state is S.FAILED:
+            return UpdateFailed(self._failure)
+        text = BETWEEN_STEPS if state is S.HELD and call != "forward" else REFUSALS.get(state, BETWEEN_STEPS)
+        found = {"state": state.value, "end": self._end_reason, "held": self.forward_id, "block": self._failed_in}
+        return EngineMisuse(text.format(name=name, **found))
 
     def _check_last_step(self) -> NonFiniteGradient | None:
         """The error of the last step if it used a gradient that is not finite. Returned once; the state is FAILED
@@ -174,36 +164,36 @@ class StateMachine:
         if self.pass_state not in states:
             raise AssertionError(f"this transition starts in {[s.name for s in states]}, not in {self.pass_state.name}")
 
+    def _move(self, source: EngineState, to: EngineState) -> None:
+        self._require_pass(source)
+        self.pass_state = to
+
     def attach(self) -> None:
-        self._require_pass(S.DETACHED)
-        self.pass_state = S.IDLE
+        self._move(S.DETACHED, S.IDLE)
 
     def detach(self, reason: str = "it was detached") -> None:
         """The end of the engine, or the first half of a re-plan, which keeps the state of weights and gradients."""
-        self._require_pass(S.IDLE)
-        self.pass_state, self._end_reason = S.DETACHED, reason
+        self._move(S.IDLE, S.DETACHED)
+        self._end_reason = reason
 
     def begin_forward(self, forward_id: int) -> None:
-        self._require_pass(S.IDLE)
-        self.pass_state, self.forward_id = S.FORWARD, forward_id
+        self._move(S.IDLE, S.FORWARD)
+        self.forward_id = forward_id
 
     def end_forward(self) -> None:
-        self._require_pass(S.FORWARD)
-        self.pass_state = S.HELD
+        self._move(S.FORWARD, S.HELD)
 
     def begin_backward(self) -> None:
-        self._require_pass(S.HELD)
-        self.pass_state = S.BACKWARD
+        self._move(S.HELD, S.BACKWARD)
+
+    def end_backward(self) -> None:
+        self._move(S.BACKWARD, S.IDLE)
 
     def update_in_backward(self) -> None:
         self._require_pass(S.BACKWARD)
         if self._fault not in (None, S.UPDATED_UNCONFIRMED):
             raise AssertionError(f"weights are updated in backward {self._fault.value}")
         self._fault = S.UPDATED_UNCONFIRMED
-
-    def end_backward(self) -> None:
-        self._require_pass(S.BACKWARD)
-        self.pass_state = S.IDLE
 
     def roll_back(self, failed_in: str) -> None:
         """End a pass that failed or was abandoned. `failed_in`: the call whose backward was open."""

@@ -16,7 +16,6 @@ from outsize.base.log import log
 from outsize.optim.clip import clip_factor
 from outsize.optim.spec import OptimizerSpec
 from outsize.runtime.plan_runtime import RuntimeOwner
-from outsize.runtime.state import EngineState
 from outsize.runtime.updates import Step
 
 
@@ -87,8 +86,8 @@ class Steps:
         updates are issued.
         """
         runtime, state = self._engine.runtime, self._state
-        gradients, is_updated = runtime.gradients, state.fault is EngineState.UPDATED_UNCONFIRMED
-        if not is_updated:
+        gradients = runtime.gradients
+        if not self._updated:
             gradients.make_zeros()
             if not gradients.accumulated:
                 raise EngineMisuse(
@@ -97,7 +96,7 @@ class Steps:
                 )
         clip_at = self._take_clipping()
         total = gradients.norm()
-        if is_updated:
+        if self._updated:
             for update in self._updated.values():
                 runtime.updates.count(update)
             self._updated = {}
@@ -130,7 +129,7 @@ class Steps:
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the coming step. Returns the norm of the accumulated gradients."""
-        if self._state.fault is EngineState.UPDATED_UNCONFIRMED and not math.isinf(max_norm):
+        if self._updated and not math.isinf(max_norm):
             raise EngineMisuse(
                 "Gradients cannot be clipped after a backward inside last_backward(): it has already updated weights. "
                 "Give the optimizer in prepare a max_grad_norm, or leave last_backward() out."
@@ -141,12 +140,12 @@ class Steps:
 
     def _take_clipping(self) -> float | None:
         """The norm at which the step clips: the smaller of `clip_grad_norm_`'s and the optimizer's own."""
-        asked, own = self._clip_at, self._spec.max_grad_norm
-        if asked is not None and own is not None and asked > own:
+        given, own = self._clip_at, self._spec.max_grad_norm
+        if given is not None and own is not None and given > own:
             self.apply_clipping()
             return own
         self._clip_at = None
-        return own if asked is None else asked
+        return own if given is None else given
 
     def apply_clipping(self) -> None:
         """Clip the gradients in place, if `clip_grad_norm_` was called and they are not clipped yet."""
@@ -165,7 +164,7 @@ class Steps:
 
     def before_grad_access(self) -> None:
         """Before `p.grad` is read or written: refuse it if updates have used up the gradients, and clip them."""
-        if self._state.fault is EngineState.UPDATED_UNCONFIRMED or self._engine.runtime.gradients.is_consumed:
+        if self._updated or self._engine.runtime.gradients.is_consumed:
             raise EngineMisuse(
                 "p.grad: the backward inside last_backward() has used the gradients to update weights and kept none. "
                 "Leave last_backward() out (prepare with update='after_step') to read or change gradients."

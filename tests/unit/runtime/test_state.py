@@ -170,8 +170,7 @@ def test_a_half_updated_model_is_not_trained_further() -> None:
 def test_incomplete_gradients_are_not_used_by_updates_in_backward() -> None:
     with cells.closing(engine_with(update="after_step")) as engine:
         break_backward(engine, "logits")
-        refused = pytest.raises(EngineMisuse, match=r"last_backward\(\) needs a complete backward.*zero_grad")
-        with refused, engine.last_backward():
+        with pytest.raises(EngineMisuse, match=r"last_backward\(\) needs .*zero_grad"), engine.last_backward():
             engine.model(**zoo.batch("llama")).loss.backward()
         engine.optimizer.zero_grad()
         with engine.last_backward():
