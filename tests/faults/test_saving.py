@@ -58,7 +58,7 @@ def step(engine: Engine, seed: int = 0) -> None:
 def bits(engine: Engine) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint holds."""
     engine.drain()
-    found = {name: engine.runtime.store.read(name).clone() for name in engine.runtime.store.params}
+    found = {name: engine.runtime.store.value(name).clone() for name in engine.runtime.store.params}
     for name in engine.optimizer.names:
         found |= {
             f"{part}/{name}": torch.as_tensor(value).clone() for part, value in engine.optimizer_state(name).items()

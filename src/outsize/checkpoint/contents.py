@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outsize.checkpoint.model_files import Conversion, ModelFiles
 from outsize.checkpoint.parameter_store import TrainedModel
+from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import Spec
 
 STATE = "state.safetensors"
@@ -32,7 +33,7 @@ class Item:
 
     file: str
     key: str
-    read: Callable[[], Tensor]
+    ranges: Callable[[], Ranges]
 
 
 @dataclass(slots=True)
@@ -44,9 +45,12 @@ class Contents:
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Parameter or buffer to the file and key of its value."""
 
-    def add(self, chunk: int, file: str, key: str, spec: Spec, read: Callable[[], Tensor]) -> None:
+    def add(self, chunk: int, file: str, key: str, spec: Spec, ranges: Callable[[], Ranges]) -> None:
         self.specs.setdefault(file, {})[key] = spec
-        self.items.setdefault(chunk, []).append(Item(file, key, read))
+        self.items.setdefault(chunk, []).append(Item(file, key, ranges))
+
+    def add_ranges(self, chunk: int, file: str, key: str, ranges: Ranges) -> None:
+        self.add(chunk, file, key, ranges.spec, lambda: ranges)
 
     @property
     def nbytes(self) -> int:
@@ -64,18 +68,21 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
     }
     where = {key: (file, key, spec) for file, keys in files.files.items() for key, spec in keys.items()}
 
-    def read(name: str) -> Tensor:
-        return store.read(names[name]) if names[name] in store.params else buffers[names[name]]
+    def ranges(name: str) -> Ranges:
+        return store.ranges(names[name]) if names[name] in store.params else Ranges.of(buffers[names[name]])
+
+    def value(name: str) -> Tensor:
+        return store.value(names[name]) if names[name] in store.params else buffers[names[name]]
 
     def chunk_of(sources: Iterable[str]) -> int:
         chunks = {store.chunk_of(names[name]) if names[name] in store.params else NO_CHUNK for name in sources}
         return chunks.pop() if len(chunks) == 1 else NO_CHUNK
 
     for key, source in files.source.items():
-        contents.add(chunk_of([source]), *where[key], partial(read, source))
+        contents.add(chunk_of([source]), *where[key], partial(ranges, source))
         contents.values[names[source]] = where[key][:2]
     for conversion in files.conversions:
-        converted = _Converted(conversion, read)
+        converted = _Converted(conversion, value)
         for key in conversion.keys:
             contents.add(chunk_of(conversion.inputs), *where[key], partial(converted.take, key))
     return contents
@@ -84,14 +91,14 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
 class _Converted:
     """The tensors of one conversion: made when the first is written, each freed once it is written."""
 
-    def __init__(self, conversion: Conversion, read: Callable[[str], Tensor]):
-        self._conversion, self._read = conversion, read
+    def __init__(self, conversion: Conversion, value: Callable[[str], Tensor]):
+        self._conversion, self._value = conversion, value
         self._tensors: dict[str, Tensor] = {}
 
-    def take(self, key: str) -> Tensor:
+    def take(self, key: str) -> Ranges:
         if not self._tensors:
-            self._tensors = self._conversion.convert({name: self._read(name) for name in self._conversion.inputs})
-        return self._tensors.pop(key)
+            self._tensors = self._conversion.convert({name: self._value(name) for name in self._conversion.inputs})
+        return Ranges.of(self._tensors.pop(key))
 
 
 def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) -> None:
@@ -100,14 +107,14 @@ def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) ->
     """
     store, buffers = trained.store, trained.buffers
     for name in trained.steps if not only_model else ():
-        for part, view in store.state_views(name).items():
-            contents.add(store.chunk_of(name), STATE, state_key(part, name), Spec.of(view), view.detach)
+        for part, ranges in store.state_ranges(name).items():
+            contents.add_ranges(store.chunk_of(name), STATE, state_key(part, name), ranges)
     for name in trained.saved_names - contents.values.keys():
         is_param = name in store.params
-        view = store.read(name) if is_param else buffers[name]
+        ranges = store.ranges(name) if is_param else Ranges.of(buffers[name])
         contents.values[name] = (STATE, state_key("value", name))
         chunk = store.chunk_of(name) if is_param else NO_CHUNK
-        contents.add(chunk, *contents.values[name], Spec.of(view), view.detach)
+        contents.add_ranges(chunk, *contents.values[name], ranges)
 
 
 def describe(trained: TrainedModel, contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:

@@ -4,17 +4,18 @@
 chunk numbers only say which tensors are updated together.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from outsize.checkpoint.ranges import Ranges
 from outsize.device.device import Device
 
 
 class ParameterStore(Protocol):
-    """Parameters and their optimizer state, by parameter name. No transfer is in flight while it is used."""
+    """Parameters and their optimizer state, by parameter name. Used while no transfer is in flight."""
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]: ...
@@ -22,17 +23,17 @@ class ParameterStore(Protocol):
     @property
     def device(self) -> Device: ...
 
-    def read(self, name: str) -> Tensor:
-        """A view of the value."""
+    def ranges(self, name: str) -> Ranges:
+        """The memory of a parameter's value."""
 
-    def load(self, name: str, read_into: Callable[[Tensor], None]) -> None:
-        """Read a new value into every copy. It becomes the master weight too."""
+    def state_ranges(self, name: str) -> Mapping[str, Ranges]:
+        """The memory of a trained parameter's optimizer state."""
 
-    def state_views(self, name: str) -> Mapping[str, Tensor]:
-        """Views of the optimizer state of a trained parameter."""
+    def value(self, name: str) -> Tensor:
+        """A parameter's whole value, for reading."""
 
-    def fill(self, views: list[Tensor], read_into: Callable[[Tensor], None]) -> None:
-        """Read one tensor into views on any device; `read_into` fills a CPU tensor."""
+    def load(self, names: Iterable[str], read: Callable[[str, Ranges], None]) -> None:
+        """Replace values: `read` fills the ranges of one parameter. The new values become the master weights too."""
 
     def chunk_of(self, name: str) -> int: ...
 

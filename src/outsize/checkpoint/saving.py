@@ -108,7 +108,7 @@ class Saving:
 
 def _write(items: list[Item], files: dict[str, TensorFile]) -> None:
     for item in items:
-        files[item.file].write(item.key, item.read())
+        item.ranges().write(files[item.file], item.key)
 
 
 def _close(files: dict[str, TensorFile]) -> None:

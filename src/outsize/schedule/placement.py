@@ -206,6 +206,10 @@ class Placement:
         """The weights that compute reads."""
         return (B.SLOT, self.slots.slot_of[index]) if self.streams(index) else (B.WEIGHTS, index)
 
+    def home_buffer(self, index: int) -> Buffer:
+        """The weights between uses."""
+        return (B.HOME if self.has_host_weights(index) else B.WEIGHTS, index)
+
     def gradient_buffer(self, index: int) -> Buffer:
         """The buffer on the device that backward writes the gradient to."""
         return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)

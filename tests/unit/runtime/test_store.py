@@ -77,7 +77,7 @@ def padding(engine: Engine) -> dict[tuple[int, str], Tensor]:
     engine.drain()
     for chunk in engine.layout.chunks:
         free = gaps(engine, chunk.index)
-        found[chunk.index, "weights"] = store.flat(store.canonical(chunk.index), chunk.index)[free]
+        found[chunk.index, "weights"] = store.flat(store.place.home_buffer(chunk.index), chunk.index)[free]
         if chunk.trainable:
             state, lo = store.state(chunk.index)
             named = {**dict(zip(("m", "v"), state, strict=True)), **({} if lo is None else {"lo": lo})}
@@ -471,7 +471,7 @@ def test_what_is_written_by_name_is_read_by_name_and_used(weights: str, optimize
         name = "layers.1.up.weight"
         with engine.gathered(name) as values:
             values[name].copy_(value)
-        assert torch.equal(engine.runtime.store.read(name), value) and torch.equal(
+        assert torch.equal(engine.runtime.store.value(name), value) and torch.equal(
             engine.model.state_dict()[name], value
         )
         assert not bool(engine.optimizer_state(name)["lo"].any())
