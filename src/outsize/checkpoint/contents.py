@@ -1,6 +1,6 @@
-"""Contents: which tensors a saved folder holds, under which key of which file, and which chunk each one comes from.
+"""Contents: the tensors of a saved folder, with the file, key and chunk of each.
 
-Weights are in Hugging Face's own files, the optimizer state beside them by parameter name.
+Weights are in the files of Hugging Face's layout. The optimizer state is in a file beside them, by parameter name.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,12 +17,12 @@ from outsize.checkpoint.tensorfile import Spec
 
 STATE = "state.safetensors"
 NO_CHUNK = -1
-"""For tensors that belong to no single chunk: buffers, and tensors converted from weights of several chunks."""
+"""The chunk of buffers, and of tensors that are converted from weights of several chunks."""
 
 
 def state_key(part: str, name: str) -> str:
-    """`part`: exp_avg, exp_avg_sq, lo (the lower 16 bits of a master weight), or value (a weight that the model's files
-    do not hold unconverted).
+    """`part`: a state tensor such as exp_avg, `lo` (the lower 16 bits of a master weight), or `value` (a weight that
+    the model's files hold only in converted form).
     """
     return f"{part}/{name}"
 
@@ -38,12 +38,12 @@ class Item:
 
 @dataclass(slots=True)
 class Contents:
-    """All tensors that a folder will hold, by file and by chunk."""
+    """All tensors of a folder, by file and by chunk."""
 
     specs: dict[str, dict[str, Spec]] = field(default_factory=dict)
     items: dict[int, list[Item]] = field(default_factory=dict)
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Parameter or buffer to the file and key of its value."""
+    """Parameter or buffer to the file and key of its value, unconverted."""
 
     def add(self, chunk: int, file: str, key: str, spec: Spec, ranges: Callable[[], Ranges]) -> None:
         self.specs.setdefault(file, {})[key] = spec
@@ -89,7 +89,7 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
 
 
 class _Converted:
-    """The tensors of one conversion: made when the first is written, each freed once it is written."""
+    """The tensors of one conversion. All are computed when the first is written; each is freed once it is written."""
 
     def __init__(self, conversion: Conversion, value: Callable[[str], Tensor]):
         self._conversion, self._value = conversion, value
@@ -102,8 +102,8 @@ class _Converted:
 
 
 def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) -> None:
-    """Add the optimizer state, and values that the model's files do not hold unconverted: weights stored in another
-    form, and the trained parameters of a PEFT model.
+    """Add the optimizer state, and the values that the model's files do not hold as they are: weights that are stored
+    converted, and the trained parameters of a PEFT model.
     """
     store, buffers = trained.store, trained.buffers
     for name in trained.steps if not only_model else ():
@@ -118,7 +118,7 @@ def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) ->
 
 
 def describe(trained: TrainedModel, contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
-    """The manifest's part about the model."""
+    """The entries of the manifest that describe the model and its training."""
     groups = [
         {
             **{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")},

@@ -1,6 +1,6 @@
-"""Checkpoint: a complete checkpoint, read by parameter name straight into the model's memory, under any plan.
+"""Checkpoint: reads a complete checkpoint by parameter name into the model's memory, under any plan.
 
-Names, shapes and dtypes are compared before anything is written: a checkpoint of another model changes nothing.
+Names, shapes and dtypes are compared first, so a checkpoint of another model changes nothing.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import Spec, TensorFile
 
 _SHOWN = 4
-"""Differences that an error names."""
+"""How many differences an error lists."""
 
 
 class Checkpoint:
@@ -59,7 +59,7 @@ class Checkpoint:
         """Refuse values of another model: other names, shapes or dtypes."""
         tensors = {**trained.store.params, **trained.buffers}
         wrong = [f"it has no {name}" for name in sorted(trained.saved_names - self.values.keys())]
-        wrong += [f"it has {name}, which the model has not" for name in sorted(self.values.keys() - tensors.keys())]
+        wrong += [f"it has {name}, which is not in the model" for name in sorted(self.values.keys() - tensors.keys())]
         for name in sorted(self.values.keys() & tensors.keys()):
             wrong += self._differences(name, *self.values[name], Spec.of(tensors[name]))
         self._refuse(wrong)
@@ -80,8 +80,8 @@ class Checkpoint:
         theirs, mine = [sorted(g["names"]) for g in self.groups], [sorted(g["param_names"]) for g in trained.groups]
         if not wrong and theirs != mine:
             wrong.append(
-                f"its optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
-                f"{[len(g) for g in mine]}, or others"
+                f"its optimizer has groups of {[len(g) for g in theirs]} parameters and this one of "
+                f"{[len(g) for g in mine]}, or the groups have other members"
             )
         self._refuse(wrong)
 
