@@ -56,7 +56,7 @@ class Gradients:
         """
         for name in self._names:
             expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
-            self._arrival[name] = expected, store.arriving_gradient(name) if expected is not None else None
+            self._arrival[name] = expected, store.gradient_view(name) if expected is not None else None
         self._early: dict[str, Tensor] = {}
         """Gradients that were complete in the backward of another call of their layer than they land in, and wait for
         that one.

@@ -27,6 +27,8 @@ from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
 
+_GRADIENTS = (B.GRADIENT, B.STAGE, B.HOST_GRADIENT, B.HOST_STAGE)
+
 
 class Store:
     def __init__(
@@ -139,7 +141,7 @@ class Store:
             if buffer not in self._mapped:
                 self._mapped[buffer] = self.device.map_host(memory)
             memory = self._mapped[buffer]
-        fp32 = buffer[0].group == "gradients" and self.place.step_config.fp32_grads
+        fp32 = buffer[0] in _GRADIENTS and self.place.step_config.fp32_grads
         dtype = torch.float32 if fp32 else getattr(torch, self.place.chunk(index).dtype)
         return memory[: self.place.chunk(index).numel * dtype.itemsize].view(dtype)
 
@@ -181,8 +183,8 @@ class Store:
         flats |= {} if lo is None else {"lo": lo}
         return {key: self._part(flat, name) for key, flat in flats.items()}
 
-    def arriving_gradient(self, name: str) -> Tensor:
-        """Where backward writes a parameter's gradient."""
+    def gradient_view(self, name: str) -> Tensor:
+        """Where backward writes a parameter's gradient, on the device."""
         return self._ranges(self.place.gradient_buffer(self.chunk_of(name)), name).whole()
 
     def gradient_ranges(self, name: str, *, on_device: bool = False) -> Ranges:
