@@ -250,8 +250,17 @@ class Strided(nn.Module):
         return x + torch.tanh(x @ self.weight)
 
 
-def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as_before() -> None:
-    model = Stack(Strided)
+class Overlapping(Strided):
+    """A parameter that spans as many elements as it has, with some of them twice and others never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64).as_strided((8, 8), (5, 4)))
+
+
+@pytest.mark.parametrize("layer", [Strided, Overlapping])
+def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as_before(layer: type[nn.Module]) -> None:
+    model = Stack(layer)
     before = [p.data_ptr() for p in model.parameters()]
     modes = len(_get_current_dispatch_mode_stack())
     with pytest.raises(ModelUnsupported, match=r"layers\.0\.weight has shape \(8, 8\)"):
