@@ -149,7 +149,7 @@ class TensorFile:
 
     def read_range(self, name: str, flat: Tensor, first: int) -> None:
         """Fill a flat CPU tensor of the file's dtype with elements from number `first` on."""
-        assert flat.dtype == self.entries[name].spec.dtype, name
+        assert flat.dtype == self.entries[name].spec.dtype and flat.is_contiguous(), name
         data = _bytes(flat)
         self._read(data, self._start(name, first, len(data)))
 
