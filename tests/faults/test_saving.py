@@ -58,7 +58,7 @@ def step(engine: Engine, seed: int = 0) -> None:
 def bits(engine: Engine) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint holds."""
     engine.drain()
-    found = {name: engine.runtime.store.read(name).clone() for name in engine.runtime.store.params}
+    found = {name: engine.runtime.store.value(name).clone() for name in engine.runtime.store.params}
     for name in engine.optimizer.names:
         found |= {
             f"{part}/{name}": torch.as_tensor(value).clone() for part, value in engine.optimizer_state(name).items()
@@ -599,12 +599,8 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(damage: str, checkpoi
 
 
 OTHERS: dict[str, tuple[Cell, dict[str, Any], str]] = {
-    "another kind": (
-        Cell(kind="gpt2", dtype="bf16"),
-        {},
-        r"it has no transformer\.h.* which the model has not|it has no transformer",
-    ),
-    "more layers": (Cell(kind="one-block", dtype="bf16"), {}, r"it has model\.layers\.1.*, which the model has not"),
+    "another kind": (Cell(kind="gpt2", dtype="bf16"), {}, r"it has no transformer\.h"),
+    "more layers": (Cell(kind="one-block", dtype="bf16"), {}, r"it has model\.layers\.1.*, which is not in the model"),
     "an untied head": (Cell(kind="llama-untied", dtype="bf16"), {}, r"it has no lm_head\.weight"),
     "another dtype": (Cell(kind="llama", dtype="fp32"), {}, r"is torch\.bfloat16 .* there and torch\.float32 .* here"),
     "frozen parts": (
@@ -615,7 +611,7 @@ OTHERS: dict[str, tuple[Cell, dict[str, Any], str]] = {
     "other groups": (
         Cell(kind="llama", dtype="bf16"),
         {"spec": outsize.AdamW(groups=[{"params": [NORM], "lr": 1.0}])},
-        r"1 groups of \[38\] parameters, this one \[1, 37\]",
+        r"groups of \[38\] parameters and this one of \[1, 37\]",
     ),
 }
 
@@ -661,7 +657,7 @@ def test_a_load_that_breaks_off_is_not_trained_on(
             patch.setattr(os, "preadv", fails)
             engine.load(checkpoint)
         engine.model(**zoo.batch("llama")).loss.backward()
-        with pytest.raises(EngineMisuse, match=f"Loading broke off in the {at}"):
+        with pytest.raises(EngineMisuse, match=f"Loading was interrupted in the {at}"):
             engine.optimizer.step()
         engine.optimizer.zero_grad()
         for verb in (engine.save, engine.export):

@@ -1,4 +1,4 @@
-"""Checkpoints: saves, loads and exports a prepared model. The engine is between steps and its lanes are idle."""
+"""Checkpoints: saves, loads and exports a prepared model, between steps and while no transfer is in flight."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from outsize.checkpoint.saving import Saving
 class Checkpoints:
     def __init__(self) -> None:
         self._saving: Saving | None = None
-        """A save in the background."""
+        """The background save in progress."""
         self._half_loaded: set[str] = set()
-        """Parts that an interrupted load left half old, half new."""
+        """What an interrupted load left partly old and partly new."""
 
     def save(
         self,
@@ -46,7 +46,7 @@ class Checkpoints:
             _write_configs(trained.model, folder, files)
             if extra is not None:
                 extra(folder)
-        if background:  # set before the thread starts: updates wait for it, and errors of it are raised
+        if background:  # set before the thread starts, so that updates wait for it and its errors are raised
             self._saving = saving
         try:
             saving.write(lambda staged: staged.publish(facts), then, background=background)
@@ -56,23 +56,24 @@ class Checkpoints:
             raise
 
     def wait_written(self, chunk: int) -> None:
-        """Block until a background save has written this chunk. For the chunk's next update."""
+        """Block until a background save has written this chunk. Called before its update."""
         if (saving := self._saving) is not None:
             saving.wait_written(chunk)
 
     def finish(self) -> None:
+        """Block until the background save is complete. Raises its error."""
         if self._saving is not None:
             saving = self._saving
-            saving.wait()  # if this is interrupted, the save goes on and updates still wait for it
+            saving.wait()  # after an interrupt here, the save continues and updates still wait for it
             self._saving = None
             saving.finish()
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a background save that has ended, or of a load that broke off."""
+        """Raise the error of a background save that has ended. Raise if the last load was interrupted."""
         if self._half_loaded:
             raise EngineMisuse(
-                f"Loading broke off in the {' and the '.join(sorted(self._half_loaded))}, which are partly old and "
-                "partly new. Load a checkpoint that can be read."
+                f"Loading was interrupted in the {' and the '.join(sorted(self._half_loaded))}, which are partly old "
+                "and partly new. Load a checkpoint that can be read."
             )
         if self._saving is not None and self._saving.is_done:
             self.finish()
@@ -101,13 +102,13 @@ class Checkpoints:
             _write_configs(trained.model, folder, files)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-        # An adapter may be put beside its base, whose weights stay.
+        # The folder of an adapter may also hold its base, whose weights stay.
         is_stale = is_weight_file if files is not None else lambda name: False
         saving.write(lambda staged: staged.commit_files(is_stale))
 
 
 def _model_contents(trained: TrainedModel) -> tuple[Contents, ModelFiles | None]:
-    """Of a PEFT model: nothing, since PEFT writes its adapter itself."""
+    """The weights to write and their files. Nothing for a PEFT model: PEFT writes the adapter itself."""
     if trained.is_adapted:
         return Contents(), None
     files = model_files(trained.model)
@@ -124,5 +125,5 @@ def _write_configs(model: nn.Module, folder: Path, files: ModelFiles | None) -> 
 def _warn_if_other_loss(saved: int, here: int) -> None:
     if saved != here:
         ways = [f"in chunks of {chunk} tokens" if chunk else "from full logits" for chunk in (saved, here)]
-        do = f"chunked_loss={bool(saved)} at prepare keeps the same bits as a run that was not interrupted"
-        log.warning("the run so far computed its loss %s, from here on it is computed %s: %s", *ways, do)
+        do = f"Prepare with chunked_loss={bool(saved)} for the bits of an uninterrupted run."
+        log.warning("the loss was computed %s before this checkpoint and is computed %s now. %s", *ways, do)

@@ -1,6 +1,6 @@
-"""Contents: which tensors a saved folder holds, under which key of which file, and which chunk each one comes from.
+"""Contents: the tensors of a saved folder, with the file, key and chunk of each.
 
-Weights are in Hugging Face's own files, the optimizer state beside them by parameter name.
+Weights are in the files of Hugging Face's layout. The optimizer state is in a file beside them, by parameter name.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from outsize.checkpoint.model_files import Conversion, ModelFiles
 from outsize.checkpoint.parameter_store import TrainedModel
+from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import Spec
 
 STATE = "state.safetensors"
 NO_CHUNK = -1
-"""For tensors that belong to no single chunk: buffers, and tensors converted from weights of several chunks."""
+"""The chunk of buffers, and of tensors that are converted from weights of several chunks."""
 
 
 def state_key(part: str, name: str) -> str:
-    """`part`: exp_avg, exp_avg_sq, lo (the lower 16 bits of a master weight), or value (a weight that the model's files
-    do not hold unconverted).
+    """`part`: a state tensor such as exp_avg, `lo` (the lower 16 bits of a master weight), or `value` (a weight that
+    the model's files hold only in converted form).
     """
     return f"{part}/{name}"
 
@@ -32,21 +33,24 @@ class Item:
 
     file: str
     key: str
-    read: Callable[[], Tensor]
+    ranges: Callable[[], Ranges]
 
 
 @dataclass(slots=True)
 class Contents:
-    """All tensors that a folder will hold, by file and by chunk."""
+    """All tensors of a folder, by file and by chunk."""
 
     specs: dict[str, dict[str, Spec]] = field(default_factory=dict)
     items: dict[int, list[Item]] = field(default_factory=dict)
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Parameter or buffer to the file and key of its value."""
+    """Parameter or buffer to the file and key of its value, unconverted."""
 
-    def add(self, chunk: int, file: str, key: str, spec: Spec, read: Callable[[], Tensor]) -> None:
+    def add(self, chunk: int, file: str, key: str, spec: Spec, ranges: Callable[[], Ranges]) -> None:
         self.specs.setdefault(file, {})[key] = spec
-        self.items.setdefault(chunk, []).append(Item(file, key, read))
+        self.items.setdefault(chunk, []).append(Item(file, key, ranges))
+
+    def add_ranges(self, chunk: int, file: str, key: str, ranges: Ranges) -> None:
+        self.add(chunk, file, key, ranges.spec, lambda: ranges)
 
     @property
     def nbytes(self) -> int:
@@ -64,54 +68,57 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
     }
     where = {key: (file, key, spec) for file, keys in files.files.items() for key, spec in keys.items()}
 
-    def read(name: str) -> Tensor:
-        return store.read(names[name]) if names[name] in store.params else buffers[names[name]]
+    def ranges(name: str) -> Ranges:
+        return store.ranges(names[name]) if names[name] in store.params else Ranges.of(buffers[names[name]])
+
+    def value(name: str) -> Tensor:
+        return store.value(names[name]) if names[name] in store.params else buffers[names[name]]
 
     def chunk_of(sources: Iterable[str]) -> int:
         chunks = {store.chunk_of(names[name]) if names[name] in store.params else NO_CHUNK for name in sources}
         return chunks.pop() if len(chunks) == 1 else NO_CHUNK
 
     for key, source in files.source.items():
-        contents.add(chunk_of([source]), *where[key], partial(read, source))
+        contents.add(chunk_of([source]), *where[key], partial(ranges, source))
         contents.values[names[source]] = where[key][:2]
     for conversion in files.conversions:
-        converted = _Converted(conversion, read)
+        converted = _Converted(conversion, value)
         for key in conversion.keys:
             contents.add(chunk_of(conversion.inputs), *where[key], partial(converted.take, key))
     return contents
 
 
 class _Converted:
-    """The tensors of one conversion: made when the first is written, each freed once it is written."""
+    """The tensors of one conversion. All are computed when the first is written; each is freed once it is written."""
 
-    def __init__(self, conversion: Conversion, read: Callable[[str], Tensor]):
-        self._conversion, self._read = conversion, read
+    def __init__(self, conversion: Conversion, value: Callable[[str], Tensor]):
+        self._conversion, self._value = conversion, value
         self._tensors: dict[str, Tensor] = {}
 
-    def take(self, key: str) -> Tensor:
+    def take(self, key: str) -> Ranges:
         if not self._tensors:
-            self._tensors = self._conversion.convert({name: self._read(name) for name in self._conversion.inputs})
-        return self._tensors.pop(key)
+            self._tensors = self._conversion.convert({name: self._value(name) for name in self._conversion.inputs})
+        return Ranges.of(self._tensors.pop(key))
 
 
 def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) -> None:
-    """Add the optimizer state, and values that the model's files do not hold unconverted: weights stored in another
-    form, and the trained parameters of a PEFT model.
+    """Add the optimizer state, and the values that the model's files do not hold as they are: weights that are stored
+    converted, and the trained parameters of a PEFT model.
     """
     store, buffers = trained.store, trained.buffers
     for name in trained.steps if not only_model else ():
-        for part, view in store.state_views(name).items():
-            contents.add(store.chunk_of(name), STATE, state_key(part, name), Spec.of(view), view.detach)
+        for part, ranges in store.state_ranges(name).items():
+            contents.add_ranges(store.chunk_of(name), STATE, state_key(part, name), ranges)
     for name in trained.saved_names - contents.values.keys():
         is_param = name in store.params
-        view = store.read(name) if is_param else buffers[name]
+        ranges = store.ranges(name) if is_param else Ranges.of(buffers[name])
         contents.values[name] = (STATE, state_key("value", name))
         chunk = store.chunk_of(name) if is_param else NO_CHUNK
-        contents.add(chunk, *contents.values[name], Spec.of(view), view.detach)
+        contents.add_ranges(chunk, *contents.values[name], ranges)
 
 
 def describe(trained: TrainedModel, contents: Contents, num_steps: int, *, only_model: bool) -> dict[str, Any]:
-    """The manifest's part about the model."""
+    """The entries of the manifest that describe the model and its training."""
     groups = [
         {
             **{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")},

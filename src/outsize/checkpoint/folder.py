@@ -65,7 +65,7 @@ class StagedDir:
         if os.path.exists(place) and not os.path.isdir(place):
             raise SaveFailed(f"{place}: it is a file, not a folder. Name another folder.")
         recover_partial_saves(place)
-        return cls(place, inside=os.path.isdir(place))  # the folder may be on a disk of its own
+        return cls(place, inside=os.path.isdir(place))  # the folder may be a mount point
 
     def require_space(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self.path).free
@@ -76,7 +76,7 @@ class StagedDir:
             )
 
     def publish(self, facts: dict[str, Any]) -> None:
-        """Write the manifest and rename the folder to its place. It survives a power cut from here on."""
+        """Write the manifest and rename the folder to its place. Everything is on disk when this returns."""
         with os_errors_as_save_failed(self.place):
             inside = sorted(self.path.rglob("*"))
             files = {str(path.relative_to(self.path)): path.stat().st_size for path in inside if path.is_file()}
@@ -129,7 +129,7 @@ class StagedDir:
 
 @contextlib.contextmanager
 def os_errors_as_save_failed(place: Path) -> Iterator[None]:
-    """Raise errors of the file system as SaveFailed, with what to do."""
+    """Raise errors of the file system as SaveFailed, with a remedy."""
     try:
         yield
     except SaveFailed:
@@ -187,7 +187,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_plain(folder: Path) -> bool:
-    """Whether transformers' plain Trainer has written it. See integrations/plain.py."""
+    """Whether it is a checkpoint of transformers' plain Trainer. See integrations/plain.py."""
     return (folder / "trainer_state.json").is_file() and not (folder / MANIFEST).exists()
 
 
@@ -231,9 +231,9 @@ def recover_partial_saves(parent: Path) -> None:
 
 
 def rotate(parent: Path, limit: int | None, *, keep: Path | None = None) -> None:
-    """Remove all but the newest `limit` complete checkpoints. The newest always stays, and `keep`, which counts.
+    """Remove all but the newest `limit` complete checkpoints. The newest one and `keep` always stay; they count.
 
-    Newest by time of writing: an earlier run in the same folder may have reached a later step.
+    The time of writing decides: an earlier run in the same folder may have reached a later step.
     """
     recover_partial_saves(parent)
     if not limit:

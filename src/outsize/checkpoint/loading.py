@@ -1,23 +1,23 @@
-"""Checkpoint: a complete checkpoint, read by parameter name straight into the model's memory, under any plan.
+"""Checkpoint: reads a complete checkpoint by parameter name into the model's memory, under any plan.
 
-Names, shapes and dtypes are compared before anything is written: a checkpoint of another model changes nothing.
+Names, shapes and dtypes are compared first, so a checkpoint of another model changes nothing.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outsize.base.errors import BadFile
 from outsize.checkpoint.contents import STATE, state_key
 from outsize.checkpoint.folder import MANIFEST, read_manifest
 from outsize.checkpoint.parameter_store import TrainedModel
+from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import Spec, TensorFile
 
 _SHOWN = 4
-"""Differences that an error names."""
+"""How many differences an error lists."""
 
 
 class Checkpoint:
@@ -59,9 +59,9 @@ class Checkpoint:
         """Refuse values of another model: other names, shapes or dtypes."""
         tensors = {**trained.store.params, **trained.buffers}
         wrong = [f"it has no {name}" for name in sorted(trained.saved_names - self.values.keys())]
-        wrong += [f"it has {name}, which the model has not" for name in sorted(self.values.keys() - tensors.keys())]
+        wrong += [f"it has {name}, which is not in the model" for name in sorted(self.values.keys() - tensors.keys())]
         for name in sorted(self.values.keys() & tensors.keys()):
-            wrong += self._differences(name, *self.values[name], tensors[name])
+            wrong += self._differences(name, *self.values[name], Spec.of(tensors[name]))
         self._refuse(wrong)
 
     def require_state(self, trained: TrainedModel) -> None:
@@ -75,18 +75,18 @@ class Checkpoint:
         wrong = [f"{name} was frozen there and is trained here" for name in sorted(here - there)]
         wrong += [f"{name} was trained there and is frozen here" for name in sorted(there - here)]
         for name in sorted(here & there):
-            for part, view in trained.store.state_views(name).items():
-                wrong += self._differences(f"{part} of {name}", STATE, state_key(part, name), view)
+            for part, ranges in trained.store.state_ranges(name).items():
+                wrong += self._differences(f"{part} of {name}", STATE, state_key(part, name), ranges.spec)
         theirs, mine = [sorted(g["names"]) for g in self.groups], [sorted(g["param_names"]) for g in trained.groups]
         if not wrong and theirs != mine:
             wrong.append(
-                f"its optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
-                f"{[len(g) for g in mine]}, or others"
+                f"its optimizer has groups of {[len(g) for g in theirs]} parameters and this one of "
+                f"{[len(g) for g in mine]}, or the groups have other members"
             )
         self._refuse(wrong)
 
-    def _differences(self, what: str, file: str, key: str, tensor: Tensor) -> list[str]:
-        entry, here = self._file(file).entries.get(key), Spec.of(tensor)
+    def _differences(self, what: str, file: str, key: str, here: Spec) -> list[str]:
+        entry = self._file(file).entries.get(key)
         if entry is None:
             return [f"{file} has no {key}"]
         if entry.spec != here:
@@ -106,21 +106,21 @@ class Checkpoint:
         with torch.no_grad(), store.device.on_host():
             for name, (file, key) in self.values.items():
                 if name in buffers:
-                    store.fill([buffers[name]], self._reader(file, key))
-                else:
-                    store.load(name, self._reader(file, key))
+                    buffers[name].copy_(self._file(file).read(key))
+            store.load([name for name in self.values if name not in buffers], self._read_value)
 
     def fill_state(self, trained: TrainedModel) -> None:
         store = trained.store
         with torch.no_grad(), store.device.on_host():
             for name in trained.steps:
-                for part, view in store.state_views(name).items():
-                    store.fill([view], self._reader(STATE, state_key(part, name)))
+                for part, ranges in store.state_ranges(name).items():
+                    ranges.read(self._file(STATE), state_key(part, name))
                 trained.steps[name] = self.steps[name]
         for group, saved in zip(trained.groups, self.groups, strict=True):
             group.update(
                 {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key != "names"}
             )
 
-    def _reader(self, file: str, key: str) -> Callable[[Tensor], None]:
-        return lambda tensor: self._file(file).read_into(key, tensor)
+    def _read_value(self, name: str, ranges: Ranges) -> None:
+        file, key = self.values[name]
+        ranges.read(self._file(file), key)

@@ -1,9 +1,8 @@
-"""Which tensor of a model goes into which file under which key: the Hugging Face layout, decided without reading
-weights.
+"""The Hugging Face layout of a model's files: which tensor is saved in which file under which key. Reads no weights.
 
-transformers' own rules (tied weights, keys that are not saved, names that differ on disk, shards) run on meta tensors.
-A tensor that they leave unchanged is one parameter under one key and can be streamed. Weights that are stored in
-another form than they are used in (experts one by one) are converted when they are written.
+The rules of transformers (tied weights, keys that are not saved, names that differ on disk, shards) run on meta
+tensors. A tensor that they leave unchanged is one parameter under one key and is written directly. Weights that are
+stored in another form (experts one by one) are converted when they are written.
 """
 
 import inspect
@@ -29,7 +28,7 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Keys that are not tensors of the model but are made of some, all at once."""
+    """Keys that are computed from tensors of the model, in one call."""
 
     inputs: tuple[str, ...]
     """Names in the model's state dict."""
@@ -44,12 +43,12 @@ class ModelFiles:
     source: Mapping[str, str]
     """Key to the name in the model's state dict, for tensors that are stored unconverted."""
     conversions: tuple[Conversion, ...]
-    """They make the other keys."""
+    """They compute the other keys."""
     index: Mapping[str, object] | None
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether an earlier save, perhaps with other shards, may have left this file."""
+    """Whether this is a file of weights, or the index of one with shards, that an earlier save may have left."""
     return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
 
 
@@ -66,7 +65,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
         if name in owner:
             metas[name] = torch.empty(owner[name].shape, dtype=owner[name].dtype, device="meta")
         else:
-            log.warning("%s is neither a parameter nor a buffer: it is not saved", name)
+            log.warning("%s is not saved: it is in the state dict, but is neither a parameter nor a buffer", name)
     if not isinstance(model, PreTrainedModel):
         first: dict[int, str] = {}
         keys = {name: Spec.of(t) for name, t in metas.items() if first.setdefault(id(owner[name]), name) == name}
@@ -112,8 +111,8 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
 def _conversions(
     inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]
 ) -> tuple[Conversion, ...]:
-    """One per input if each input gives its keys alone (the experts of a layer): then no more than one input is held
-    twice. Otherwise one for all.
+    """One conversion per input if each input alone gives its keys (the experts of a layer), so that only one input at a
+    time exists in both forms. Otherwise one for all inputs.
     """
     alone: dict[str, Tensors] = {}
     try:

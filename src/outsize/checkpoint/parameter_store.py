@@ -1,20 +1,21 @@
-"""ParameterStore: what saving and loading need of the object that holds a model's weights and optimizer state.
+"""ParameterStore: the interface through which saving and loading reach weights and optimizer state.
 
 `runtime/store.py` implements it. Checkpoints are keyed by parameter name and do not depend on chunks, plans or devices;
-chunk numbers only say which tensors are updated together.
+chunk numbers only say which tensors are updated together. Tensors are given as ranges (ranges.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from outsize.checkpoint.ranges import Ranges
 from outsize.device.device import Device
 
 
 class ParameterStore(Protocol):
-    """Parameters and their optimizer state, by parameter name. No transfer is in flight while it is used."""
+    """Parameters and their optimizer state, by parameter name. Used while no transfer is in flight."""
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]: ...
@@ -22,17 +23,17 @@ class ParameterStore(Protocol):
     @property
     def device(self) -> Device: ...
 
-    def read(self, name: str) -> Tensor:
-        """A view of the value."""
+    def ranges(self, name: str) -> Ranges:
+        """The memory of a parameter's value."""
 
-    def load(self, name: str, read_into: Callable[[Tensor], None]) -> None:
-        """Read a new value into every copy. It becomes the master weight too."""
+    def state_ranges(self, name: str) -> Mapping[str, Ranges]:
+        """The memory of a trained parameter's optimizer state."""
 
-    def state_views(self, name: str) -> Mapping[str, Tensor]:
-        """Views of the optimizer state of a trained parameter."""
+    def value(self, name: str) -> Tensor:
+        """A parameter's whole value, for reading."""
 
-    def fill(self, views: list[Tensor], read_into: Callable[[Tensor], None]) -> None:
-        """Read one tensor into views on any device; `read_into` fills a CPU tensor."""
+    def load(self, names: Iterable[str], read: Callable[[str, Ranges], None]) -> None:
+        """Replace values: `read` fills the ranges of one parameter. The new values become the master weights too."""
 
     def chunk_of(self, name: str) -> int: ...
 
@@ -42,12 +43,12 @@ class ParameterStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model between two steps, with everything that a checkpoint holds of it."""
+    """A model between two steps, with everything that a checkpoint saves."""
 
     model: nn.Module
     store: ParameterStore
     steps: dict[str, int]
-    """Updates made so far, for every trained parameter."""
+    """Number of updates of each trained parameter."""
     groups: list[dict[str, Any]]
     """The optimizer's `param_groups`."""
     loss_chunk: int
@@ -59,19 +60,18 @@ class TrainedModel:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers that belong to the model's state dict, each under its first name. A PEFT model's belong to its
-        base."""
+        """Buffers of the model's state dict, each under its first name. None for a PEFT model: its base has them."""
         kept = () if self.is_adapted else self.model.state_dict().keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
 
     @property
     def saved_names(self) -> set[str]:
-        """Parameters and buffers that a checkpoint must hold. A PEFT model's frozen parameters belong to its base."""
+        """Parameters and buffers that a checkpoint must hold. For a PEFT model, only the trained parameters."""
         return set(self.steps) if self.is_adapted else self.store.params.keys() | self.buffers.keys()
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether it is a PEFT model, or a transformers model with PEFT inside: saved as an adapter, in PEFT's own form."""
+    """Whether it is a PEFT model, or a transformers model with a PEFT adapter. PEFT then defines the saved files."""
     return (hasattr(model, "peft_config") and hasattr(model, "get_base_model")) or getattr(
         model, "_hf_peft_config_loaded", False
     )

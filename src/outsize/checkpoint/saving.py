@@ -1,8 +1,8 @@
 """Saving: one save in progress.
 
-Tensors are written from where they are, without a copy. Those on the device are written at once, one after the other.
-Those in host memory may be written by a thread during training, chunk by chunk in the order of use; the next update of
-a chunk waits until the chunk is written.
+Tensors are written directly from the buffers that hold them. Those on the GPU are written at once, one after the other.
+A thread may write those in host memory during training, chunk by chunk in the order of use; the next update of a chunk
+waits until the chunk is written.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Saving:
         except BaseException as error:
             self._error = error
             if self._thread is not None:
-                log.error("saving %s failed: %s", self._staged.place, error)  # `finish` may never be called
+                log.error("saving %s failed: %s", self._staged.place, error)  # `finish` may not be called
         finally:
             _close(files)
             for written in self._written.values():
@@ -108,7 +108,7 @@ class Saving:
 
 def _write(items: list[Item], files: dict[str, TensorFile]) -> None:
     for item in items:
-        files[item.file].write(item.key, item.read())
+        item.ranges().write(files[item.file], item.key)
 
 
 def _close(files: dict[str, TensorFile]) -> None:

@@ -1,4 +1,4 @@
-"""TensorFile: a safetensors file that is written and read one tensor at a time.
+"""TensorFile: a safetensors file that is written and read one tensor, or range of its elements, at a time.
 
 The safetensors library writes a file from a dict of all its tensors and reads a tensor into new memory; both would
 need a second copy of what a chunk already holds. Here bytes are copied directly between a chunk's home and the file,
@@ -50,7 +50,7 @@ _RANK = {dtype: i for i, dtype in enumerate(_DTYPES.values())}
 _PART_BYTES = 64 * 2**20
 """Large tensors are read by several threads in parts of this size."""
 _MOST_HEADER_BYTES = 100 * 2**20
-_DAMAGED = "It is damaged or cut off: get it again."
+_DAMAGED = "It is damaged or truncated: get it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Entry:
 
 class TensorFile:
     def __init__(self, path: Path):
-        """Open for reading. Raises BadFile if it is cut off or not a safetensors file."""
+        """Open for reading. Raises BadFile if it is truncated or not a safetensors file."""
         try:
             self._own(path, os.open(path, os.O_RDONLY))
             with self._closed_if_it_fails():
@@ -121,37 +121,49 @@ class TensorFile:
     ) -> None:
         self.close()
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor from any device."""
-        entry = self.entries[name]
-        assert tensor.dtype == entry.spec.dtype and tuple(tensor.shape) == entry.spec.shape, name
-        _pwrite(self._fd, _bytes(tensor.detach().to("cpu").contiguous()), entry.start)
+    def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
+        """Write a tensor from any device, or the elements of one from number `first` on."""
+        assert tensor.dtype == self.entries[name].spec.dtype, name
+        data = _bytes(tensor.detach().to("cpu").contiguous())
+        _pwrite(self._fd, data, self._start(name, first, len(data)))
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a CPU tensor of the same shape. Another dtype is converted, as by `Tensor.to`."""
-        entry = self.entries[name]
-        if tuple(tensor.shape) != entry.spec.shape:
+        spec = self.entries[name].spec
+        if tuple(tensor.shape) != spec.shape:
             raise BadFile(
-                f"{name} has the shape {entry.spec.shape} in {self.path} and {tuple(tensor.shape)} in the model. "
+                f"{name} has the shape {spec.shape} in {self.path} and {tuple(tensor.shape)} in the model. "
                 "Use the files of this model."
             )
-        if tensor.dtype == entry.spec.dtype and tensor.is_contiguous():
-            self._read(_bytes(tensor), entry.start)
-            return
-        whole = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
-        self._read(_bytes(whole), entry.start)
-        with torch.no_grad():
-            tensor.copy_(whole)
+        if tensor.dtype == spec.dtype and tensor.is_contiguous():
+            self.read_range(name, tensor.view(-1), 0)
+        else:
+            with torch.no_grad():
+                tensor.copy_(self.read(name))
 
     def read(self, name: str) -> Tensor:
-        tensor = torch.empty(self.entries[name].spec.shape, dtype=self.entries[name].spec.dtype)
-        self.read_into(name, tensor)
+        spec = self.entries[name].spec
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        self.read_range(name, tensor.view(-1), 0)
         return tensor
+
+    def read_range(self, name: str, flat: Tensor, first: int) -> None:
+        """Fill a flat CPU tensor of the file's dtype with elements from number `first` on."""
+        assert flat.dtype == self.entries[name].spec.dtype and flat.is_contiguous(), name
+        data = _bytes(flat)
+        self._read(data, self._start(name, first, len(data)))
+
+    def _start(self, name: str, first: int, num_bytes: int) -> int:
+        """The byte of an element. Raises if `num_bytes` from there on reach beyond the tensor."""
+        entry = self.entries[name]
+        start = entry.start + first * entry.spec.dtype.itemsize
+        assert entry.start <= start and start + num_bytes <= entry.end, name
+        return start
 
     def _read(self, into: memoryview, start: int) -> None:
         parts = [(at, into[at : at + _PART_BYTES]) for at in range(0, len(into), _PART_BYTES)]
         run = map if len(parts) < 2 else _readers().map
-        # All parts end before the first fault is raised: no thread may write to the memory after that.
+        # Wait for all parts before raising the first error: no thread may write to the memory after that.
         for fault in list(run(lambda part: _pread(self._fd, part[1], start + part[0]), parts)):
             if fault is not None:
                 raise BadFile(f"{self.path}: {fault}. {_DAMAGED}")

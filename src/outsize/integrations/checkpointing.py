@@ -1,6 +1,6 @@
-"""CheckpointMixin: a Trainer's checkpoints and final model, saved and loaded by the engine.
+"""CheckpointMixin: saves and loads a Trainer's checkpoints and final model through the engine.
 
-A checkpoint is complete or absent, holds no pickled state of ours, and can be resumed under any plan.
+A checkpoint is complete or absent, has no pickled state of outsize, and can be resumed under any plan.
 """
 
 from dataclasses import replace
@@ -27,12 +27,12 @@ else:
 
 
 class CheckpointMixin(_Trainer):
-    """The half of `OutsizeMixin` that saves and loads. `engine` and `_has_engine` are the other half's."""
+    """The part of `OutsizeMixin` that saves and loads. `OutsizeMixin` has `engine` and `_has_engine`."""
 
     _prepare_request: PrepareRequest
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As Trainer's, but complete or absent, and older checkpoints are removed only after it is published."""
+        """Save as Trainer does, but complete or not at all. Older checkpoints are removed after it is published."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run = Path(self._get_output_dir(trial=trial))
@@ -57,9 +57,7 @@ class CheckpointMixin(_Trainer):
             self._push_from_checkpoint(str(place))
 
     def _drop_waiting_gradients(self) -> None:
-        """Discard gradients of an interrupted step or of an incomplete last step. A resumed run would not have them
-        either.
-        """
+        """Discard gradients of an interrupted or incomplete step. A resumed run does not have them either."""
         if self.engine.runtime.gradients.waiting:
             log.warning(
                 "dropping the last batches: they do not fill a step of %s", self.args.gradient_accumulation_steps
@@ -85,7 +83,7 @@ class CheckpointMixin(_Trainer):
 
     @property
     def _may_save_in_background(self) -> bool:
-        """False if a callback or an upload expects the folder as soon as the save returns."""
+        """False if a callback or an upload reads the folder as soon as the save returns."""
         callbacks = self.callback_handler.callbacks
         return not self.args.push_to_hub and all(
             type(callback).on_save is TrainerCallback.on_save for callback in callbacks
@@ -120,8 +118,7 @@ class CheckpointMixin(_Trainer):
         else:
             if any(param.is_meta or is_unmaterialized(param) for param in self.model.parameters()):
                 raise EngineMisuse(
-                    "save_model: the model's weights are not loaded yet, and nothing is trained. Call start_engine() "
-                    "first."
+                    "save_model: the model's weights are not loaded yet. Call train() or start_engine() first."
                 )
             super()._save(output_dir, state_dict)
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
@@ -130,9 +127,9 @@ class CheckpointMixin(_Trainer):
     # Loading.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Trainer calls this before the model is prepared: the weights of a plain checkpoint.
+        """Load the weights of a plain checkpoint. Trainer calls this before the model is prepared.
 
-        `_load_optimizer_and_scheduler` loads an outsize checkpoint, weights included.
+        `_load_optimizer_and_scheduler` loads an outsize checkpoint with its weights.
         """
         folder = Path(resume_from_checkpoint)
         if not is_plain(folder):

@@ -155,6 +155,11 @@ class SearchSpace:
             self.trace.shared,
         )
 
+    @cached_property
+    def sizes(self) -> Placement:
+        """A placement for the bytes of chunks at each place, which are the same under every decision."""
+        return self.place(self.decision(self.plain))
+
     @property
     def plain(self) -> Candidate:
         """Everything on the GPU, nothing recomputed, as in a run without outsize."""
@@ -178,12 +183,17 @@ class SearchSpace:
             + self.activations(counts.mix)[1]
         )
 
+    @cached_property
+    def _slot_bytes(self) -> list[int]:
+        return [self.sizes.slot_bytes(chunk.index) for chunk in self.layout.chunks]
+
     def weights(self, resident: int, depth: int) -> tuple[int, int]:
         """GPU bytes of weights, resident and in slots; and those of the slots alone."""
         key = (resident, depth)
         if key not in self._weights:
-            slots = assign_slots(self.layout, self.weight_order[resident:], depth).total_bytes
-            self._weights[key] = slots + sum(self.layout.chunks[c].nbytes for c in self.weight_order[:resident]), slots
+            sizes = self._slot_bytes
+            slots = assign_slots(self.layout, self.weight_order[resident:], depth, sizes).total_bytes
+            self._weights[key] = slots + sum(sizes[c] for c in self.weight_order[:resident]), slots
         return self._weights[key]
 
     def states(self, optimizer: int, host_update_interval: int = 1) -> tuple[int, int]:
@@ -204,12 +214,12 @@ class SearchSpace:
     def home_bytes(self, resident: int, optimizer: int) -> int:
         """Host bytes of weights that are streamed or updated on the host."""
         if optimizer not in self._homes:
-            chunks = self.layout.chunks
+            home_bytes = self.sizes.home_bytes
             updated_there = set(self.state_order[optimizer:])
             leaves = itertools.accumulate(
-                (0 if c in updated_there else chunks[c].nbytes for c in self.weight_order), initial=0
+                (0 if c in updated_there else home_bytes(c) for c in self.weight_order), initial=0
             )
-            total = sum(chunk.nbytes for chunk in chunks)
+            total = sum(map(home_bytes, self.weight_order))
             self._homes[optimizer] = [total - gone for gone in leaves]
         return self._homes[optimizer][resident]
 
@@ -299,8 +309,8 @@ class SearchSpace:
         for chunk in self.layout.chunks:
             backward = any(self.graph.has_backward[v] for v in chunk.calls)
             completes = chunk.trainable and backward
-            grad = chunk.grad_bytes(self.step_config.fp32_grads)
-            load, send = copy_seconds(self.spec, "h2d", chunk.nbytes), copy_seconds(self.spec, "d2h", chunk.nbytes)
+            home, grad = self.sizes.home_bytes(chunk.index), self.sizes.gradient_bytes(chunk.index)
+            load, send = copy_seconds(self.spec, "h2d", home), copy_seconds(self.spec, "d2h", home)
             grad_in, grad_out = copy_seconds(self.spec, "h2d", grad), copy_seconds(self.spec, "d2h", grad)
             gpu_update, host_update = (
                 update_seconds(self.spec, lane, chunk.numel, self.step_config.optimizer.traffic) if completes else 0.0

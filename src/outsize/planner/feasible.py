@@ -137,14 +137,12 @@ class Budgets:
 
     @property
     def _least_resident(self) -> int:
-        sizes = [self.space.layout.chunks[c].nbytes for c in self.space.weight_order]
+        sizes = [self.space.sizes.slot_bytes(c) for c in self.space.weight_order]
         return _least(self.resident, sizes, lambda n: self.space.weights(n, self.depth)[0])
 
     @property
     def _least_optimizer(self) -> int:
-        sizes = [
-            self.space.step_config.optimizer.state_bytes(self.space.layout.chunks[c]) for c in self.space.state_order
-        ]
+        sizes = [self.space.sizes.state_bytes(c) for c in self.space.state_order]
         return _least(self.optimizer, sizes, lambda n: self.space.states(n)[0])
 
     def least_host(self) -> tuple[int, Candidate] | None:

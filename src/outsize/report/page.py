@@ -172,9 +172,10 @@ def _map(place: Placement, groups: list[list[Row]]) -> str:
         trained = [chunk for chunk in chunks if chunk.trainable]
         homes = place.decision.homes
         cells["activations"].append(f'<i class="does-{escape(row.strategy)}" data-call="{call}"></i>')
-        cells["weights"].append(_home(call, [(chunk.nbytes, homes[chunk.index].weights) for chunk in chunks]))
-        state_bytes = place.step_config.optimizer.state_bytes
-        cells["optimizer"].append(_home(call, [(state_bytes(c), homes[c.index].optimizer) for c in trained]))
+        cells["weights"].append(_home(call, [(place.slot_bytes(c.index), homes[c.index].weights) for c in chunks]))
+        cells["optimizer"].append(
+            _home(call, [(place.state_bytes(c.index), homes[c.index].optimizer) for c in trained])
+        )
     strips = "".join(f'<span>{name}</span><div class="strip">{"".join(row)}</div>' for name, row in cells.items())
     used = dict.fromkeys(row.strategy for row in rows)
     legend = "".join(f'<li><i class="does-{escape(strategy)}"></i>{escape(strategy)}</li>' for strategy in used)

@@ -3,6 +3,7 @@
 The classes that redirect operators to it are in prepared_tensors.py: see [Note: Parameters between passes] there.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -133,7 +134,7 @@ class ParameterAccess:
         self.synchronize()
         self._touched.add(self._chunk_of(name))
         with torch.inference_mode(False):  # it may be written later
-            return self._store.device_view(name)
+            return self._store.value(name, on_device=True)
 
     def loaded_weight(self, name: str) -> Tensor | None:
         """The parameter's own memory on the device if it holds the value now: the module is called by itself."""
@@ -147,7 +148,7 @@ class ParameterAccess:
 
     def export(self, name: str) -> Tensor:
         """A plain tensor over the parameter's home, for state dicts."""
-        made = self._store.read(name, owns=True)
+        made = self._store.value(name)
         self._exported[name] = (made, made._version)
         return made
 
@@ -174,7 +175,7 @@ class ParameterAccess:
         self._before_write()
         split = [name for name in names if name in self._split]
         # One weight is compared on the device; many at once would take too much of its memory.
-        value = self._store.device_view if len(split) == 1 else self._store.read
+        value = functools.partial(self._store.value, on_device=len(split) == 1)
         before = {name: value(name).clone() for name in split}
         result = run()
         if before:
@@ -201,8 +202,7 @@ class ParameterAccess:
         self._touched.add(self._chunk_of(name))
         if name in self._split:
             self._drain()
-            value = self._store.read(name)
-            self._store.clear_remainders(name, torch.ones(value.shape, dtype=torch.bool, device=value.device))
+            self._store.clear_remainders(name)
 
     def hand_out(self, memory: Tensor, handle: Handle) -> PreparedTensor:
         made = prepared(memory, handle)
@@ -216,7 +216,7 @@ class ParameterAccess:
         held = [made for ref in self._handed_out.pop(name, []) if (made := ref()) is not None]
         if not held:
             return
-        old = _flat(self._store.device_view(name)).clone()
+        old = _flat(self._store.value(name, on_device=True)).clone()
         for made in held:
             own = old.as_strided(made.size(), made.stride(), made.storage_offset())
             tensor: Any = made
@@ -229,7 +229,7 @@ class ParameterAccess:
         is_weight = isinstance(value, PreparedTensor) and value.handle.kind == "weight"
         if isinstance(value, PreparedTensor) and is_weight and value.handle.name == name:
             value.handle.open()
-            if value.data_ptr() == self._store.device_view(name).data_ptr() and value.shape == mine.shape:
+            if value.data_ptr() == self._store.value(name, on_device=True).data_ptr() and value.shape == mine.shape:
                 return  # its own memory
         if is_weight or isinstance(value, PreparedParameter):
             raise EngineMisuse(

@@ -275,17 +275,18 @@ class Engine:
         self.drain()
         store = self.runtime.store
         with torch.no_grad(), self.device.on_host():
-            values = {name: store.read(name).cpu().clone() for name in names or store.params}
+            values = {name: store.value(name).cpu().clone() for name in names or store.params}
         given = {name: (value, value._version) for name, value in values.items()}
         yield values
         self.finish_saving()
         self.drain()
         with torch.no_grad(), self.device.on_host():
-            for name, value in values.items():
-                if (given[name][0] is not value or given[name][1] != value._version) and not torch.equal(
-                    value, store.read(name).cpu()
-                ):
-                    store.write(name, value)
+            written = {
+                name: value
+                for name, value in values.items()
+                if given[name][0] is not value or given[name][1] != value._version
+            }
+            store.write({n: v for n, v in written.items() if not torch.equal(v, store.value(n).cpu())})
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         self.drain()
@@ -301,7 +302,7 @@ class Engine:
                     "load its optimizer state."
                 )
             return
-        missing = self.runtime.store.state_views(name).keys() - state.keys()
+        missing = self.runtime.store.state_ranges(name).keys() - state.keys()
         if missing and float(state["step"]):
             raise EngineMisuse(
                 f"{name}: its optimizer state lacks {', '.join(sorted(missing))}. Load a state that outsize saved."

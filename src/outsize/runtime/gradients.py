@@ -189,7 +189,7 @@ class Gradients:
         """A gradient's memory, which the caller may write."""
         self._handed_out.add(name)
         self._pull_assigned(name)
-        memory = self._store.waiting_gradient_on_device(name)
+        memory = self._store.gradient(name)
         if name in self._zeroed:
             self._zeroed.discard(name)
             memory.zero_()
@@ -212,7 +212,7 @@ class Gradients:
             self._assigned[name] = (tensor, tensor._version)
             self._handed_out.add(name)
             with torch.no_grad():
-                self._store.waiting_gradient_on_device(name).copy_(tensor)
+                self._store.gradient(name).copy_(tensor)
 
     def pull_assigned(self) -> None:
         for name in list(self._assigned):
@@ -223,7 +223,7 @@ class Gradients:
         with torch.no_grad():
             for name, (tensor, _) in self._assigned.items():
                 if name in self.accumulated and not tensor.requires_grad:
-                    tensor.copy_(self._store.waiting_gradient_on_device(name))
+                    tensor.copy_(self._store.gradient(name))
                     self._assigned[name] = (tensor, tensor._version)
 
     @property
@@ -287,9 +287,7 @@ class Gradients:
         self.pull_assigned()
         with torch.no_grad():
             for name in sorted(self._handed_out & self.accumulated):
-                torch.linalg.vector_norm(
-                    self._store.waiting_gradient_on_device(name), dtype=torch.float32, out=self._norm_of[name]
-                )
+                torch.linalg.vector_norm(self._store.gradient(name), dtype=torch.float32, out=self._norm_of[name])
             for name in self._names:
                 if name not in self.accumulated:
                     self._norm_of[name].zero_()
@@ -320,14 +318,13 @@ class Gradients:
 
     def pending(self, name: str) -> Tensor:
         """An accumulated gradient, where it waits. The lanes are idle."""
-        return self._store.waiting_gradient_view(name)
+        return self._store.gradient(name)
 
     def restore(self, pending: dict[str, Tensor]) -> None:
         """Take over gradients that accumulated under another plan."""
         with torch.no_grad():
             for name, value in pending.items():
-                view = self.pending(name)
-                view.copy_(value)
+                self._store.gradient_ranges(name).copy_(value)
                 norm = torch.linalg.vector_norm(value, dtype=torch.float32)
                 self._norm_of[name].copy_(norm)
                 self.accumulated.add(name)

@@ -1,8 +1,7 @@
-"""EngineOptimizer: the torch optimizer that users get for what they asked for (optim/spec.py).
+"""EngineOptimizer: the torch optimizer that `prepare` makes from an `OptimizerSpec` (optim/spec.py).
 
-It is a real `torch.optim.Optimizer`: live param_groups (schedulers work), torch's state-dict layout with
-integer keys and `param_names`, tensors that are views of where the state lives. It holds no state of its own; the
-engine does.
+It is a `torch.optim.Optimizer` with live param_groups, so schedulers work. Its state dict has torch's layout, integer
+keys and `param_names`. The engine holds the state; the optimizer's tensors are views of it.
 """
 
 import weakref
@@ -18,9 +17,7 @@ from outsize.optim.spec import OptimizerSpec
 
 
 class _ParamState(dict[str, Tensor]):
-    """The state of one parameter. Its moments are views of where they live; entries that are assigned are
-    copied there.
-    """
+    """The state of one parameter. Its tensors are views of the engine's memory; assigned entries are copied into it."""
 
     def __init__(self, state: dict[str, Tensor], load: Callable[[dict[str, Tensor]], None]):
         super().__init__(state)
@@ -32,9 +29,7 @@ class _ParamState(dict[str, Tensor]):
 
 
 class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
-    """`optimizer.state`: what the engine holds, by parameter. As in torch, a parameter that was never updated has no
-    entry.
-    """
+    """`optimizer.state`: the engine's state by parameter. As in torch, only updated parameters have an entry."""
 
     def __init__(self, optimizer: "EngineOptimizer"):
         self._optimizer = weakref.proxy(optimizer)
@@ -190,7 +185,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's layout. The tensors are views of where the state lives: clone them to keep them over a step."""
+        """In torch's layout. The tensors are views of the engine's memory: clone them to keep values over a step."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result = self._state_dict()
@@ -217,7 +212,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies in place, by `param_names` where they are given, else by position; nothing changes its device."""
+        """Copy a state dict into the engine's memory, by `param_names` if it has them, else by position."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = state_dict if (changed := before(self, state_dict)) is None else changed
         self._load_state_dict(state_dict)

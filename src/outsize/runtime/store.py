@@ -1,30 +1,33 @@
-"""Store: the bytes of a prepared model. Allocates what the placement names, moves parameters in, and reads and writes
-them by name.
+"""Store: the memory of a prepared model. Allocates the buffers that the placement names, moves parameters into them,
+and reads and writes parameters by name.
 
-[Note: The lives of a chunk] home      its weights on the host, if it streams or is updated there; the canonical between
-uses weights   its weights on the device for good, if it is resident; the canonical if no home exists slot      device
-memory it passes through, if it streams; owned by one chunk at a time state     moments and the lower half of split
-masters, where the optimizer lives gradient  where backward leaves gradients: a buffer of its own, or a staging slot
-from which they leave for the host A parameter's `.data` is set once, to a view into `weights` or `slot`, and never
-again. Only the flat buffers are written.
+[Note: The places of a chunk]
+- home: the weights between uses, if the chunk streams or is updated on the host. On the host.
+- weights: the weights of a resident chunk, on the GPU. Between uses they are read here if the chunk has no home.
+- slot: GPU memory that streamed chunks pass through. One chunk at a time uses it.
+- state: state tensors of the optimizer and the lower halves of split masters, where the chunk is updated.
+- gradient: where backward writes the gradient: a buffer of its own, or a stage from which it is copied to the host.
+
+A parameter's `.data` is set once, to a view of `weights` or of a slot. After that only the flat buffers are written.
 """
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import BadFile, ModelUnsupported
+from outsize.checkpoint.ranges import Ranges, memory_order
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
-from outsize.layout.chunks import Piece
 from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
 from outsize.progress import counted
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
+
+_GRADIENTS = (B.GRADIENT, B.STAGE, B.HOST_GRADIENT, B.HOST_STAGE)
 
 
 class Store:
@@ -37,159 +40,110 @@ class Store:
         *,
         check_finite: bool = False,
     ):
-        """`weights`: where the values of unmaterialized parameters are read from. `check_finite`: refuse NaN and
-        infinity in what is moved in.
+        """`weights`: the files that unmaterialized parameters are read from. `check_finite`: refuse parameters with NaN
+        or infinity.
         """
         self._check_finite = check_finite
         self.place, self.device = place, device
         self.params = dict(model.named_parameters())
         self._tables = [(path, m._parameters, dict(m._parameters)) for path, m in model.named_modules()]
-        """Each module's own table of parameters, and what is in it."""
+        """Path, table of parameters and its entries, of each module."""
         self.gpu: dict[Buffer, Tensor] = {}
         self.host: dict[Buffer, Tensor] = {}
         self.slot_contents: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
-        """Per slot: the chunk whose weights it holds, or is about to hold on the lanes."""
+        """Per slot: the chunk whose weights it holds once the loads that were issued are done."""
         self._addresses: dict[str, int] = {}
         self._mapped: dict[Buffer, Tensor] = {}
         """Host buffers as tensors of the device."""
-        self._strides = {name: _dense_stride(name, p) for name, p in self.params.items()}
+        self._strides = {name: _permuted_stride(name, p) for name, p in self.params.items()}
         # All device memory first: if it does not fit, no parameter has moved yet.
         self.gpu = {buffer: device.empty(num_bytes) for buffer, num_bytes in place.gpu.items()}
         for buffer, tensor in self.gpu.items():
             if buffer[0] == B.SLOT:
-                tensor.fill_(0xFF)  # NaN in every float type: a slot that nobody owns does not pass for weights
-            elif buffer[0] in ("state", "weights"):
+                tensor.fill_(0xFF)  # NaN in every float type: an unused slot is not mistaken for weights
+            elif buffer[0] in (B.STATE, B.WEIGHTS):
                 tensor.zero_()
         moved: list[int] = []
         try:
-            for chunk in counted(
-                place.layout.chunks, "Bringing weights to their homes", total=len(place.layout.chunks)
-            ):
+            for chunk in counted(place.layout.chunks, "Moving weights to their homes", total=len(place.layout.chunks)):
                 self._move_in(chunk.index, weights)
                 moved.append(chunk.index)
             rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != B.HOME}
-            for buffer, num_bytes in counted(rest.items(), "Making room on the host", total=len(rest)):
+            for buffer, num_bytes in counted(rest.items(), "Allocating host memory", total=len(rest)):
                 self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0].is_pinned_for_copies)
         except BaseException:
             self.release(moved)
             raise
 
     def _move_in(self, index: int, weights: Weights | None) -> None:
-        """Bring a chunk's parameters to where they live: copied, each one's old storage freed as it moves, or read from
-        their files.
+        """Move a chunk's parameters into its home and its resident weights. Copied parameters free their old memory one
+        by one; unmaterialized ones are read from their files.
         """
-        buffers = []
         if (B.HOME, index) in self.place.host:
             self.host[B.HOME, index] = self.device.host_empty(self.place.host[B.HOME, index], pinned=True)
-            buffers.append(self.host[B.HOME, index])
-        if (B.WEIGHTS, index) in self.gpu:
-            buffers.append(self.gpu[B.WEIGHTS, index])
-        in_use = self.gpu[self.place.weights_buffer(index)]
         undo: list[Callable[[], None]] = []
+        revert: Callable[[], None]
         try:
             for piece in self.place.chunk(index).pieces:
                 param = self.params[piece.name]
-                views = [self._view(buffer, index, piece) for buffer in buffers]
+                value = self.ranges(piece.name).whole()
                 with torch.no_grad():
                     if is_unmaterialized(param):
                         assert weights is not None
-                        undo.append(partial(setattr, param, "data", param.data))
-                        self.fill(views, partial(self._read_into, weights, piece.name))
+                        revert = partial(setattr, param, "data", param.data)
+                        self._read_value(weights, piece.name, value)
                     else:
-                        undo.append(partial(_give_own, param, views[0]))
+                        revert = partial(_make_plain, param, value)
                         if self._check_finite:
                             with self.device.on_host():
                                 require_finite(piece.name, param.data, ModelUnsupported)
-                        for view in views:
-                            view.copy_(param.data)
-                    param.data = self._view(in_use, index, piece)
+                        value.copy_(param.data)
+                    param.data = self._ranges(self.place.weights_buffer(index), piece.name).whole()
+                undo.append(revert)
                 self._addresses[piece.name] = param.data_ptr()
+            self.refresh_copies(index)
         except BaseException:
-            for take_back in undo[:-1]:  # the last one has not moved
-                take_back()
+            for revert in undo:
+                revert()
             raise
 
-    def _read_into(self, weights: Weights, name: str, tensor: Tensor) -> None:
+    def _read_value(self, weights: Weights, name: str, value: Tensor) -> None:
         with self.device.on_host():
-            weights.read_into(name, tensor)
+            on_cpu = value if value.device.type == "cpu" else torch.empty_like(value, device="cpu")
+            weights.read_into(name, on_cpu)
             if self._check_finite:
-                require_finite(name, tensor, BadFile)
+                require_finite(name, on_cpu, BadFile)
+            if on_cpu is not value:
+                value.copy_(on_cpu)
 
-    def fill(self, views: list[Tensor], read_into: Callable[[Tensor], None]) -> None:
-        """Read one tensor into all its places: straight into the first if that is host memory."""
-        first = views[0]
-        if first.device.type != "cpu":
-            with self.device.on_host():
-                first = torch.empty_like(first, device="cpu")
-        read_into(first)
-        for view in views:
-            if view is not first:
-                view.copy_(first)
+    def _ranges(self, buffer: Buffer, name: str, *, on_device: bool = False) -> Ranges:
+        """A parameter's elements in a buffer of its chunk."""
+        return self._part(self.flat(buffer, self.chunk_of(name), on_device=on_device), name)
 
-    def _view(
-        self, buffer: Tensor, index: int, piece: Piece, *, dtype: torch.dtype | None = None, owns: bool = False
-    ) -> Tensor:
-        """A parameter-shaped view into a chunk-shaped buffer. `owns`: behind a storage of its own, for code that looks
-        at storages.
-        """
-        flat = self.flat(buffer, index, dtype=dtype)[piece.offset : piece.offset + piece.numel]
-        flat = own_storage(flat) if owns else flat
-        shape = self.place.graph.param[piece.name].shape
-        stride = self._strides[piece.name]
-        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+    def _part(self, flat: Tensor, name: str) -> Ranges:
+        """A parameter's elements among those of its chunk."""
+        _, piece = self.place.layout.place[name]
+        part = flat[piece.offset : piece.offset + piece.numel]
+        return Ranges(self.place.graph.param[name].shape, self._strides[name], ((part, 0),))
 
-    def flat(self, buffer: Tensor, index: int, *, dtype: torch.dtype | None = None) -> Tensor:
-        """A chunk-shaped buffer as its elements."""
-        dtype = dtype or getattr(torch, self.place.chunk(index).dtype)
-        return buffer[: self.place.chunk(index).numel * dtype.itemsize].view(dtype)
+    # Buffers of a chunk.
 
     def buffer(self, buffer: Buffer) -> Tensor:
         """The memory of a buffer, as bytes."""
         return self.gpu[buffer] if buffer in self.gpu else self.host[buffer]
 
-    # Buffers of a chunk.
-
-    def weights(self, index: int) -> Tensor:
-        """What the device computes with, as bytes."""
-        return self.gpu[self.place.weights_buffer(index)][: self.place.chunk(index).nbytes]
-
-    def home(self, index: int) -> Tensor:
-        return self.host[B.HOME, index]
-
-    def gradient(self, index: int) -> Tensor:
-        """On the device, as bytes."""
-        return self.gpu[self.place.gradient_buffer(index)][: self._gradient_bytes(index)]
-
-    def host_gradient(self, index: int) -> Tensor:
-        return self.host[self.place.host_gradient_buffer(index)][: self._gradient_bytes(index)]
-
-    def _gradient_bytes(self, index: int) -> int:
-        return self.place.chunk(index).grad_bytes(self.place.step_config.fp32_grads)
-
-    def gradient_dtype(self, index: int) -> torch.dtype:
-        return torch.float32 if self.place.step_config.fp32_grads else getattr(torch, self.place.chunk(index).dtype)
-
-    def gradient_view(self, name: str) -> Tensor:
-        index, piece = self.place.layout.place[name]
-        return self._view(self.gradient(index), index, piece, dtype=self.gradient_dtype(index))
-
-    def waiting_gradient_view(self, name: str) -> Tensor:
-        """Where a gradient waits between backward and step: on the host if it is updated there."""
-        index, piece = self.place.layout.place[name]
-        buffer = self.host_gradient(index) if self.place.updates_on_host(index) else self.gradient(index)
-        return self._view(buffer, index, piece, dtype=self.gradient_dtype(index))
-
-    def waiting_gradient_on_device(self, name: str) -> Tensor:
-        """The same memory as a tensor of the device."""
-        index, piece = self.place.layout.place[name]
-        on_host = self.place.updates_on_host(index)
-        buffer = self._map(self.place.host_gradient_buffer(index)) if on_host else self.gradient(index)
-        return self._view(buffer, index, piece, dtype=self.gradient_dtype(index), owns=True)
-
-    def _map(self, buffer: Buffer) -> Tensor:
-        if buffer not in self._mapped:
-            self._mapped[buffer] = self.device.map_host(self.host[buffer])
-        return self._mapped[buffer]
+    def flat(self, buffer: Buffer, index: int, *, on_device: bool = False) -> Tensor:
+        """The elements of a chunk in a buffer of weights or gradients. `on_device`: as a tensor of the device, over the
+        same memory.
+        """
+        memory = self.buffer(buffer)
+        if on_device and buffer in self.host:
+            if buffer not in self._mapped:
+                self._mapped[buffer] = self.device.map_host(memory)
+            memory = self._mapped[buffer]
+        fp32 = buffer[0] in _GRADIENTS and self.place.step_config.fp32_grads
+        dtype = torch.float32 if fp32 else getattr(torch, self.place.chunk(index).dtype)
+        return memory[: self.place.chunk(index).numel * dtype.itemsize].view(dtype)
 
     def state(self, index: int) -> tuple[list[Tensor], Tensor | None]:
         """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat."""
@@ -199,10 +153,6 @@ class Store:
         count = len(self.place.step_config.optimizer.state)
         state = [buffer[4 * n * i : 4 * n * (i + 1)].view(torch.float32) for i in range(count)]
         return state, buffer[4 * n * count :].view(torch.int16) if self.place.chunk(index).is_split else None
-
-    def canonical(self, index: int) -> Tensor:
-        """The bytes that hold a chunk's weights between uses. Drain the lanes before reading."""
-        return self.home(index) if self.place.has_host_weights(index) else self.gpu[B.WEIGHTS, index]
 
     def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
         ids = {id(p) for p in params}
@@ -222,79 +172,87 @@ class Store:
     def chunk_of(self, name: str) -> int:
         return self.place.layout.place[name][0]
 
-    def read(self, name: str, *, owns: bool = False) -> Tensor:
-        """A view of the parameter's value at home."""
-        index, piece = self.place.layout.place[name]
-        return self._view(self.canonical(index), index, piece, owns=owns)
+    def ranges(self, name: str, *, on_device: bool = False) -> Ranges:
+        """The memory of a parameter's value between uses. `on_device`: as tensors of the device."""
+        return self._ranges(self.place.home_buffer(self.chunk_of(name)), name, on_device=on_device)
 
-    def device_view(self, name: str) -> Tensor:
-        """The same value as a tensor of the device, over the same memory."""
-        index, piece = self.place.layout.place[name]
-        buffer = self._map((B.HOME, index)) if self.place.has_host_weights(index) else self.gpu[B.WEIGHTS, index]
-        return self._view(buffer, index, piece, owns=True)
+    def state_ranges(self, name: str) -> dict[str, Ranges]:
+        """The memory of a parameter's optimizer state."""
+        state, lo = self.state(self.chunk_of(name))
+        flats = dict(zip(self.place.step_config.optimizer.state, state, strict=True))
+        flats |= {} if lo is None else {"lo": lo}
+        return {key: self._part(flat, name) for key, flat in flats.items()}
 
-    def copies(self, name: str) -> list[Tensor]:
-        """All views of a parameter's value outside of slots: at home, and on the device where it is resident."""
-        index, piece = self.place.layout.place[name]
-        buffers = [self.host.get((B.HOME, index)), self.gpu.get((B.WEIGHTS, index))]
-        return [self._view(buffer, index, piece) for buffer in buffers if buffer is not None]
+    def gradient_view(self, name: str) -> Tensor:
+        """Where backward writes a parameter's gradient, on the device."""
+        return self._ranges(self.place.gradient_buffer(self.chunk_of(name)), name).whole()
 
-    def load(self, name: str, read_into: Callable[[Tensor], None]) -> None:
-        """Read a new value into every copy. It becomes the master weight too."""
-        index = self.chunk_of(name)
-        self.fill(self.copies(name), read_into)
-        self.invalidate(index)
-        if self.place.chunk(index).trainable and self.place.chunk(index).is_split:
-            self.state_views(name)["lo"].zero_()
+    def gradient_ranges(self, name: str, *, on_device: bool = False) -> Ranges:
+        """The memory of a gradient between backward and step: on the host if it is updated there."""
+        index, place = self.chunk_of(name), self.place
+        buffer = place.host_gradient_buffer(index) if place.updates_on_host(index) else place.gradient_buffer(index)
+        return self._ranges(buffer, name, on_device=on_device)
 
-    def write(self, name: str, value: Tensor) -> None:
-        """A new value from outside: where it differs from the weight, it is the master too."""
-        index, piece = self.place.layout.place[name]
+    def gradient(self, name: str) -> Tensor:
+        """A gradient between backward and step, as a tensor of the device."""
+        return self.gradient_ranges(name, on_device=True).whole(owns=True)
+
+    def value(self, name: str, *, on_device: bool = False) -> Tensor:
+        """A parameter's value between uses: a view behind a storage of its own. `on_device`: as a tensor of the
+        device.
+        """
+        return self.ranges(name, on_device=on_device).whole(owns=True)
+
+    def load(self, names: Iterable[str], read: Callable[[str, Ranges], None]) -> None:
+        """Replace values: `read` fills the ranges of one parameter. The new values become the master weights too."""
+        loaded: dict[int, None] = {}
+        try:
+            for name in names:
+                loaded[self.chunk_of(name)] = None
+                read(name, self.ranges(name))
+                self.clear_remainders(name)
+        finally:
+            for index in loaded:
+                self.refresh_copies(index)
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters to new values. Where one differs from the weight, it becomes the master too."""
         with torch.no_grad(), self.device.on_host():
-            weight = self.read(name)
-            self.clear_remainders(name, weight != value.to(weight.device, weight.dtype))
-            weight.copy_(value)
-            if self.place.has_host_weights(index) and not self.place.streams(index):
-                self._view(self.gpu[B.WEIGHTS, index], index, piece).copy_(value)
-        self.invalidate(index)
+            for name, value in values.items():
+                weight = self.value(name)
+                self.clear_remainders(name, weight != value.to(weight.device, weight.dtype))
+                self.ranges(name).copy_(value)
+            for index in {self.chunk_of(name) for name in values}:
+                self.refresh_copies(index)
 
-    def clear_remainders(self, name: str, changed: Tensor) -> None:
-        """Where a bf16 weight was changed from outside, the new value is the master: its lower half is zero."""
-        chunk = self.place.chunk(self.place.layout.place[name][0])
-        if chunk.trainable and chunk.is_split:
-            lo = self.state_views(name)["lo"]
-            lo.masked_fill_(changed.to(lo.device), 0)
+    def clear_remainders(self, name: str, changed: Tensor | None = None) -> None:
+        """Make a bf16 weight that was written from outside its own master: set the lower half of the master to zero,
+        all of it or where `changed`.
+        """
+        if not self.place.chunk(self.chunk_of(name)).trainable or "lo" not in (state := self.state_ranges(name)):
+            return
+        if changed is None:
+            for lo, _ in state["lo"].parts:
+                lo.zero_()
+        else:
+            for lo, where in state["lo"].beside(changed):
+                lo.masked_fill_(where.to(lo.device), 0)
 
     def refresh_copies(self, index: int) -> None:
-        """A chunk's home was written from outside: bring it to the resident copy, if there is one, and mark slots that
-        hold it as stale.
-        """
-        if self.place.has_host_weights(index) and not self.place.streams(index):
+        """Bring what was written to a chunk's home to its resident weights, and mark slots that hold it as stale."""
+        if (B.HOME, index) in self.host and (B.WEIGHTS, index) in self.gpu:
             with torch.no_grad(), self.device.on_host():
-                self.gpu[B.WEIGHTS, index].copy_(self.home(index))
+                self.gpu[B.WEIGHTS, index].copy_(self.host[B.HOME, index])
         self.invalidate(index)
 
     def invalidate(self, index: int) -> None:
-        """A chunk's home has changed: what a slot holds of it is old."""
+        """Mark slots that hold an old value of a chunk as stale."""
         for slot, owner in self.slot_contents.items():
             if owner == index:
                 self.slot_contents[slot] = None
 
-    def state_views(self, name: str) -> dict[str, Tensor]:
-        """A parameter's optimizer state, as parameter-shaped views of where it lives."""
-        index, piece = self.place.layout.place[name]
-        state, lo = self.state(index)
-        shape, stride = self.place.graph.param[name].shape, self._strides[name]
-
-        def view(flat: Tensor) -> Tensor:
-            part = own_storage(flat[piece.offset : piece.offset + piece.numel])
-            return part.view(shape) if stride is None else part.as_strided(shape, stride)
-
-        views = {key: view(flat) for key, flat in zip(self.place.step_config.optimizer.state, state, strict=True)}
-        return views if lo is None else {**views, "lo": view(lo)}
-
     def replaced(self) -> str | None:
-        """A parameter of the model that is not the one it was prepared with: exchanged, added or removed since."""
+        """The name of a parameter of the model that was exchanged, added or removed since it was prepared."""
         for path, own, params in self._tables:
             if len(own) != len(params):
                 name = next(iter(own.keys() ^ params.keys()))
@@ -305,23 +263,21 @@ class Store:
         return None
 
     def replaced_data(self) -> list[str]:
-        """Parameters whose `.data` somebody has replaced."""
+        """Parameters whose `.data` was replaced."""
         with without_torch_function():
             return [name for name, param in self.params.items() if param.data_ptr() != self._addresses[name]]
 
     def release(self, chunks: Iterable[int] | None = None, *, keep: bool = True) -> None:
-        """Give every parameter (or those of some chunks) an ordinary CPU tensor of its own and free its chunk, one
-        chunk after the other.
-
-        Without `keep` they get unmaterialized ones.
+        """Make the parameters (those of `chunks`, or all) plain CPU tensors and free all buffers, one chunk after the
+        other. Without `keep` they become unmaterialized.
         """
         for index in range(len(self.place.layout.chunks)) if chunks is None else chunks:
             for piece in self.place.chunk(index).pieces:
                 param = self.params[piece.name]
                 with torch.no_grad(), self.device.on_host():
-                    value = self.read(piece.name)
+                    value = self.value(piece.name)
                     if keep:
-                        _give_own(param, value)
+                        _make_plain(param, value)
                     else:
                         param.data = unmaterialized_like(value, value.dtype)
             self.host.pop((B.HOME, index), None)
@@ -331,33 +287,19 @@ class Store:
         self._mapped.clear()
 
 
-def own_storage(flat: Tensor) -> Tensor:
-    """The same memory behind a storage of its own. Buffers hold tensors of several dtypes, and torch.save refuses a
-    storage that is read as two.
-    """
-    start = flat.storage_offset() * flat.itemsize
-    storage = (
-        flat.untyped_storage()[start : start + flat.nbytes]
-        if flat.numel()
-        else torch.UntypedStorage(0, device=flat.device)
-    )
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, flat.shape)  # type: ignore[call-overload]
-
-
-def _give_own(param: nn.Parameter, value: Tensor) -> None:
-    """An ordinary CPU tensor with this value."""
+def _make_plain(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter ordinary CPU memory with this value."""
     with torch.no_grad():
         param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
 
 
-def _dense_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
-    """None for a contiguous parameter, its strides for one that is merely permuted."""
+def _permuted_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
+    """None for a contiguous parameter, its strides for a permuted one."""
     if param.is_contiguous():
         return None
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-    if extent != math.prod(param.shape):
+    if not param.permute(memory_order(param.stride())).is_contiguous():
         raise ModelUnsupported(
             f"{name} has shape {tuple(param.shape)} and strides {param.stride()}, so its elements overlap or have gaps "
             "between them. Make it contiguous before prepare."
         )
-    return tuple(param.stride())
+    return param.stride()

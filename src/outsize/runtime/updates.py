@@ -62,10 +62,8 @@ class Updates:
         self.wait_written(index)
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
-        weights = store.flat(store.home(index) if on_host else store.weights(index), index)
-        grads = store.flat(
-            store.host_gradient(index) if on_host else store.gradient(index), index, dtype=store.gradient_dtype(index)
-        )
+        weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
+        grads = store.flat(place.host_gradient_buffer(index) if on_host else place.gradient_buffer(index), index)
         state, lo = store.state(index)
         scratch = self._scratch["host" if on_host else "gpu"]
         for start, end, numbers in self._ranges(index, step):
@@ -99,7 +97,8 @@ class Updates:
     # The state of one parameter, for state dicts.
 
     def state(self, name: str) -> dict[str, Tensor]:
-        return {"step": torch.tensor(float(self.steps[name])), **self._store.state_views(name)}
+        state = {key: ranges.whole(owns=True) for key, ranges in self._store.state_ranges(name).items()}
+        return {"step": torch.tensor(float(self.steps[name])), **state}
 
     def state_to_keep(self, name: str) -> dict[str, Tensor]:
         """The same for after the engine: what lives on the host is handed over as it is, what lives on the device is
@@ -115,6 +114,6 @@ class Updates:
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.steps[name] = int(state["step"])
-        for key, view in self._store.state_views(name).items():
+        for key, ranges in self._store.state_ranges(name).items():
             with torch.no_grad():
-                view.copy_(state[key])
+                ranges.copy_(state[key])

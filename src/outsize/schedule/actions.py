@@ -112,14 +112,6 @@ def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float,
     return call.backward_launch_seconds, call.backward_syncs_host
 
 
-def _weight_bytes(place: Placement, chunk: int) -> int:
-    return place.chunk(chunk).nbytes
-
-
-def _gradient_bytes(place: Placement, chunk: int) -> int:
-    return place.chunk(chunk).grad_bytes(place.step_config.fp32_grads)
-
-
 def _sent_bytes(place: Placement, call: int) -> int:
     return place.work[call].sent_bytes
 
@@ -159,7 +151,7 @@ def _write_back(place: Placement, chunk: int, _: bool) -> Effect:
 TYPES: dict[Kind, ActionType] = {
     Kind.LOAD: ActionType(
         "load the weights of", "chunk", "copy", "slots",
-        lambda place, i, _: Effect("h2d", ((B.HOME, i),), (place.weights_buffer(i),)), _weight_bytes,
+        lambda place, i, _: Effect("h2d", ((B.HOME, i),), (place.weights_buffer(i),)), Placement.home_bytes,
     ),
     Kind.FORWARD: ActionType("forward of", "call", "model", "forward", _forward, _no_bytes),
     Kind.OFFLOAD: ActionType(
@@ -177,16 +169,18 @@ TYPES: dict[Kind, ActionType] = {
     Kind.LOAD_GRADIENT: ActionType(
         "load the gradient sum of", "chunk", "copy", "gradients",
         lambda place, i, _: Effect("h2d", (place.host_gradient_buffer(i),), (place.gradient_buffer(i),)),
-        _gradient_bytes,
+        Placement.gradient_bytes,
     ),
     Kind.BACKWARD: ActionType("backward of", "call", "model", "backward", _backward, _no_bytes),
     Kind.STORE_GRADIENT: ActionType(
         "store the gradient of", "chunk", "copy", "gradients",
         lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
-        _gradient_bytes,
+        Placement.gradient_bytes,
     ),
-    Kind.UPDATE: ActionType("update", "chunk", "update", "optimizer", _update, _weight_bytes),
-    Kind.WRITE_BACK: ActionType("write the updated weights of", "chunk", "copy", "weights", _write_back, _weight_bytes),
+    Kind.UPDATE: ActionType("update", "chunk", "update", "optimizer", _update, Placement.slot_bytes),
+    Kind.WRITE_BACK: ActionType(
+        "write the updated weights of", "chunk", "copy", "weights", _write_back, Placement.home_bytes
+    ),
 }  # fmt: skip
 """UPDATE runs where the optimizer state lives. WRITE_BACK copies to the GPU (resident weights, updated on the host) or
 to the host (streamed weights, updated on the GPU). FREE waits for OFFLOAD, then frees the GPU memory."""

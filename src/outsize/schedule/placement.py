@@ -33,6 +33,24 @@ class Placement:
     def chunk(self, index: int) -> Chunk:
         return self.layout.chunks[index]
 
+    # The bytes of a chunk, per place.
+
+    def home_bytes(self, index: int) -> int:
+        """Weights at home; what a load copies."""
+        return self.chunk(index).nbytes
+
+    def slot_bytes(self, index: int) -> int:
+        """Weights that compute reads, in a slot or resident."""
+        return self.chunk(index).nbytes
+
+    def state_bytes(self, index: int) -> int:
+        return self.step_config.optimizer.state_bytes(self.chunk(index))
+
+    def gradient_bytes(self, index: int) -> int:
+        return self.chunk(index).grad_bytes(self.step_config.fp32_grads)
+
+    # What the decision says about a chunk.
+
     def streams(self, index: int) -> bool:
         return self.decision.homes[index].weights == "host"
 
@@ -58,9 +76,9 @@ class Placement:
 
     @cached_property
     def slots(self) -> SlotMap:
-        return assign_slots(
-            self.layout, [c.index for c in self.layout.chunks if self.streams(c.index)], self.decision.depth
-        )
+        sizes = [self.slot_bytes(chunk.index) for chunk in self.layout.chunks]
+        streamed = [c.index for c in self.layout.chunks if self.streams(c.index)]
+        return assign_slots(self.layout, streamed, self.decision.depth, sizes)
 
     @cached_property
     def grad_complete_at(self) -> dict[int, int]:
@@ -91,7 +109,7 @@ class Placement:
 
     @cached_property
     def stages(self) -> SlotMap:
-        sizes = [chunk.grad_bytes(self.step_config.fp32_grads) for chunk in self.layout.chunks]
+        sizes = [self.gradient_bytes(chunk.index) for chunk in self.layout.chunks]
         return assign_slots(self.layout, [c for c in self.grad_complete_at if self.is_staged(c)], STAGE_DEPTH, sizes)
 
     @cached_property
@@ -129,11 +147,11 @@ class Placement:
         for chunk in self.layout.chunks:
             i = chunk.index
             if not self.streams(i):
-                buffers[B.WEIGHTS, i] = chunk.nbytes
+                buffers[B.WEIGHTS, i] = self.slot_bytes(i)
             if chunk.trainable and not self.updates_on_host(i):
-                buffers[B.STATE, i] = self.step_config.optimizer.state_bytes(chunk)
+                buffers[B.STATE, i] = self.state_bytes(i)
                 if self.step_config.hold_gradients:
-                    buffers[B.GRADIENT, i] = chunk.grad_bytes(self.step_config.fp32_grads)
+                    buffers[B.GRADIENT, i] = self.gradient_bytes(i)
         buffers.update({(B.SLOT, s): size for s, size in enumerate(self.slots.slot_bytes)})
         buffers.update({(B.STAGE, s): size for s, size in enumerate(self.stages.slot_bytes)})
         for call, slot in self.return_slot.items():
@@ -152,11 +170,11 @@ class Placement:
         for chunk in self.layout.chunks:
             i = chunk.index
             if self.has_host_weights(i):
-                buffers[B.HOME, i] = chunk.nbytes
+                buffers[B.HOME, i] = self.home_bytes(i)
             if chunk.trainable and self.updates_on_host(i):
-                buffers[B.HOST_STATE, i] = self.step_config.optimizer.state_bytes(chunk)
+                buffers[B.HOST_STATE, i] = self.state_bytes(i)
                 if self.waits_on_host(i):
-                    buffers[B.HOST_GRADIENT, i] = chunk.grad_bytes(self.step_config.fp32_grads)
+                    buffers[B.HOST_GRADIENT, i] = self.gradient_bytes(i)
         passed_through = {
             self.stages.slot_of[c]
             for c in self.grad_complete_at
@@ -187,6 +205,10 @@ class Placement:
     def weights_buffer(self, index: int) -> Buffer:
         """The weights that compute reads."""
         return (B.SLOT, self.slots.slot_of[index]) if self.streams(index) else (B.WEIGHTS, index)
+
+    def home_buffer(self, index: int) -> Buffer:
+        """The weights between uses."""
+        return (B.HOME if self.has_host_weights(index) else B.WEIGHTS, index)
 
     def gradient_buffer(self, index: int) -> Buffer:
         """The buffer on the device that backward writes the gradient to."""

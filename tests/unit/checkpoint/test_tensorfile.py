@@ -336,3 +336,24 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         TensorFile.create(tmp_path / "f", {}, {})
     assert (tmp_path / "f").read_text() == "mine"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+def test_a_tensor_is_written_and_read_by_ranges_of_its_elements(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"a": some(dtype, 3, 7), "b": some(dtype, 5)}
+    whole = write(tmp_path / "whole", tensors)
+    flat = tensors["a"].reshape(-1)
+    with TensorFile.create(tmp_path / "parts", {k: Spec.of(t) for k, t in tensors.items()}, {}) as file:
+        file.write("a", flat[13:], 13)
+        file.write("b", tensors["b"])
+        file.write("a", flat[:13], 0)
+        for first, part in ((1, flat), (-1, flat[:1]), (20, flat[:2])):
+            with pytest.raises(AssertionError):
+                file.write("a", part, first)
+    assert (tmp_path / "parts").read_bytes() == whole.read_bytes()
+    with TensorFile(whole) as file:
+        part = torch.empty(5, dtype=dtype)
+        file.read_range("a", part, 11)
+        assert same(part, flat[11:16])
+        with pytest.raises(AssertionError):
+            file.read_range("a", part, 17)

@@ -77,7 +77,7 @@ def padding(engine: Engine) -> dict[tuple[int, str], Tensor]:
     engine.drain()
     for chunk in engine.layout.chunks:
         free = gaps(engine, chunk.index)
-        found[chunk.index, "weights"] = store.flat(store.canonical(chunk.index), chunk.index)[free]
+        found[chunk.index, "weights"] = store.flat(store.place.home_buffer(chunk.index), chunk.index)[free]
         if chunk.trainable:
             state, lo = store.state(chunk.index)
             named = {**dict(zip(("m", "v"), state, strict=True)), **({} if lo is None else {"lo": lo})}
@@ -250,8 +250,17 @@ class Strided(nn.Module):
         return x + torch.tanh(x @ self.weight)
 
 
-def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as_before() -> None:
-    model = Stack(Strided)
+class Overlapping(Strided):
+    """A parameter that spans as many elements as it has, with some of them twice and others never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64).as_strided((8, 8), (5, 4)))
+
+
+@pytest.mark.parametrize("layer", [Strided, Overlapping])
+def test_a_parameter_with_gaps_or_overlap_is_refused_by_name_and_the_model_is_as_before(layer: type[nn.Module]) -> None:
+    model = Stack(layer)
     before = [p.data_ptr() for p in model.parameters()]
     modes = len(_get_current_dispatch_mode_stack())
     with pytest.raises(ModelUnsupported, match=r"layers\.0\.weight has shape \(8, 8\)"):
@@ -471,7 +480,7 @@ def test_what_is_written_by_name_is_read_by_name_and_used(weights: str, optimize
         name = "layers.1.up.weight"
         with engine.gathered(name) as values:
             values[name].copy_(value)
-        assert torch.equal(engine.runtime.store.read(name), value) and torch.equal(
+        assert torch.equal(engine.runtime.store.value(name), value) and torch.equal(
             engine.model.state_dict()[name], value
         )
         assert not bool(engine.optimizer_state(name)["lo"].any())
