@@ -312,8 +312,8 @@ class BlockTracker:
             register_multi_grad_hook(tensors, self._entering(call), mode="any")
 
     def _entering(self, call: int) -> Callable[[Any], None]:
-        """The hook that opens a call's backward. A reference from the graph to the tracker, and so to the model, would be
-        a cycle that Python cannot collect if the model keeps an output on itself.
+        """The hook that opens a call's backward. A reference from the graph to the tracker, and so to the model, would
+        be a cycle that Python cannot collect if the model keeps an output on itself.
         """
         tracker, forward_id = weakref.ref(self), self.forward_id
 
