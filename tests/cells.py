@@ -114,6 +114,7 @@ def prepare_by_hand(
     `uniform` takes.
     """
     where = choose_device(device)
+    where.count_anew()  # garbage of earlier tests on a device that tests share is not this plan's
     layers = find_layers(model)
     graph, trace = traced or cache.traced(model, batch, layers, where)
     layout = pack(graph, chunk_bytes)

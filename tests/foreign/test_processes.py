@@ -60,7 +60,15 @@ def test_a_model_whose_parameters_were_exchanged_is_refused(one_process: Any) ->
     def exchange(model: nn.Module) -> None:
         model.model.norm.weight = nn.Parameter(torch.ones(zoo.HIDDEN))
 
+    def append(model: nn.Module) -> None:
+        model.model.layers.append(nn.Linear(2, 2))
+
+    def exchange_module(model: nn.Module) -> None:
+        model.lm_head = nn.Linear(zoo.HIDDEN, zoo.VOCAB)
+
     for change, name in (
+        (append, r"model.layers.4.weight"),
+        (exchange_module, "lm_head.weight"),
         (lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "embed_tokens.weight"),
         (add, "extra"),
         (exchange, "model.norm.weight"),

@@ -383,6 +383,25 @@ def test_a_loss_with_a_forward_without_grad() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+def test_outputs_of_an_earlier_engine_are_counted_beside_the_next_plan() -> None:
+    """They were not, and the next engine ran out of memory under the budget that its plan asked for."""
+    how: dict[str, Any] = dict(optimizer=foreign_plans.SPEC, device=DEVICE, chunk_bytes="1KiB")
+    make = functools.partial(Model, plain_pass)
+
+    def least() -> int:
+        with pytest.raises(PlanInfeasible) as least:
+            preview(make(), DATA[0], gpu_memory=1, **how)
+        return least.value.needed_bytes
+
+    alone, earlier = least(), Encoder()
+    with cells.closing(outsize.prepare(earlier, (DATA[0]["x"],), **how)), torch.no_grad():
+        held = [earlier(batch["x"]) for batch in DATA]
+    needed = least()
+    assert needed == alone + sum(out.nbytes for out in held)
+    model = make()
+    assert_trains_alike(model, outsize.prepare(model, DATA[0], gpu_memory=needed, **how), make())
+
+
 class CallsItself(nn.Module):
     def __init__(self, with_grad: bool) -> None:
         super().__init__()

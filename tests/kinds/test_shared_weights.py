@@ -322,6 +322,39 @@ def test_the_smallest_budget_suffices(case: str) -> None:
         )
 
 
+class ThereAndBack(Looped):
+    """The norm and the head run after the second call of the first layer: they are in its block, which the plan has
+    complete in the backward of its first call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> SimpleNamespace:
+        x = self.embed(ids)
+        for layer in (*self.layers, *reversed(self.layers)):
+            x = layer(x)
+        return loss_of(self.head(self.norm(x)), ids)
+
+
+def test_gradients_of_code_after_a_later_call_of_a_layer_are_counted_until_its_first() -> None:
+    spec = outsize.AdamW(lr=1e-2)
+    outcome = cells.plain(made(ThereAndBack), DATA, spec=spec, steps=2)
+    for budget in (smallest(ThereAndBack, DATA[0], spec), None):
+        with cells.closing(
+            outsize.prepare(
+                made(ThereAndBack),
+                DATA[0],
+                device=machine(),
+                gpu_memory=budget,
+                optimizer=spec,
+                chunk_bytes=CHUNK_BYTES,
+            )
+        ) as engine:
+            train_within_plan(engine, DATA, outcome, most_above=0.25)
+
+
 def test_tensors_in_an_unknown_object_keep_all_activations_and_say_so() -> None:
     _, trace = traced("object", torch.float32)
     assert all(trace.strategies(call) == ("keep",) for call in range(len(trace.calls)))

@@ -4,7 +4,9 @@
 Each trains as a plain loop does, at the least memory of the device `sim` and with plenty, or is refused by name.
 """
 
+import gc
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -403,6 +405,32 @@ def test_values_around_outputs_have_their_gradient_under_every_strategy(build: t
             assert strategy in engine.plan.decision.strategies
         assert train(model, engine.optimizer, DATA) == expected
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+class Remembering(Model):
+    """Keeps its loss on itself, and with it the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleList(blocks(4)))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.last = super().forward(x)["loss"]
+        return {"loss": self.last * 1.0}
+
+
+@pytest.mark.parametrize("ends", ["detached", "dropped"])
+@pytest.mark.parametrize("build", [AddingUp, Remembering])
+def test_a_model_that_keeps_values_with_a_graph_is_freed_with_its_engine(build: type[Model], ends: str) -> None:
+    device = SimDevice(choose_device("sim:16MiB").spec)
+    model = made(build)
+    engine = cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device=device, **foreign_plans.STREAMED)
+    train(model, engine.optimizer, DATA)
+    if ends == "detached":
+        engine.detach()
+    freed = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert freed() is None and device.observer.live_bytes == 0 and not device.budgets
 
 
 def test_prepare_leaves_no_values_behind() -> None:

@@ -118,6 +118,11 @@ class Device(ABC):
         """Device memory outside of plans: CUDA context, library workspaces, allocator fragmentation."""
         return 0
 
+    def count_anew(self) -> None:  # noqa: B027 - `cuda` measures it when the first engine opens
+        """Tensors of earlier engines that are alive now (a loss, outputs, values that a model keeps on itself) are
+        overhead of the next one.
+        """
+
     def process_overhead(self) -> ProcessOverhead:
         """Memory beside tensors that the profiling run which has just ended left in use."""
         return ProcessOverhead()

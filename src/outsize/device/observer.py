@@ -123,7 +123,8 @@ def _aliases(key: int, args: Any, kwargs: Any) -> bool:
 def _released(observer: "weakref.ref[Observer]", key: int) -> None:
     alive = observer()
     if alive is not None:
-        alive.live_bytes -= alive._alive.pop(key)
+        alive.live_bytes -= alive._alive.pop(key, 0)
+        alive._earlier.pop(key, None)
 
 
 class Observer(TorchDispatchMode):
@@ -144,6 +145,7 @@ class Observer(TorchDispatchMode):
         self.on_read: Callable[[Tensor], None] | None = None
         """Called with every tensor that an operator reads."""
         self._alive: dict[int, int] = {}  # storage to bytes
+        self._earlier: dict[int, int] = {}  # the same, of those before `begin_anew`
         self._on_allocation = on_allocation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +169,7 @@ class Observer(TorchDispatchMode):
         """Count a tensor's storage until it is released."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
-        if key in self._alive:
+        if key in self._alive or key in self._earlier:
             return
         num_bytes = storage.nbytes()
         if self._on_allocation is not None:
@@ -177,6 +179,17 @@ class Observer(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         # The registry of finalizers is global, so a long-lived storage must not keep the observer alive.
         weakref.finalize(storage, _released, weakref.ref(self), key)
+
+    def begin_anew(self) -> None:
+        """Count from zero: what is alive now is no longer in `live_bytes`, but in `earlier_bytes`."""
+        self._earlier |= self._alive
+        self._alive = {}
+        self.live_bytes = self.peak_bytes = 0
+
+    @property
+    def earlier_bytes(self) -> int:
+        """Of storages from before `begin_anew`, as far as they are still alive."""
+        return sum(self._earlier.values())
 
     def _count(
         self,

@@ -97,6 +97,14 @@ class SimDevice(CpuDevice):
     def free_bytes(self) -> int:
         return self.spec.gpu_bytes - sum(self.budgets.values())
 
+    @property
+    def overhead_bytes(self) -> int:
+        return self.observer.earlier_bytes
+
+    def count_anew(self) -> None:
+        if not self.budgets:
+            self.observer.begin_anew()
+
     def on_host(self) -> AbstractContextManager[None]:
         return self.observer.paused()
 

@@ -278,12 +278,9 @@ class BlockTracker:
                     continue
                 if made_in != call and made_in in self._returned and number not in self._output_numbers:
                     self.side_outputs.add(made_in)
-                    following.register_prehook(functools.partial(self._enter_side_output, made_in, self.forward_id))
+                    following.register_prehook(self._entering(made_in))
                 if number >= self._returned.get(made_in, 0):
                     todo.append((following, made_in))
-
-    def _enter_side_output(self, call: int, forward_id: int, grads: Any) -> None:
-        self._enter_backward(call, forward_id)
 
     def _hook_by_maker(self, value: Any) -> None:
         """Have a gradient of each of these tensors open the call that made it. That need not be the open call: a stem
@@ -315,8 +312,19 @@ class BlockTracker:
         if tensors and call >= 0 and torch.is_grad_enabled():
             if self._finds_side_outputs:
                 self._output_numbers.update(node_number(t.grad_fn) for t in tensors if t.grad_fn is not None)
-            forward_id = self.forward_id
-            register_multi_grad_hook(tensors, lambda grad: self._enter_backward(call, forward_id), mode="any")
+            register_multi_grad_hook(tensors, self._entering(call), mode="any")
+
+    def _entering(self, call: int) -> Callable[[Any], None]:
+        """The hook that opens a call's backward. A reference from the graph to the tracker, and so to the model, would
+        be a cycle that Python cannot collect if the model keeps an output on itself.
+        """
+        tracker, forward_id = weakref.ref(self), self.forward_id
+
+        def enter(grad: Any) -> None:
+            if (alive := tracker()) is not None:
+                alive._enter_backward(call, forward_id)
+
+        return enter
 
     def _enter_backward(self, call: int, forward_id: int) -> None:
         if self.is_open and forward_id == self.forward_id:

@@ -83,7 +83,7 @@ def require_known_order(
 
 
 def bytes_of_waiting_gradients(
-    layers: Sequence[Layer], run: ProfilingPass, readers: Mapping[int, Collection[int]]
+    model: nn.Module, layers: Sequence[Layer], run: ProfilingPass, readers: Mapping[int, Collection[int]]
 ) -> int:
     """The most bytes of gradients that wait for the call in which the plan has them complete. `run`: a discovery pass,
     with the `readers` that it saw.
@@ -106,6 +106,13 @@ def bytes_of_waiting_gradients(
         for name, param in layer.module.named_parameters():
             if param.requires_grad and any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes):
                 waiting[id(param)] = param.nbytes
+    # What code after a call of a layer reads (a norm after the second call) belongs to the block of that layer, too.
+    own = {id(param) for layer in layers for param in layer.module.parameters()}
+    first_call = {call: calls[0] for calls in calls_of_layer.values() for call in calls}
+    for param in model.parameters():
+        reads = readers.get(id(param), ()) if param.requires_grad and id(param) not in own else ()
+        if reads and min(first_call.get(call, call) for call in reads) < min(reads):
+            waiting[id(param)] = param.nbytes
     return sum(waiting.values())
 
 

@@ -114,7 +114,7 @@ class Tracer:
             num_passes = len(STRATEGIES) + 2 * len(to_time)
             self.progress.total = self.progress.done + num_passes * len(discovery.layer_of)
             self._use(discovery)
-            waiting_bytes = bytes_of_waiting_gradients(self.layers, discovery, self._reads.readers)
+            waiting_bytes = bytes_of_waiting_gradients(self.model, self.layers, discovery, self._reads.readers)
             passes = {strategy.name: self._measure(strategy.name) for strategy in STRATEGIES}
             timed = {strategy: self._time(strategy) for strategy in to_time}
             held_bytes = passes["keep"].phases.held_bytes + self._bound_bytes()

@@ -339,7 +339,11 @@ class Gradients:
         self.is_applied, self.is_consumed = False, False
 
     def detach(self) -> None:
-        """Let go of the model, and of the memory that gradients are added up in."""
+        """Remove the hooks, and free the memory of gradients and norms: the traceback of a failed re-plan may hold this
+        object.
+        """
         for handle in (handle for handles in self._handles.values() for handle in handles):
             handle.remove()
         self._arrival.clear()
+        self._norm_of.clear()
+        self._norms = self.total = torch.zeros(0)

@@ -48,6 +48,7 @@ class Store:
         self.params = dict(model.named_parameters())
         self._tables = [(path, m._parameters, dict(m._parameters)) for path, m in model.named_modules()]
         """Path, table of parameters and its entries, of each module."""
+        self._children = [(path, m._modules, dict(m._modules)) for path, m in model.named_modules() if m._modules]
         self.gpu: dict[Buffer, Tensor] = {}
         self.host: dict[Buffer, Tensor] = {}
         self.slot_contents: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
@@ -260,6 +261,13 @@ class Store:
             for key, param in params.items():
                 if own.get(key) is not param:
                     return f"{path}.{key}".lstrip(".")
+        for path, now, before in self._children:
+            for key, module in now.items():
+                if module is not None and before.get(key) is not module:
+                    known = {id(param) for param in self.params.values()}
+                    name = next((name for name, param in module.named_parameters() if id(param) not in known), None)
+                    if name is not None:
+                        return f"{path}.{key}.{name}".lstrip(".")
         return None
 
     def replaced_data(self) -> list[str]:

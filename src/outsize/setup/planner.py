@@ -185,7 +185,7 @@ class Planner:
             return PlannedModel(graph, layout, given, chosen)
         total = self.gpu_bytes if gpu_bytes is None else gpu_bytes
         overhead = self.device.overhead_bytes
-        share = self.device.spec.allocator_share if overhead else 0.0
+        share = self.device.spec.allocator_share if self.device.is_gpu else 0.0
         fixed = overhead - int(total * share) + self.device.oom_margin_bytes
         made = search(
             graph,
@@ -239,6 +239,7 @@ class Planner:
 def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
     """GPU memory for this plan. Engines on one device share it: what one has planned with, another does not get."""
     gc.collect()  # models and engines are reference cycles: without this, dropped ones still hold device memory
+    device.count_anew()
     free = device.free_bytes
     if gpu_memory is None and device.budgets and free <= 0:
         for engine in attached_engines():
