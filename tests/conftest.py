@@ -1,6 +1,7 @@
 """What all tests share: one thread, one seed, and no GPU tests where there is no GPU."""
 
 import gc
+import itertools
 import os
 import random
 import tempfile
@@ -10,12 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Until pytest_configure has a folder for this session. One in the user's cache may be older than the tracer.
 os.environ["OUTSIZE_CACHE"] = ""
 
 # Reductions split their work by the number of threads, so their bits depend on it.
 torch.set_num_threads(1)
+
+# torch wraps `__torch_dispatch__` of every mode to keep dynamo out of it: a tenth of the time of runs on `cpu` and `sim`.
+# Nothing is compiled there. Done before outsize defines its modes.
+if not torch.cuda.is_available():
+    TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)  # type: ignore[method-assign,assignment]
 
 try:
     from hypothesis import settings
@@ -71,12 +78,25 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None  # leaves the decision to pytest
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays. `prepare` collects garbage, and would look at half a million of these objects
-    each time.
+def _freeze() -> None:
+    """Take modules and cached results out of later garbage collections. `prepare` collects garbage, and would visit
+    half a million of these objects each time.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+_num_finished = itertools.count(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Tests import parts of transformers and fill caches."""
+    if next(_num_finished) % 20 == 0:
+        _freeze()
 
 
 def pytest_report_header() -> list[str]:

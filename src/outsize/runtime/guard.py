@@ -43,9 +43,9 @@ class Guard(TorchDispatchMode):
         if self._store() is None:  # the store was collected while the mode was active
             return func(*args, **(kwargs or {}))
         for leaf in tensors_of(*args, *(kwargs or {}).values()):
-            if isinstance(leaf, torch.nn.Parameter):
-                if (known := self._where.get(id(leaf))) is not None and known[0]() is leaf:
-                    self._check(func, *known[1:])
+            known = self._where.get(id(leaf))
+            if known is not None and known[0]() is leaf:
+                self._check(func, *known[1:])
             elif self._slot_at and type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 slot = self._slot_at.get(leaf.untyped_storage().data_ptr())
                 if slot is not None and self._slot_contents[slot] is None:
