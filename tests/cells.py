@@ -115,7 +115,10 @@ def prepare_by_hand(
     """
     where = choose_device(device)
     layers = find_layers(model)
-    graph, trace = traced or cache.traced(model, batch, layers, where)
+    # Bytes are the same on `sim`, which does not time.
+    graph, trace = traced or cache.traced(
+        model, batch, layers, SimDevice(lookup("1GiB")) if where.kind == "cpu" else where
+    )
     layout = pack(graph, chunk_bytes)
     step_config = spec.step_config(accumulate)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)

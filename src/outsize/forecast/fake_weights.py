@@ -31,7 +31,7 @@ class FakeWeights(fake_tensor.FakeTensorMode):
             return args[0].fake_device
         if func._overloadpacket in _INDEXED:
             args = (args[0], _places(args[1]), *args[2:])
-        given = list(tensors_of(*args, *(kwargs or {}).values()))
+        given = tensors_of(*args, *(kwargs or {}).values())
         is_made = func._overloadpacket in _FILLED
         is_known = (given or is_made) and not any(
             isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given
