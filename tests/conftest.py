@@ -100,17 +100,17 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_report_header() -> list[str]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, tests marked gpu are skipped"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, tests marked gpu are left out"
     return [f"torch {torch.__version__}, GPU: {gpu}"] + (
         [] if HAS_HYPOTHESIS else ["hypothesis is not installed: files with property tests are left out"]
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of CUDA where there is none, so that the list of skipped tests shows missing packages alone."""
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,9 @@ def train(
         for k, dtype in enumerate((torch.bfloat16, torch.float32))
     ],
 )
-def test_an_optimizer_trains_as_its_reference(name: str, plan: dict[str, Any], dtype: torch.dtype) -> None:
+def test_an_optimizer_trains_as_its_reference(
+    name: str, plan: dict[str, Any], dtype: torch.dtype, parity_cell: Callable[[object], None]
+) -> None:
     spec, of_reference, settings = OPTIMIZERS[name]
     how = dict(plan)
     accumulate, update = how.pop("accumulate", 1), how.pop("update", "after_step")
@@ -92,3 +94,4 @@ def test_an_optimizer_trains_as_its_reference(name: str, plan: dict[str, Any], d
                 torch.equal(torch.as_tensor(state[number][k]).cpu().float(), torch.as_tensor(kept[k]).float())
                 for k in kept
             )
+    parity_cell((name, plan, dtype))
