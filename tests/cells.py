@@ -116,7 +116,10 @@ def prepare_by_hand(
     where = choose_device(device)
     where.count_anew()  # garbage of earlier tests on a device that tests share is not this plan's
     layers = find_layers(model)
-    graph, trace = traced or cache.traced(model, batch, layers, where)
+    # Bytes are the same on `sim`, which does not time.
+    graph, trace = traced or cache.traced(
+        model, batch, layers, SimDevice(lookup("1GiB")) if where.kind == "cpu" else where
+    )
     layout = pack(graph, chunk_bytes)
     step_config = spec.step_config(accumulate)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)

@@ -1,6 +1,7 @@
 """What all tests share: one thread, one seed, and no GPU tests where there is no GPU."""
 
 import gc
+import itertools
 import os
 import random
 import tempfile
@@ -71,26 +72,39 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None  # leaves the decision to pytest
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays. `prepare` collects garbage, and would look at half a million of these objects
-    each time.
+def _freeze() -> None:
+    """Take modules and cached results out of later garbage collections. `prepare` collects garbage, and would visit
+    half a million of these objects each time.
     """
     gc.collect()
     gc.freeze()
 
 
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+_num_finished = itertools.count(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Tests import parts of transformers and fill caches."""
+    if next(_num_finished) % 20 == 0:
+        _freeze()
+
+
 def pytest_report_header() -> list[str]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, tests marked gpu are skipped"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, tests marked gpu are left out"
     return [f"torch {torch.__version__}, GPU: {gpu}"] + (
         [] if HAS_HYPOTHESIS else ["hypothesis is not installed: files with property tests are left out"]
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of CUDA where there is none, so that the list of skipped tests shows missing packages alone."""
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(autouse=True)

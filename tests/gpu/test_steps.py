@@ -117,14 +117,18 @@ def test_two_hundred_steps_at_the_tightest_plan_take_no_more_memory_than_five() 
     context = 2**30 - refused.value.allowed_bytes
     budget = int((refused.value.needed_bytes + context) * 1.04) + MiB  # the allocator's share grows with the budget
     with closing(prepare(gpu_memory=budget)) as engine:
+        # Allocated before the first measurement: 200 losses that are kept one by one can take another page of 2 MiB,
+        # if earlier tests have left no free blocks.
+        losses = torch.zeros(200, device="cuda")
         for seed in range(5):
-            step(engine, seed)
+            losses[seed] = step(engine, seed)
         engine.drain()
         before, host = torch.cuda.memory_stats(), psutil.Process().memory_info().rss
-        losses = [step(engine, seed) for seed in range(200)]
+        for seed in range(200):
+            losses[seed] = step(engine, seed)
         engine.drain()
-        after, pad_to_shape = torch.cuda.memory_stats(), psutil.Process().memory_info().rss - host
-        assert all(torch.isfinite(torch.stack(losses)).tolist())
+        after, host_growth = torch.cuda.memory_stats(), psutil.Process().memory_info().rss - host
+        assert torch.isfinite(losses).all()
         for key in (
             "reserved_bytes.all.peak",
             "allocated_bytes.all.peak",
@@ -132,9 +136,7 @@ def test_two_hundred_steps_at_the_tightest_plan_take_no_more_memory_than_five() 
             "segment.all.peak",
             "num_ooms",
         ):
-            assert after[key] <= before[key] + 512 * len(losses) * (key == "allocated_bytes.all.peak"), (
-                key
-            )  # the losses are kept
+            assert after[key] <= before[key], (key, before[key], after[key])
         assert after["reserved_bytes.all.peak"] <= budget
         assert engine.report().gpu_peak_bytes <= engine.plan.gpu_budget_bytes
-        assert pad_to_shape < 32 * MiB
+        assert host_growth < 32 * MiB

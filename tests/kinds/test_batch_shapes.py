@@ -340,6 +340,7 @@ def test_a_loss_that_reads_more_than_the_model_is_planned_for_at_the_new_size() 
 # Random numbers.
 
 
+@pytest.mark.full  # the same in this process: tests/unit/profile/test_tracer.py
 def test_prepare_leaves_python_random_alone_in_a_fresh_process() -> None:
     code = """
 import random, numpy, torch, outsize

@@ -251,7 +251,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slowly(*args: Any) -> int:
         if threading.current_thread().name == "outsize-save":
-            time.sleep(0.002)
+            time.sleep(0.0005)
         return pwrite(*args)
 
     monkeypatch.setattr(os, "pwrite", slowly)

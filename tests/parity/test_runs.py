@@ -38,7 +38,12 @@ def logged(history: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize(
-    "keys", [PACKED, {}, {"chat": True, "lr_scheduler": "linear"}], ids=["packed", "padded", "chat"]
+    "keys",
+    [
+        pytest.param(PACKED, id="packed"),
+        pytest.param({}, id="padded", marks=pytest.mark.full),
+        pytest.param({"chat": True, "lr_scheduler": "linear"}, id="chat"),
+    ],
 )
 def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_and_through_a_plain_one(
     tmp_path: Path, keys: dict[str, Any], parity_cell: Callable[[object], None]

@@ -6,7 +6,7 @@ predictions must equal it to the byte.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,17 +65,17 @@ VIEW_LAUNCH, ATTENTION_LAUNCH = 1 / 3, 2.0
 the H200: see decision 13."""
 
 
-def tensors_of(*values: Any) -> Iterator[Tensor]:
+def tensors_of(*values: Any) -> list[Tensor]:
     """The tensors among an operator's arguments or results, also in lists. Called for every operator: walking a general
     tree takes too long.
     """
+    found = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, Tensor):
-                    yield item
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -116,8 +116,11 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 def _aliases(key: int, args: Any, kwargs: Any) -> bool:
     """Whether a storage is an argument's: a view of it or a write into it allocates nothing."""
-    given = tensors_of(*args, *kwargs.values())
-    return any(storage_id(part.untyped_storage()) == key for leaf in given for part in parts_of(leaf))
+    for leaf in tensors_of(*args, *kwargs.values()):
+        for part in parts_of(leaf):
+            if storage_id(part.untyped_storage()) == key:
+                return True
+    return False
 
 
 def _released(observer: "weakref.ref[Observer]", key: int) -> None:
@@ -155,8 +158,11 @@ class Observer(TorchDispatchMode):
             if self.on_read is not None:
                 for leaf in tensors_of(*args, *kwargs.values()):
                     self.on_read(leaf)
-            made = tensors_of(*out) if isinstance(out, (list, tuple)) else tensors_of(out)
-            leaves = [part for leaf in made for part in parts_of(leaf)]
+            if isinstance(out, Tensor):
+                leaves: Sequence[Tensor] = parts_of(out)
+            else:
+                made = tensors_of(*out) if isinstance(out, (list, tuple)) else ()
+                leaves = [part for leaf in made for part in parts_of(leaf)]
             for leaf in leaves:
                 key = storage_id(leaf.untyped_storage())
                 if key not in self._alive and not _aliases(key, args, kwargs):
@@ -197,7 +203,7 @@ class Observer(TorchDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
         out: Any,
-        leaves: list[Tensor],
+        leaves: Sequence[Tensor],
         cost_of: Callable[[float, int], float],
     ) -> None:
         packet = func._overloadpacket

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.compat import fake_tensor, tree_leaves
+from outsize.compat import fake_tensor
+from outsize.device.observer import tensors_of
 
 LARGE = 2**24
 """Elements. Tensors of this size are not computed: a mask of tokens × tokens at thousands of tokens would take longer
@@ -26,16 +27,18 @@ class FakeWeights(fake_tensor.FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # more than half of all calls: autograd reads devices
+            return args[0].fake_device
         if func._overloadpacket in _INDEXED:
             args = (args[0], _places(args[1]), *args[2:])
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_of(*args, *(kwargs or {}).values())
         is_made = func._overloadpacket in _FILLED
         is_known = (given or is_made) and not any(
             isinstance(t, fake_tensor.FakeTensor) or t.is_floating_point() for t in given
         )
         if is_known and _num_elements(given, args if is_made else ()) < LARGE:
             out = func(*args, **(kwargs or {}))
-            if not any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
+            if not any(t.is_floating_point() for t in tensors_of(out)):
                 return out
         if func is torch.ops.aten._to_copy.default and (mask := _mask_of(args[0], kwargs or {})) is not None:
             return mask

@@ -111,7 +111,7 @@ class Tracer:
                 discovery = self._discover()
             if self._drop_lists_that_are_no_stacks(discovery):
                 discovery = self._discover()
-            num_passes = len(STRATEGIES) + 2 * len(to_time)
+            num_passes = len(STRATEGIES) + (1 + self.device.is_async) * len(to_time)
             self.progress.total = self.progress.done + num_passes * len(discovery.layer_of)
             self._use(discovery)
             waiting_bytes = bytes_of_waiting_gradients(self.model, self.layers, discovery, self._reads.readers)
@@ -324,13 +324,15 @@ class Tracer:
         return run
 
     def _time(self, strategy: Strategy) -> ProfilingPass:
-        """Time a strategy in two passes: with the CPU running ahead, and synchronized before each phase. See [Note: The
-        thread that issues] in hardware/lanes.py.
+        """Time a strategy with the CPU running ahead and, on devices that run apart from the CPU, in a second pass that
+        is synchronized before each phase. See [Note: The thread that issues] in hardware/lanes.py.
         """
-        run, synchronized = (ProfilingPass(self, strategy, None, ahead=ahead) for ahead in (True, False))
-        for each in (run, synchronized):
-            self._run_once(each, BlockTracker(self.model, each))
-        run.phases.take_minimum(synchronized.phases)
+        run = ProfilingPass(self, strategy, None, ahead=True)
+        self._run_once(run, BlockTracker(self.model, run))
+        if self.device.is_async:
+            synchronized = ProfilingPass(self, strategy, None, ahead=False)
+            self._run_once(synchronized, BlockTracker(self.model, synchronized))
+            run.phases.take_minimum(synchronized.phases)
         run.phases.scale_seconds(self.device.spec.sustained_clock_ratio)
         return run
 

@@ -40,13 +40,14 @@ class Guard(TorchDispatchMode):
         self._slot_at = {store.gpu[B.SLOT, slot].untyped_storage().data_ptr(): slot for slot in store.slot_contents}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._store() is None:  # the store was collected while the mode was active
+        # Nothing is streamed, or the store was collected while the mode was active.
+        if not self._where or self._store() is None:
             return func(*args, **(kwargs or {}))
         for leaf in tensors_of(*args, *(kwargs or {}).values()):
-            if isinstance(leaf, torch.nn.Parameter):
-                if (known := self._where.get(id(leaf))) is not None and known[0]() is leaf:
-                    self._check(func, *known[1:])
-            elif self._slot_at and type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+            known = self._where.get(id(leaf))
+            if known is not None and known[0]() is leaf:
+                self._check(func, *known[1:])
+            elif type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 slot = self._slot_at.get(leaf.untyped_storage().data_ptr())
                 if slot is not None and self._slot_contents[slot] is None:
                     raise StaleParameter(

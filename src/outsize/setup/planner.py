@@ -238,8 +238,9 @@ class Planner:
 
 def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
     """GPU memory for this plan. Engines on one device share it: what one has planned with, another does not get."""
-    gc.collect()  # models and engines are reference cycles: without this, dropped ones still hold device memory
     device.count_anew()
+    if device.budgets or device.overhead_bytes or not device.is_simulated:
+        gc.collect()  # models and engines are reference cycles: without this, dropped ones still hold device memory
     free = device.free_bytes
     if gpu_memory is None and device.budgets and free <= 0:
         for engine in attached_engines():

@@ -42,6 +42,20 @@ def real_model(config: Any, dtype: torch.dtype) -> Any:
     return getattr(transformers, config.architectures[0])._from_config(copy.deepcopy(config), dtype=dtype).train()
 
 
+@pytest.fixture
+def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forecasts of a test share the profiles of equal batches on machines of equal speed."""
+    kept: dict[Any, Any] = {}
+
+    def traced(config: Any, spec: Any, **how: Any) -> Any:
+        key = (dataclasses.replace(spec, name="", gpu_bytes=0, host_bytes=0), *how.values())
+        if key not in kept:
+            kept[key] = fake_trace(config, spec, **how)
+        return kept[key]
+
+    monkeypatch.setattr("outsize.forecast.forecast.fake_trace", traced)
+
+
 CASES = [
     ("llama", torch.bfloat16),
     ("mixtral", torch.bfloat16),
@@ -425,7 +439,7 @@ def test_a_large_mask_is_a_shape_and_the_plan_is_the_same(monkeypatch: pytest.Mo
     assert plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan == computed
 
 
-def test_too_little_memory_is_an_answer_that_holds() -> None:
+def test_too_little_memory_is_an_answer_that_holds(one_trace: None) -> None:
     config = config_of("one-block")
     with pytest.raises(PlanInfeasible) as caught:
         plan(config, sequence_len=TOKENS, hardware="64MiB", gpu_memory="16KiB")
@@ -448,7 +462,7 @@ def test_a_batch_of_very_many_tokens_is_scaled_from_smaller_ones(monkeypatch: py
     )
 
 
-def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_for() -> None:
+def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_for(one_trace: None) -> None:
     """It was what plans need, without the context and the allocator's share: following it was refused in the same
     words.
     """
@@ -467,7 +481,7 @@ def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_fo
         plan(config, gpu_memory=no.value.needed_bytes - 1, **how)
 
 
-def test_the_smallest_machine_has_the_host_memory_that_was_asked_for() -> None:
+def test_the_smallest_machine_has_the_host_memory_that_was_asked_for(one_trace: None) -> None:
     shape = dict(
         hidden_size=4096,
         intermediate_size=14336,
@@ -524,7 +538,7 @@ def test_more_tokens_than_positions_is_told_by_name(caplog: pytest.LogCaptureFix
     assert "128 positions" in caplog.text
 
 
-def test_of_a_global_batch_the_fastest_micro_batch_is_chosen_and_pins_are_obeyed() -> None:
+def test_of_a_global_batch_the_fastest_micro_batch_is_chosen_and_pins_are_obeyed(one_trace: None) -> None:
     config = config_of("one-block")
     how: dict[str, Any] = dict(sequence_len=TOKENS, hardware="1MiB", host_memory="1GiB", chunk_bytes="8KiB")
     made = plan(config, batch_size=6, **how)
