@@ -606,3 +606,27 @@ def test_a_loop_that_calls_the_model_otherwise_than_its_loss_is_planned_for(
             step(model, engine.optimizer)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert "the loop calls the model otherwise than loss= does" in caplog.text
+
+
+class Deepening(nn.Module):
+    """Runs as many layers as the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: Tensor, y: Tensor, depth: int) -> dict[str, Tensor]:
+        x = self.encoder.stem(x)
+        for layer in self.encoder.layers[:depth]:
+            x = layer(x)
+        return {"loss": (self.encoder.norm(x) - y).square().mean()}
+
+
+def test_a_layer_that_the_profiling_run_did_not_run_is_refused_unless_everything_is_resident() -> None:
+    how: dict[str, Any] = dict(optimizer=foreign_plans.SPEC, device=DEVICE, chunk_bytes="1KiB")
+    with pytest.raises(PlanInfeasible) as least:
+        preview(Deepening(), {**DATA[0], "depth": 2}, gpu_memory=1, **how)
+    model = Deepening()
+    engine = outsize.prepare(model, {**DATA[0], "depth": 2}, gpu_memory=least.value.needed_bytes, **how)
+    with cells.closing(engine), pytest.raises(OrderMismatch, match=r"encoder\.layers\.2 runs, but .* runs all layers"):
+        model(**DATA[1], depth=4)

@@ -8,6 +8,7 @@ is rolled back by the next call.
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +84,12 @@ class TrainingHooks:
             if id(m) not in inside and any(p is not None for p in m._parameters.values())
         )
         self._non_layer_hooks = [module.register_forward_pre_hook(self._non_layer_module_runs) for module in non_layer]
+        # Layers that the profiling run did not run, in lists of layers that it ran: no call loads their weights.
+        stacks = {layer.stack for layer in self._layers}
+        for layer in self._found:
+            if layer.stack in stacks and not inside.intersection(map(id, layer.module.modules())):
+                refuse = partial(self._unplanned_layer_runs, layer.name)
+                self._non_layer_hooks.append(layer.module.register_forward_pre_hook(refuse))
         self._tracker.attach(self._layers, finds_side_outputs=bool(graph.side_outputs))
 
     def detach(self) -> None:
@@ -176,6 +183,13 @@ class TrainingHooks:
             runtime.executor.enter(call)
         else:
             runtime.executor.enter_evaluation(call, runtime.path.enter_without_grad(call, name))
+
+    def _unplanned_layer_runs(self, name: str, module: nn.Module, args: Any) -> None:
+        if self._tracker.is_open and self._training:
+            raise OrderMismatch(
+                f"{name} runs, but it did not run in the profiling run of prepare, so the plan has no call of it. "
+                "Prepare the model with a batch that runs all layers."
+            )
 
     def _non_layer_module_runs(self, module: nn.Module, args: Any) -> None:
         # Inside a forward without grad too: it may read weights that no training forward reads.
