@@ -1,9 +1,8 @@
 """Takes gradients from autograd as they arrive, adds them up on the device, and keeps their norms.
 
 After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py), until
-zero_grad(). The norm of each parameter's sum so far is taken at once, on the device, by one fixed reduction over a
-256-byte aligned range, and kept in one vector in the order of the optimizer's parameters: chunks, homes and the order
-of arrival do not enter its bits.
+zero_grad(). The squares of each parameter's sum so far are summed at once, on the device (optim/norm.py): chunks, homes
+and the order of arrival do not enter the bits of the norm.
 """
 
 import weakref
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch
 from outsize.compat import without_torch_function
+from outsize.optim.norm import GradientNorm, not_finite
 from outsize.runtime.executor import ALL_CALLS
 from outsize.runtime.store import Store
 from outsize.schedule.buffers import BufferKind as B
@@ -25,10 +25,9 @@ class Gradients:
         """`trainable`: names in the optimizer's order. `current_call`: whose backward runs."""
         self._store, self._names = store, list(trainable)
         self._current_call = current_call
-        buffer = store.gpu.get((B.NORMS, 0))
-        self.total = buffer[:8].view(torch.float64)[0] if buffer is not None else torch.zeros((), dtype=torch.float64)
-        self._norms = buffer[8:].view(torch.float32) if buffer is not None else torch.zeros(0)
-        self._norm_of = {name: self._norms[i] for i, name in enumerate(self._names)}
+        param = store.place.graph.param
+        self._norm = GradientNorm({name: param[name].numel for name in trainable}, store.gpu.get((B.NORMS, 0)))
+        self.total = self._norm.total
         self.accumulated: set[str] = set()
         """Parameters whose gradient is in its buffer: it waits for a step, or was applied by one and not
         cleared since.
@@ -129,7 +128,7 @@ class Gradients:
             else:
                 total.copy_(grad)
                 self.accumulated.add(name)
-            torch.linalg.vector_norm(total, dtype=torch.float32, out=self._norm_of[name])
+        self._norm.measure(name, total)
 
     def _is_earlier_call(self, call: int, expected: int) -> bool:
         """Of the same layer, whose backward comes before that of the call where the gradient completes."""
@@ -287,29 +286,18 @@ class Gradients:
     def norm(self) -> Tensor:
         """The global norm of what has accumulated: a float64 scalar on the device, overwritten by the next call."""
         self.pull_assigned()
-        with torch.no_grad():
-            for name in sorted(self._handed_out & self.accumulated):
-                torch.linalg.vector_norm(
-                    self._store.waiting_gradient_on_device(name), dtype=torch.float32, out=self._norm_of[name]
-                )
-            for name in self._names:
-                if name not in self.accumulated:
-                    self._norm_of[name].zero_()
-            torch.linalg.vector_norm(self._norms, dtype=torch.float64, out=self.total)
-        return self.total
+        for name in sorted(self._handed_out & self.accumulated):
+            self._norm.measure(name, self._store.waiting_gradient_on_device(name))
+        return self._norm.measure_total(without=[name for name in self._names if name not in self.accumulated])
 
     def not_finite(self) -> Callable[[], list[str]]:
         """Which of the gradients that have accumulated are not finite, once somebody asks: until then nothing is waited
         for.
         """
         # Nothing here refers to `self`: whoever keeps the question would keep device memory.
-        norms, names, accumulated = self._store.device.fetch(self._norms), self._names, frozenset(self.accumulated)
-
-        def ask() -> list[str]:
-            finite = torch.isfinite(norms()).tolist()
-            return [name for name, fine in zip(names, finite, strict=True) if name in accumulated and not fine]
-
-        return ask
+        sums, slices = self._store.device.fetch(self._norm.sums), self._norm.slices
+        accumulated = frozenset(self.accumulated)
+        return lambda: [name for name in not_finite(sums(), slices) if name in accumulated]
 
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
@@ -328,10 +316,8 @@ class Gradients:
         """Take over gradients that accumulated under another plan."""
         with torch.no_grad():
             for name, value in pending.items():
-                view = self.pending(name)
-                view.copy_(value)
-                norm = torch.linalg.vector_norm(value, dtype=torch.float32)
-                self._norm_of[name].copy_(norm)
+                self.pending(name).copy_(value)
+                self._norm.measure(name, self._store.waiting_gradient_on_device(name))
                 self.accumulated.add(name)
 
     def discard(self, *, to_zero: bool = False) -> None:

@@ -19,6 +19,7 @@ class BufferKind(StrEnum):
     RETURN = "return"
     """Offloaded activations, loaded for the backward."""
     NORMS = "norms"
+    """Sums of the gradients' squares: see layout/norm.py."""
     # On the host.
     HOME = "home"
     """Weights of a chunk that is streamed or updated on the host."""
@@ -67,5 +68,5 @@ _GROUPS = {
     BufferKind.RETURN: "activations",
     BufferKind.ARENA: "activations",
     BufferKind.LIVE: "activations",
-    BufferKind.NORMS: "other",
+    BufferKind.NORMS: "gradients",
 }

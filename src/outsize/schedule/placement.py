@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outsize.layout.chunks import Chunk, ChunkLayout
+from outsize.layout.norm import norm_parts
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
 from outsize.model.work import SharedTensor, Work
@@ -138,9 +139,8 @@ class Placement:
         buffers.update({(B.STAGE, s): size for s, size in enumerate(self.stages.slot_bytes)})
         for call, slot in self.return_slot.items():
             buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
-        num_trainable = sum(p.trainable for p in self.graph.params)
-        if num_trainable:
-            buffers[B.NORMS, 0] = 8 + 4 * num_trainable
+        if trainable := [p.numel for p in self.graph.params if p.trainable]:
+            buffers[B.NORMS, 0] = sum(norm_parts(trainable))
         if on_gpu := [c.numel for c in self.layout.chunks if c.trainable and not self.updates_on_host(c.index)]:
             buffers[B.SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_gpu))
         return buffers
