@@ -104,7 +104,7 @@ def waits_of(cell: Cell, seed: int | None) -> frozenset[str]:
 
 
 # F forward, B backward, L load weights, S send and P bring back activations, R let go of them, G gradient to the host,
-# Q partial sum to the device, U update, W write updated weights.
+# Q partial sum to the device, E add to it, U update, W write updated weights.
 CLASSES = (
     "B<G",
     "B<L",
@@ -113,6 +113,7 @@ CLASSES = (
     "F<L",
     "F<W",
     "G<B",
+    "G<E",
     "G<U",
     "L<B",
     "L<F",

@@ -53,8 +53,11 @@ class Executor:
         device: Device,
         *,
         update_chunk: Callable[[int, bool], Callable[[], None]],
+        add_gradient: Callable[[int], Callable[[], None]],
     ):
-        """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed."""
+        """`update_chunk(chunk, in_backward)` gives the work of one update, with everything it needs already fixed;
+        `add_gradient(chunk)` that of one addition.
+        """
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.hazards = Hazards()
         self.sees_calls = not place.is_plain or device.finds_races
@@ -63,7 +66,7 @@ class Executor:
         """The call whose forward or backward is open; ALL_CALLS where they are not seen."""
         self.issued: list[str] = []
         """What was issued since the last forward began, as text."""
-        self._update_chunk = update_chunk
+        self._update_chunk, self._add_gradient = update_chunk, add_gradient
         self._events: dict[Token, Event] = {}
         self._segment = Segment("none", ())
         self._next = 0
@@ -362,6 +365,8 @@ class Executor:
                 arena, buffer = store.buffer(touches.reads[0]), store.buffer(touches.writes[0])[: offloaded.num_bytes]
                 offloaded.attach_buffer(buffer)
                 return _copy(buffer, arena[: offloaded.num_bytes])
+            case "add":
+                return self._add_gradient(i)
             case "update":
                 if self.place.updates_on_host(i):
                     store.invalidate(i)

@@ -1,4 +1,4 @@
-"""Takes gradients from autograd as they arrive, adds them up on the device, and keeps their norms.
+"""Takes gradients from autograd as they arrive, adds them up on the device, and keeps the sums of their squares.
 
 After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py), until
 zero_grad(). The squares of each parameter's sum so far are summed at once, on the device (optim/norm.py): chunks, homes
@@ -50,12 +50,20 @@ class Gradients:
         self.broken: str | None = None
         """The call in which a backward broke off: what has accumulated is not the gradient of anything."""
         self._arrival: dict[str, tuple[int | None, Tensor | None]] = {}
-        """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step.
+        """In whose backward the gradient of a parameter comes, and where its sum is: the same bytes in every step.
         A frozen path has neither.
         """
+        self._apart: dict[str, Tensor] = {}
+        """Where gradients arrive that an action adds to the sum of earlier micro-batches."""
+        self._arrived: set[str] = set()
+        """Those of the running backward that are not added yet."""
+        self._has_sums = False
+        """The running backward is not the first of its step."""
         for name in self._names:
             expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
             self._arrival[name] = expected, store.gradient_view(name) if expected is not None else None
+            if expected is not None and (apart := store.arrival_view(name)) is not None:
+                self._apart[name] = apart
         self._early: dict[str, Tensor] = {}
         """Gradients that were complete in the backward of another call of their layer than they land in, and wait for
         that one.
@@ -76,7 +84,7 @@ class Gradients:
 
             def show_sum(param: Tensor) -> None:
                 gradients = me()
-                if gradients is not None and param.grad is not None and name in gradients.accumulated:
+                if gradients is not None and param.grad is not None:
                     gradients._show_sum(name, param.grad)
 
             def take(param: Tensor) -> None:
@@ -99,7 +107,8 @@ class Gradients:
 
     def _show_sum(self, name: str, grad: Tensor) -> None:
         total = self._arrival[name][1]
-        if total is not None:
+        self._add_arrived(name)
+        if total is not None and name in self.accumulated:
             with torch.no_grad():
                 grad.copy_(total.add(grad))
 
@@ -122,13 +131,46 @@ class Gradients:
             self._early[name] = grad
             return
         self.is_applied = False
-        with torch.no_grad():
-            if name in self.accumulated and not is_sum:
-                total.add_(grad)
-            else:
-                total.copy_(grad)
-                self.accumulated.add(name)
+        self._add_arrived(name)  # autograd may bring a gradient in parts
+        is_sum = is_sum and name in self.accumulated
+        if self._has_sums and name in self._apart and not is_sum:
+            with torch.no_grad():
+                self._apart[name].copy_(grad)
+            self._arrived.add(name)
+        else:
+            self._add(name, grad, is_sum=is_sum)
+
+    @torch.no_grad()
+    def _add(self, name: str, grad: Tensor, *, is_sum: bool = False) -> None:
+        total = self._arrival[name][1]
+        assert total is not None
+        if name in self.accumulated and not is_sum:
+            total.add_(grad)
+        else:
+            total.copy_(grad)
+            self.accumulated.add(name)
         self._norm.measure(name, total)
+
+    def add(self, chunk: int) -> Callable[[], None]:
+        """The work that adds a chunk's gradients, where they have arrived, to the sums of earlier micro-batches."""
+        names = [piece.name for piece in self._store.place.chunk(chunk).pieces]
+
+        def work() -> None:
+            for name in names:
+                self._add_arrived(name)
+
+        return work
+
+    def _add_arrived(self, name: str) -> None:
+        if name in self._arrived:
+            self._arrived.remove(name)
+            self._add(name, self._apart[name])
+
+    def begin_backward(self) -> bool:
+        """Returns whether earlier micro-batches have left sums."""
+        self.forget_early()
+        self._has_sums = bool(self.accumulated)
+        return self._has_sums
 
     def _is_earlier_call(self, call: int, expected: int) -> bool:
         """Of the same layer, whose backward comes before that of the call where the gradient completes."""
@@ -149,6 +191,7 @@ class Gradients:
 
     def forget_early(self) -> None:
         self._early.clear()
+        self._arrived.clear()
 
     def _mismatch(self, name: str, expected: int | None, found: str) -> OrderMismatch:
         where = (
@@ -334,3 +377,4 @@ class Gradients:
         for handle in (handle for handles in self._handles.values() for handle in handles):
             handle.remove()
         self._arrival.clear()
+        self._apart.clear()

@@ -173,6 +173,12 @@ class Store:
         index, piece = self.place.layout.place[name]
         return self._view(self.gradient(index), index, piece, dtype=self.gradient_dtype(index))
 
+    def arrival_view(self, name: str) -> Tensor | None:
+        """Where a gradient arrives, if not in its sum."""
+        index, piece = self.place.layout.place[name]
+        slot = self.place.arrivals.get(index)
+        return None if slot is None else self._view(self.gpu[B.ARRIVAL, slot], index, piece)
+
     def waiting_gradient_view(self, name: str) -> Tensor:
         """Where a gradient waits between backward and step: on the host if it is updated there."""
         index, piece = self.place.layout.place[name]

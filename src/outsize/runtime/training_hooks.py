@@ -261,8 +261,7 @@ class TrainingHooks:
                 runtime.gradients.pull_assigned()
             self._device.watching(True)
             runtime.access.begin_pass()
-            runtime.gradients.forget_early()
-            executor.begin_backward(pending=bool(runtime.gradients.accumulated), update=update)
+            executor.begin_backward(pending=runtime.gradients.begin_backward(), update=update)
         elif executor.stage is not Stage.BACKWARD:
             where = runtime.planned.graph.call_name(call) if executor.sees_calls else "the model"
             if forward_id == self._forward_number and not self._has_outputs:

@@ -16,6 +16,8 @@ class BufferKind(StrEnum):
     """Gradient of a chunk, from its backward to the step."""
     STAGE = "stage"
     """Gradients that are copied to the host or applied at once; chunks share it."""
+    ARRIVAL = "arrival"
+    """Gradients of a block call, while the sums that they are added to pass through stages; block calls share it."""
     RETURN = "return"
     """Offloaded activations, loaded for the backward."""
     NORMS = "norms"
@@ -64,6 +66,7 @@ _GROUPS = {
     BufferKind.GRADIENT: "gradients",
     BufferKind.HOST_GRADIENT: "gradients",
     BufferKind.STAGE: "gradients",
+    BufferKind.ARRIVAL: "gradients",
     BufferKind.HOST_STAGE: "gradients",
     BufferKind.RETURN: "activations",
     BufferKind.ARENA: "activations",
