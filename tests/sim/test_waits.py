@@ -34,7 +34,7 @@ PLANS = [
     Cell(kind="plain", strategy="offload", weights="host", optimizer="host", depth=0),
     Cell(kind="plain", strategy="swap", weights="host", optimizer="gpu", depth=0),
     Cell(kind="plain", strategy="swap", weights="host", optimizer="gpu", depth=1, accumulate=3, tied=True),
-    Cell(kind="plain", strategy="keep", weights="gpu", optimizer="host", accumulate=3, clip=True),
+    Cell(kind="bert", strategy="keep", weights="gpu", optimizer="host", accumulate=3, clip=True),
     Cell(
         kind="plain", strategy="recompute", weights="host", optimizer="host", accumulate=3, update="declared", tied=True
     ),
@@ -125,6 +125,7 @@ CLASSES = (
     "R<S",
     "S<F",
     "U<B",
+    "U<E",
     "U<G",
     "U<L",
     "W<U",
