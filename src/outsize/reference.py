@@ -87,12 +87,7 @@ class Optimizer(torch.optim.Optimizer):
             p: self._sums.get(p, p.grad) for g in self.param_groups for p in g["params"] if p.requires_grad
         }
         self._sums.clear()
-        zero = torch.zeros((), dtype=torch.float32)
-        norms = [zero if g is None else torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads.values()]
-        device = next((n.device for n in norms if n is not zero), zero.device)
-        self.grad_norm = torch.linalg.vector_norm(
-            torch.stack([n.to(device) for n in norms] or [zero]), dtype=torch.float64
-        )
+        self.grad_norm = _norm(grads)
         total = self.grad_norm.item()
         if not math.isfinite(total):
             if self.nonfinite == "raise":
@@ -135,6 +130,32 @@ class Optimizer(torch.optim.Optimizer):
                 # Of torch's own optimizer: its bf16 state is fp32 here, exactly, and the weight is its own master.
                 state.update({key: state[key].float() for key in self.state_names})
                 state["lo"] = torch.zeros_like(p, dtype=torch.int16)
+
+
+def _norm(grads: dict[Tensor, Tensor | None]) -> Tensor:
+    """The norm of the gradients: squares in fp32, summed by halving in segments of 4,096 elements of each parameter in
+    the order of its memory; the segments' sums by halving in fp64. A parameter without gradient counts as zeros.
+    """
+    device = next((g.device for g in grads.values() if g is not None), torch.device("cpu"))
+    sums = [torch.zeros(0, dtype=torch.float64, device=device)]
+    for p, g in grads.items():
+        squares = torch.zeros(-(-p.numel() // 4096) * 4096, dtype=torch.float32, device=device)
+        if g is not None:
+            order = sorted(range(p.dim()), key=p.stride, reverse=True)
+            flat = g.permute(order).reshape(-1).float().to(device)
+            squares[: p.numel()] = flat * flat
+        sums.append(_halved(squares.view(-1, 4096)).double())
+    every = torch.cat(sums)
+    padded = torch.zeros(1, 2 ** math.ceil(math.log2(max(1, len(every)))), dtype=torch.float64, device=device)
+    padded[0, : len(every)] = every
+    return torch.tensor(math.sqrt(_halved(padded).item()), dtype=torch.float64, device=device)
+
+
+def _halved(rows: Tensor) -> Tensor:
+    """The sum of each row, whose length is a power of two: of its first and second half, until one element is left."""
+    while rows.shape[1] > 1:
+        rows = rows[:, : rows.shape[1] // 2] + rows[:, rows.shape[1] // 2 :]
+    return rows[:, 0]
 
 
 class AdamW(Optimizer):

@@ -243,6 +243,41 @@ def test_edits_between_micro_batches_are_used(plan: str) -> None:
 
 
 @EVERY_PLAN
+@pytest.mark.parametrize("fp32_grads", [False, True], ids=["bf16 sums", "fp32 sums"])
+@pytest.mark.parametrize("planned", [1, 2, 4])
+def test_three_micro_batches_add_up_under_plans_for_fewer_and_more(plan: str, planned: int, fp32_grads: bool) -> None:
+    """A hook sees the sums, another one drops a gradient once, and a parameter has no gradient in the first one."""
+    spec = outsize.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=cells.MAX_GRAD_NORM, fp32_grads=fp32_grads)
+    plain, model = (zoo.make("llama", dtype=torch.bfloat16) for _ in range(2))
+    reference = foreign_plans.reference(plain, spec)
+    engine = foreign_plans.prepared(model, zoo.batch("llama"), plan, spec=spec, accumulate=planned)
+    norms: dict[nn.Module, list[float]] = {plain: [], model: []}
+    for run, optimizer in ((plain, reference), (model, engine.optimizer)):
+        seen = norms[run]
+        late, dropped = run.model.layers[0].mlp.up_proj.weight, run.model.layers[1].mlp.up_proj.weight
+        if not fp32_grads:  # the reference takes the gradients from `.grad`
+            run.model.norm.weight.register_post_accumulate_grad_hook(
+                lambda p, seen=seen: seen.append(float(p.grad.norm()))
+            )
+        for seed in range(2):
+            for micro in range(3):
+                handles = []
+                if micro == 0 and not fp32_grads:
+                    handles.append(late.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+                if micro == 1 and not fp32_grads:
+                    handles.append(dropped.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+                run(**zoo.batch("llama", seed=10 * seed + micro)).loss.backward()
+                for handle in handles:
+                    handle.remove()
+            optimizer.step()
+            seen.append(float(reference.grad_norm if run is plain else engine.grad_norm))
+            optimizer.zero_grad()
+    assert norms[model] == norms[plain]
+    engine.detach()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@EVERY_PLAN
 def test_sharpness_aware_minimisation(plan: str) -> None:
     """SAM by hand: weights move along the gradient, a second backward, weights move back, step."""
 

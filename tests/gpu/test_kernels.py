@@ -6,8 +6,10 @@ import pytest
 import torch
 from ranges import HYPERS, RULES, Range, adversarial, assert_same, kernels, step, step_rule
 
+from outsize.layout.norm import num_segments
 from outsize.optim.adamw import RULE
 from outsize.optim.native import kernel
+from outsize.optim.norm import GradientNorm, segment_sums
 from outsize.optim.rule import gpu_kernel
 
 pytestmark = pytest.mark.gpu
@@ -159,3 +161,59 @@ def test_a_range_of_more_than_two_billion_elements() -> None:
     for place in (slice(0, 10_000), slice(numel - 10_000, numel)):
         assert_same(card.each(lambda t, place=place: t[place]), ends)
     assert not card.weight[10_000 : numel - 10_000].any()
+
+
+@pytest.mark.parametrize("grad", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 7, 511, 512, 4095, 4096, 4097, 8192, 8193, 12_289, 1_000_003])
+def test_the_sums_of_squares_are_the_same_in_triton_torch_and_c(numel: int, grad: torch.dtype) -> None:
+    tame = (torch.randn(numel + 8) * 0.01).to(grad)
+    for values in (tame, adversarial(numel + 8, weight=FP32, grad=grad, seed=numel).grad):
+        for offset in (0, 1, 8):
+            host = values[offset : offset + numel]
+            card = values.cuda()[offset : offset + numel]
+            by_c = torch.full((num_segments(numel),), -1.0)
+            by_triton, by_torch = torch.full((2, num_segments(numel) + 2), -1.0, device="cuda")
+            scratch = torch.empty(2 * 4096, device="cuda")
+            with kernels("best"):
+                assert kernel() is not None and gpu_kernel() is not None
+                segment_sums(host, by_c, torch.empty(4096))
+                segment_sums(card, by_triton[1:-1], scratch)
+            with kernels("torch"):
+                segment_sums(card, by_torch[1:-1], scratch)
+            torch.testing.assert_close(by_triton, by_torch, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(by_triton[1:-1].cpu(), by_c, rtol=0, atol=0, equal_nan=True)
+            assert by_triton[0] == by_triton[-1] == -1.0, "it wrote beyond the sums"
+
+
+def test_the_norm_on_the_gpu_is_the_one_on_the_host_and_waits_for_nothing() -> None:
+    grads = {str(i): torch.randn(numel).to(dtype) for i, (numel, dtype) in enumerate([(70_001, BF16), (5, FP32)] * 20)}
+    numels = {name: grad.numel() for name, grad in grads.items()}
+    host, card = GradientNorm(numels, None), GradientNorm(numels, torch.empty(2**22, dtype=torch.uint8, device="cuda"))
+    on_card = {name: grad.cuda() for name, grad in grads.items()}
+    with kernels("best"):
+        for name, grad in grads.items():
+            host.measure(name, grad)
+            card.measure(name, on_card[name])
+        expected = host.measure_total(without=["3"])
+        card.measure_total(without=["3"])  # compiled
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for name in grads:
+                card.measure(name, on_card[name])
+            found = card.measure_total(without=["3"])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("grad", [BF16, FP32], ids=str)
+def test_the_compiled_sums_neither_fuse_nor_flush(grad: torch.dtype) -> None:
+    with kernels("best"):
+        triton = gpu_kernel()
+        assert triton is not None
+        made = triton.segment_sums(torch.randn(8192, device="cuda").to(grad), torch.empty(2, device="cuda"))
+    for word in ("fma", ".ftz", ".approx", "mul.f32", "add.f32"):
+        assert word not in made.asm["ptx"], word
+    assert "mul.rn.f32" in made.asm["ptx"] and "ld.global.v4" in made.asm["ptx"]

@@ -34,7 +34,7 @@ PLANS = [
     Cell(kind="plain", strategy="offload", weights="host", optimizer="host", depth=0),
     Cell(kind="plain", strategy="swap", weights="host", optimizer="gpu", depth=0),
     Cell(kind="plain", strategy="swap", weights="host", optimizer="gpu", depth=1, accumulate=3, tied=True),
-    Cell(kind="plain", strategy="keep", weights="gpu", optimizer="host", accumulate=3, clip=True),
+    Cell(kind="bert", strategy="keep", weights="gpu", optimizer="host", accumulate=3, clip=True),
     Cell(
         kind="plain", strategy="recompute", weights="host", optimizer="host", accumulate=3, update="declared", tied=True
     ),
@@ -104,7 +104,7 @@ def waits_of(cell: Cell, seed: int | None) -> frozenset[str]:
 
 
 # F forward, B backward, L load weights, S send and P bring back activations, R let go of them, G gradient to the host,
-# Q partial sum to the device, U update, W write updated weights.
+# Q partial sum to the device, E add to it, U update, W write updated weights.
 CLASSES = (
     "B<G",
     "B<L",
@@ -113,6 +113,7 @@ CLASSES = (
     "F<L",
     "F<W",
     "G<B",
+    "G<E",
     "G<U",
     "L<B",
     "L<F",
@@ -124,6 +125,7 @@ CLASSES = (
     "R<S",
     "S<F",
     "U<B",
+    "U<E",
     "U<G",
     "U<L",
     "W<U",

@@ -32,7 +32,7 @@ const char *made_from(void) { return SOURCE; }
 #define BEST
 #endif
 
-#define PIECE 65536 /* elements; 1.7 MB of traffic */
+#define PIECE 65536 /* elements; 1.7 MB of traffic; whole segments (see SEGMENT) */
 
 static inline float of_bits(uint32_t bits) {
     float value;
@@ -270,3 +270,28 @@ KERNELS(adamw, ADAMW)
 KERNELS(lion, LION)
 KERNELS(sgd, SGD)
 KERNELS(sgd_momentum, SGD_MOMENTUM)
+
+/* Sums of the squares of segments of a gradient, by halving: see norm.py. The tail of the last segment counts as zeros. A piece is whole segments. */
+#define SEGMENT 4096
+#define HALVE(half)                                                                                                        \
+    for (int i = 0; i < half; i++) x[i] += x[i + half];
+
+#define SEGMENT_SUMS(name, type, widen)                                                                                    \
+    BEST static void name##_piece(float *restrict sums, const type *restrict grad, int64_t n) {                            \
+        float x[SEGMENT];                                                                                                  \
+        for (; n > 0; n -= SEGMENT, grad += SEGMENT) {                                                                     \
+            const int64_t filled = n < SEGMENT ? n : SEGMENT;                                                              \
+            for (int64_t i = 0; i < filled; i++) x[i] = widen(grad[i]) * widen(grad[i]);                                   \
+            for (int64_t i = filled; i < SEGMENT; i++) x[i] = 0.0f;                                                        \
+            HALVE(2048) HALVE(1024) HALVE(512) HALVE(256) HALVE(128) HALVE(64)                                             \
+            HALVE(32) HALVE(16) HALVE(8) HALVE(4) HALVE(2) HALVE(1)                                                        \
+            *sums++ = x[0];                                                                                                \
+        }                                                                                                                  \
+    }                                                                                                                      \
+    static void name##_at(const range *a, int64_t at, int64_t n) {                                                         \
+        name##_piece((float *)a->weight + at / SEGMENT, (const type *)a->grad + at, n);                                    \
+    }                                                                                                                      \
+    ENTRY(name)
+
+SEGMENT_SUMS(segment_sums_bf16, uint16_t, of_bf16)
+SEGMENT_SUMS(segment_sums_fp32, float, of_fp32)

@@ -1,5 +1,5 @@
-"""The C kernels of optimizer updates in host memory: compiled with the package, else when first used and kept in the
-cache folder.
+"""The C kernels of optimizer updates and of the gradient norm: compiled with the package, else when first used and kept
+in the cache folder.
 
 Without a compiler there is none, which is logged once; `rule.py` then does the same in torch, to the same bits and
 several times slower. OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
@@ -36,15 +36,23 @@ _Numbers = ctypes.c_float * 9
 class Kernel:
     def __init__(self, library: ctypes.CDLL):
         self._library = library
-        self._functions: dict[tuple[str, str, str], Any] = {}
+        self._functions: dict[str, Any] = {}
         self._function("adamw_split_bf16")  # AttributeError if the library is of another source
 
     def _function(self, name: str) -> Any:
-        function = getattr(self._library, name)
-        pointers = [ctypes.c_void_p] * 5
-        function.argtypes = [*pointers, ctypes.c_int64, _Numbers, ctypes.c_int]
-        function.restype = ctypes.c_int
+        if (function := self._functions.get(name)) is None:
+            function = self._functions[name] = getattr(self._library, name)
+            function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, _Numbers, ctypes.c_int]
+            function.restype = ctypes.c_int
         return function
+
+    def _call(
+        self, name: str, tensors: Sequence[Tensor | None], grad: Tensor, numbers: tuple[float, ...], threads: int | None
+    ) -> None:
+        function = self._function(f"{name}_{'bf16' if grad.dtype == torch.bfloat16 else 'fp32'}")
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in (*tensors, grad)]
+        if function(*pointers, grad.numel(), _Numbers(*numbers), threads or _num_threads()) != 0:
+            raise MemoryError("no memory for a kernel on the host")
 
     def update(
         self,
@@ -58,13 +66,12 @@ class Kernel:
         threads: int | None = None,
     ) -> None:
         """As `rule.update`, on CPU tensors. The last of the numbers is the clipping factor."""
-        master, dtype = "whole" if lo is None else "split", "bf16" if grad.dtype == torch.bfloat16 else "fp32"
-        if (function := self._functions.get((rule, master, dtype))) is None:
-            function = self._functions[rule, master, dtype] = self._function(f"{rule}_{master}_{dtype}")
-        tensors = (weight, lo, *state, *(None,) * (2 - len(state)), grad)
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if function(*pointers, weight.numel(), _Numbers(*numbers), threads or _num_threads()) != 0:
-            raise MemoryError("no memory for an update on the host")
+        tensors = (weight, lo, *state, *(None,) * (2 - len(state)))
+        self._call(f"{rule}_{'whole' if lo is None else 'split'}", tensors, grad, numbers, threads)
+
+    def segment_sums(self, grad: Tensor, sums: Tensor, *, threads: int | None = None) -> None:
+        """As `norm.segment_sums`, on CPU tensors."""
+        self._call("segment_sums", (sums, None, None, None), grad, (), threads)
 
 
 def torch_is_asked_for() -> bool:

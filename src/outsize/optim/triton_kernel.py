@@ -1,5 +1,5 @@
-"""Optimizer updates of a flat range in GPU memory, one pass in Triton. With AdamW 26 bytes a parameter move once
-(28 with fp32 gradients).
+"""Optimizer updates and the norm of a flat range in GPU memory, one pass each in Triton. With AdamW 26 bytes a
+parameter move once (28 with fp32 gradients).
 
 Imported only where it is used: a CPU machine has no triton. Its operations are those of native.c, to
 the bit. What makes it so, as read in the PTX that Triton 3.6 makes: `enable_fp_fusion=False` keeps LLVM from
@@ -140,7 +140,85 @@ def update(
         )  # fmt: skip
 
 
+# The norm: see norm.py. A program sums SEGMENTS segments. The first three halvings add loads of PART elements, without
+# an exchange between threads.
+SEGMENT = 4096
+PART = SEGMENT // 8
+SEGMENTS = 2
+NORM_WARPS = 4
+
+
+@triton.jit
+def _square(grad, mask):
+    if mask is None:
+        g = tl.load(grad)
+    else:
+        g = tl.load(grad, mask, other=0.0)
+    if g.dtype == tl.bfloat16:
+        g = (g.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return g * g
+
+
+@triton.jit
+def _halve(s, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Of [ROWS, 2 * HALF]: the sum of the left and the right half."""
+    left, right = tl.split(tl.permute(tl.reshape(s, (ROWS, 2, HALF)), (0, 2, 1)))
+    return left + right
+
+
+@triton.jit
+def _sum_segments(s0, s1, s2, s3, s4, s5, s6, s7, ROWS: tl.constexpr):
+    """Of the eighths of ROWS segments, [ROWS, 512] each."""
+    s0, s1, s2, s3 = s0 + s4, s1 + s5, s2 + s6, s3 + s7
+    s0, s1 = s0 + s2, s1 + s3
+    s = s0 + s1
+    s = _halve(s, ROWS, 256)
+    s = _halve(s, ROWS, 128)
+    s = _halve(s, ROWS, 64)
+    s = _halve(s, ROWS, 32)
+    s = _halve(s, ROWS, 16)
+    s = _halve(s, ROWS, 8)
+    s = _halve(s, ROWS, 4)
+    s = _halve(s, ROWS, 2)
+    s = _halve(s, ROWS, 1)
+    return tl.reshape(s, (ROWS,))
+
+
+@triton.jit(do_not_specialize=["sums", "n"])
+def _segment_sums(grad, sums, n: tl.int64, ROWS: tl.constexpr, PART: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * (8 * PART) + tl.arange(0, PART)[None, :]
+    start = first * (8 * PART)
+    g = grad + start + at
+    if start + ROWS * 8 * PART <= n:
+        s = _sum_segments(
+            _square(g, None), _square(g + PART, None), _square(g + 2 * PART, None), _square(g + 3 * PART, None),
+            _square(g + 4 * PART, None), _square(g + 5 * PART, None), _square(g + 6 * PART, None),
+            _square(g + 7 * PART, None), ROWS,
+        )  # fmt: skip
+        tl.store(sums + first + row, s)
+    else:
+        left = n - start
+        s = _sum_segments(
+            _square(g, at < left), _square(g + PART, at + PART < left), _square(g + 2 * PART, at + 2 * PART < left),
+            _square(g + 3 * PART, at + 3 * PART < left), _square(g + 4 * PART, at + 4 * PART < left),
+            _square(g + 5 * PART, at + 5 * PART < left), _square(g + 6 * PART, at + 6 * PART < left),
+            _square(g + 7 * PART, at + 7 * PART < left), ROWS,
+        )  # fmt: skip
+        tl.store(sums + first + row, s, row * (8 * PART) < left)
+
+
+def segment_sums(grad: Tensor, sums: Tensor) -> Any:
+    """As `norm.segment_sums`, on the current stream. Allocates nothing and waits for nothing; returns the kernel."""
+    with torch.cuda.device_of(grad):
+        return _segment_sums[(triton.cdiv(sums.numel(), SEGMENTS),)](
+            grad, sums, grad.numel(), ROWS=SEGMENTS, PART=PART, num_warps=NORM_WARPS, enable_fp_fusion=False
+        )
+
+
 def prove() -> None:
     """Raises where Triton cannot compile or load a kernel: no C compiler, an unknown GPU. Touches no memory."""
     nothing = torch.empty(0, device="cuda")
+    segment_sums(nothing, nothing)
     update("adamw", nothing, None, (nothing, nothing), nothing, (1.0,) * _MOST_NUMBERS, 1.0)

@@ -206,7 +206,7 @@ class SearchSpace:
             )
             gpu, host = place.parts(place.gpu), place.parts(place.host)
             self._states[key] = (
-                sum(gpu.get(kind, 0) for kind in ("state", "gradient", "stage", "scratch")),
+                sum(gpu.get(kind, 0) for kind in ("state", "gradient", "stage", "arrival", "scratch")),
                 sum(size for kind, size in host.items() if kind not in ("home", "arena")),
             )
         return self._states[key]

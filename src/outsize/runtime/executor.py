@@ -42,15 +42,18 @@ class Executor:
         device: Device,
         *,
         update_chunk: Callable[[int, bool], Callable[[], None]],
+        add_gradient: Callable[[int], Callable[[], None]],
     ):
-        """`update_chunk(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed."""
+        """`update_chunk(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed;
+        `add_gradient(chunk)` that of one addition to a gradient sum.
+        """
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.sees_calls = not place.is_plain or device.finds_races
         self.current_call: int | None = None
         """The call whose forward or backward is open; ALL_CALLS where they are not seen."""
         self.issued: list[str] = []
         """The actions issued since the last forward began, as text."""
-        self._update_chunk = update_chunk
+        self._update_chunk, self._add_gradient = update_chunk, add_gradient
         self._kind = Kind.FORWARD
         """Of the block calls that the current pass runs: FORWARD or BACKWARD."""
         self._segment = Segment("none", ())
@@ -253,6 +256,8 @@ class Executor:
                 arena, buffer = store.buffer(touches.reads[0]), store.buffer(touches.writes[0])[: offloaded.num_bytes]
                 offloaded.attach_buffer(buffer)
                 return _copy(buffer, arena[: offloaded.num_bytes])
+            case "add":
+                return self._add_gradient(i)
             case "update":
                 if self.place.updates_on_host(i):
                     store.invalidate(i)

@@ -1,9 +1,8 @@
-"""Takes gradients from autograd as they arrive, adds them up on the device, and keeps their norms.
+"""Takes gradients from autograd as they arrive, adds them up on the device, and keeps the sums of their squares.
 
 After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py), until
-zero_grad(). The norm of each parameter's sum so far is taken at once, on the device, by one fixed reduction over a
-256-byte aligned range, and kept in one vector in the order of the optimizer's parameters: chunks, homes and the order
-of arrival do not enter its bits.
+zero_grad(). The squares of each parameter's sum so far are summed at once, on the device (optim/norm.py): chunks, homes
+and the order of arrival do not enter the bits of the norm.
 """
 
 import weakref
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch
 from outsize.compat import without_torch_function
+from outsize.optim.norm import GradientNorm, not_finite
 from outsize.runtime.executor import ALL_CALLS
 from outsize.runtime.store import Store
 from outsize.schedule.buffers import BufferKind as B
@@ -25,10 +25,9 @@ class Gradients:
         """`trainable`: names in the optimizer's order. `current_call`: whose backward runs."""
         self._store, self._names = store, list(trainable)
         self._current_call = current_call
-        buffer = store.gpu.get((B.NORMS, 0))
-        self.total = buffer[:8].view(torch.float64)[0] if buffer is not None else torch.zeros((), dtype=torch.float64)
-        self._norms = buffer[8:].view(torch.float32) if buffer is not None else torch.zeros(0)
-        self._norm_of = {name: self._norms[i] for i, name in enumerate(self._names)}
+        param = store.place.graph.param
+        self._norm = GradientNorm({name: param[name].numel for name in trainable}, store.gpu.get((B.NORMS, 0)))
+        self.total = self._norm.total
         self.accumulated: set[str] = set()
         """Parameters whose gradient is in its buffer: it waits for a step, or was applied by one and not
         cleared since.
@@ -49,12 +48,20 @@ class Gradients:
         either reach the other.
         """
         self._arrival: dict[str, tuple[int | None, Tensor | None]] = {}
-        """In whose backward the gradient of a parameter comes, and where it is added up: the same bytes in every step.
+        """In whose backward the gradient of a parameter comes, and where its sum is: the same bytes in every step.
         A frozen path has neither.
         """
+        self._apart: dict[str, Tensor] = {}
+        """Where gradients arrive that an action adds to the sum of earlier micro-batches."""
+        self._arrived: set[str] = set()
+        """Those of the running backward that are not added yet."""
+        self._has_sums = False
+        """The running backward is not the first of its step."""
         for name in self._names:
             expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
             self._arrival[name] = expected, store.gradient_view(name) if expected is not None else None
+            if expected is not None and (apart := store.arrival_view(name)) is not None:
+                self._apart[name] = apart
         self._early: dict[str, Tensor] = {}
         """Gradients that were complete in the backward of another call of their layer than they land in, and wait for
         that one.
@@ -75,7 +82,7 @@ class Gradients:
 
             def show_sum(param: Tensor) -> None:
                 gradients = me()
-                if gradients is not None and param.grad is not None and name in gradients.accumulated:
+                if gradients is not None and param.grad is not None:
                     gradients._show_sum(name, param.grad)
 
             def take(param: Tensor) -> None:
@@ -98,7 +105,8 @@ class Gradients:
 
     def _show_sum(self, name: str, grad: Tensor) -> None:
         total = self._arrival[name][1]
-        if total is not None:
+        self._add_arrived(name)
+        if total is not None and name in self.accumulated:
             with torch.no_grad():
                 grad.copy_(total.add(grad))
 
@@ -121,13 +129,46 @@ class Gradients:
             self._early[name] = grad
             return
         self.is_applied = False
-        with torch.no_grad():
-            if name in self.accumulated and not is_sum:
-                total.add_(grad)
-            else:
-                total.copy_(grad)
-                self.accumulated.add(name)
-            torch.linalg.vector_norm(total, dtype=torch.float32, out=self._norm_of[name])
+        self._add_arrived(name)  # autograd may bring a gradient in parts
+        is_sum = is_sum and name in self.accumulated
+        if self._has_sums and name in self._apart and not is_sum:
+            with torch.no_grad():
+                self._apart[name].copy_(grad)
+            self._arrived.add(name)
+        else:
+            self._add(name, grad, is_sum=is_sum)
+
+    @torch.no_grad()
+    def _add(self, name: str, grad: Tensor, *, is_sum: bool = False) -> None:
+        total = self._arrival[name][1]
+        assert total is not None
+        if name in self.accumulated and not is_sum:
+            total.add_(grad)
+        else:
+            total.copy_(grad)
+            self.accumulated.add(name)
+        self._norm.measure(name, total)
+
+    def add(self, chunk: int) -> Callable[[], None]:
+        """The work that adds a chunk's gradients, where they have arrived, to the sums of earlier micro-batches."""
+        names = [piece.name for piece in self._store.place.chunk(chunk).pieces]
+
+        def work() -> None:
+            for name in names:
+                self._add_arrived(name)
+
+        return work
+
+    def _add_arrived(self, name: str) -> None:
+        if name in self._arrived:
+            self._arrived.remove(name)
+            self._add(name, self._apart[name])
+
+    def begin_backward(self) -> bool:
+        """Returns whether earlier micro-batches have left sums."""
+        self.forget_early()
+        self._has_sums = bool(self.accumulated)
+        return self._has_sums
 
     def _is_earlier_call(self, call: int, expected: int) -> bool:
         """Of the same layer, whose backward comes before that of the call where the gradient completes."""
@@ -148,6 +189,7 @@ class Gradients:
 
     def forget_early(self) -> None:
         self._early.clear()
+        self._arrived.clear()
 
     def _mismatch(self, name: str, expected: int | None, found: str) -> OrderMismatch:
         where = (
@@ -285,27 +327,18 @@ class Gradients:
     def norm(self) -> Tensor:
         """The global norm of what has accumulated: a float64 scalar on the device, overwritten by the next call."""
         self.pull_assigned()
-        with torch.no_grad():
-            for name in sorted(self._handed_out & self.accumulated):
-                torch.linalg.vector_norm(self._store.gradient(name), dtype=torch.float32, out=self._norm_of[name])
-            for name in self._names:
-                if name not in self.accumulated:
-                    self._norm_of[name].zero_()
-            torch.linalg.vector_norm(self._norms, dtype=torch.float64, out=self.total)
-        return self.total
+        for name in sorted(self._handed_out & self.accumulated):
+            self._norm.measure(name, self._store.gradient(name))
+        return self._norm.measure_total(without=[name for name in self._names if name not in self.accumulated])
 
     def not_finite(self) -> Callable[[], list[str]]:
         """Which of the gradients that have accumulated are not finite, once somebody asks: until then nothing is waited
         for.
         """
         # Nothing here refers to `self`: whoever keeps the question would keep device memory.
-        norms, names, accumulated = self._store.device.fetch(self._norms), self._names, frozenset(self.accumulated)
-
-        def ask() -> list[str]:
-            finite = torch.isfinite(norms()).tolist()
-            return [name for name, fine in zip(names, finite, strict=True) if name in accumulated and not fine]
-
-        return ask
+        sums, slices = self._store.device.fetch(self._norm.sums), self._norm.slices
+        accumulated = frozenset(self.accumulated)
+        return lambda: [name for name in not_finite(sums(), slices) if name in accumulated]
 
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
@@ -325,8 +358,7 @@ class Gradients:
         with torch.no_grad():
             for name, value in pending.items():
                 self._store.gradient_ranges(name).copy_(value)
-                norm = torch.linalg.vector_norm(value, dtype=torch.float32)
-                self._norm_of[name].copy_(norm)
+                self._norm.measure(name, self._store.gradient(name))
                 self.accumulated.add(name)
 
     def discard(self, *, to_zero: bool = False) -> None:
@@ -345,5 +377,5 @@ class Gradients:
         for handle in (handle for handles in self._handles.values() for handle in handles):
             handle.remove()
         self._arrival.clear()
-        self._norm_of.clear()
-        self._norms = self.total = torch.zeros(0)
+        self._apart.clear()
+        del self._norm, self.total

@@ -88,8 +88,16 @@ class PlanRuntime:
         self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
         # No closure here refers to `self`, so that device memory is freed with the last reference, not by the garbage
         # collector.
+        me = weakref.ref(self)
+
+        def add_gradient(chunk: int) -> Callable[[], None]:
+            runtime = me()
+            assert runtime is not None
+            return runtime.gradients.add(chunk)
+
+        schedule = compile_schedule(self.place)
         executor = self.executor = Executor(
-            self.place, compile_schedule(self.place), self.store, device, update_chunk=update_chunk
+            self.place, schedule, self.store, device, update_chunk=update_chunk, add_gradient=add_gradient
         )
         self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_call)
         self.access = ParameterAccess(

@@ -188,6 +188,11 @@ class Store:
         """Where backward writes a parameter's gradient, on the device."""
         return self._ranges(self.place.gradient_buffer(self.chunk_of(name)), name).whole()
 
+    def arrival_view(self, name: str) -> Tensor | None:
+        """Where a gradient arrives, if not in its sum."""
+        slot = self.place.arrivals.get(self.chunk_of(name))
+        return None if slot is None else self._ranges((B.ARRIVAL, slot), name).whole()
+
     def gradient_ranges(self, name: str, *, on_device: bool = False) -> Ranges:
         """The memory of a gradient between backward and step: on the host if it is updated there."""
         index, place = self.chunk_of(name), self.place

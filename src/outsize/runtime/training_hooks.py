@@ -267,9 +267,8 @@ class TrainingHooks:
                 gradients.pull_assigned()
             self._device.watching(True)
             runtime.access.begin_pass()
-            gradients.forget_early()
             state.begin_backward()
-            executor.begin_backward(pending=bool(gradients.accumulated), update=update)
+            executor.begin_backward(pending=gradients.begin_backward(), update=update)
         elif state.pass_state is not EngineState.BACKWARD:
             where = runtime.planned.graph.call_name(call) if executor.sees_calls else "the model"
             if forward_id == state.forward_id and not self._has_outputs:

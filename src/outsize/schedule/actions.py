@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from outsize.base.errors import PlanInvalid
 from outsize.hardware.lanes import Lane, copy_seconds, update_seconds
 from outsize.hardware.spec import HardwareSpec
+from outsize.layout.optimizer import ADAMW
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
@@ -27,6 +28,7 @@ class Kind(StrEnum):
     RESTORE = "P"
     LOAD_GRADIENT = "Q"
     BACKWARD = "B"
+    ADD = "E"
     STORE_GRADIENT = "G"
     UPDATE = "U"
     WRITE_BACK = "W"
@@ -47,7 +49,7 @@ class Effect(NamedTuple):
     writes: tuple[Buffer, ...]
 
 
-Work = Literal["model", "copy", "offload", "free", "restore", "update"]
+Work = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
 """How the runtime performs an action. `model`: the model's own code runs it. `copy`: the first buffer read is copied to
 the first one written."""
 
@@ -90,6 +92,9 @@ def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: L
             return work.forward_seconds if kind == Kind.FORWARD else work.backward_seconds
         case "free":
             return 0.0
+        case "add":  # reads both, writes the sum, and reads it again for the norm
+            moved = place.chunk(i).nbytes + 3 * _gradient_bytes(place, i)
+            return update_seconds(spec, lane, moved // ADAMW.traffic_bytes, 1.0)
         case "update":
             return update_seconds(spec, lane, place.chunk(i).numel, place.step_config.optimizer.traffic)
         case "copy" | "offload" | "restore":
@@ -130,9 +135,16 @@ def _forward(place: Placement, call: int, _: bool) -> Effect:
 
 def _backward(place: Placement, call: int, _: bool) -> Effect:
     returned = ((B.RETURN, place.return_slot[call]),) if call in place.return_slot else ()
-    gradients = tuple(place.gradient_buffer(chunk) for chunk in place.grads_completed_by.get(call, ()))
+    completed = place.grads_completed_by.get(call, ())
+    # The sums too where gradients arrive apart from them: the first micro-batch, and users' hooks, write them.
+    gradients = tuple(place.gradient_buffer(chunk) for chunk in completed)
+    arrivals = tuple((B.ARRIVAL, place.arrivals[chunk]) for chunk in completed if chunk in place.arrivals)
     norms = ((B.NORMS, 0),) if gradients else ()
-    return Effect("compute", (*_weights_of(place, call), *returned), (*gradients, *norms))
+    return Effect("compute", (*_weights_of(place, call), *returned), (*gradients, *arrivals, *norms))
+
+
+def _add(place: Placement, chunk: int, _: bool) -> Effect:
+    return Effect("compute", ((B.ARRIVAL, place.arrivals[chunk]),), (place.gradient_buffer(chunk), (B.NORMS, 0)))
 
 
 def _update(place: Placement, chunk: int, update_in_backward: bool) -> Effect:
@@ -172,6 +184,7 @@ TYPES: dict[Kind, ActionType] = {
         Placement.gradient_bytes,
     ),
     Kind.BACKWARD: ActionType("backward of", "call", "model", "backward", _backward, _no_bytes),
+    Kind.ADD: ActionType("add the gradient of", "chunk", "add", "gradients", _add, _gradient_bytes),
     Kind.STORE_GRADIENT: ActionType(
         "store the gradient of", "chunk", "copy", "gradients",
         lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
@@ -183,4 +196,5 @@ TYPES: dict[Kind, ActionType] = {
     ),
 }  # fmt: skip
 """UPDATE runs where the optimizer state lives. WRITE_BACK copies to the GPU (resident weights, updated on the host) or
-to the host (streamed weights, updated on the GPU). FREE waits for OFFLOAD, then frees the GPU memory."""
+to the host (streamed weights, updated on the GPU). ADD adds a gradient to the sum over earlier micro-batches, between
+LOAD_GRADIENT and STORE_GRADIENT. FREE waits for OFFLOAD, then frees the GPU memory."""

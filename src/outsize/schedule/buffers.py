@@ -16,9 +16,12 @@ class BufferKind(StrEnum):
     """Gradient of a chunk, from its backward to the step."""
     STAGE = "stage"
     """Gradients that are copied to the host or applied at once; chunks share it."""
+    ARRIVAL = "arrival"
+    """Gradients of a block call, while the sums that they are added to pass through stages; block calls share it."""
     RETURN = "return"
     """Offloaded activations, loaded for the backward."""
     NORMS = "norms"
+    """Sums of the gradients' squares: see layout/norm.py."""
     # On the host.
     HOME = "home"
     """Weights of a chunk that is streamed or updated on the host."""
@@ -63,9 +66,10 @@ _GROUPS = {
     BufferKind.GRADIENT: "gradients",
     BufferKind.HOST_GRADIENT: "gradients",
     BufferKind.STAGE: "gradients",
+    BufferKind.ARRIVAL: "gradients",
     BufferKind.HOST_STAGE: "gradients",
     BufferKind.RETURN: "activations",
     BufferKind.ARENA: "activations",
     BufferKind.LIVE: "activations",
-    BufferKind.NORMS: "other",
+    BufferKind.NORMS: "gradients",
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outsize.layout.chunks import Chunk, ChunkLayout
+from outsize.layout.norm import norm_parts
 from outsize.layout.slots import SlotMap, assign_slots
 from outsize.model.graph import BlockGraph
 from outsize.model.work import SharedTensor, Work
@@ -113,6 +114,19 @@ class Placement:
         return assign_slots(self.layout, [c for c in self.grad_complete_at if self.is_staged(c)], STAGE_DEPTH, sizes)
 
     @cached_property
+    def arrivals(self) -> dict[int, int]:
+        """Chunk to the slot where its gradient arrives if earlier micro-batches have left a sum on the host. All other
+        gradients arrive in their sum. Only the compute lane uses these slots, so that block calls share them.
+        """
+        if self.step_config.accumulate == 1:
+            return {}
+        slot_of = {}
+        for chunks in self.grads_completed_by.values():
+            on_host = sorted(filter(self.updates_on_host, chunks), key=lambda c: -self.chunk(c).nbytes)
+            slot_of.update({chunk: slot for slot, chunk in enumerate(on_host)})
+        return slot_of
+
+    @cached_property
     def updated_after_backward(self) -> frozenset[int]:
         """Chunks whose update a backward with updates defers until the last gradient has arrived on the host. See
         [Note: Which update comes when].
@@ -154,11 +168,12 @@ class Placement:
                     buffers[B.GRADIENT, i] = self.gradient_bytes(i)
         buffers.update({(B.SLOT, s): size for s, size in enumerate(self.slots.slot_bytes)})
         buffers.update({(B.STAGE, s): size for s, size in enumerate(self.stages.slot_bytes)})
+        for index, slot in self.arrivals.items():
+            buffers[B.ARRIVAL, slot] = max(buffers.get((B.ARRIVAL, slot), 0), self.chunk(index).nbytes)
         for call, slot in self.return_slot.items():
             buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
-        num_trainable = sum(p.trainable for p in self.graph.params)
-        if num_trainable:
-            buffers[B.NORMS, 0] = 8 + 4 * num_trainable
+        if trainable := [p.numel for p in self.graph.params if p.trainable]:
+            buffers[B.NORMS, 0] = sum(norm_parts(trainable))
         if on_gpu := [c.numel for c in self.layout.chunks if c.trainable and not self.updates_on_host(c.index)]:
             buffers[B.SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_gpu))
         return buffers
@@ -211,7 +226,7 @@ class Placement:
         return (B.HOME if self.has_host_weights(index) else B.WEIGHTS, index)
 
     def gradient_buffer(self, index: int) -> Buffer:
-        """The buffer on the device that backward writes the gradient to."""
+        """The buffer on the device with the sum of a gradient over the micro-batches so far."""
         return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)
 
     def host_gradient_buffer(self, index: int) -> Buffer:

@@ -178,6 +178,8 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
     for position, call in enumerate(calls):
         actions.append(Action(Kind.BACKWARD, call))
         for chunk in place.grads_completed_by.get(call, ()):
+            if pending and chunk in place.arrivals:
+                actions.append(Action(Kind.ADD, chunk))
             if place.is_staged(chunk) and place.updates_on_host(chunk):
                 actions.append(Action(Kind.STORE_GRADIENT, chunk))
                 if chunk in next_summed:

@@ -86,7 +86,8 @@ def test_every_action_has_words() -> None:
     homes = ["host/gpu", "gpu/host", "host/host", "gpu/gpu", "host/host"]
     place = case.place(case.decide(homes, "offload", depth=1))
     words = {span.name: describe(place, span.name) for span in walk_step(place, case.spec, held_bytes=0).spans}
-    assert {name[0] for name in words} == set("LFSRPQBGUW")
+    assert {name[0] for name in words} == set("LFSRPQBEGUW")
     assert words["F1"] == "forward of model.layers.0"
     assert words["U2"] == "update model.layers.1 (chunk 2, 8.00 KiB)"
+    assert words["E2"] == "add the gradient of model.layers.1 (chunk 2, 8.00 KiB)"
     assert words["S1"] == "offload the activations of model.layers.0 (2.00 KiB)"

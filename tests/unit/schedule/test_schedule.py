@@ -194,6 +194,20 @@ def test_actions_touch_only_buffers_that_the_placement_allocates() -> None:
                 assert not unknown, f"{action} touches {unknown}"
 
 
+def test_gradients_arrive_apart_from_sums_that_wait_on_the_host_and_are_added() -> None:
+    homes = ["gpu/gpu", "gpu/host", "host/host", "host/gpu"]
+    once, thrice = (
+        case.place(case.decide(homes, depth=0))
+        for case in (make_case(2, step_config=StepConfig(accumulate=n)) for n in (1, 3))
+    )
+    schedule = compile_schedule(thrice)
+    assert " ".join(map(str, schedule["backward first"])) == "B3 L2 B2 G2 B1 G1 B0"
+    assert " ".join(map(str, schedule["backward again"])) == "Q2 Q1 B3 L2 B2 E2 G2 B1 E1 G1 B0"
+    arrival = max(thrice.chunk(i).nbytes for i in (1, 2))
+    assert thrice.parts(thrice.gpu)["arrival"] == arrival == thrice.gpu_bytes - once.gpu_bytes
+    assert "E" not in str(compile_schedule(once)), "a plan for one micro-batch adds further gradients as they arrive"
+
+
 def test_a_step_of_three_micro_batches_adds_up_what_is_pending() -> None:
     case = make_case(2, step_config=StepConfig(accumulate=3))
     schedule = compile_schedule(case.place(case.decide("gpu/host")))
