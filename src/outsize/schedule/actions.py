@@ -93,7 +93,7 @@ def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: L
         case "free":
             return 0.0
         case "add":  # reads both, writes the sum, and reads it again for the norm
-            moved = place.chunk(i).nbytes + 3 * _gradient_bytes(place, i)
+            moved = place.chunk(i).nbytes + 3 * place.gradient_bytes(i)
             return update_seconds(spec, lane, moved // ADAMW.traffic_bytes, 1.0)
         case "update":
             return update_seconds(spec, lane, place.chunk(i).numel, place.step_config.optimizer.traffic)
@@ -184,7 +184,7 @@ TYPES: dict[Kind, ActionType] = {
         Placement.gradient_bytes,
     ),
     Kind.BACKWARD: ActionType("backward of", "call", "model", "backward", _backward, _no_bytes),
-    Kind.ADD: ActionType("add the gradient of", "chunk", "add", "gradients", _add, _gradient_bytes),
+    Kind.ADD: ActionType("add the gradient of", "chunk", "add", "gradients", _add, Placement.gradient_bytes),
     Kind.STORE_GRADIENT: ActionType(
         "store the gradient of", "chunk", "copy", "gradients",
         lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
