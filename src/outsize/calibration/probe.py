@@ -29,13 +29,13 @@ from outsize.hardware.host import container_limit, free_host_bytes
 from outsize.hardware.lanes import Lane
 from outsize.hardware.machine import Machine
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
-from outsize.layout.optimizer import ADAMW
-from outsize.optim.adamw import RULE
+from outsize.optim.names import default_spec
 from outsize.optim.rule import Scratch, update
 from outsize.progress import counted
 
 MiB = 2**20
-HYPER = RULE.numbers(dict(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), 1000)
+RULE = default_spec().rule
+NUMBERS = RULE.numbers(default_spec(lr=1e-6).defaults, 1000)
 STATE_BYTES = 14
 """Per updated parameter: weight and its low bits, two moments, gradient."""
 TRAFFIC_BYTES = 26
@@ -168,8 +168,8 @@ class Prober:
     def host_updates(self) -> None:
         # At most a quarter of the free memory: a probe must not push other processes out.
         numel = min(self._sizes.state_numel, 2 ** int(math.log2(max(2**20, free_host_bytes() / 4 / STATE_BYTES))))
-        state = _adam_state(numel, partial(self._device.host_empty, pinned=False))
-        scratch = Scratch(torch.empty(ADAMW.scratch_bytes(2**18), dtype=torch.uint8))
+        state = _training_state(numel, partial(self._device.host_empty, pinned=False))
+        scratch = Scratch(torch.empty(RULE.layout.scratch_bytes(2**18), dtype=torch.uint8))
         self._update = _Load("host", numel, lambda: _update(state, scratch))
         rate = self._rate(self._update)
         self.found["host_adam_params_per_second"] = rate
@@ -265,8 +265,8 @@ class Prober:
 
     def gpu_updates(self) -> None:
         numel = self._sizes.state_numel
-        state = _adam_state(numel, self._device.empty)
-        scratch = Scratch(self._device.empty(ADAMW.scratch_bytes(2**20)))
+        state = _training_state(numel, self._device.empty)
+        scratch = Scratch(self._device.empty(RULE.layout.scratch_bytes(2**20)))
         load = _Load("compute", numel, lambda: _update(state, scratch))
         self.found["gpu_adam_params_per_second"] = self._rate(load)
 
@@ -332,10 +332,10 @@ class Prober:
 
 def _update(state: list[Tensor], scratch: Scratch) -> None:
     weight, lo, m, v, grad = state
-    update(RULE, weight, lo, (m, v), grad, numbers=HYPER, clip=1.0, scratch=scratch)
+    update(RULE, weight, lo, (m, v), grad, numbers=NUMBERS, clip=1.0, scratch=scratch)
 
 
-def _adam_state(numel: int, empty: Callable[[int], Tensor]) -> list[Tensor]:
+def _training_state(numel: int, empty: Callable[[int], Tensor]) -> list[Tensor]:
     """weight, lo, m, v, gradient. No denormals: they are slow on a CPU and rare in training."""
     dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
     weight, lo, m, v, grad = (empty(numel * dtype.itemsize).view(dtype) for dtype in dtypes)

@@ -67,7 +67,7 @@ def bench(
     from outsize.hardware.host import peak_rss_bytes
     from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
     from outsize.model.build import load_config
-    from outsize.optim.adamw import AdamW
+    from outsize.optim.names import default_spec
     from outsize.run.bench import Clock, time_steps, training_step
     from outsize.run.quiet import quiet
     from outsize.run.random_weights import random_model, random_text
@@ -95,7 +95,7 @@ def bench(
     engine = prepare(
         built,
         batches[0],
-        optimizer=AdamW(lr=1e-5, update="in_backward" if in_backward else "after_step", max_grad_norm=clip),
+        optimizer=default_spec(lr=1e-5, update="in_backward" if in_backward else "after_step", max_grad_norm=clip),
         gpu_memory=gpu_memory,
         host_memory=host_memory,
         device=chosen,

@@ -89,10 +89,10 @@ def planning(command: Callable[..., None]) -> Callable[..., None]:
         def forecast(hardware: str) -> "Forecast":
             from outsize.forecast.forecast import ForecastRequest
             from outsize.forecast.forecast import forecast as make
-            from outsize.optim.adamw import AdamW
+            from outsize.optim.names import default_spec
 
             settings = {name: given[name] for name in shared if name not in ("model", "hardware", "update")}
-            request = ForecastRequest(hardware=hardware, optimizer=AdamW(update=mode), **settings)
+            request = ForecastRequest(hardware=hardware, optimizer=default_spec(update=mode), **settings)
             return make(given["model"], request)
 
         command(forecast=forecast, **{name: given[name] for name in own})

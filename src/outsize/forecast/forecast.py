@@ -23,7 +23,7 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.graph import BlockGraph
-from outsize.optim.adamw import AdamW
+from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.planner.explain import Explanation, Problem, explain, what_if
 from outsize.profile.scale import scaled
@@ -165,7 +165,7 @@ def plan(
         gpu_memory=gpu_memory,
         host_memory=host_memory,
         accumulate=accumulate,
-        optimizer=optimizer or AdamW(),
+        optimizer=optimizer or default_spec(),
         pins=pins,
         dtype=dtype,
         chunk_bytes=chunk_bytes,

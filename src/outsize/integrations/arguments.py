@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
-from outsize.optim.names import OPTIMIZERS, find_name, spec_class
+from outsize.optim.names import DEFAULT, OPTIMIZERS, find_name, spec_class
 from outsize.optim.spec import OptimizerSpec
 from outsize.schedule.plan import UpdateMode
 
@@ -37,25 +37,11 @@ _REFUSED = {
     "enable_jit_checkpoint": "it saves in the middle of a step; use save_steps, or a callback that sets "
     "control.should_save",
 }
-
-
 _TRAINERS = {
-    "A2POTrainer",
-    "AsyncDistillationTrainer",
-    "AsyncGRPOTrainer",
-    "DistillationTrainer",
-    "GKDTrainer",
-    "GOLDTrainer",
-    "IWOPDTrainer",
-    "MiniLLMTrainer",
-    "NashMDTrainer",
-    "OnlineDPOTrainer",
-    "PPOTrainer",
-    "SDFTTrainer",
-    "SDPOTrainer",
-    "ServerDistillationTrainer",
-    "XPOTrainer",
-}
+    "A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer", "GKDTrainer", "GOLDTrainer",
+    "IWOPDTrainer", "MiniLLMTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer", "SDFTTrainer", "SDPOTrainer",
+    "ServerDistillationTrainer", "XPOTrainer",
+}  # fmt: skip
 """Trainers of TRL that run a teacher or generate in ways that are not part of a plan."""
 
 
@@ -139,7 +125,7 @@ def _options(args: Any, allowed: Iterable[str]) -> dict[str, Any]:
 
 def _settings(args: Any) -> tuple[type[OptimizerSpec], dict[str, Any]]:
     """The optimizer, and its settings that not all optimizers have."""
-    spec = spec_class(find_name(_optim(args)) or "adamw")
+    spec = spec_class(find_name(_optim(args)) or DEFAULT)
     own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     settings = {name: value for name, value in own.items() if name in spec.checks}
     return spec, settings | _options(args, spec.checks.keys() - {"lr", "weight_decay", *own})

@@ -159,7 +159,7 @@ def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
     own = [span for span in own if TYPES[parse_action(span.name).kind].work == "model"]
     found: list[Phase] = []
     for span in own:
-        name = "forward" if span.name[0] == Kind.FORWARD else "backward"
+        name = "forward" if parse_action(span.name).kind == Kind.FORWARD else "backward"
         if found and found[-1].name == name:
             found[-1] = Phase(name, found[-1].start, span.end)
         else:

@@ -23,67 +23,24 @@ from outsize.setup.micro_batch import Split
 RECIPE = "run.json"
 DATA = "data"
 """The key of the fingerprints, one per dataset."""
-_FREE = set(
-    [
-        "output_dir",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "save_only_model",
-        "eval_strategy",
-        "eval_steps",
-        "eval_batch_size",
-        "test_datasets",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "early_stopping_patience",
-        "logging_steps",
-        "report_to",
-        "dataloader_num_workers",
-        "gpu_memory",
-        "host_memory",
-        "device",
-        "plan_file",
-        "pins",
-        "activation_offloading",
-        "resume_from_checkpoint",
-        "auto_resume_from_checkpoints",
-        "chunk_bytes",
-        "notes",
-        "asked",
-        "base_model",
-        "reinit_weights",
-        "batch_size",
-    ]
-)
+_FREE = {
+    "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps",
+    "eval_batch_size", "test_datasets", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
+    "logging_steps", "report_to", "dataloader_num_workers", "gpu_memory", "host_memory", "device", "plan_file",
+    "pins", "activation_offloading", "resume_from_checkpoint", "auto_resume_from_checkpoints", "chunk_bytes", "notes",
+    "asked", "base_model", "reinit_weights", "batch_size",
+}  # fmt: skip
 """`base_model`: the weights come from the checkpoint and are compared tensor by tensor; the folder may have moved.
 `batch_size`: see `_SPLIT`.
 """
 _SPLIT = ("micro_batch_size", "gradient_accumulation_steps")
 _TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio"))
 """Settings that express one thing: changing one with `--set` changes the others too."""
-_ON_REQUEST = set(
-    [
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "num_epochs",
-        "max_steps",
-        "learning_rate",
-        "lr_scheduler",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "warmup_ratio",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "nonfinite",
-        "chunked_loss",
-        "attn_implementation",
-        "full_determinism",
-    ]
-)
+_ON_REQUEST = {
+    "micro_batch_size", "gradient_accumulation_steps", "num_epochs", "max_steps", "learning_rate", "lr_scheduler",
+    "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm", "nonfinite", "chunked_loss", "attn_implementation", "full_determinism",
+}  # fmt: skip
 
 
 def recipe(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:

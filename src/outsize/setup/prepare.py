@@ -13,7 +13,7 @@ from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights, convert
-from outsize.optim.adamw import AdamW
+from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.profile.calling import Loss
 from outsize.runtime.engine import Engine, PlannedModel
@@ -77,7 +77,7 @@ def prepare(
         model,
         batch,
         PrepareRequest(
-            optimizer=optimizer or AdamW(),
+            optimizer=optimizer or default_spec(),
             gpu_memory=gpu_memory,
             host_memory=host_memory,
             device=device,
