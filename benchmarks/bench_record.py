@@ -1,4 +1,4 @@
-"""What a benchmark is asked for and what it finds, as records: the JSON that `outsize bench --json` writes is their
+"""What a benchmark is asked for and what it finds, as records: the JSON that `benchmarks.bench --json` writes is their
 form. No torch.
 """
 

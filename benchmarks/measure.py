@@ -18,6 +18,7 @@ from benchmarks.bench_record import Baseline, Bench, Lanes, Machine, Memory, Pre
 from benchmarks.limits import Demand, limit
 from benchmarks.plain import run_rival
 from benchmarks.shapes import random_batches, random_shape
+from benchmarks.timing import Clock, Timed, time_steps
 from outsize.base.errors import ConfigError
 from outsize.base.records import fingerprint
 from outsize.base.units import parse_bytes
@@ -32,7 +33,7 @@ from outsize.optim.adamw import AdamW
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
 from outsize.report.trace import write_trace
-from outsize.run.bench import Clock, Timed, time_steps, training_step
+from outsize.run.bench import training_step
 from outsize.runtime.engine import Engine
 from outsize.schedule.actions import Kind, action_seconds, effect
 from outsize.schedule.check import save

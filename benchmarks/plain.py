@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from benchmarks.bench_record import Baseline, Bench, Speed
 from benchmarks.shapes import random_batches, random_shape
+from benchmarks.timing import Clock, time_steps
 from outsize.base.records import dumps, loads
 from outsize.compat import foreach_copy
 from outsize.hardware.host import peak_rss_bytes
-from outsize.run.bench import Clock, time_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("plain", "checkpointed")

@@ -38,8 +38,6 @@ RULE = default_spec().rule
 NUMBERS = RULE.numbers(default_spec(lr=1e-6).defaults, 1000)
 STATE_BYTES = 14
 """Per updated parameter: weight and its low bits, two moments, gradient."""
-TRAFFIC_BYTES = 26
-"""Memory traffic per updated parameter: all of these are read, and all but the gradient written."""
 OPERATOR_SHARE = 0.85
 """Share of a plain copy's bytes per second that operators on activations reach. Fitted to layers of 1B to 8B on the
 H200: 3.45 TB/s of 4.1.
@@ -110,8 +108,8 @@ def probe(device: Device, sizes: Sizes | None = None) -> Machine:
 def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
     """The spec with the measured rates. What was not measured is the assumed GPU's."""
     host: dict[str, Any] = {
-        "host_bytes": measured["host_memory"]["bytes"],
-        "host_bytes_per_second": max(measured["host_copy_bytes_per_second"], measured["host_adam_bytes_per_second"]),
+        "host_bytes": measured["host_bytes"],
+        "host_bytes_per_second": measured["host_bytes_per_second"],
     }
     if "step_per_second" not in measured:
         return replace(
@@ -159,11 +157,7 @@ class Prober:
 
     def host_memory(self) -> None:
         total, limit = int(psutil.virtual_memory().total), container_limit()
-        self.found["host_memory"] = {
-            "bytes": min(total, limit or total),
-            "free_bytes": free_host_bytes(),
-            "container_limit_bytes": limit or 0,
-        }
+        self.found["host_bytes"] = min(total, limit or total)
 
     def host_updates(self) -> None:
         # At most a quarter of the free memory: a probe must not push other processes out.
@@ -173,11 +167,7 @@ class Prober:
         self._update = _Load("host", numel, lambda: _update(state, scratch))
         rate = self._rate(self._update)
         self.found["host_adam_params_per_second"] = rate
-        self.found["host_adam_bytes_per_second"] = _rounded(rate * TRAFFIC_BYTES)
-        source, target = state[2], state[3]
-        copy = _Load("host", 2 * source.nbytes, lambda: target.copy_(source))
-        self.found["host_copy_bytes_per_second"] = self._rate(copy)
-        target.fill_(1.0)
+        self.found["host_bytes_per_second"] = _rounded(rate * RULE.layout.traffic_bytes)
 
     # The lanes.
 

@@ -36,7 +36,7 @@ class HardwareSpec:
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
     host_bytes_per_second: float
-    """DRAM bandwidth."""
+    """DRAM bandwidth in updates."""
     host_adam_params_per_second: float
     gpu_adam_params_per_second: float
     launch_seconds: float
