@@ -216,7 +216,7 @@ def test_a_trainer_that_makes_its_own_loss_keeps_its_logits(tmp_path: Path) -> N
         with trainers.closing(trainer):
             trainer.train()
             words.append(trainer.engine.plan.loss)
-    assert words == ["full logits: the loop makes its own loss"] * 2 + ["full logits, as asked"]
+    assert words == ["full logits: the loop computes its own loss"] * 2 + ["full logits, as requested"]
 
 
 def test_trl_keeps_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_trl_keeps_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     with trainers.closing(trainer):
         trainer.train()
-        assert trainer.engine.plan.loss == "full logits: the loop makes its own loss"
+        assert trainer.engine.plan.loss == "full logits: the loop computes its own loss"
 
 
 def test_yaml_says_whether(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_yaml_says_whether(tmp_path: Path) -> None:
     from outsize.run.assemble import assemble, start
 
     yaml = folders.write_run(tmp_path, max_steps=1)
-    for value, words in (("null", WORDS), ("false", "full logits, as asked"), ("true", WORDS)):
+    for value, words in (("null", WORDS), ("false", "full logits, as requested"), ("true", WORDS)):
         assembled = assemble(config := read_config(yaml, [f"chunked_loss={value}"]))
         with trainers.closing(assembled.trainer):
             start(assembled, config)

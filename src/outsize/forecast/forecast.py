@@ -40,9 +40,7 @@ from outsize.setup.request import PlanRequest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANY_TOKENS = 2**18
-"""Of a batch. The operators of a chunked loss grow with the tokens, and with them the time to trace it. The trace of a
-larger batch is scaled from two smaller ones.
-"""
+"""Tokens of a batch above which its trace is scaled from two smaller ones: a chunked loss takes long to trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +74,7 @@ class Forecast:
     graph: BlockGraph
     layout: ChunkLayout
     problem: Problem
-    """What the plan is the solution of, for further searches."""
+    """The inputs of the search, for further searches."""
     host_memory: str | int | None = None
     """As requested, for every machine. None: each has its own."""
 

@@ -1,6 +1,4 @@
-"""Spans of lanes as a trace file for ui.perfetto.dev and chrome://tracing: a track for each lane, an event for each
-action.
-"""
+"""Writes spans as a trace file for ui.perfetto.dev and chrome://tracing: one track per lane, one event per action."""
 
 import json
 from collections.abc import Callable, Iterable

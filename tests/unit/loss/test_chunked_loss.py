@@ -361,14 +361,14 @@ def test_a_head_in_fp16_is_left_alone() -> None:
 def test_it_is_used_where_it_saves_something() -> None:
     model, given = zoo.make("llama"), batch()
     assert reason(model, given) == "in chunks of 5 tokens"
-    assert reason(model, given, is_custom=True) == "full logits: the loop makes its own loss"
+    assert reason(model, given, is_custom=True) == "full logits: the loop computes its own loss"
     small = {name: value[:1, :5] for name, value in given.items()}
     assert reason(model, small) == "full logits: 5 tokens are no more than a chunk of 5"
     before = trace_with_loss(model, given, lambda words: None, wanted=None)[1]
     assert reason(model, small, before=before) == "in chunks of 5 tokens", "what was in chunks stays so"
     assert trace_with_loss(model, given, lambda words: words, wanted=False) == (
         "",
-        chosen.ChosenLoss(text="full logits, as asked"),
+        chosen.ChosenLoss(text="full logits, as requested"),
     )
     assert trace_with_loss(model, small, lambda words: words, wanted=True)[0] == "in chunks of 5 tokens"
 
@@ -402,7 +402,7 @@ def test_the_plan_tells_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
 
     engine = prepare(chunked_loss=False)
     full = engine.plan
-    assert full.loss == "full logits, as asked" and not isinstance(engine.model(**batch()).logits, Logits)
+    assert full.loss == "full logits, as requested" and not isinstance(engine.model(**batch()).logits, Logits)
     engine.close()
     again = prepare(plan=full)
     assert not isinstance(again.model(**batch()).logits, Logits)
@@ -460,5 +460,6 @@ def test_the_forecast_tells_of_it_too() -> None:
     made = outsize.plan(config, sequence_len=24, hardware="64MiB")
     assert made.plan.loss == "in chunks of 5 tokens" and "loss in chunks" in str(made)
     assert (
-        outsize.plan(config, sequence_len=24, hardware="64MiB", chunked_loss=False).plan.loss == "full logits, as asked"
+        outsize.plan(config, sequence_len=24, hardware="64MiB", chunked_loss=False).plan.loss
+        == "full logits, as requested"
     )
