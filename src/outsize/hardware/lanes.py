@@ -147,7 +147,7 @@ def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:
 
 
 def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int, traffic: float = 1.0) -> float:
-    """`traffic`: memory traffic of an update relative to the default optimizer's, whose rates the spec has."""
+    """`traffic`: memory traffic of the optimizer's update, relative to AdamW's, whose rates the spec has."""
     if lane not in _UPDATE_RATES:
         raise ValueError(f"lane {lane!r} makes no updates. Use one of {', '.join(_UPDATE_RATES)}.")
     return spec.launch_seconds + num_params * traffic / float(_UPDATE_RATES[lane](spec))

@@ -43,6 +43,12 @@ from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Choice, Split, splits_of
 from outsize.setup.prepare import choose_micro_batch
 
+_SAME_NAMES = (
+    "output_dir", "learning_rate", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+    "max_grad_norm", "save_total_limit", "save_only_model", "eval_steps", "load_best_model_at_end",
+    "metric_for_best_model", "logging_steps", "seed", "data_seed", "dataloader_num_workers", "full_determinism",
+)  # fmt: skip
+"""Settings that TrainingArguments has under the same name, with the same meaning."""
 _NEVER = 2**31
 """Steps between saves if only the end is saved."""
 
@@ -311,37 +317,20 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         config.evaluates if config.load_best_model_at_end and config.save_steps is None else config.save_strategy
     )
     return TrainingArguments(
-        output_dir=config.output_dir,
+        **{name: getattr(config, name) for name in _SAME_NAMES},
         per_device_train_batch_size=split.rows,
         per_device_eval_batch_size=config.eval_batch_size or split.rows,
         gradient_accumulation_steps=split.passes,
         num_train_epochs=config.num_epochs,
         max_steps=config.max_steps or -1,
-        learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler,
         lr_scheduler_kwargs=config.lr_scheduler_kwargs or {},
         warmup_steps=config.warmup_steps or config.warmup_ratio or 0,
         optim=(OPTIMIZERS[config.optimizer][1] or (config.optimizer,))[0],
-        optim_args=config.optim_args,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_epsilon=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
         save_strategy=save_strategy,
         save_steps=save_steps,
-        save_total_limit=config.save_total_limit,
-        save_only_model=config.save_only_model,
         eval_strategy=config.evaluates,
-        eval_steps=config.eval_steps,
-        load_best_model_at_end=config.load_best_model_at_end,
-        metric_for_best_model=config.metric_for_best_model,
-        logging_steps=config.logging_steps,
         report_to=list(config.report_to),
-        seed=config.seed,
-        data_seed=config.data_seed,
-        dataloader_num_workers=config.dataloader_num_workers,
-        full_determinism=config.full_determinism,
         use_cpu=not on_gpu,
         remove_unused_columns=False,
         disable_tqdm=True,
@@ -369,10 +358,10 @@ def _check_earlier_run(config: RunConfig) -> None:
     last = found[-1][1]
     if config.save_total_limit is not None:
         raise ConfigError(
-            f"save_total_limit: {last} is left from an earlier run. Resume from it with --resume, set another "
+            f"save_total_limit: {last} is from an earlier run. Resume from it with --resume, set another "
             "output_dir, or remove the checkpoints."
         )
-    log.warning("%s is of an earlier run: equal numbers are replaced, and --resume continues from the highest", last)
+    log.warning("%s is from an earlier run: equal steps are replaced, and --resume takes the highest", last)
 
 
 def _require_writable(folder: Path) -> None:

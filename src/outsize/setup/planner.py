@@ -237,14 +237,14 @@ class Planner:
 
 
 def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
-    """GPU memory for this plan. Engines on one device share it: what one has planned with, another does not get."""
+    """GPU memory for this plan. Engines on one device share its memory."""
     gc.collect()  # models and engines are reference cycles: without this, dropped ones still hold device memory
     free = device.free_bytes
     if gpu_memory is None and device.budgets and free <= 0:
         for engine in attached_engines():
             if engine.device is device and engine.takes_all_memory:
                 log.warning(
-                    "the engine of a %s holds all memory of %s and ends: to train two models at once, give each a "
+                    "the engine of a %s holds all memory of %s and is detached: to train two models at once, give each a "
                     "gpu_memory",
                     type(engine.model).__name__,
                     device.spec.name,

@@ -253,7 +253,7 @@ def test_the_device_is_where_the_trainer_puts_its_batches(ours: Any) -> None:
 
 
 def test_without_data_there_is_nothing_to_plan_for(ours: Any) -> None:
-    with pytest.raises(ConfigError, match="have no batch"):
+    with pytest.raises(ConfigError, match="has no batch"):
         ours(train_dataset=trainers.rows(KIND, 1), args={"dataloader_drop_last": True}).start_engine()
     with pytest.raises(EngineMisuse, match="start_engine"):
         _ = ours().engine
