@@ -18,7 +18,6 @@ from benchmarks.bench_record import Baseline, Bench, Speed
 from benchmarks.shapes import random_batches, random_shape
 from benchmarks.timing import Clock, time_steps
 from outsize.base.records import dumps, loads
-from outsize.compat import foreach_copy
 from outsize.hardware.host import peak_rss_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,12 +80,12 @@ def train(kind: str, bench: Bench) -> Speed:
         for _ in range(bench.accumulate):
             loss = model(**next(batches)).loss
             (loss / bench.accumulate).backward()
-        foreach_copy(gradients, [param.grad for param in params if param.grad is not None])
+        torch._foreach_copy_(gradients, [param.grad for param in params if param.grad is not None])
         if bench.clip is not None:
             nn.utils.clip_grad_norm_(masters, bench.clip, foreach=True)
         optimizer.step()
         with torch.no_grad():
-            foreach_copy(params, masters)
+            torch._foreach_copy_(params, masters)
         for param in params:
             param.grad = None
         return loss.detach()

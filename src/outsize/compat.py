@@ -87,7 +87,6 @@ parse_to = find("torch._C._nn._parse_to")
 
 # torch: operators without a public name.
 neg_view = find("torch._neg_view")
-foreach_copy = find("torch._foreach_copy_")
 
 
 def storage_id(storage: Any) -> int:

@@ -262,7 +262,7 @@ def test_yaml_says_whether(tmp_path: Path) -> None:
             start(assembled, config)
             assert assembled.trainer.engine.plan.loss == words
         assert (
-            json.loads(json.dumps(assembled.trainer.recipe))["chunked_loss"]
+            json.loads(json.dumps(assembled.trainer.fingerprint))["chunked_loss"]
             == {"null": None, "false": False, "true": True}[value]
         )
 

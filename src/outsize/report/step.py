@@ -5,7 +5,7 @@ of its own, which is `Estimate.step_seconds`. Updates of the previous step may s
 under the next forward. `StepSpan.step` distinguishes them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -177,8 +177,3 @@ def describe(place: Placement, name: str) -> str:
         return f"{does.label} {place.graph.call_name(i)}" + (f" ({size})" if does.moves_activations else "")
     where = " and ".join(dict.fromkeys(place.graph.call_name(v) for v in place.chunk(i).calls))
     return f"{does.label} {where} (chunk {i}, {size})"
-
-
-def busy_seconds(spans: Iterable[StepSpan], lane: Lane) -> float:
-    """How long a lane works for this step."""
-    return sum(span.end - span.start for span in spans if span.lane == lane and span.step == 0)

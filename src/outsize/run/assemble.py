@@ -37,7 +37,13 @@ from outsize.run.compat_checks import (
     require_scheduler,
     require_vocabulary,
 )
-from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, require_same_data, split_of
+from outsize.run.resume_fingerprint import (
+    FINGERPRINT_FILE,
+    require_resumable,
+    require_same_data,
+    resume_fingerprint,
+    split_of,
+)
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Choice, Split, splits_of
@@ -68,7 +74,8 @@ class Assembled:
 class RunTrainer(OutsizeTrainer):
     """A Trainer whose checkpoints record the settings of the run."""
 
-    recipe: dict[str, Any]
+    fingerprint: dict[str, Any]
+    """See run/resume_fingerprint.py."""
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, changed with `--set`."""
 
@@ -98,7 +105,7 @@ class RunTrainer(OutsizeTrainer):
 
     def _write_common(self, folder: Path) -> None:
         super()._write_common(folder)
-        (folder / RECIPE).write_text(json.dumps(self.recipe, indent=1))
+        (folder / FINGERPRINT_FILE).write_text(json.dumps(self.fingerprint, indent=1))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loading restores the checkpoint's optimizer settings and learning rate; changed ones are applied again."""
@@ -193,7 +200,7 @@ def assemble(config: RunConfig) -> Assembled:
         config, chosen_by = _split(config, choice.split), choice.words
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
-    trainer.recipe, trainer.changed = recipe(config, fingerprints), tuple(changed)
+    trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints), tuple(changed)
     return Assembled(
         trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by
     )

@@ -1,8 +1,8 @@
 """The settings and data that a run's bits depend on. Every checkpoint stores them; a resumed run is compared with them.
 
-There are three kinds of settings. Memory, saving and logging are free. The learning rate, its schedule, the length of
-the run and similar ones affect later steps only: they may be changed on resume with `--set`. Data, seed, model, adapter
-and precision determined the steps so far: they must stay.
+There are three kinds of settings. Memory, saving and logging may change freely. The learning rate, its schedule, the
+length of the run and similar settings affect only later steps: `--set` changes them on resume. Data, seed, model,
+adapter and precision determined the steps so far and must stay.
 
 Data is compared by content, not by path: by a fingerprint of each dataset's tokens and labels in order (see
 `Rows.fingerprint`). So a file may move, and a changed row, tokenizer or chat template is noticed.
@@ -20,7 +20,7 @@ from outsize.base.log import log
 from outsize.config.run import RunConfig
 from outsize.setup.micro_batch import Split
 
-RECIPE = "run.json"
+FINGERPRINT_FILE = "run.json"
 DATA = "data"
 """The key of the fingerprints, one per dataset."""
 _FREE = {
@@ -43,7 +43,7 @@ _ON_REQUEST = {
 }  # fmt: skip
 
 
-def recipe(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
+def resume_fingerprint(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
     """What a checkpoint stores of a config with a chosen micro-batch. `fingerprints`: of its datasets."""
     return {**_settings(config), DATA: list(fingerprints)}
 
@@ -69,13 +69,8 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     keeps_batch = theirs.rows * theirs.passes == mine.rows * mine.passes
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
     changed = []
-    # Reported elsewhere: by content once the data is read, or above.
-    reported = (
-        {DATA, "datasets"}
-        | ({"chat_template_jinja"} if DATA in then else set())
-        | (set() if keeps_batch else set(_SPLIT))
-    )
-    # A setting that the checkpoint lacks is newer than the checkpoint.
+    # Reported elsewhere: data by its content once it is read, the split above.
+    reported = {DATA, "datasets", "chat_template_jinja"} | (set() if keeps_batch else set(_SPLIT))
     for name in sorted(then.keys() - reported):
         if then[name] == now.get(name):
             continue
@@ -83,8 +78,6 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
             changed.append(name)
         else:
             problems.append(_problem(name, then[name], now.get(name), name in config.asked))
-    if DATA not in then:
-        problems += _other_paths(then.get("datasets", []), now["datasets"])
     if problems:
         raise _refused(checkpoint, problems)
     for name in changed:
@@ -95,12 +88,6 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
 def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequence[str]) -> None:
     """Compare the content of the datasets with the checkpoint's."""
     then = _read(checkpoint)
-    if DATA not in then:
-        log.warning(
-            "%s has no fingerprint of its data (written by an earlier outsize): paths are compared, not content",
-            checkpoint,
-        )
-        return
     paths = [dataset.path for dataset in config.datasets]
     if then[DATA] == list(fingerprints):
         for was, now in zip(then.get("datasets", []), paths, strict=False):
@@ -146,16 +133,6 @@ def _problem(name: str, then: Any, now: Any, is_asked: bool) -> str:
     return f"{found} {unless}, because the steps so far used it: set it back."
 
 
-def _other_paths(then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
-    """For checkpoints without fingerprints."""
-
-    def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-        return _is_same_path(one["path"], other["path"]) and {**one, "path": ""} == {**other, "path": ""}
-
-    are_same = len(then) == len(now) and all(map(is_same, then, now))
-    return [] if are_same else [_problem("datasets", then, now, False)]
-
-
 def _is_same_path(one: str, other: str) -> bool:
     """`./chat.jsonl` is `chat.jsonl`."""
     return one == other or os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
@@ -171,7 +148,7 @@ def _refused(checkpoint: Path, problems: Sequence[str]) -> ConfigError:
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / RECIPE
+    path = checkpoint / FINGERPRINT_FILE
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         return found

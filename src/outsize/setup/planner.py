@@ -244,8 +244,8 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
         for engine in attached_engines():
             if engine.device is device and engine.takes_all_memory:
                 log.warning(
-                    "the engine of a %s holds all memory of %s and is detached: to train two models at once, give each a "
-                    "gpu_memory",
+                    "the engine of a %s holds all memory of %s and is detached: to train two models at once, give each "
+                    "a gpu_memory",
                     type(engine.model).__name__,
                     device.spec.name,
                 )

@@ -126,7 +126,7 @@ def _end_earlier_engine(model: nn.Module) -> None:
     for engine in attached_engines():
         if engine.model is model:
             log.warning(
-                "the model is prepared already: its engine is detached; the weights stay, and the optimizer state is new"
+                "the model is prepared already: its engine is detached, its weights stay, its optimizer state is new"
             )
             engine.give_way("outsize.prepare was called again for its model")
 

@@ -141,33 +141,6 @@ def test_datasets_in_another_order_or_number_are_refused(tmp_path: Path) -> None
             assemble(read_config(edited(tmp_path, tmp_path, datasets=datasets), again))
 
 
-def test_a_checkpoint_without_fingerprints_is_resumed_by_its_paths_with_a_word(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As earlier versions wrote it: without `data` and the length of the run."""
-    old = tmp_path / "checkpoint-4"
-    shutil.copytree(run / "out" / "checkpoint-4", old)
-    then = json.loads((old / "run.json").read_text())
-    for key in ("data", "max_steps", "num_epochs"):
-        del then[key]
-    size = (old / "run.json").write_text(json.dumps(then))
-    manifest = json.loads((old / "outsize.json").read_text())
-    manifest["files"]["run.json"] = size
-    (old / "outsize.json").write_text(json.dumps(manifest))
-    monkeypatch.chdir(run)
-    assemble(
-        read_config(edited(run, tmp_path, datasets=["./data.jsonl"], max_steps=9), [f"resume_from_checkpoint={old}"])
-    )
-    assert "has no fingerprint of its data" in caplog.text
-    shutil.copyfile(run / "data.jsonl", tmp_path / "moved.jsonl")
-    with pytest.raises(ConfigError, match="datasets was"):
-        assemble(
-            read_config(
-                edited(run, tmp_path, datasets=[str(tmp_path / "moved.jsonl")]), [f"resume_from_checkpoint={old}"]
-            )
-        )
-
-
 # --- settings
 
 
