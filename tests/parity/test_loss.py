@@ -287,7 +287,7 @@ def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(_profile
     assert len(seen) == number + 1, "nor does detach"
 
 
-def test_a_resumed_run_goes_on_with_its_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_with_its_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that have grown beyond a chunk turned it on; those after the resume would not."""
     monkeypatch.setattr(chosen, "chunk_tokens", lambda vocab_size: 40)
     rows = [

@@ -106,7 +106,7 @@ def test_several_models_have_a_process_each_and_one_table(tmp_path: Path, monkey
         ([*SMALL, "--gpu-memory", "24GB"], "use GiB"),
     ],
 )
-def test_wrong_words_are_told_in_a_sentence(args: list[str], words: str) -> None:
+def test_wrong_words_are_reported_in_a_sentence(args: list[str], words: str) -> None:
     result = runner.invoke(app, args)
     assert isinstance(result.exception, ConfigError) and words in str(result.exception)
 

@@ -96,7 +96,7 @@ def test_a_plan_from_a_file_is_run_as_it_is(tmp_path: Path) -> None:
     assert result.plan.fingerprint == expected and result.memory.gpu_peak_bytes == result.plan.gpu_bytes
 
 
-def test_a_number_that_is_wrong_is_told() -> None:
+def test_a_number_that_is_wrong_is_reported() -> None:
     result = run_bench(complete(**ASKED), say=lambda text: None)
     text = show(dataclasses.replace(result, losses_finite=False, within_budget=False))
     assert "WRONG     a loss is not finite" in text and "budget was exceeded" in text

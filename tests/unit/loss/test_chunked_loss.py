@@ -231,7 +231,7 @@ def test_detach_leaves_nothing_behind() -> None:
         copy.deepcopy(model)
 
 
-def test_a_forward_and_a_loss_that_somebody_had_set_come_back() -> None:
+def test_a_forward_and_a_loss_that_were_set_before_come_back() -> None:
     model: Any = zoo.make("llama")
     mine = convert_outputs_to_fp32(model.forward)
     model.forward, model.loss_function = mine, model.loss_function
@@ -381,7 +381,7 @@ def test_small_models_keep_their_loss() -> None:
 
 
 @pytest.mark.usefixtures("_small_chunks")
-def test_the_plan_tells_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
+def test_the_plan_says_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
     def prepare(**how: Any) -> Any:
         return outsize.prepare(zoo.make("llama"), batch(), device="sim:64MiB", host_memory="64MiB", **how)
 
@@ -409,7 +409,7 @@ def test_the_plan_tells_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
     again.close()
 
 
-def test_plans_that_do_not_tell_of_their_loss_can_be_read_and_mean_full_logits(
+def test_plans_that_do_not_say_of_their_loss_can_be_read_and_mean_full_logits(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = outsize.prepare(zoo.make("llama"), batch(), device="sim:64MiB", host_memory="64MiB")
@@ -454,7 +454,7 @@ def test_a_cached_trace_knows_its_loss(tmp_path: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("_small_chunks")
-def test_the_forecast_tells_of_it_too() -> None:
+def test_the_forecast_says_of_it_too() -> None:
     config = zoo.make("llama").config  # type: ignore[union-attr]
     config.architectures = ["LlamaForCausalLM"]
     made = outsize.plan(config, sequence_len=24, hardware="64MiB")

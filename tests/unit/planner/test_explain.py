@@ -80,7 +80,7 @@ def test_where_everything_fits_and_there_is_no_host_the_plain_recipe_is_the_plan
     assert str(found).endswith("0 B host with this GPU")
 
 
-def test_it_reads_as_a_table_and_the_outlook_as_two_lines(tight: Problem, explained: Explanation) -> None:
+def test_it_reads_as_a_table_and_what_if_as_two_lines(tight: Problem, explained: Explanation) -> None:
     lines = str(explained).splitlines()
     assert [line[:9].strip() for line in lines] == ["chosen", "recipes", "", "", "", "upgrades", "", "", "", "minimum"]
     more, least = what_if(tight, explained.plan, "rtx3090").splitlines()

@@ -39,7 +39,7 @@ def hold_to_the_estimate(case: Case, place: Placement) -> Step:
     return step
 
 
-def test_the_picture_is_of_the_promised_step() -> None:
+def test_the_picture_is_of_the_predicted_step() -> None:
     for seed in range(120):
         case = random_case(seed, max_layers=5)
         hold_to_the_estimate(case, case.place(random_decision(case, seed + 1)))
@@ -63,7 +63,7 @@ def test_it_is_so_for_traces_of_real_models(name: str) -> None:
         assert all(moment.activations >= 0 and moment.transients >= 0 for moment in step.moments)
 
 
-def test_what_runs_in_the_step_and_is_of_its_neighbours_is_told_apart() -> None:
+def test_what_runs_in_the_step_and_is_of_its_neighbours_is_distinguished() -> None:
     """Updates after the step run under the next forward: the step begins with those of the step before, and its own
     come after its end.
     """

@@ -160,7 +160,7 @@ def test_datasets_in_another_order_or_number_are_refused(tmp_path: Path) -> None
         ({"seed": 7}, "seed was 42 and is 7. It cannot be changed on resume"),
     ],
 )
-def test_a_change_of_the_file_is_refused_and_tells_how_to_ask_for_it(
+def test_a_change_of_the_file_is_refused_and_says_how_to_confirm_it(
     run: Path, tmp_path: Path, keys: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -239,7 +239,7 @@ def test_another_learning_rate_schedule_and_length_hold_from_the_first_resumed_s
     assert [step for step, _ in checkpoints(tmp_path / "out")] == [6, 9], "save_steps is free, and is the new one"
 
 
-def test_a_key_is_asked_for_by_any_of_its_names(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_is_changed_by_any_of_its_names(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = read_config(
         run / "run.yaml",
         ["per_device_train_batch_size=1", "gradient_accumulation_steps=4", "datasets.0=x", "learning_rate = 1e-3"],
