@@ -43,16 +43,14 @@ OPERATOR_SHARE = 0.85
 H200: 3.45 TB/s of 4.1.
 """
 LAUNCHED_OPERATORS = 350
-"""Operators of a model whose launches take as long as the probe's six hundred bare ones: 25 µs each where those took
-8.7 ms.
-"""
+"""Operators of a model that take as long to launch as the probe's six hundred: 25 µs each on a machine with 8.7 ms."""
 _MAX_CONTEXT_BYTES = 2048 * MiB
 """More than that belongs to another process on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of what is measured. The defaults exceed every cache."""
+    """Sizes of the measurements. The defaults exceed every cache."""
 
     window_seconds: float = 0.25
     """Per measurement."""
@@ -203,7 +201,7 @@ class Prober:
 
         def launch() -> float:
             drained = self._device.mark()
-            self._device.between(drained, drained)  # a full queue must not hold the thread up
+            self._device.between(drained, drained)  # a full queue must not delay the thread
             start = time.perf_counter()
             y = x
             for _ in range(100):

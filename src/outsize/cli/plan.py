@@ -134,7 +134,7 @@ plan.__doc__ = _DOC
 
 
 def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:
-    """One row per machine, the source of its rates, and what is missing where the model does not fit."""
+    """One row per machine, the source of its rates, and the missing memory if the model does not fit."""
     rows = [("machine", "tokens/s", "step", "GPU", "host", "bottleneck")]
     notes: list[str] = []
     rates: dict[str, list[str]] = {}

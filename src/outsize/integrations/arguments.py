@@ -59,7 +59,7 @@ def refuse_trainer(trainer: type) -> None:
 
 
 def loads_reference(trainer: type, given: dict[str, Any]) -> bool:
-    """Whether TRL loads a reference model by itself."""
+    """Whether TRL itself loads a reference model."""
     classes = trl_classes(trainer)
     is_online, beta = bool(classes & {"GRPOTrainer", "RLOOTrainer"}), getattr(given.get("args"), "beta", 0.0)
     has_reference = bool(beta) if is_online else bool(classes & {"DPOTrainer", "KTOTrainer"})

@@ -1,4 +1,4 @@
-"""Trainers that generate what they train on: TRL's GRPOTrainer and RLOOTrainer.
+"""Trainers that generate their training data: TRL's GRPOTrainer and RLOOTrainer.
 
 The loader yields lists of prompts. In the first micro-batch of a block, `_prepare_inputs` generates completions for the
 whole block. The plan is made before that, for the longest prompt of the first batch and a completion of full length.

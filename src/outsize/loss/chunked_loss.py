@@ -223,7 +223,7 @@ def trace_with_loss(
 def choose_loss(
     model: nn.Module, batch: Any, *, wanted: bool | None, is_custom: bool, before: ChosenLoss | None = None
 ) -> ChosenLoss:
-    """The choice as far as it is known without a profiling run. The arguments are those of `trace_with_loss`."""
+    """The choice before a profiling run. The arguments are those of `trace_with_loss`."""
     if wanted is False:
         return ChosenLoss(text="full logits, as requested")
     if is_custom and not wanted:

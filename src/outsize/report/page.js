@@ -352,7 +352,7 @@
       pen.textAlign = "left";
       for (const [span, left, space] of wide) {
         if (pen.measureText(span.name).width + 8 >= space) continue;
-        pen.fillStyle = span.name[0] === "B" && span.step === 0 ? "#fff" : span.step === 0 ? "#10151c" : colours.ink;
+        pen.fillStyle = data.colours[span.name[0]] === "backward" && span.step === 0 ? "#fff" : span.step === 0 ? "#10151c" : colours.ink;
         pen.fillText(span.name, left + 4, y + high / 2 + 0.5);
       }
     }

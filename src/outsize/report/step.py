@@ -169,7 +169,7 @@ def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
 
 
 def describe(place: Placement, name: str) -> str:
-    """An action in words: `load the weights of model.layers.3 (chunk 7, 200 MiB)`."""
+    """A description of an action: `load the weights of model.layers.3 (chunk 7, 200 MiB)`."""
     action = parse_action(name)
     does, i = TYPES[action.kind], action.index
     size = show_bytes(does.num_bytes(place, i))

@@ -22,7 +22,7 @@ class Span(Protocol):
 
 
 def write_trace(spans: Iterable[Span], path: Path, *, describe: Callable[[str], str] | None = None) -> None:
-    """`describe`: an action in words, shown when its event is selected."""
+    """`describe`: returns a description of an action, shown when its event is selected."""
     ordered = sorted(spans, key=lambda span: span.start)
     start = min((span.start for span in ordered), default=0.0)
     tracks: list[dict[str, object]] = [
