@@ -176,7 +176,7 @@ class RunConfig:
 
     notes: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """Notes for the user on ignored keys."""
-    asked: tuple[str, ...] = field(default=(), metadata={"key": ""})
+    overridden: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """Keys that were given on the command line, with `--set`."""
 
     @property

@@ -241,17 +241,17 @@ class _OfflinePlanner:
 
 def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> GpuBudget:
     """On a real card, CUDA context and allocator overhead are subtracted."""
-    asked = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
-    if asked > spec.gpu_bytes:
+    requested = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
+    if requested > spec.gpu_bytes:
         raise ConfigError(
-            f"gpu_memory {exact_bytes(asked)} is more than the {show_bytes(spec.gpu_bytes)} of {spec.name}. Lower "
+            f"gpu_memory {exact_bytes(requested)} is more than the {show_bytes(spec.gpu_bytes)} of {spec.name}. Lower "
             "gpu_memory, or set other hardware."
         )
-    budget = GpuBudget(total_bytes=asked, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
+    budget = GpuBudget(total_bytes=requested, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
     if budget.usable_bytes <= 0:
         raise ConfigError(
-            f"gpu_memory {exact_bytes(asked)} is too small: a CUDA process takes {show_bytes(spec.context_bytes)} by "
-            "itself. Raise gpu_memory."
+            f"gpu_memory {exact_bytes(requested)} is too small: a CUDA process takes {show_bytes(spec.context_bytes)} "
+            "by itself. Raise gpu_memory."
         )
     return budget
 

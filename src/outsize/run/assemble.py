@@ -110,18 +110,18 @@ class RunTrainer(OutsizeTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loading restores the checkpoint's optimizer settings and learning rate; changed ones are applied again."""
         groups = self.engine.optimizer.param_groups
-        asked = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
+        requested = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
         super()._load_optimizer_and_scheduler(checkpoint)
         scheduler = self.lr_scheduler
         if checkpoint is None or not self.changed or not isinstance(scheduler, LambdaLR):
             return
         # As if the new schedule had been used from the start.
-        scheduler.base_lrs = [settings["initial_lr"] for settings in asked]
+        scheduler.base_lrs = [settings["initial_lr"] for settings in requested]
         scheduler._last_lr = [
             base * factor(scheduler.last_epoch)
             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         ]
-        for group, settings, rate in zip(groups, asked, scheduler._last_lr, strict=True):
+        for group, settings, rate in zip(groups, requested, scheduler._last_lr, strict=True):
             group.update(settings, lr=rate)
 
     def _init_training_state(

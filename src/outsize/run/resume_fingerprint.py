@@ -28,7 +28,7 @@ _FREE = {
     "eval_batch_size", "test_datasets", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
     "logging_steps", "report_to", "dataloader_num_workers", "gpu_memory", "host_memory", "device", "plan_file",
     "pins", "activation_offloading", "resume_from_checkpoint", "auto_resume_from_checkpoints", "chunk_bytes", "notes",
-    "asked", "base_model", "reinit_weights", "batch_size",
+    "overridden", "base_model", "reinit_weights", "batch_size",
 }  # fmt: skip
 """`base_model`: the weights come from the checkpoint and are compared tensor by tensor; the folder may have moved.
 `batch_size`: see `_SPLIT`.
@@ -74,10 +74,10 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     for name in sorted(then.keys() - reported):
         if then[name] == now.get(name):
             continue
-        if name in _ON_REQUEST and _is_asked(name, config.asked):
+        if name in _ON_REQUEST and _is_confirmed(name, config.overridden):
             changed.append(name)
         else:
-            problems.append(_problem(name, then[name], now.get(name), name in config.asked))
+            problems.append(_problem(name, then[name], now.get(name), name in config.overridden))
     if problems:
         raise _refused(checkpoint, problems)
     for name in changed:
@@ -112,8 +112,8 @@ def _split_in(then: dict[str, Any]) -> Split:
     return Split(rows=then["micro_batch_size"], passes=then["gradient_accumulation_steps"])
 
 
-def _is_asked(name: str, asked: Sequence[str]) -> bool:
-    return any(name in group and not set(group).isdisjoint(asked) for group in ((name,), *_TOGETHER))
+def _is_confirmed(name: str, overridden: Sequence[str]) -> bool:
+    return any(name in group and not set(group).isdisjoint(overridden) for group in ((name,), *_TOGETHER))
 
 
 def _another_batch(then: Split, now: Split, shown: str) -> str:
@@ -124,12 +124,12 @@ def _another_batch(then: Split, now: Split, shown: str) -> str:
     )
 
 
-def _problem(name: str, then: Any, now: Any, is_asked: bool) -> str:
+def _problem(name: str, then: Any, now: Any, is_overridden: bool) -> str:
     found = f"{name} was {_show(then)} and is {_show(now)}."
     if name in _ON_REQUEST:
         both = " and ".join(f"--set {key}=…" for key in _SPLIT) if name in _SPLIT else f"--set {name}={_show(now)}"
         return f"{found} Set it back, or confirm the change with {both}."
-    unless = "--set cannot change it on resume" if is_asked else "It cannot be changed on resume"
+    unless = "--set cannot change it on resume" if is_overridden else "It cannot be changed on resume"
     return f"{found} {unless}, because the steps so far used it: set it back."
 
 

@@ -63,7 +63,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             console.print(f"The checkpoint has all {trainer.state.max_steps} steps: nothing to train.", highlight=False)
         last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)
         result = None
-        if not interrupt.asked:
+        if not interrupt.is_requested:
             result = Path(config.output_dir)
             trainer.save_model()
         report = engine.report()

@@ -262,14 +262,14 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
                 "of them, or prepare it with a smaller gpu_memory."
             )
         return free
-    asked = parse_bytes(gpu_memory, name="gpu_memory")
-    if asked > free:
+    requested = parse_bytes(gpu_memory, name="gpu_memory")
+    if requested > free:
         others = f" (other engines hold {show_bytes(taken)})" if taken else ""
         raise ConfigError(
-            f"gpu_memory {exact_bytes(asked)} is more than the {show_bytes(free)} that {device.spec.name} has free"
+            f"gpu_memory {exact_bytes(requested)} is more than the {show_bytes(free)} that {device.spec.name} has free"
             f"{others}. Lower gpu_memory{', or detach another engine' if taken else ''}."
         )
-    return asked
+    return requested
 
 
 # The model.

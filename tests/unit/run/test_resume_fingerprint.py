@@ -244,5 +244,5 @@ def test_a_key_is_changed_by_any_of_its_names(run: Path, caplog: pytest.LogCaptu
         run / "run.yaml",
         ["per_device_train_batch_size=1", "gradient_accumulation_steps=4", "datasets.0=x", "learning_rate = 1e-3"],
     )
-    assert config.asked == ("micro_batch_size", "gradient_accumulation_steps", "datasets", "learning_rate")
-    assert read_config(run / "run.yaml").asked == ()
+    assert config.overridden == ("micro_batch_size", "gradient_accumulation_steps", "datasets", "learning_rate")
+    assert read_config(run / "run.yaml").overridden == ()
