@@ -40,7 +40,7 @@ Shapes: {", ".join(SHAPES)}.
 
 --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB     [dim]a process for each, and a table[/dim]
 """
-_RIVALS = ("plain", "checkpointed")
+_BASELINES = ("plain", "checkpointed")
 
 
 def bench(
@@ -91,7 +91,7 @@ def bench(
     html: Annotated[Path | None, typer.Option(help="Write the report page of plan and run to this file.")] = None,
 ) -> None:
     names = [require_one_of(SHAPES, name, "--model") for name in _split(model)]
-    kinds = [require_one_of(_RIVALS, name, "--compare") for name in _split(compare)]
+    kinds = [require_one_of(_BASELINES, name, "--compare") for name in _split(compare)]
     how = update_mode(update) if update is not None else None
     given = [
         option
@@ -125,7 +125,7 @@ def bench(
 
     # Imports take seconds: wrong options were reported before them.
     from benchmarks.bench_text import show
-    from benchmarks.measure import compare as run_rivals
+    from benchmarks.measure import compare as run_baselines
     from benchmarks.measure import complete, run_bench
     from outsize import __version__
     from outsize.base.records import dumps
@@ -162,9 +162,9 @@ def bench(
         version=__version__,
     )
     if json is not None:
-        json.write_text(dumps(result) + "\n")  # before rivals run: they may take long
+        json.write_text(dumps(result) + "\n")  # before baselines run: they may take long
     if kinds:
-        result = run_rivals(result, kinds)
+        result = run_baselines(result, kinds)
         if json is not None:
             json.write_text(dumps(result) + "\n")
     print(show(result), flush=True)

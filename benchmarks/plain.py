@@ -1,7 +1,6 @@
-"""What `benchmarks.bench --compare` compares with: the usual loop. bf16 weights, fp32 masters and AdamW all on the GPU,
-nothing of outsize in it.
+"""The baseline of `benchmarks.bench --compare`: plain PyTorch with bf16 weights, fp32 masters and AdamW on the GPU.
 
-It runs in a process of its own, so that neither run sees the other's memory: `python -m benchmarks.plain plain
+It runs in a separate process, so that memory is measured separately: `python -m benchmarks.plain plain
 <settings as JSON> <file for the result>`.
 """
 
@@ -24,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("plain", "checkpointed")
 
 
-def run_rival(kind: str, bench: Bench) -> Baseline:
-    """In a process of its own."""
+def run_baseline(kind: str, bench: Bench) -> Baseline:
+    """Run a baseline in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rival.json"
+        out = Path(folder) / "baseline.json"
         command = [sys.executable, "-m", "benchmarks.plain", kind, dumps(bench), str(out)]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if out.exists():
@@ -50,14 +49,14 @@ def main(kind: str, settings: str, out: str) -> None:
     except torch.OutOfMemoryError:
         problem = "out of GPU memory"
     has_gpu = bench.device.startswith("cuda")
-    rival = Baseline(
+    baseline = Baseline(
         speed=speed,
         problem=problem,
         gpu_peak_bytes=torch.accelerator.max_memory_allocated() if has_gpu else None,
         gpu_reserved_bytes=torch.accelerator.max_memory_reserved() if has_gpu else None,
         host_peak_bytes=peak_rss_bytes(),
     )
-    Path(out).write_text(dumps(rival))
+    Path(out).write_text(dumps(baseline))
 
 
 def train(kind: str, bench: Bench) -> Speed:

@@ -382,10 +382,7 @@ def test_trainers_that_run_a_second_model_in_ways_of_their_own_are_refused_by_na
 
 def test_a_loader_of_lists_is_refused_in_words(tmp_path: Path) -> None:
     trainer = trainers.ours(tmp_path, data_collator=lambda batch: batch)
-    with pytest.raises(
-        ConfigError,
-        match=r"its training batches are a list, not a dict of tensors, so .* nothing to plan for. Give plan_batch",
-    ):
+    with pytest.raises(ConfigError, match=r"its training batches are a list, not a dict of tensors. Pass plan_batch"):
         trainer.train()
 
 

@@ -115,7 +115,7 @@ def example_batch(
 def _form(
     kind: Any, config: Any, vision: Any, takes: Any, *, rows: int, tokens: int, num: int, pixels: int
 ) -> _Form | None:
-    edge = getattr(vision, "image_size", None)
+    edge: Any = getattr(vision, "image_size", None)
     edge = edge[0] if isinstance(edge, (list, tuple)) and len({*edge}) == 1 else edge
     # With a pixel mask, only the processor knows the number of crops, and models skip empty ones (Idefics, SmolVLM).
     if "pixel_values" not in takes or "pixel_attention_mask" in takes:
@@ -167,7 +167,7 @@ def _patches(vision: Any, num: int, pixels: int) -> _Form | None:
 def _frame_tokens(config: Any) -> tuple[int, ...]:
     """The tokens before and after an image, if the config has them."""
     for prefix in ("vision", "image"):
-        found = [getattr(config, f"{prefix}_{end}_token_id", None) for end in ("start", "end")]
+        found: list[Any] = [getattr(config, f"{prefix}_{end}_token_id", None) for end in ("start", "end")]
         if None not in found:
             return tuple(found)
     return ()
