@@ -121,7 +121,7 @@ def test_a_second_backward_of_one_forward_is_refused() -> None:
 
 
 class Detour(nn.Module):
-    """Runs its blocks in the order it is told."""
+    """Runs its blocks in a given order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_unused_parameters_keep_their_bits_and_their_step_count(strategy: str, a
 
 
 class Breaks(nn.Module):
-    """Raises in forward or in backward when told to."""
+    """Raises in forward or in backward on request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -204,7 +204,7 @@ def test_doctor_shows_everything_and_fails_when_something_is_broken(monkeypatch:
 
 
 def test_doctor_finds_a_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-test is a test: a reference that decays a little differently is told apart."""
+    """The self-test finds a reference with a slightly different decay."""
     from outsize import reference
 
     honest = reference.AdamW.__init__

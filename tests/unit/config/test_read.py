@@ -1,4 +1,4 @@
-"""Reading: what people write is understood, and all that is wrong is told at once, each by its key."""
+"""Reading a run file: accepted spellings, and all problems in one error, each with its key."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is in a file comes out with its place; what is wrong with it is told with file and line."""
+"""Records have the place they were read from; errors name file and line."""
 
 import json
 import sys

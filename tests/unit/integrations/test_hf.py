@@ -481,7 +481,7 @@ def test_an_evaluation_before_training_plans_for_the_training_data(ours: Any) ->
 
 
 class Watching(TrainerCallback):
-    """Expects the folder when it is told of a save."""
+    """Expects the folder to exist in `on_save`."""
 
     def __init__(self) -> None:
         self.found: list[set[str]] = []
