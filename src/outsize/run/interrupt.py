@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 
 class Interrupt(TrainerCallback):
-    def __init__(self, say: Callable[[str], None], *, leave: Callable[[], None]):
+    def __init__(self, say: Callable[[str], None], *, leave: Callable[[], object]):
         """`leave` is called before the process exits without `finally` blocks."""
         self._say, self._leave = say, leave
         self.is_requested = False
