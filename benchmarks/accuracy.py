@@ -1,14 +1,12 @@
-"""What plans promise and what runs take: many runs on one GPU in one go, a row each, and what of the targets holds.
+"""Compares predictions with runs: many runs on one GPU, a row each, and which targets are met.
 
-    python3 benchmarks/accuracy.py --out found.json --limit 580                       # where the GPU is; again with the
-    rest: --skip-done found.json python3 benchmarks/accuracy.py --count-fake found.json                            #
-    anywhere: the same plans' bytes, counted on fake tensors python3 benchmarks/accuracy.py --show found.json
-    # what holds, and the table of results/ python3 benchmarks/accuracy.py --forecast found.json
-    # anywhere: the seconds that `outsize.plan` gives from configs alone
+    python3 benchmarks/accuracy.py --out found.json --limit 580     # with a GPU; --skip-done found.json continues
+    python3 benchmarks/accuracy.py --count-fake found.json          # anywhere: bytes of the same plans on fake tensors
+    python3 benchmarks/accuracy.py --show found.json                # targets, and the table of results/
+    python3 benchmarks/accuracy.py --forecast found.json            # anywhere: seconds of `outsize.plan` from configs
 
-Every run is a child of one process that has imported everything and never touched the GPU: a context, a peak of host
-memory and a random state of its own, without the seconds that importing takes. What a run writes is kept as it ends, so
-a run that is cut off loses little.
+Each run is a child of one process that has imported everything and has not used the GPU. So it has its own CUDA
+context, peak of host memory and random state, without the time of imports. Results are written after every run.
 """
 
 import argparse
@@ -36,7 +34,7 @@ class Case:
     clip: float | None = None
     accumulate: int = 1
     pins: tuple[tuple[str, int], ...] = ()
-    """Of a plan that is made by hand."""
+    """Pins of a hand-made plan."""
 
     @property
     def name(self) -> str:
@@ -84,7 +82,7 @@ CASES = [
         (100, 32, 1024),
     ),
 ]
-"""The large ones first: what is left of the time is always enough for a small one."""
+"""Large ones first, so that the remaining time is enough for a small one."""
 
 
 def main() -> None:
@@ -272,9 +270,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def forecast(path: Path) -> None:
-    """The seconds of the same cases without the card, each by the plan that is chosen there, which need not be the one
-    that ran.
-    """
+    """Forecast the seconds of the same cases without a GPU. The forecast may choose another plan than the run."""
     from benchmarks.shapes import named_config
     from outsize.forecast.forecast import plan
     from outsize.optim.adamw import AdamW
@@ -303,11 +299,9 @@ def forecast(path: Path) -> None:
 
 
 def count_fake(path: Path) -> None:
-    """The plans of a table, their bytes counted again on fake tensors: what `outsize plan` would have said without the
-    GPU.
+    """Count the bytes of a table's plans on fake tensors, as `outsize plan` does without a GPU.
 
-    Of a plan that has been counted, the file keeps what the table reads: it is a fifth as long then, and may lie among
-    results.
+    Counted plans are shortened to what the table reads, which makes the file small enough for results/.
     """
     import torch
 

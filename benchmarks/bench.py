@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.shapes import SHAPES
 from outsize.base.errors import ConfigError, OutsizeError
-from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, ImageSize, NumImages, require_file, update_mode
+from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, require_file, update_mode
 from outsize.run.shapes import require_one_of
 
 _DOC = f"""How fast does this machine train, and is that what the plan predicts?
@@ -40,7 +40,7 @@ Shapes: {", ".join(SHAPES)}.
 
 --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB     [dim]a process for each, and a table[/dim]
 """
-_RIVALS = ("plain", "checkpointed")
+_BASELINES = ("plain", "checkpointed")
 
 
 def bench(
@@ -61,17 +61,19 @@ def bench(
     seq: Annotated[
         int | None, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.", show_default="1024; 64 without a GPU")
     ] = None,
-    images: NumImages = None,
-    image_size: ImageSize = 1024,
+    images: Annotated[
+        int | None, typer.Option(help="Images per row, for vision models.", show_default="1 for those")
+    ] = None,
+    image_size: Annotated[int, typer.Option(help="Pixels of an image's side.")] = 1024,
     accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm here.", show_default="no clipping")] = None,
     update: Annotated[
         str | None,
         typer.Option(help="in-backward or after-step.", show_default="in-backward where nothing needs all gradients"),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 8,
-    warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 3,
-    plan: Annotated[Path | None, typer.Option(help="A plan's file, to run as it is.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to time.")] = 8,
+    warm_up: Annotated[int, typer.Option(help="Warm-up steps before them.")] = 3,
+    plan: Annotated[Path | None, typer.Option(help="A plan file to use unchanged.")] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -81,15 +83,15 @@ def bench(
     compare: Annotated[
         str | None, typer.Option(help="Also run the usual loop: plain, checkpointed, or both with a comma.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all results to this file.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write what each lane did in three steps to this file, for Perfetto.")
     ] = None,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file, for --plan.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with plan and run side by side to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report page of plan and run to this file.")] = None,
 ) -> None:
     names = [require_one_of(SHAPES, name, "--model") for name in _split(model)]
-    kinds = [require_one_of(_RIVALS, name, "--compare") for name in _split(compare)]
+    kinds = [require_one_of(_BASELINES, name, "--compare") for name in _split(compare)]
     how = update_mode(update) if update is not None else None
     given = [
         option
@@ -121,9 +123,9 @@ def bench(
         )
         return
 
-    # Importing takes seconds; what can be refused without it was refused above.
+    # Imports take seconds: wrong options were reported before them.
     from benchmarks.bench_text import show
-    from benchmarks.measure import compare as run_rivals
+    from benchmarks.measure import compare as run_baselines
     from benchmarks.measure import complete, run_bench
     from outsize import __version__
     from outsize.base.records import dumps
@@ -131,7 +133,7 @@ def bench(
     from outsize.run.quiet import quiet
 
     quiet()
-    asked_for = complete(
+    request = complete(
         model=names[0] if names else None,
         device=device,
         micro_batch=micro_batch,
@@ -147,11 +149,11 @@ def bench(
         images=images,
         image_size=image_size,
     )
-    if asked_for.device.startswith("sim"):
+    if request.device.startswith("sim"):
         print(SIMULATED)
     command = shlex.join(["benchmarks.bench", *sys.argv[1:]])
     result = run_bench(
-        asked_for,
+        request,
         say=lambda text: print(f"{text}\n", flush=True),
         trace=trace,
         page=html,
@@ -160,9 +162,9 @@ def bench(
         version=__version__,
     )
     if json is not None:
-        json.write_text(dumps(result) + "\n")  # before rivals run: they may take long
+        json.write_text(dumps(result) + "\n")  # before baselines run: they may take long
     if kinds:
-        result = run_rivals(result, kinds)
+        result = run_baselines(result, kinds)
         if json is not None:
             json.write_text(dumps(result) + "\n")
     print(show(result), flush=True)

@@ -1,6 +1,4 @@
-"""What a benchmark is asked for and what it finds, as records: the JSON that `outsize bench --json` writes is their
-form. No torch.
-"""
+"""Records of a benchmark's settings and results, as `benchmarks.bench --json` writes them. No torch."""
 
 import statistics
 from dataclasses import dataclass
@@ -64,12 +62,12 @@ class Memory:
     gpu_reserved_bytes: int | None
     """By the allocator; None without one."""
     gpu_trial_bytes: int | None
-    """Most that the trial run inside `prepare` had."""
+    """Peak of the profiling run."""
     host_peak_bytes: int
     """Of the process (VmHWM)."""
     host_bytes_per_param: float
     host_before_bytes: int
-    """Of that, what Python and the libraries had before a model was built."""
+    """Before a model was built: Python and the libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +79,14 @@ class StartUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The plan, and what it said beforehand."""
+    """The plan and its predictions."""
 
     fingerprint: str
     summary: str
     step_seconds: float
     gpu_bytes: int
     gpu_reserved_bytes: int
-    """With what libraries keep and the allocator loses."""
+    """With library workspaces and allocator fragmentation."""
     gpu_budget_bytes: int
     host_bytes: int
     host_process_bytes: int
@@ -154,5 +152,5 @@ class Result:
     """Median step over the limit."""
     losses_finite: bool
     within_budget: bool
-    rivals: dict[str, Baseline]
+    baselines: dict[str, Baseline]
     """By name: `plain`, `checkpointed`."""

@@ -1,6 +1,4 @@
-"""A benchmark's result as text: what was measured beside what the plan had promised, and what the machine would
-allow.
-"""
+"""A benchmark's result as text: measurement, prediction and the limit of the machine."""
 
 from collections.abc import Sequence
 
@@ -46,7 +44,7 @@ def show(result: Result) -> str:
         f"limit     {result.limit_ratio:.2f} × the limit of {show_seconds(result.limit.seconds)} "
         f"({result.limit.bottleneck} {_bind(result.limit.bottleneck)})",
         f"plan      {plan.fingerprint}",
-        *(f"{name:<9} {_rival(rival)}" for name, rival in result.rivals.items()),
+        *(f"{name:<9} {_baseline_text(baseline)}" for name, baseline in result.baselines.items()),
     ]
     if not result.losses_finite:
         lines.append("WRONG     a loss is not finite")
@@ -106,15 +104,15 @@ def _bind(name: str) -> str:
     return "bind" if name in ("h2d", "d2h", "host") or name.startswith(("copies", "host updates")) else "binds"
 
 
-def _rival(rival: Baseline) -> str:
-    if rival.speed is None:
-        return rival.problem
-    gpu = f", GPU peak {show_bytes(rival.gpu_peak_bytes)}" if rival.gpu_peak_bytes is not None else " on the CPU"
+def _baseline_text(baseline: Baseline) -> str:
+    if baseline.speed is None:
+        return baseline.problem
+    gpu = f", GPU peak {show_bytes(baseline.gpu_peak_bytes)}" if baseline.gpu_peak_bytes is not None else " on the CPU"
     ours = (
-        f"ours has {rival.ratio:.2f} × its speed" if rival.ratio is not None else "not compared: our clock is simulated"
+        f"ours has {baseline.ratio:.2f} × its speed" if baseline.ratio is not None else "not compared: simulated clock"
     )
     return (
-        f"{rival.speed.tokens_per_second:,.0f} tokens/s, {show_seconds(rival.speed.median_step_seconds)} a "
+        f"{baseline.speed.tokens_per_second:,.0f} tokens/s, {show_seconds(baseline.speed.median_step_seconds)} a "
         f"step{gpu}; {ours}"
     )
 

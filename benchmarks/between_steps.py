@@ -1,8 +1,8 @@
-"""What it costs that prepared parameters can be read and written between steps: `PYTHONPATH=src python -m
-benchmarks.between_steps --model llama-1b`.
+"""The cost of access to prepared parameters between steps: `PYTHONPATH=src python -m benchmarks.between_steps --model
+llama-1b`.
 
-In one process, blocks of steps with the class assignments of runtime/access.py and blocks without them alternate; the
-medians are compared. Then what common reads and writes between steps take under the same plan.
+Compares the medians of alternating blocks of steps, with and without the class assignments of runtime/access.py. Then
+times common reads and writes between steps under the same plan.
 """
 
 import argparse
@@ -107,9 +107,7 @@ def timed(engine: Engine, work: Callable[[], Any]) -> float:
 
 
 def timed_access(engine: Engine) -> float:
-    """Seconds of what a step spends on access: parameters become plain and back again twice, and the model's tables are
-    compared once.
-    """
+    """Seconds of access per step: parameters change class four times, and the model's tables are compared."""
     access, store = engine.runtime.access, engine.runtime.store
     started = time.perf_counter()
     store.replaced()

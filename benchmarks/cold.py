@@ -1,8 +1,8 @@
-"""How long it takes to a plan, where nothing is known yet and where the trace is kept: `PYTHONPATH=src python -m
-benchmarks.cold --model llama-8b --gpu-memory 24GiB`.
+"""Time to a plan, without and with a cached profile: `PYTHONPATH=src python -m benchmarks.cold --model llama-8b
+--gpu-memory 24GiB`.
 
-The first is the trial run and the search, the second the search and reading the trace. Neither has the making of the
-model, the CUDA context or the allocation of what the plan holds in it: those are no part of planning.
+Without a cache: profiling run and search. With it: reading the profile and the search. Building the model, the CUDA
+context and allocations of the engine are not included.
 """
 
 import argparse

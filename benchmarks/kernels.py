@@ -1,10 +1,10 @@
-"""How fast the update kernels are: C on the host by number of threads, alone and beside copies; Triton and torch on the
-GPU; the link itself.
+"""Speed of the update kernels: C on the host by number of threads, alone and beside copies; Triton and torch on the
+GPU; copies.
 
     PYTHONPATH=src python benchmarks/kernels.py [--params 268435456] [--out FILE.json]
 
-Without CUDA only the host's part is measured. Ranges are larger than any cache, in huge pages as the engine's are.
-Takes half a minute.
+Without CUDA, only the host is measured. Ranges exceed every cache and use huge pages, as in the engine. Takes half a
+minute.
 """
 
 import argparse

@@ -16,8 +16,9 @@ import transformers
 
 from benchmarks.bench_record import Baseline, Bench, Lanes, Machine, Memory, Prediction, Result, Speed, StartUp
 from benchmarks.limits import Demand, limit
-from benchmarks.plain import run_rival
+from benchmarks.plain import run_baseline
 from benchmarks.shapes import random_batches, random_shape
+from benchmarks.timing import Clock, Timed, time_steps
 from outsize.base.errors import ConfigError
 from outsize.base.records import fingerprint
 from outsize.base.units import parse_bytes
@@ -32,7 +33,7 @@ from outsize.optim.adamw import AdamW
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
 from outsize.report.trace import write_trace
-from outsize.run.bench import Clock, Timed, time_steps, training_step
+from outsize.run.bench import training_step
 from outsize.runtime.engine import Engine
 from outsize.schedule.actions import Kind, action_seconds, effect
 from outsize.schedule.check import save
@@ -161,13 +162,14 @@ def run_bench(
 
 def compare(result: Result, kinds: Sequence[str]) -> Result:
     """The same shape in plain loops, each in a process of its own. After ours has ended: its memory is free again."""
-    rivals: dict[str, Baseline] = {}
+    baselines: dict[str, Baseline] = {}
     for kind in kinds:
-        rival = run_rival(kind, result.bench)
-        if rival.speed is not None and not result.is_simulated:
-            rival = dataclasses.replace(rival, ratio=result.speed.tokens_per_second / rival.speed.tokens_per_second)
-        rivals[kind] = rival
-    return dataclasses.replace(result, rivals=rivals)
+        baseline = run_baseline(kind, result.bench)
+        if baseline.speed is not None and not result.is_simulated:
+            ratio = result.speed.tokens_per_second / baseline.speed.tokens_per_second
+            baseline = dataclasses.replace(baseline, ratio=ratio)
+        baselines[kind] = baseline
+    return dataclasses.replace(result, baselines=baselines)
 
 
 def _memory(engine: Engine, before: int) -> Memory:
@@ -244,17 +246,17 @@ def _result(
         speed=speed,
         memory=memory,
         start_up=start_up,
-        plan=_promise(engine, memory),
+        plan=_prediction(engine, memory),
         lanes=_lanes(timeline, speed.median_step_seconds),
         limit=best,
         limit_ratio=speed.median_step_seconds / best.seconds if best.seconds else 0.0,
         losses_finite=all(loss - loss == 0.0 for loss in timed.losses),
         within_budget=_within_budget(bench, memory, plan.gpu_budget_bytes),
-        rivals={},
+        baselines={},
     )
 
 
-def _promise(engine: Engine, memory: Memory) -> Prediction:
+def _prediction(engine: Engine, memory: Memory) -> Prediction:
     plan, place = engine.plan, engine.runtime.place
     estimate, process_overhead = plan.estimate, plan.process_overhead
     # Weights that live on the card alone come through the host one by one, among the homes of others and before all
@@ -280,9 +282,7 @@ def _promise(engine: Engine, memory: Memory) -> Prediction:
 
 
 def _within_budget(bench: Bench, memory: Memory, planned: int) -> bool:
-    """Of a real allocator, what it has taken from the card, against what was asked for; of `sim`, every byte against
-    the plan's budget.
-    """
+    """Whether reserved GPU memory is within `gpu_memory`; on `sim`, the peak within the plan's budget."""
     if memory.gpu_reserved_bytes is not None:
         return bench.gpu_memory is None or memory.gpu_reserved_bytes <= parse_bytes(bench.gpu_memory)
     return memory.gpu_peak_bytes is None or memory.gpu_peak_bytes <= planned

@@ -1,7 +1,6 @@
-"""What `benchmarks.bench --compare` compares with: the usual loop. bf16 weights, fp32 masters and AdamW all on the GPU,
-nothing of outsize in it.
+"""The baseline of `benchmarks.bench --compare`: plain PyTorch with bf16 weights, fp32 masters and AdamW on the GPU.
 
-It runs in a process of its own, so that neither run sees the other's memory: `python -m benchmarks.plain plain
+It runs in a separate process, so that memory is measured separately: `python -m benchmarks.plain plain
 <settings as JSON> <file for the result>`.
 """
 
@@ -16,19 +15,18 @@ from torch import Tensor, nn
 
 from benchmarks.bench_record import Baseline, Bench, Speed
 from benchmarks.shapes import random_batches, random_shape
+from benchmarks.timing import Clock, time_steps
 from outsize.base.records import dumps, loads
-from outsize.compat import foreach_copy
 from outsize.hardware.host import peak_rss_bytes
-from outsize.run.bench import Clock, time_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("plain", "checkpointed")
 
 
-def run_rival(kind: str, bench: Bench) -> Baseline:
-    """In a process of its own."""
+def run_baseline(kind: str, bench: Bench) -> Baseline:
+    """Run a baseline in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rival.json"
+        out = Path(folder) / "baseline.json"
         command = [sys.executable, "-m", "benchmarks.plain", kind, dumps(bench), str(out)]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if out.exists():
@@ -51,14 +49,14 @@ def main(kind: str, settings: str, out: str) -> None:
     except torch.OutOfMemoryError:
         problem = "out of GPU memory"
     has_gpu = bench.device.startswith("cuda")
-    rival = Baseline(
+    baseline = Baseline(
         speed=speed,
         problem=problem,
         gpu_peak_bytes=torch.accelerator.max_memory_allocated() if has_gpu else None,
         gpu_reserved_bytes=torch.accelerator.max_memory_reserved() if has_gpu else None,
         host_peak_bytes=peak_rss_bytes(),
     )
-    Path(out).write_text(dumps(rival))
+    Path(out).write_text(dumps(baseline))
 
 
 def train(kind: str, bench: Bench) -> Speed:
@@ -81,12 +79,12 @@ def train(kind: str, bench: Bench) -> Speed:
         for _ in range(bench.accumulate):
             loss = model(**next(batches)).loss
             (loss / bench.accumulate).backward()
-        foreach_copy(gradients, [param.grad for param in params if param.grad is not None])
+        torch._foreach_copy_(gradients, [param.grad for param in params if param.grad is not None])
         if bench.clip is not None:
             nn.utils.clip_grad_norm_(masters, bench.clip, foreach=True)
         optimizer.step()
         with torch.no_grad():
-            foreach_copy(params, masters)
+            torch._foreach_copy_(params, masters)
         for param in params:
             param.grad = None
         return loss.detach()

@@ -1,11 +1,10 @@
-"""The plan that is chosen against plans that people make by hand: how much slower is it than the best of them?
+"""Compares the chosen plan with the best of several hand-made plans.
 
-    python3 benchmarks/regret.py --out found.json --limit 580      # where the GPU is
-    python3 benchmarks/regret.py --show found.json                 # the verdict, and the tables of results/
+    python3 benchmarks/regret.py --out found.json --limit 580      # with a GPU
+    python3 benchmarks/regret.py --show found.json                 # the result, and the tables of results/
 
-A plan by hand is one of the usual recipes (everything streamed; weights resident and the optimizer on the host; all
-resident with checkpointing; halves of these): the pins of `outsize.prepare`, so memory is as exact as ever and only
-what was pinned is fixed. Those that do not fit are left out.
+A hand-made plan is a common recipe, given as pins (everything streamed; weights resident and the optimizer on the host;
+all resident with checkpointing; halves of these). The search decides the rest. Plans that do not fit are left out.
 """
 
 import argparse
@@ -30,7 +29,7 @@ SETTINGS = [
 
 
 def recipes(layers: int, chunks: int) -> list[tuple[tuple[str, int], ...]]:
-    """By the share of weights and of optimizer state on the GPU, and what layers do with their activations."""
+    """By shares of weights and optimizer state on the GPU, and activation strategy."""
     keep = {"n_swap": 0, "n_checkpoint": 0, "n_offload": 0}
     third = chunks // 3
     homes = [
@@ -126,7 +125,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A setting after the other, its plans by hand in the order of their seconds."""
+    """One section per setting, with its hand-made plans by time."""
     lines: list[str] = []
     for setting in found["settings"]:
         ran = [
@@ -154,7 +153,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _in_words(plan: dict[str, Any]) -> str:
-    """Of a plan's summary what was decided, without what it promises."""
+    """The decision in a plan's summary, without predictions."""
     return plan["summary"].split("; ", 1)[1]
 
 

@@ -1,11 +1,11 @@
-"""Whole runs of `outsize train` on the GPU at hand, from weights on disk, timing from outside: loss by step, GPU and
-host memory, seconds.
+"""Whole runs of `outsize train` on a GPU, from weights on disk: loss by step, GPU and host memory, seconds.
 
-    PYTHONPATH=src python -m benchmarks.runs full --work /some/disk --out results.json      7B shape: 24 GiB, killed
-    after its save, resumed under 40 GiB PYTHONPATH=src python -m benchmarks.runs lora --work /some/disk --out
-    results.json      8B shape, LoRA: under 8 GiB, and resident
+    PYTHONPATH=src python -m benchmarks.runs full --work /some/disk --out results.json
+        7B shape under 24 GiB, killed after its save, resumed under 40 GiB
+    PYTHONPATH=src python -m benchmarks.runs lora --work /some/disk --out results.json
+        8B shape with LoRA, under 8 GiB and resident
 
-Weights are random, the text is the demo's. Memory is what nvidia-smi and /proc see, not what outsize says.
+Weights are random; the text is the demo's. Memory is measured with nvidia-smi and /proc.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 def have_model(folder: Path, shape: str) -> None:
-    """In a process of its own: what it leaves on the GPU would count as others'."""
+    """In a separate process, whose GPU memory is freed at its end."""
     if not (folder / "config.json").exists():
         subprocess.run(
             [

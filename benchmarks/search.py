@@ -1,4 +1,4 @@
-"""How long the search takes for 80 layers of 4 chunks each, on one core, over a range of budgets: `python
+"""Time of the search for 80 layers of 4 chunks each, on one core, over a range of budgets: `python
 benchmarks/search.py`.
 
 A 70B-like shape is traced without weights; only the search is timed. Written to results/search.json with the machine

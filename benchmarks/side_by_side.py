@@ -1,11 +1,10 @@
-"""outsize and what a user would pick instead, measured on one GPU in one go: one process a case, one table at the end.
+"""Measures outsize and its alternatives on one GPU in one session: one process per case, one table at the end.
 
     python3 benchmarks/side_by_side.py --out found.json --cases 3b-24,3b-24-clip,7b-24 --peers --limit 580
 
-Ours is `benchmarks.bench`. The peers are those of carry/bench/peers.py (written by ../shared/bench/make_site.sh),
-started as its own `all` does. Compare ratios of one run; absolute figures differ between machines. JSON is written
-after every process, so a run that is cut off loses little. Standard library only: the machine with the GPU has no
-network.
+outsize runs as `benchmarks.bench`, the peers as in carry/bench/peers.py (written by ../shared/bench/make_site.sh).
+Compare ratios within one session; absolute figures differ between machines. Results are written after every process.
+Standard library only, because the machine with the GPU has no network.
 """
 
 import argparse
@@ -36,7 +35,7 @@ class Case:
     seq: int = 1024
     clip: float | None = None
     update: str | None = None
-    """None: what `benchmarks.bench` chooses."""
+    """None: the default of `benchmarks.bench`."""
     against: str = ""
     """A peer's case (`gc`), `offloading`, or `plain`: our own --compare. Empty: no speed to compare."""
     least_ratio: float | None = None
@@ -96,7 +95,7 @@ class Run:
         self.args = args
         self.started = time.monotonic()
         self.peers: dict[str, dict[str, Any]] = {}
-        """By what they were asked for: cases of one shape share them."""
+        """By settings: cases of one shape share them."""
         self.found: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": sys.argv,
@@ -207,7 +206,7 @@ class Run:
         return self.peers[key]
 
     def run(self, what: str, command: list[str], env: dict[str, str]) -> tuple[int, list[str], float]:
-        """Exit code (124: out of time), what it printed, and seconds."""
+        """Exit code (124: timeout), output, and seconds."""
         print(f"{time.monotonic() - self.started:6.0f} s  {what}", flush=True)
         begin = time.monotonic()
         # A session of its own: what it starts in turn ends with it, and leaves the GPU to the next.
@@ -245,7 +244,7 @@ class Run:
 def verdict(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     """Against whom, the ratio, and whether the target is met; None where a figure is missing."""
     ours = row["ours"]
-    name, theirs = rival(case, row)
+    name, theirs = baseline(case, row)
     speed = ours["speed"]["tokens_per_second"] if "speed" in ours else None
     ratio = speed / theirs if speed and theirs else None
     host = ours["memory"]["host_bytes_per_param"] if "memory" in ours else None
@@ -263,9 +262,9 @@ def verdict(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rival(case: Case, row: dict[str, Any]) -> tuple[str, float | None]:
+def baseline(case: Case, row: dict[str, Any]) -> tuple[str, float | None]:
     if case.against == "plain":
-        plain = row["ours"].get("rivals", {}).get("plain") or {}
+        plain = row["ours"].get("baselines", {}).get("plain") or {}
         return "plain loop", plain["speed"]["tokens_per_second"] if plain.get("speed") else None
     speeds = {peer: found["tok_s"] for peer, found in row["peers"].items() if "tok_s" in found}
     best = max(speeds, key=lambda peer: speeds[peer], default=case.against)

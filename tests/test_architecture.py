@@ -1,8 +1,7 @@
-"""The table of design section 4, checked: which room may import which, and who may know torch.
+"""Checks which package may import which, and which modules may import torch.
 
-All imports count, also those inside functions and under TYPE_CHECKING: an import hidden in a function is a cycle with a
-curtain before it. The checks are functions over a source tree, and each is shown to catch its fault on a tree made for
-that.
+All imports count, also those inside functions and under TYPE_CHECKING, which would hide cycles. The checks are functions
+of a source tree; each is also run on a small tree with a fault that it must find.
 """
 
 import ast
@@ -16,7 +15,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 
-# Room, and what it may import beside itself: rooms, or single modules of a room.
+# What each package may import beside itself: packages, or single modules of one.
 MAY_IMPORT: dict[str, str] = {
     "base": "",
     "compat": "",  # private names of other libraries; for all but those without torch
@@ -40,7 +39,7 @@ MAY_IMPORT: dict[str, str] = {
     "data": "base compat config.run progress",
     "methods": "base model device schedule",
     "loss": "base compat",
-    # Modules of the top level are rooms of one file. Importing the package itself is `outsize`.
+    # Top-level modules count as packages of one file. `outsize` is the package itself.
     "progress": "",
     "reference": "base optim.clip optim.split",
 }
@@ -49,7 +48,7 @@ MAY_IMPORT["setup"] = _ALL_BELOW
 MAY_IMPORT["forecast"] = f"{_ALL_BELOW} setup"
 MAY_IMPORT["outsize"] = f"{_ALL_BELOW} setup forecast"
 MAY_IMPORT["integrations"] = f"{_ALL_BELOW} setup outsize"
-# A run of a YAML file is the one user of the Trainer among us; the command line starts it.
+# Only `run` uses the Trainer; only the command line uses `run`.
 MAY_IMPORT["run"] = f"{_ALL_BELOW} setup forecast integrations"
 MAY_IMPORT["cli"] = f"{_ALL_BELOW} setup forecast run outsize"
 
@@ -66,7 +65,7 @@ WITHOUT_TORCH = (
     "model.work",
     "profile.trace",
 )
-NAMELESS = {"utils", "util", "helpers", "helper", "misc", "manager", "handler"}
+VAGUE = {"utils", "util", "helpers", "helper", "misc", "manager", "handler"}
 
 
 @dataclass(frozen=True)
@@ -130,15 +129,15 @@ class Tree:
                 )
 
     def reachable(self, name: str) -> dict[str, str]:
-        """Own modules that come along with `name`, each with the module that asked for it."""
-        asked_by, queue = {name: ""}, [name]
+        """Own modules that importing `name` imports, each with the module that imports it."""
+        imported_by, queue = {name: ""}, [name]
         while queue:
             here = queue.pop()
             for found in self.imports.get(here, []):
-                if found.own and found.target not in asked_by:
-                    asked_by[found.target] = here
+                if found.own and found.target not in imported_by:
+                    imported_by[found.target] = here
                     queue.append(found.target)
-        return asked_by
+        return imported_by
 
 
 def is_within(module: str, place: str) -> bool:
@@ -148,49 +147,49 @@ def is_within(module: str, place: str) -> bool:
 # --- the checks: each returns its complaints
 
 
-def wrong_rooms(tree: Tree) -> list[str]:
+def forbidden_imports(tree: Tree) -> list[str]:
     complaints = []
     for name, imports in tree.imports.items():
-        room = name.split(".")[0]
-        if room not in MAY_IMPORT:
-            complaints.append(f"{name}: the room {room} is not in the table of rooms")
+        package = name.split(".")[0]
+        if package not in MAY_IMPORT:
+            complaints.append(f"{name}: the package {package} is not in the table of packages")
             continue
         for found in imports:
-            allowed = any(is_within(found.target, place) for place in (room, *MAY_IMPORT[room].split()))
+            allowed = any(is_within(found.target, place) for place in (package, *MAY_IMPORT[package].split()))
             if found.own and not allowed:
                 complaints.append(
-                    f"{name}:{found.line} imports {found.target}; {room} may import: "
-                    f"{MAY_IMPORT[room] or 'nothing of ours'}"
+                    f"{name}:{found.line} imports {found.target}; {package} may import: "
+                    f"{MAY_IMPORT[package] or 'nothing of ours'}"
                 )
     return complaints
 
 
-def outside_the_standard_library(tree: Tree, room: str = "base") -> list[str]:
+def outside_the_standard_library(tree: Tree, package: str = "base") -> list[str]:
     return [
-        f"{name}:{found.line} imports {found.target}; {room} is standard library only"
+        f"{name}:{found.line} imports {found.target}; {package} is standard library only"
         for name, imports in tree.imports.items()
-        if is_within(name, room)
+        if is_within(name, package)
         for found in imports
         if not found.own and found.target.split(".")[0] not in sys.stdlib_module_names
     ]
 
 
-def torch_where_it_may_not_be(tree: Tree) -> list[str]:
+def torch_in_a_package_without_torch(tree: Tree) -> list[str]:
     complaints = []
     for name in tree.files:
         if any(is_within(name, place) for place in WITHOUT_TORCH):
-            for module, asked_by in tree.reachable(name).items():
+            for module, imported_by in tree.reachable(name).items():
                 for found in tree.imports.get(module, []):
                     if not found.own and is_within(found.target, "torch"):
                         complaints.append(
                             f"{name} gets torch from {module}:{found.line}"
-                            + (f" (asked for by {asked_by})" if asked_by else "")
+                            + (f" (imported by {imported_by})" if imported_by else "")
                         )
     return complaints
 
 
 def torch_at_the_top_of_a_command(tree: Tree) -> list[str]:
-    """`outsize --help` answers at once."""
+    """`outsize --help` must not import torch."""
     return [
         f"{name}:{found.line} imports {found.target} at the top; commands import it inside"
         for name, imports in tree.imports.items()
@@ -200,7 +199,7 @@ def torch_at_the_top_of_a_command(tree: Tree) -> list[str]:
     ]
 
 
-def torch_cuda_outside_the_device_seam(tree: Tree) -> list[str]:
+def torch_cuda_outside_device(tree: Tree) -> list[str]:
     complaints = []
     for name, syntax in tree.syntax.items():
         if is_within(name, "device") or "kernel" in name.split(".")[-1]:
@@ -219,20 +218,20 @@ def torch_cuda_outside_the_device_seam(tree: Tree) -> list[str]:
 
 
 def code_in_an_init(tree: Tree) -> list[str]:
-    rooms = [path for name, path in tree.files.items() if path.name == "__init__.py" and name != "outsize"]
-    return [f"{path.relative_to(tree.root)} is not empty" for path in rooms if path.read_text().strip()]
+    packages = [path for name, path in tree.files.items() if path.name == "__init__.py" and name != "outsize"]
+    return [f"{path.relative_to(tree.root)} is not empty" for path in packages if path.read_text().strip()]
 
 
-def names_that_say_nothing(tree: Tree) -> list[str]:
+def vague_names(tree: Tree) -> list[str]:
     return [
-        f"{name}: say what it is; {word} is no name"
+        f"{name}: {word} is vague; name what the module holds"
         for name in tree.files
-        for word in sorted(NAMELESS.intersection(name.replace(".", "_").split("_")))
+        for word in sorted(VAGUE.intersection(name.replace(".", "_").split("_")))
     ]
 
 
 def cycles(tree: Tree) -> list[str]:
-    """Groups of modules that import one another, directly or round a corner."""
+    """Groups of modules that import one another, directly or indirectly."""
     reach = {name: set(tree.reachable(name)) for name in tree.files}
     groups = {
         tuple(sorted({name} | {other for other in reach[name] if name in reach.get(other, set())}))
@@ -247,13 +246,13 @@ def cycles(tree: Tree) -> list[str]:
 
 
 CHECKS = [
-    wrong_rooms,
+    forbidden_imports,
     outside_the_standard_library,
-    torch_where_it_may_not_be,
+    torch_in_a_package_without_torch,
     torch_at_the_top_of_a_command,
-    torch_cuda_outside_the_device_seam,
+    torch_cuda_outside_device,
     code_in_an_init,
-    names_that_say_nothing,
+    vague_names,
     cycles,
 ]
 
@@ -271,81 +270,81 @@ def test_the_source_has_no(check, source: Tree) -> None:
 
 
 def test_planner_and_runtime_never_import_each_other(source: Tree) -> None:
-    """They meet in `schedule`: nothing is run that was not predicted, and nothing else ties them."""
-    for room, other in (("planner", "runtime"), ("runtime", "planner")):
+    """They share only `schedule`, so the runtime runs what the planner predicted."""
+    for package, other in (("planner", "runtime"), ("runtime", "planner")):
         for name in source.files:
-            if is_within(name, room):
+            if is_within(name, package):
                 assert not [module for module in source.reachable(name) if is_within(module, other)], name
 
 
 # --- each check catches its fault: a file, its text, and what the complaint must name
 
 FAULTS = {
-    "a room that may not be imported": (
-        wrong_rooms,
+    "a package that may not be imported": (
+        forbidden_imports,
         {"layout/a.py": "from outsize.device import cpu", "device/cpu.py": ""},
         "layout.a:1 imports device.cpu",
     ),
-    "a module outside the allowed part of a room": (
-        wrong_rooms,
+    "a module outside the allowed part of a package": (
+        forbidden_imports,
         {"schedule/a.py": "import outsize.model.build", "model/build.py": ""},
         "model.build",
     ),
     "a relative import": (
-        wrong_rooms,
+        forbidden_imports,
         {"layout/a.py": "from ..device.cpu import f", "device/cpu.py": ""},
         "layout.a:1 imports device.cpu",
     ),
     "an import hidden in a function": (
-        wrong_rooms,
+        forbidden_imports,
         {"base/a.py": "def f():\n    import outsize.schedule.check", "schedule/check.py": ""},
         "base.a:2 imports",
     ),
-    "a room that imports the whole package": (
-        wrong_rooms,
+    "a package that imports the whole package": (
+        forbidden_imports,
         {"runtime/a.py": "from outsize import prepare"},
         "imports outsize",
     ),
-    "a room that nobody planned": (wrong_rooms, {"extras/a.py": ""}, "room extras"),
+    "a package that is not in the table": (forbidden_imports, {"extras/a.py": ""}, "package extras"),
     "planner that imports runtime": (
-        wrong_rooms,
+        forbidden_imports,
         {"planner/a.py": "import outsize.runtime.engine", "runtime/engine.py": ""},
         "imports runtime.engine",
     ),
     "runtime that imports planner": (
-        wrong_rooms,
+        forbidden_imports,
         {"runtime/a.py": "import outsize.planner.search", "planner/search.py": ""},
         "imports planner.search",
     ),
-    "reference that leans on the engine": (
-        wrong_rooms,
+    "reference that imports the engine": (
+        forbidden_imports,
         {"reference.py": "from outsize.optim.adamw import f", "optim/adamw.py": ""},
         "optim.adamw",
     ),
-    "somebody who imports an integration": (
-        wrong_rooms,
+    "an import of an integration": (
+        forbidden_imports,
         {"cli/a.py": "import outsize.integrations.axolotl", "integrations/axolotl.py": ""},
         "integrations",
     ),
     "numpy in base": (outside_the_standard_library, {"base/a.py": "import numpy as np"}, "base.a:1 imports numpy"),
     "torch in the planner": (
-        torch_where_it_may_not_be,
+        torch_in_a_package_without_torch,
         {"planner/a.py": "from torch import nn"},
         "planner.a gets torch",
     ),
     "torch round a corner": (
-        torch_where_it_may_not_be,
+        torch_in_a_package_without_torch,
         {"layout/a.py": "import outsize.model.graph", "model/graph.py": "import torch"},
         "layout.a gets torch from model.graph",
     ),
     "torch at the top of a command": (torch_at_the_top_of_a_command, {"cli/plan.py": "import torch"}, "cli.plan:1"),
     "torch.cuda in the runtime": (
-        torch_cuda_outside_the_device_seam,
+        torch_cuda_outside_device,
         {"runtime/a.py": "import torch\ntorch.cuda.synchronize()"},
         "runtime.a:2",
     ),
     "torch.cuda by another name": (
-        torch_cuda_outside_the_device_seam,
+        torch_cuda_outside_device,
         {"runtime/a.py": "from torch import cuda"},
         "runtime.a:1",
     ),
@@ -354,7 +353,7 @@ FAULTS = {
         {"schedule/__init__.py": "from outsize.schedule.check import check", "schedule/check.py": ""},
         "__init__.py is not empty",
     ),
-    "utils": (names_that_say_nothing, {"schedule/chunk_utils.py": ""}, "schedule.chunk_utils"),
+    "utils": (vague_names, {"schedule/chunk_utils.py": ""}, "schedule.chunk_utils"),
     "two modules that import each other": (
         cycles,
         {"base/a.py": "import outsize.base.b", "base/b.py": "from outsize.base.a import f"},

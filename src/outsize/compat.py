@@ -87,7 +87,6 @@ parse_to = find("torch._C._nn._parse_to")
 
 # torch: operators without a public name.
 neg_view = find("torch._neg_view")
-foreach_copy = find("torch._foreach_copy_")
 
 
 def storage_id(storage: Any) -> int:
@@ -129,24 +128,11 @@ def transformers() -> SimpleNamespace:
 
 
 TRAINER_METHODS = (
-    "_clip_grad_norm",
-    "_finalize_training",
-    "_get_dataloader",
-    "_get_grad_norm",
-    "_get_num_items_in_batch",
-    "_get_output_dir",
-    "_init_training_state",
-    "_load_best_model",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_move_model_to_device",
-    "_prepare_for_training",
-    "_prepare_inputs",
-    "_push_from_checkpoint",
-    "_save",
-    "_save_checkpoint",
-)
+    "_clip_grad_norm", "_finalize_training", "_get_dataloader", "_get_grad_norm", "_get_num_items_in_batch",
+    "_get_output_dir", "_init_training_state", "_load_best_model", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_load_rng_state", "_move_model_to_device", "_prepare_for_training",
+    "_prepare_inputs", "_push_from_checkpoint", "_save", "_save_checkpoint",
+)  # fmt: skip
 """Private methods of transformers.Trainer that integrations/ and run/ override or call."""
 
 

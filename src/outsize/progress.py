@@ -1,7 +1,6 @@
-"""A bar for work that takes a while, on stderr: nothing is shown for what is done at once, nor where nobody watches.
+"""A progress bar on stderr for work that takes more than two seconds. Shown only in terminals and notebooks.
 
-It is drawn by whoever advances it: a thread that draws would run beside what is being timed. There is one at a time:
-beside one that is shown, ours or another of rich's, there is no other.
+`advance` draws it: a drawing thread would disturb timings. Only one bar is shown at a time, ours or another of rich's.
 """
 
 import sys
@@ -22,26 +21,26 @@ _shown: "Bar | None" = None
 
 class Bar:
     def __init__(self, what: str, total: int | None = None):
-        """`total`: how many there will be, where that is known. It may become known later, or grow."""
+        """`total`: if known. It may be set later, or grow."""
         self.total, self.done = total, 0
         console = Console(stderr=True)
-        # A proxy is how rich prints above a bar that is there.
-        is_watched = (console.is_interactive or console.is_jupyter) and not isinstance(sys.stderr, FileProxy)
+        # stderr is a FileProxy while rich shows another bar.
+        is_shown = (console.is_interactive or console.is_jupyter) and not isinstance(sys.stderr, FileProxy)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _Count(""), TimeElapsedColumn())
-        # What is printed meanwhile comes above the bar, unless it goes to a file.
+        # Other output is printed above the bar, unless it goes to a file.
         self._progress = Progress(
             *columns,
             console=console,
             transient=True,
             auto_refresh=False,
-            disable=not is_watched,
+            disable=not is_shown,
             redirect_stdout=sys.stdout.isatty(),
         )
         self._task = self._progress.add_task(what, total=total)
         self._started = self._drawn = time.monotonic()
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more item."""
         global _shown
         self.done += 1
         now = time.monotonic()
@@ -68,7 +67,7 @@ class _Count(TextColumn):
 
 
 def counted(items: Iterable[Item], what: str, *, total: int | None = None) -> Iterator[Item]:
-    """The items, with their count as soon as it takes long. `total`: how many there will be, where that is known."""
+    """Yield the items and show their count if they take long. `total`: if known."""
     with Bar(what, total) as bar:
         for item in items:
             bar.advance()

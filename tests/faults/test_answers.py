@@ -60,7 +60,9 @@ def test_a_batch_of_nothing_is_refused_before_the_model_breaks_off(batch: dict[s
 
 
 @pytest.mark.parametrize("cut", [(slice(None), slice(0)), (slice(0), slice(None))])
-def test_a_batch_of_nothing_in_the_midst_of_training_is_refused_and_training_goes_on(cut: tuple[slice, slice]) -> None:
+def test_a_batch_of_nothing_in_the_midst_of_training_is_refused_and_training_continues(
+    cut: tuple[slice, slice],
+) -> None:
     losses = []
     for with_nothing in (False, True):
         model, batch = llama(), zoo.batch(KIND)

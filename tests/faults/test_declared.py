@@ -72,7 +72,7 @@ def test_it_is_followed_by_step_before_anything_else(plan: str) -> None:
 
 
 @EVERY
-def test_a_step_with_nan_is_told_before_the_next_and_a_load_makes_up_for_it(plan: str, tmp_path: Path) -> None:
+def test_a_step_with_nan_is_reported_before_the_next_and_a_load_makes_up_for_it(plan: str, tmp_path: Path) -> None:
     """The next backward may have been made by then: what it has updated is of the spoilt state and is forgotten with
     it.
     """
@@ -94,7 +94,7 @@ def test_a_step_with_nan_is_told_before_the_next_and_a_load_makes_up_for_it(plan
 
 
 @EVERY
-def test_whoever_only_reads_after_it_is_warned(plan: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_reading_after_it_gives_a_warning(plan: str, caplog: pytest.LogCaptureFixture) -> None:
     with cells.closing(prepare(plan)) as engine:
         step(engine, factor=float("nan"))
         engine.model.state_dict()

@@ -121,7 +121,7 @@ def test_a_second_backward_of_one_forward_is_refused() -> None:
 
 
 class Detour(nn.Module):
-    """Runs its blocks in the order it is told."""
+    """Runs its blocks in a given order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_unused_parameters_keep_their_bits_and_their_step_count(strategy: str, a
 
 
 class Breaks(nn.Module):
-    """Raises in forward or in backward when told to."""
+    """Raises in forward or in backward on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def test_after_ctrl_c_in_a_forward_one_may_save_and_go_on(strategy: str, grad: b
     assert "forward" not in model.__dict__
 
 
-def test_a_forward_that_somebody_wraps_meanwhile_stays_wrapped() -> None:
+def test_a_forward_that_is_wrapped_meanwhile_stays_wrapped() -> None:
     """As accelerate does for autocast; a re-plan detaches and attaches."""
     plain, model = zoo.make("llama"), zoo.make("llama")
     reference = cells.Reference(plain.parameters(), lr=SPEC.lr, weight_decay=SPEC.weight_decay)
@@ -478,7 +478,7 @@ def test_a_smaller_batch_runs_and_a_larger_one_is_planned_for_before_its_forward
     engine.detach()
 
 
-def test_a_batch_too_large_for_any_plan_is_refused_and_training_goes_on() -> None:
+def test_a_batch_too_large_for_any_plan_is_refused_and_training_continues() -> None:
     plain = zoo.make("llama", dtype=torch.bfloat16)
     reference = cells.Reference(plain.parameters(), lr=1e-2, weight_decay=0.1)
     model = zoo.make("llama", dtype=torch.bfloat16)

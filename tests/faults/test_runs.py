@@ -34,7 +34,7 @@ def refused(result: Result, *parts: str) -> None:
     assert all(part in message for part in parts), message
 
 
-def test_five_mistakes_are_all_told_at_once(tmp_path: Path) -> None:
+def test_five_mistakes_are_all_reported_at_once(tmp_path: Path) -> None:
     yaml = folders.write_run(
         tmp_path,
         learning_rte=1,
@@ -48,7 +48,7 @@ def test_five_mistakes_are_all_told_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_dir_that_cannot_be_written_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_an_output_dir_that_cannot_be_written_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(train(folders.write_run(tmp_path, output_dir=str(tmp_path / "file" / "out"))), "output_dir", "file/out")
 
@@ -73,7 +73,9 @@ def test_a_sample_longer_than_a_row_is_split_with_one_warning(tmp_path: Path, ca
     assert len(warned) == 1 and "data.jsonl:41" in warned[0]
 
 
-def test_a_tokenizer_without_a_pad_token_is_told_and_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_without_a_pad_token_is_reported_and_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     yaml = folders.write_run(tmp_path, max_steps=1)
     folders.write_tokenizer(tmp_path / "model", pad=False)
     with caplog.at_level("INFO", logger="outsize"):
@@ -193,7 +195,7 @@ def test_a_new_run_beside_old_checkpoints_warns_and_with_a_limit_is_refused(
         ),
     ],
 )
-def test_what_cannot_be_used_is_told_by_its_key(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_used_is_reported_by_its_key(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
     refused(train(folders.write_run(tmp_path, **keys)), told)
 
 
@@ -280,7 +282,7 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> None:
     raise AssertionError("".join(lines))
 
 
-def test_an_interrupt_saves_and_stops_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+def test_an_interrupt_saves_and_stops_and_the_run_resumes_from_there(tmp_path: Path) -> None:
     yaml = folders.write_run(tmp_path, max_steps=100_000)
     process = started(yaml)
     read_until(process, "step 2/")

@@ -141,7 +141,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("weights", "optimizer"), HOMES)
-def test_a_full_disk_is_told_and_the_earlier_checkpoint_stays(tmp_path: Path, weights: Any, optimizer: Any) -> None:
+def test_a_full_disk_is_reported_and_the_earlier_checkpoint_stays(tmp_path: Path, weights: Any, optimizer: Any) -> None:
     with trained(cell=Cell(kind="llama", dtype="bf16", weights=weights, optimizer=optimizer)) as engine:
         engine.save(tmp_path / "checkpoint-1")
         step(engine, 1)
@@ -207,7 +207,7 @@ def fill(disk: Path, *, but_for: int) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("left", [0, 2**12, 2**15, 2**17])
-def test_a_disk_that_fills_up_in_the_middle_is_told(small_disk: Path, left: int, background: bool) -> None:
+def test_a_disk_that_fills_up_in_the_middle_is_reported(small_disk: Path, left: int, background: bool) -> None:
     """Somebody else takes the space after it was seen to be enough: before the first file, or when some of it is
     written.
     """
@@ -235,7 +235,7 @@ def test_an_export_goes_into_a_disk_of_its_own(small_disk: Path) -> None:
     assert names(small_disk) == ["config.json", "generation_config.json", SINGLE]
 
 
-def test_a_place_that_cannot_be_written_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with trained() as engine, nothing_is_left(tmp_path):
         for place in (tmp_path / "file" / "checkpoint-1", Path("/proc/checkpoint-1")):
@@ -247,7 +247,7 @@ def test_a_place_that_cannot_be_written_is_told_with_the_reason(tmp_path: Path) 
         step(engine)
 
 
-def test_an_adapter_on_a_full_disk_is_told_too(tmp_path: Path) -> None:
+def test_an_adapter_on_a_full_disk_is_reported_too(tmp_path: Path) -> None:
     """Its files are written by PEFT, whose errors are its own."""
     with cells.closing(prepare_adapted(ADAPTED["lora"], "resident")) as engine:
         with nothing_is_left(tmp_path), largest_file(2**12), pytest.raises(SaveFailed, match="cannot be written"):
@@ -301,7 +301,7 @@ def _interrupt(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["configs", "extra", "tensors", "publish"])
-def test_an_interrupted_save_leaves_nothing_and_training_goes_on(
+def test_an_interrupted_save_leaves_nothing_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     with trained() as engine, trained() as other:
@@ -421,7 +421,7 @@ def test_gradients_that_wait_for_a_step_are_not_lost_in_a_save(tmp_path: Path) -
         engine.optimizer.step()
 
 
-def test_what_is_there_is_not_written_over_unless_asked(tmp_path: Path) -> None:
+def test_what_is_there_is_not_written_over_by_default(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters").write_text("dear")
     with trained() as engine:

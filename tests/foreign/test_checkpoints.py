@@ -98,7 +98,7 @@ CONTINUED = [
 
 
 @pytest.mark.parametrize(("name", "plan"), CONTINUED)
-def test_a_run_goes_on_from_a_checkpoint_of_plain_trainer(name: str, plan: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_of_plain_trainer(name: str, plan: str, tmp_path: Path) -> None:
     """It equals plain Trainer with the reference optimizer, resumed in the same way. One case has dropout."""
     expected = continued(name)
     torch.manual_seed(99)

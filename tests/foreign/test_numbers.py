@@ -148,7 +148,7 @@ def test_what_only_plans_and_what_is_refused_leave_fp16_as_it_was() -> None:
     )
 
 
-def test_values_that_fp16_cannot_hold_are_told_of_when_the_model_is_given_back(
+def test_values_that_fp16_cannot_hold_are_reported_when_the_model_is_given_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = half()

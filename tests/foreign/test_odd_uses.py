@@ -437,7 +437,7 @@ def test_after_an_undeclared_backward_was_refused_weights_are_read_right() -> No
     engine.detach()
 
 
-def test_what_is_left_of_a_dropped_engine_disturbs_nobody() -> None:
+def test_what_is_left_of_a_dropped_engine_disturbs_nothing() -> None:
     """Its guard had the addresses of freed slots, and clip_grad_norm_ stayed exchanged."""
     gc.collect()  # of earlier tests
     original, torch_backward = nn.utils.clip_grad_norm_, torch.autograd.backward

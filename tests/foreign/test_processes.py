@@ -143,7 +143,7 @@ def test_a_cell_that_is_run_twice_works(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:24MiB"])
-def test_preparing_a_model_again_goes_on_from_its_weights(device: str) -> None:
+def test_preparing_a_model_again_resumes_from_its_weights(device: str) -> None:
     model = zoo.make("llama")
     first = outsize.prepare(model, zoo.batch("llama"), device=device, chunk_bytes="16KiB")
     model(**zoo.batch("llama")).loss.backward()
@@ -183,7 +183,7 @@ def test_an_engine_that_is_dropped_gives_its_memory_to_the_next() -> None:
     engine.detach()
 
 
-def test_a_full_device_is_told_in_true_words() -> None:
+def test_a_full_device_is_reported_truthfully() -> None:
     first = outsize.prepare(
         zoo.make("llama"), zoo.batch("llama"), device="sim:26MiB", gpu_memory="26MiB", chunk_bytes="16KiB"
     )

@@ -100,7 +100,7 @@ def _fresh() -> Any:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_pinned_memory_has_exactly_the_size_asked_for_and_is_pinned() -> None:
+def test_pinned_memory_has_exactly_the_requested_size_and_is_pinned() -> None:
     """Trap C17."""
     pinned_arena(4096)  # the CUDA context is not what is measured
     before = psutil.Process().memory_info().rss

@@ -78,7 +78,7 @@ def train(engine: Engine, first: int, last: int) -> list[float]:
 
 
 @pytest.mark.parametrize("saved", PLANS)
-def test_a_save_in_the_background_goes_on_under_every_other_plan_to_the_same_bits(tmp_path: Path, saved: str) -> None:
+def test_a_save_in_the_background_continues_under_every_other_plan_to_the_same_bits(tmp_path: Path, saved: str) -> None:
     engine = prepare(0, saved)
     losses = train(engine, 0, 2)
     engine.save(tmp_path / "checkpoint", background=True)
@@ -120,7 +120,7 @@ def test_weights_are_streamed_from_files_to_every_home_and_exported_from_there(t
         engine.close()
 
 
-def test_a_run_from_yaml_goes_on_under_another_budget_and_plan_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_from_yaml_continues_under_another_budget_and_plan_to_the_same_bits(tmp_path: Path) -> None:
     yaml = folders.write_run(
         tmp_path, sample_packing=True, save_steps=2, full_determinism=True, device="cuda", gpu_memory="2GiB"
     )

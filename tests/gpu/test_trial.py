@@ -130,7 +130,7 @@ def traced(**how: Any) -> list[Work]:
     return [trace.work(call, "keep") for call in range(1, 13)]
 
 
-def test_a_trial_tells_issuing_from_computing() -> None:
+def test_a_trial_says_issuing_from_computing() -> None:
     """Of the layers the quickest, where it is about seconds: a machine that others share holds one up now and then."""
     layers = traced(seconds=0.005)
     assert all(work.forward_launch_seconds > 0.005 and not work.forward_syncs_host for work in layers)
@@ -140,7 +140,7 @@ def test_a_trial_tells_issuing_from_computing() -> None:
     assert min(work.forward_launch_seconds for work in layers) < 0.5 * min(work.forward_seconds for work in layers)
 
 
-def test_a_visit_that_asks_the_device_is_known_and_the_head_start_is_in_none_of_its_seconds() -> None:
+def test_a_call_that_syncs_the_host_is_known_and_the_head_start_is_in_none_of_its_seconds() -> None:
     asking, silent = traced(cycles=5_000_000, waits=True), traced(cycles=5_000_000)
     for one, other in zip(asking, silent, strict=True):
         assert (

@@ -486,7 +486,7 @@ class Towers(nn.Module):
         return {"loss": h.square().mean()}
 
 
-def test_an_input_that_comes_and_goes_is_planned_for_once() -> None:
+def test_an_input_that_appears_and_disappears_is_planned_for_once() -> None:
     with_audio = {
         "x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),
         "audio": torch.randn(4, 4, generator=torch.Generator().manual_seed(1)),

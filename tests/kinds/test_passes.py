@@ -605,7 +605,7 @@ def test_a_loop_that_calls_the_model_otherwise_than_its_loss_is_planned_for(
         with cells.closing(outsize.prepare(model, DATA[0], gpu_memory=gpu_memory, **how)) as engine:
             step(model, engine.optimizer)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert "the loop calls the model otherwise than loss= does" in caplog.text
+    assert "the loop calls the model with other arguments than loss= does" in caplog.text
 
 
 class Deepening(nn.Module):

@@ -253,7 +253,7 @@ MANY_PLANS = [pytest.param(range(NUM_PLANS, 16), marks=pytest.mark.full, id="mor
 
 @pytest.mark.parametrize("seeds", [pytest.param(range(NUM_PLANS), id="few"), *MANY_PLANS])
 @pytest.mark.parametrize("kind", MODELS)
-def test_mixed_strategies_stay_below_the_promise(kind: str, seeds: range) -> None:
+def test_mixed_strategies_stay_below_the_prediction(kind: str, seeds: range) -> None:
     data = [{"ids": torch.randint(0, WORDS, (4, 20), generator=torch.Generator().manual_seed(i))} for i in range(2)]
     model = MODELS[kind]()
     traced = Tracer(model, data[0], find_layers(model), SimDevice(lookup("1GiB"))).trace()

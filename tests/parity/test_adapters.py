@@ -235,7 +235,7 @@ def test_training_equals_plain_peft(name: str, plan: str, parity_cell: Callable[
     parity_cell((name, plan))
 
 
-def test_factors_are_fp32_over_a_bf16_base_unless_asked_otherwise() -> None:
+def test_factors_are_fp32_over_a_bf16_base_by_default() -> None:
     """That the cases above are what they say."""
     for name, dtype in (
         ("lora", torch.float32),

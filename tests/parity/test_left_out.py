@@ -395,7 +395,7 @@ def test_a_frozen_layer_behind_one_that_is_dropped_has_nothing_to_send(strategy:
     assert same(plain, model)
 
 
-def test_a_way_that_nobody_has_seen_is_guarded_once() -> None:
+def test_a_way_that_is_new_is_guarded_once() -> None:
     """As on a GPU, where the guard goes after the first step."""
     model = Dropping()
     engine = cells.prepare_by_hand(
@@ -477,7 +477,7 @@ class Query(Dropping):
 
 @pytest.mark.parametrize("order", ["01/012", "/012", "012/01", "012/"])
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_region_whose_beginning_nobody_sees_cannot_be_entered_late(order: str, trains: bool) -> None:
+def test_a_region_whose_beginning_is_unseen_cannot_be_entered_late(order: str, trains: bool) -> None:
     """Without the guard, as on a GPU after the first step: it would read whatever is in the slot."""
     model = Query()
     model.between.requires_grad_(trains)
@@ -651,7 +651,7 @@ def test_a_refusal_at_the_end_of_a_forward_leaves_the_engine_free() -> None:
     engine.detach()
 
 
-def test_under_a_plain_plan_nobody_looks_at_the_way() -> None:
+def test_under_a_plain_plan_the_path_is_not_tracked() -> None:
     plain, model = Query(), Query()
     engine = cells.prepare_by_hand(
         model, inputs(0), spec=outsize.AdamW(lr=1e-2), weights="gpu", optimizer="gpu", chunk_bytes=512

@@ -118,7 +118,7 @@ def test_a_run_equals_plain_peft_under_its_plans_and_its_files_are_pefts(
     )  # the sum is rounded to bf16 once, not at every product
 
 
-def test_an_adapter_run_goes_on_from_its_checkpoint_to_the_same_bits(
+def test_an_adapter_run_resumes_from_its_checkpoint_to_the_same_bits(
     tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
     yaml = folders.write_run(tmp_path, **CASES["lora"], adapter="lora", lora_r=2, max_steps=4, save_steps=2)

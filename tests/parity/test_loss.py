@@ -216,7 +216,7 @@ def test_a_trainer_that_makes_its_own_loss_keeps_its_logits(tmp_path: Path) -> N
         with trainers.closing(trainer):
             trainer.train()
             words.append(trainer.engine.plan.loss)
-    assert words == ["full logits: the loop makes its own loss"] * 2 + ["full logits, as asked"]
+    assert words == ["full logits: the loop computes its own loss"] * 2 + ["full logits, as requested"]
 
 
 def test_trl_keeps_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_trl_keeps_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     with trainers.closing(trainer):
         trainer.train()
-        assert trainer.engine.plan.loss == "full logits: the loop makes its own loss"
+        assert trainer.engine.plan.loss == "full logits: the loop computes its own loss"
 
 
 def test_yaml_says_whether(tmp_path: Path) -> None:
@@ -256,13 +256,13 @@ def test_yaml_says_whether(tmp_path: Path) -> None:
     from outsize.run.assemble import assemble, start
 
     yaml = folders.write_run(tmp_path, max_steps=1)
-    for value, words in (("null", WORDS), ("false", "full logits, as asked"), ("true", WORDS)):
+    for value, words in (("null", WORDS), ("false", "full logits, as requested"), ("true", WORDS)):
         assembled = assemble(config := read_config(yaml, [f"chunked_loss={value}"]))
         with trainers.closing(assembled.trainer):
             start(assembled, config)
             assert assembled.trainer.engine.plan.loss == words
         assert (
-            json.loads(json.dumps(assembled.trainer.recipe))["chunked_loss"]
+            json.loads(json.dumps(assembled.trainer.fingerprint))["chunked_loss"]
             == {"null": None, "false": False, "true": True}[value]
         )
 
@@ -287,7 +287,7 @@ def test_what_is_wrapped_around_the_model_after_prepare_stays_around_it(_profile
     assert len(seen) == number + 1, "nor does detach"
 
 
-def test_a_resumed_run_goes_on_with_its_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_with_its_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that have grown beyond a chunk turned it on; those after the resume would not."""
     monkeypatch.setattr(chosen, "chunk_tokens", lambda vocab_size: 40)
     rows = [

@@ -220,7 +220,7 @@ GOING = [(name, route) for i, name in enumerate(RUNS) for route in (("host-to-gp
 
 
 @pytest.mark.parametrize(("name", "route"), GOING)
-def test_a_run_that_goes_on_under_another_plan_is_the_uninterrupted_one(
+def test_a_run_that_continues_under_another_plan_is_the_uninterrupted_one(
     name: str, route: str, tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
     run, (first, second) = RUNS[name], ROUTES[route]
@@ -259,7 +259,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_save_in_the_background_holds_the_step_it_was_asked_at(
+def test_a_save_in_the_background_holds_the_step_it_was_requested_at(
     name: str, tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
     """Two more steps are trained meanwhile, and their bits are the plain loop's, too."""
@@ -491,7 +491,7 @@ def prepare_adapted(case: Adapted, plan: str, seed: int = 0) -> Engine:
     "name",
     ["lora", "lora-bf16", "lora-embedding", "lora-saved-head", "lora-classifier", "lora-experts", "rslora", "dora"],
 )
-def test_an_adapter_goes_on_and_its_files_are_pefts_own(
+def test_an_adapter_continues_and_its_files_are_pefts_own(
     name: str, route: tuple[str, str], tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
     """The base is not in the checkpoint: its bits are the base's."""

@@ -146,7 +146,7 @@ def test_a_batch_with_more_tokens_or_more_documents_than_planned_is_planned_for(
     parity_cell(("re-planned", packing))
 
 
-def test_an_adapter_goes_on_under_another_plan_and_loads_with_stock_peft(
+def test_an_adapter_continues_under_another_plan_and_loads_with_stock_peft(
     tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
     args = {

@@ -57,13 +57,13 @@ def budget(cell: Cell, number: int) -> int:
         for number in range(NUM_BUDGETS)
     ],
 )
-def test_every_budget_keeps_its_promise(cell: Cell, number: int) -> None:
+def test_every_budget_matches_its_prediction(cell: Cell, number: int) -> None:
     with cells.closing(prepare(cell, machine(budget(cell, number)))) as engine:
         assert 0 <= train_and_compare(cell, engine) <= GAP_BYTES.get(cell.kind, 0)
 
 
 @pytest.mark.parametrize("cell", ONE_OF_THREE, ids=str)
-def test_everything_resident_keeps_its_promise_too(cell: Cell) -> None:
+def test_everything_resident_matches_its_prediction_too(cell: Cell) -> None:
     with cells.closing(prepare(cell, machine(ends(cell)[1]), everything_resident(cell))) as engine:
         assert 0 <= train_and_compare(cell, engine) <= GAP_BYTES.get(cell.kind, 0)
 
@@ -88,7 +88,7 @@ def test_random_mixed_plan_of_a_model_whose_vision_features_enter_deep_layers(se
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_experts_that_tokens_are_sent_to_one_by_one_keep_the_promise_for_the_batch_that_was_planned_for(
+def test_experts_that_tokens_are_sent_to_one_by_one_match_the_prediction_for_the_batch_that_was_planned_for(
     seed: int,
 ) -> None:
     """What another routing takes is another number: how many tokens come to an expert is in no shape."""

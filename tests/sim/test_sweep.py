@@ -114,14 +114,14 @@ def train_and_compare(cell: Cell, engine: Engine) -> int:
 
 @pytest.mark.parametrize("number", range(NUM_BUDGETS))
 @pytest.mark.parametrize("cell", SWEPT, ids=str)
-def test_every_budget_keeps_its_promise_to_the_byte_and_to_the_second(cell: Cell, number: int) -> None:
+def test_every_budget_matches_its_prediction_to_the_byte_and_to_the_second(cell: Cell, number: int) -> None:
     with cells.closing(prepare(cell, machine(budgets(cell)[number]))) as engine:
         assert number > 0 or engine.plan.estimate.gpu_bytes == ends(cell)[0], "the smallest one that does"
         assert train_and_compare(cell, engine) == 0
 
 
 @pytest.mark.parametrize("cell", SWEPT, ids=str)
-def test_everything_resident_keeps_its_promise_too(cell: Cell) -> None:
+def test_everything_resident_matches_its_prediction_too(cell: Cell) -> None:
     with cells.closing(prepare(cell, machine(ends(cell)[1]), everything_resident(cell))) as engine:
         assert {str(homes) for homes in engine.plan.decision.homes} == {"gpu/gpu"} and set(
             engine.plan.decision.strategies
@@ -174,7 +174,7 @@ def any_cell(kind: str, seed: int) -> tuple[Cell, random.Random]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", EXACT)
-def test_random_mixed_plan_keeps_its_promise_to_the_byte(kind: str, seed: int) -> None:
+def test_random_mixed_plan_matches_its_prediction_to_the_byte(kind: str, seed: int) -> None:
     """Each layer its own strategy, each chunk its own homes; the device has exactly what the plan says it needs."""
     cell, rng = any_cell(kind, seed)
     decide = functools.partial(random_decision, rng=rng)

@@ -67,7 +67,7 @@ def test_a_bar_that_an_error_ends_makes_way_for_the_next(capsys: pytest.CaptureF
     assert "next" in capsys.readouterr().err
 
 
-def test_where_nobody_watches_nothing_is_written(
+def test_without_a_terminal_nothing_is_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)

@@ -20,7 +20,7 @@ def test_every_kind_has_a_finite_loss_and_finite_gradients(name: str, dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_weights_have_the_dtype_that_was_asked_for_but_for_the_mixed_kind(name: str, dtype: torch.dtype) -> None:
+def test_weights_have_the_dtype_that_was_requested_but_for_the_mixed_kind(name: str, dtype: torch.dtype) -> None:
     found = {parameter.dtype for parameter in zoo.make(name, dtype).parameters()}
     assert found == ({torch.float32, torch.bfloat16} if name == "mixed" else {dtype})
 

@@ -1,4 +1,4 @@
-"""One logger for the library; applications decide how it is shown, and without that Python prints warnings."""
+"""The logger of the library. Without a handler, Python prints its warnings."""
 
 import logging
 

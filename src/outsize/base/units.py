@@ -1,4 +1,4 @@
-"""Sizes as people write them: `123456B`, `64MiB`, `24GiB`; and as people read them: `21.4 GiB`."""
+"""Parses sizes (`123456B`, `64MiB`, `24GiB`) and formats sizes and times for readers (`21.4 GiB`)."""
 
 import re
 from numbers import Integral
@@ -6,13 +6,13 @@ from numbers import Integral
 from outsize.base.errors import ConfigError
 
 ALIGN_BYTES = 256
-"""Where anything may begin in a flat buffer: kernels then see the same alignment under every plan."""
+"""Alignment in flat buffers, so that kernels see the same alignment under every plan."""
 _FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(size: "str | int", *, name: str = "size") -> int:
-    """Bytes of a written size. An int is already bytes. `name` is how errors call the value, or empty."""
+    """Bytes of a size as text or as a number of bytes. `name`: the name of the value in errors, or empty."""
     name = f"{name}: " if name else ""
     if isinstance(size, bool) or not isinstance(size, (str, int)):
         raise ConfigError(
@@ -37,12 +37,12 @@ def parse_bytes(size: "str | int", *, name: str = "size") -> int:
 
 
 def is_count(value: object, *, least: int = 1) -> bool:
-    """Whether it is a whole number from `least`; True is none."""
+    """Whether `value` is a whole number from `least`. A bool is not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """The written form that parses back to the same number: `64MiB` where it divides, else `123456B`."""
+    """The text that parses back to the same number: `64MiB` if that is exact, else `123456B`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if num_bytes and num_bytes % _FACTORS[unit] == 0:
             return f"{num_bytes // _FACTORS[unit]}{unit}"
@@ -50,7 +50,7 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """For reading: three significant digits."""
+    """For readers: three significant digits."""
     fitting = [
         (unit, num_bytes / factor)
         for unit, factor in _FACTORS.items()
@@ -61,7 +61,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def show_enough(num_bytes: int) -> str:
-    """For reading, and to be asked for: rounded up, so that what is written is enough."""
+    """For readers, rounded up: passing the text back as a size is enough."""
     text = show_bytes(num_bytes)
     number, unit = text.split(" ")
     decimals = len(number.partition(".")[2])

@@ -29,32 +29,28 @@ from outsize.hardware.host import container_limit, free_host_bytes
 from outsize.hardware.lanes import Lane
 from outsize.hardware.machine import Machine
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
-from outsize.layout.optimizer import ADAMW
-from outsize.optim.adamw import RULE
+from outsize.optim.names import default_spec
 from outsize.optim.rule import Scratch, update
 from outsize.progress import counted
 
 MiB = 2**20
-HYPER = RULE.numbers(dict(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), 1000)
+RULE = default_spec().rule
+NUMBERS = RULE.numbers(default_spec(lr=1e-6).defaults, 1000)
 STATE_BYTES = 14
 """Per updated parameter: weight and its low bits, two moments, gradient."""
-TRAFFIC_BYTES = 26
-"""Memory traffic per updated parameter: all of these are read, and all but the gradient written."""
 OPERATOR_SHARE = 0.85
 """Share of a plain copy's bytes per second that operators on activations reach. Fitted to layers of 1B to 8B on the
 H200: 3.45 TB/s of 4.1.
 """
 LAUNCHED_OPERATORS = 350
-"""Operators of a model whose launches take as long as the probe's six hundred bare ones: 25 µs each where those took
-8.7 ms.
-"""
+"""Operators of a model that take as long to launch as the probe's six hundred: 25 µs each on a machine with 8.7 ms."""
 _MAX_CONTEXT_BYTES = 2048 * MiB
 """More than that belongs to another process on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of what is measured. The defaults exceed every cache."""
+    """Sizes of the measurements. The defaults exceed every cache."""
 
     window_seconds: float = 0.25
     """Per measurement."""
@@ -110,8 +106,8 @@ def probe(device: Device, sizes: Sizes | None = None) -> Machine:
 def make_spec(device: Device, measured: dict[str, Any]) -> HardwareSpec:
     """The spec with the measured rates. What was not measured is the assumed GPU's."""
     host: dict[str, Any] = {
-        "host_bytes": measured["host_memory"]["bytes"],
-        "host_bytes_per_second": max(measured["host_copy_bytes_per_second"], measured["host_adam_bytes_per_second"]),
+        "host_bytes": measured["host_bytes"],
+        "host_bytes_per_second": measured["host_bytes_per_second"],
     }
     if "step_per_second" not in measured:
         return replace(
@@ -159,25 +155,17 @@ class Prober:
 
     def host_memory(self) -> None:
         total, limit = int(psutil.virtual_memory().total), container_limit()
-        self.found["host_memory"] = {
-            "bytes": min(total, limit or total),
-            "free_bytes": free_host_bytes(),
-            "container_limit_bytes": limit or 0,
-        }
+        self.found["host_bytes"] = min(total, limit or total)
 
     def host_updates(self) -> None:
         # At most a quarter of the free memory: a probe must not push other processes out.
         numel = min(self._sizes.state_numel, 2 ** int(math.log2(max(2**20, free_host_bytes() / 4 / STATE_BYTES))))
-        state = _adam_state(numel, partial(self._device.host_empty, pinned=False))
-        scratch = Scratch(torch.empty(ADAMW.scratch_bytes(2**18), dtype=torch.uint8))
+        state = _training_state(numel, partial(self._device.host_empty, pinned=False))
+        scratch = Scratch(torch.empty(RULE.layout.scratch_bytes(2**18), dtype=torch.uint8))
         self._update = _Load("host", numel, lambda: _update(state, scratch))
         rate = self._rate(self._update)
         self.found["host_adam_params_per_second"] = rate
-        self.found["host_adam_bytes_per_second"] = _rounded(rate * TRAFFIC_BYTES)
-        source, target = state[2], state[3]
-        copy = _Load("host", 2 * source.nbytes, lambda: target.copy_(source))
-        self.found["host_copy_bytes_per_second"] = self._rate(copy)
-        target.fill_(1.0)
+        self.found["host_bytes_per_second"] = _rounded(rate * RULE.layout.traffic_bytes)
 
     # The lanes.
 
@@ -213,7 +201,7 @@ class Prober:
 
         def launch() -> float:
             drained = self._device.mark()
-            self._device.between(drained, drained)  # a full queue must not hold the thread up
+            self._device.between(drained, drained)  # a full queue must not delay the thread
             start = time.perf_counter()
             y = x
             for _ in range(100):
@@ -265,8 +253,8 @@ class Prober:
 
     def gpu_updates(self) -> None:
         numel = self._sizes.state_numel
-        state = _adam_state(numel, self._device.empty)
-        scratch = Scratch(self._device.empty(ADAMW.scratch_bytes(2**20)))
+        state = _training_state(numel, self._device.empty)
+        scratch = Scratch(self._device.empty(RULE.layout.scratch_bytes(2**20)))
         load = _Load("compute", numel, lambda: _update(state, scratch))
         self.found["gpu_adam_params_per_second"] = self._rate(load)
 
@@ -332,10 +320,10 @@ class Prober:
 
 def _update(state: list[Tensor], scratch: Scratch) -> None:
     weight, lo, m, v, grad = state
-    update(RULE, weight, lo, (m, v), grad, numbers=HYPER, clip=1.0, scratch=scratch)
+    update(RULE, weight, lo, (m, v), grad, numbers=NUMBERS, clip=1.0, scratch=scratch)
 
 
-def _adam_state(numel: int, empty: Callable[[int], Tensor]) -> list[Tensor]:
+def _training_state(numel: int, empty: Callable[[int], Tensor]) -> list[Tensor]:
     """weight, lo, m, v, gradient. No denormals: they are slow on a CPU and rare in training."""
     dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
     weight, lo, m, v, grad = (empty(numel * dtype.itemsize).view(dtype) for dtype in dtypes)

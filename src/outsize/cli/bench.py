@@ -3,6 +3,8 @@
 The developers' benchmarks (comparisons, tables, reports) are in the repository's benchmarks/.
 """
 
+import math
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -27,11 +29,11 @@ outsize bench --model llama-3b --gpu-memory 24GiB
 outsize bench --model llama-3b --gpu-memory 24GiB --clip 1.0 --accumulate 4     [dim]updates after the step[/dim]
 """
 SIMULATED = (
-    "No GPU is used: the CPU computes what a simulated GPU would. The seconds below are simulated too and say nothing "
-    "about any machine.\n"
+    "The GPU is simulated: the CPU computes, and the seconds below are simulated. They say nothing about any machine.\n"
 )
+WARM_UP_STEPS = 3
 SMALL_DEVICE, SMALL_CHUNK_BYTES = "sim:8MiB", 256 * 2**10
-"""For `tiny` without a GPU: a budget well below what `tiny` needs when it is resident."""
+"""For `tiny` without a GPU: a budget far below what a resident `tiny` needs."""
 
 
 def bench(
@@ -39,11 +41,10 @@ def bench(
         str | None, typer.Option(help="A model of the list, or a path.", show_default="llama-1b; tiny without a GPU")
     ] = None,
     gpu_memory: Annotated[
-        str | None,
-        typer.Option(help="Most GPU memory to use, such as 24GiB, CUDA context included.", show_default="what is free"),
+        str | None, typer.Option(help="Maximum GPU memory, CUDA context included: 24GiB.", show_default="what is free")
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Most host memory to use.", show_default="what is free, less a tenth")
+        str | None, typer.Option(help="Maximum host memory.", show_default="what is free, less a tenth")
     ] = None,
     micro_batch: Annotated[
         int | None, typer.Option(*MICRO_BATCH, min=1, help="Rows of a batch.", show_default="8; 2 without a GPU")
@@ -53,7 +54,7 @@ def bench(
     ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Backward passes per optimizer step.")] = 1,
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm.", show_default="no clipping")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to time, after three others.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time, after three warm-up steps.")] = 8,
     device: Annotated[
         str | None,
         typer.Option(help="cuda, cpu, or sim:<catalog name, .yaml file or size>.", show_default="the GPU, if any"),
@@ -67,8 +68,8 @@ def bench(
     from outsize.hardware.host import peak_rss_bytes
     from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
     from outsize.model.build import load_config
-    from outsize.optim.adamw import AdamW
-    from outsize.run.bench import Clock, time_steps, training_step
+    from outsize.optim.names import default_spec
+    from outsize.run.bench import training_step
     from outsize.run.quiet import quiet
     from outsize.run.random_weights import random_model, random_text
     from outsize.schedule.render import render
@@ -95,7 +96,7 @@ def bench(
     engine = prepare(
         built,
         batches[0],
-        optimizer=AdamW(lr=1e-5, update="in_backward" if in_backward else "after_step", max_grad_norm=clip),
+        optimizer=default_spec(lr=1e-5, update="in_backward" if in_backward else "after_step", max_grad_norm=clip),
         gpu_memory=gpu_memory,
         host_memory=host_memory,
         device=chosen,
@@ -103,17 +104,23 @@ def bench(
         weights=weights,
         chunk_bytes=SMALL_CHUNK_BYTES if model == "tiny" else DEFAULT_CHUNK_BYTES,
     )
+    now = time.perf_counter if has_gpu else lambda: engine.report().seconds  # simulated seconds on `sim`
     try:
         print(f"{render(engine.plan, engine.graph, engine.layout)}\n", flush=True)
         step = training_step(engine, batches, accumulate)
-        timed = time_steps(step, Clock.of_engine(engine), warm_up=3, steps=steps)
-        per_step, planned, mean = rows * tokens * accumulate, engine.plan.estimate, timed.window_seconds / steps
+        losses = [step() for _ in range(WARM_UP_STEPS)]
+        engine.drain()
+        started = now()
+        losses += [step() for _ in range(steps)]
+        engine.drain()
+        mean = (now() - started) / steps
+        per_step, planned = rows * tokens * accumulate, engine.plan.estimate
         predicted = f"{per_step / planned.step_seconds:,.0f}" if planned.step_seconds else ""
-        median, gpu = show_seconds(timed.median_step_seconds), chosen.peak_bytes if chosen.has_own_memory else 0
+        gpu = chosen.peak_bytes if chosen.has_own_memory else 0
         found = [
             ("", "measured", "predicted", ""),
-            ("tokens/s", f"{per_step / mean:,.0f}", predicted, "over the whole window"),
-            ("step", median, show_seconds(planned.step_seconds), f"median; {show_seconds(mean)} mean of {steps}"),
+            ("tokens/s", f"{per_step / mean:,.0f}", predicted, ""),
+            ("step", show_seconds(mean), show_seconds(planned.step_seconds), f"mean of {steps}"),
             ("GPU peak", show_bytes(gpu), show_bytes(planned.gpu_bytes), "allocated"),
             ("host peak", show_bytes(peak_rss_bytes()), show_bytes(planned.host_bytes), "measured: the whole process"),
         ]
@@ -121,7 +128,7 @@ def bench(
         print("\n".join(f"{name:<9}  {a:>10}  {b:>10}  {note}".rstrip() for name, a, b, note in found))
     finally:
         engine.close()
-    if not all(loss - loss == 0.0 for loss in timed.losses):
+    if not all(math.isfinite(loss) for loss in losses):
         print("WRONG      a loss is not finite")
         raise typer.Exit(1)
 

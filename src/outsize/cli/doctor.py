@@ -70,6 +70,8 @@ def _python() -> Iterator[Finding]:
 def _libraries() -> Iterator[Finding]:
     import importlib
 
+    from outsize import compat
+
     for name, least in _LEAST.items():
         version = importlib.import_module(name).__version__
         found = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split("+")[0].split(".")[:2])
@@ -77,6 +79,7 @@ def _libraries() -> Iterator[Finding]:
             yield Finding("ok", f"{name} {version}")
         else:
             yield Finding("broken", f"{name} {version}; {'.'.join(map(str, least))} or newer is needed")
+    compat.check_libraries()
 
 
 def _gpu() -> Iterator[Finding]:

@@ -13,7 +13,6 @@ from outsize import __version__
 from outsize.base.errors import OutsizeError
 from outsize.cli.bench import bench
 from outsize.cli.doctor import doctor
-from outsize.cli.explain import explain
 from outsize.cli.export import export
 from outsize.cli.plan import plan
 from outsize.cli.probe import probe
@@ -34,7 +33,6 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
-app.command()(explain)
 app.command()(export)
 app.command()(bench)
 app.command()(probe)

@@ -39,7 +39,7 @@ def probe(
         raise ConfigError(f"--device {device} cannot be measured. Use cuda, cuda:<number> or cpu.")
     require_file("--save", save)
 
-    # Importing takes seconds: check the options first.
+    # Imports take seconds: wrong options were reported before them.
     from outsize.calibration.probe import probe as measure
     from outsize.calibration.rates import save_probe
     from outsize.device.choose import choose_device
@@ -65,21 +65,18 @@ probe.__doc__ = _DOC
 def show(machine: "Machine") -> str:
     """The measured rates, one line each."""
     spec, measured = machine.spec, machine.measured
-    memory, identity = measured["host_memory"], measured["identity"]
-    limit = " (the container's limit)" if memory["container_limit_bytes"] == memory["bytes"] else ""
+    identity, update_rate = measured["identity"], f"{spec.host_adam_params_per_second / 1e9:.3g} G parameters/s"
     lines = {
         "machine": f"{spec.name}; {identity['cores']} cores, torch {identity['torch']}; {spec.provenance}, in "
         f"{show_seconds(measured['seconds'])}",
-        "host memory": f"{show_bytes(memory['bytes'])}{limit}, {show_bytes(memory['free_bytes'])} free; "
-        f"{measured['host_adam_bytes_per_second'] / 1e9:.3g} GB/s in updates, "
-        f"{measured['host_copy_bytes_per_second'] / 1e9:.3g} GB/s in copies within it",
-        lane_words("host"): f"{spec.host_adam_params_per_second / 1e9:.3g} G parameters/s",
+        "host memory": f"{show_bytes(spec.host_bytes)}; {spec.host_bytes_per_second / 1e9:.3g} GB/s in updates",
+        lane_words("host"): update_rate,
     }
     if "step_per_second" in measured:
         alone, beside = (show_seconds(seconds) for seconds in measured["op_launch_seconds"].values())
         gemms = ", ".join(f"{shape} {rate / 1e12:.3g}" for shape, rate in measured["gemm_flops"].items())
         lines |= {
-            lane_words("host"): f"{lines[lane_words('host')]} beside copies, "
+            lane_words("host"): f"{update_rate} beside copies, "
             f"{measured['host_adam_params_per_second'] / 1e9:.3g} alone",
             lane_words("h2d"): f"{spec.h2d_bytes_per_second / 1e9:.3g} GB/s beside CPU updates",
             lane_words("d2h"): f"{spec.d2h_bytes_per_second / 1e9:.3g} GB/s beside CPU updates",

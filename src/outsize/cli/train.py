@@ -35,11 +35,11 @@ def train(
 ) -> None:
     from outsize.config.read import read_config
 
-    asked = [
+    requested = [
         *(overrides or ()),
         *(["resume_from_checkpoint=true", "auto_resume_from_checkpoints=false"] if resume else ()),
     ]
-    run = read_config(config, asked)
+    run = read_config(config, requested)
 
     # Imports take seconds: a wrong config was reported before them.
     from rich.console import Console

@@ -12,7 +12,7 @@ from outsize.base.records import Reader, fields_by_key, raise_problems, require_
 from outsize.config.aliases import normalize
 from outsize.config.cross_checks import contradictions
 from outsize.config.run import RunConfig
-from outsize.config.source import load_yaml, overridden, override, read_text
+from outsize.config.source import load_yaml, overridden_key, override, read_text
 
 _EXAMPLE = "Write lines such as `base_model: path/to/model`; docs/config.md describes the keys."
 
@@ -24,7 +24,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     require_mapping(mapping, where, _EXAMPLE)
     for text in overrides:
         problems += override(mapping, text)
-    return replace(_parse(mapping, where, problems), asked=tuple(dict.fromkeys(overridden(text) for text in overrides)))
+    return replace(
+        _parse(mapping, where, problems), overridden=tuple(dict.fromkeys(overridden_key(text) for text in overrides))
+    )
 
 
 def parse_config(mapping: Mapping[str, Any], where: str) -> RunConfig:

@@ -1,7 +1,7 @@
 """RunConfig: the settings of a run. `read.py` makes one from YAML and checks it.
 
-The names are those of Axolotl and transformers. To add a key, add a field: its type (see `types.py`) says how it is
-checked, its default what it is if left out. docs/config.md lists it.
+The names are those of Axolotl and transformers. To add a key, add a field with a type (see `types.py`) and a default,
+and a row in docs/config.md.
 """
 
 from dataclasses import dataclass, field
@@ -78,9 +78,7 @@ class RunConfig:
     batch_size: Count | None = None
     """Rows in an optimizer step. None: `micro_batch_size` × `gradient_accumulation_steps`."""
     micro_batch_size: Count | None = None
-    """Rows in a forward pass. None: 1; with `batch_size`, what `gradient_accumulation_steps` makes of it, or the
-    fastest.
-    """
+    """Rows in a forward pass. None: 1; with `batch_size`, derived from it, or the fastest."""
     eval_batch_size: Count | None = None
     """None: `micro_batch_size`."""
     gradient_accumulation_steps: Count | None = None
@@ -142,9 +140,9 @@ class RunConfig:
     dataloader_num_workers: CountFromZero = 0
 
     gpu_memory: Size | None = None
-    """The most device memory to use, CUDA context included. None: what is free."""
+    """Maximum GPU memory, CUDA context included. None: the free memory."""
     host_memory: Size | None = None
-    """The most host memory to use. None: what is free, less a tenth."""
+    """Maximum host memory. None: the free memory, less a tenth."""
     device: Text | None = None
     """`cuda`, `cpu`, `sim:24GiB`, `sim:rtx4090`. None: the GPU if there is one."""
     plan_file: PlanFile | None = field(default=None, metadata={"key": "plan"})
@@ -156,9 +154,7 @@ class RunConfig:
     chunk_bytes: Size | None = None
     """Upper bound of a chunk. None: the library's."""
     chunked_loss: bool | None = None
-    """The loss in chunks of tokens, never all logits at once. None: where batches are larger than a chunk and the model
-    allows it.
-    """
+    """Compute the loss in chunks of tokens. None: if batches are larger than a chunk and the model allows it."""
 
     adapter: Adapter | None = None
     """None: all weights are trained."""
@@ -180,7 +176,7 @@ class RunConfig:
 
     notes: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """Notes for the user on ignored keys."""
-    asked: tuple[str, ...] = field(default=(), metadata={"key": ""})
+    overridden: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """Keys that were given on the command line, with `--set`."""
 
     @property

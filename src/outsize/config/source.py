@@ -82,7 +82,7 @@ def override(mapping: dict[Any, Any], text: str) -> list[str]:
     return [f"--set {text}: {problem}" for problem in problems]
 
 
-def overridden(text: str) -> str:
+def overridden_key(text: str) -> str:
     """Our name of the key that `key=value` sets or changes."""
     key = text.partition("=")[0].strip().split(".")[0]
     return ALIASES.get(key, key)

@@ -52,7 +52,7 @@ class Device(ABC):
     saves_calibration = False
     """Whether rates that training steps measure are saved for later plans."""
     op_launch_seconds = 0.0
-    """CPU time to launch an operator, where it is computed from the spec and not measured."""
+    """CPU time to launch an operator, if computed from the spec. 0: it is measured."""
     observes_by_mode = True
     """Memory is counted by a dispatch mode, in profiling runs too. Autograd accumulates gradients out of place under
     any such mode.

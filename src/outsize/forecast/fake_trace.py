@@ -78,7 +78,7 @@ def fake_trace(
     limit = getattr(text, "max_position_embeddings", None)
     too_long = isinstance(limit, int) and tokens > limit
     torch_log = logging.getLogger(fake_tensor.__name__)
-    torch_log.disabled, was = True, torch_log.disabled  # torch logs a traceback of what it raises anyway
+    torch_log.disabled, was = True, torch_log.disabled  # torch logs a traceback of the errors that it raises
     batch: dict[str, Tensor] = {}
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
@@ -112,7 +112,7 @@ def fake_trace(
     finally:
         torch_log.disabled = was
     if too_long:
-        log.warning("sequence_len %d is more than the %s positions that %s was made for", tokens, limit, kind.__name__)
+        log.warning("sequence_len %d is more than the %s positions of %s", tokens, limit, kind.__name__)
     counted = "FLOPs, bytes and operators" if trace.counts_launches else "FLOPs and bytes"
     provenance = f"bytes of {kind.__name__} counted on fake tensors (CPU operators), seconds estimated from {counted}"
     provenance = f"{example.text}; {provenance}" if example.text else provenance
@@ -121,13 +121,13 @@ def fake_trace(
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether outsize's own code raised the error: then the model is not to blame."""
+    """Whether outsize's own code raised the error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
 
 
 def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model without initialization: some initializers read the values that they drew, and fake ones have none."""
+    """The model without initialization: some initializers read their random values, which fake tensors do not have."""
     try:
         with compat.transformers().no_init_weights():
             model: Any = kind._from_config(config, dtype=dtype)

@@ -11,8 +11,8 @@ from outsize.compat import fake_tensor
 from outsize.device.observer import tensors_of
 
 LARGE = 2**24
-"""Elements. Tensors of this size are not computed: a mask of tokens × tokens at thousands of tokens would take longer
-than everything else, and models branch on masks of rows × tokens."""
+"""Elements. Larger tensors stay fake: a mask of tokens × tokens would dominate the time, and models branch on masks of
+rows × tokens."""
 
 
 class FakeWeights(fake_tensor.FakeTensorMode):
@@ -30,7 +30,7 @@ class FakeWeights(fake_tensor.FakeTensorMode):
         if func is torch.ops.prim.device.default:  # more than half of all calls: autograd reads devices
             return args[0].fake_device
         if func._overloadpacket in _INDEXED:
-            args = (args[0], _places(args[1]), *args[2:])
+            args = (args[0], _as_indices(args[1]), *args[2:])
         given = tensors_of(*args, *(kwargs or {}).values())
         is_made = func._overloadpacket in _FILLED
         is_known = (given or is_made) and not any(
@@ -42,7 +42,7 @@ class FakeWeights(fake_tensor.FakeTensorMode):
                 return out
         if func is torch.ops.aten._to_copy.default and (mask := _mask_of(args[0], kwargs or {})) is not None:
             return mask
-        # The cache of results would hold on to a storage among the arguments, which then never dies.
+        # The cache of results would keep a storage among the arguments alive.
         self.cache_enabled, was = (
             self.cache_enabled and func is not torch.ops.aten.set_.source_Storage,
             self.cache_enabled,
@@ -51,9 +51,8 @@ class FakeWeights(fake_tensor.FakeTensorMode):
             shape: Any = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = was
-        if (
-            func._overloadpacket in _DRAWN and shape.numel() == 1
-        ):  # to torch a constant: what follows from such alone is computed
+        if func._overloadpacket in _DRAWN and shape.numel() == 1:
+            # A constant for torch, which computes what depends only on constants.
             return self.fake_tensor_converter.from_real_tensor(self, func(*args, **(kwargs or {})), make_constant=True)
         if is_made:
             shape.filled = partial(func, *args, **(kwargs or {})), shape._version
@@ -61,9 +60,7 @@ class FakeWeights(fake_tensor.FakeTensorMode):
 
 
 def _num_elements(given: list[Tensor], sizes: tuple[Any, ...]) -> int:
-    """Of what an operator makes of these, as it is if it makes one shape of all of theirs; `sizes`: of what is made out
-    of nothing.
-    """
+    """Elements of an operator's result, if it broadcasts its inputs. `sizes`: the arguments of a factory function."""
     if not given:
         return math.prod(sizes[0]) if sizes and isinstance(sizes[0], (list, tuple)) else 0
     dims = max(t.dim() for t in given)
@@ -79,8 +76,8 @@ _INDEXED = {
 }
 
 
-def _places(indices: Any) -> list[Tensor | None]:
-    """Masks of known contents as the places that they name, of which the number is known then."""
+def _as_indices(indices: Any) -> list[Tensor | None]:
+    """Index tensors in place of masks with known values, so that the size of the result is known."""
     places: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool and not isinstance(index, fake_tensor.FakeTensor):
@@ -91,10 +88,10 @@ def _places(indices: Any) -> list[Tensor | None]:
 
 
 def _mask_of(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Numbers of known contents, cast to whole ones: decoders make masks of `torch.ones`, and look whether anything is
-    masked.
+    """The real values of a filled float tensor that is cast to integers; None for other tensors.
 
-    They are made again, for they have been shapes so far: sums begin with `torch.zeros`, and are written to.
+    Decoders cast `torch.ones` to a mask and branch on whether anything is masked. Float tensors are fake until then, so
+    this fills the tensor again.
     """
     fill, version = getattr(tensor, "filled", (None, 0))
     dtype = kwargs.get("dtype") or tensor.dtype
@@ -110,7 +107,5 @@ _FILLED = {
     torch.ops.aten.zeros,
     torch.ops.aten.scalar_tensor,
 }
-"""Make tensors of known contents out of nothing. `empty` is not among them: it makes room, and room shall cost nothing
-here.
-"""
+"""Factory functions with known values. Not `empty`, whose memory must stay fake."""
 _DRAWN = {torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint}

@@ -23,7 +23,7 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.model.graph import BlockGraph
-from outsize.optim.adamw import AdamW
+from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.planner.explain import Explanation, Problem, explain, what_if
 from outsize.profile.scale import scaled
@@ -40,9 +40,7 @@ from outsize.setup.request import PlanRequest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANY_TOKENS = 2**18
-"""Of a batch. The operators of a chunked loss grow with the tokens, and with them the time to trace it. The trace of a
-larger batch is scaled from two smaller ones.
-"""
+"""Tokens of a batch above which its trace is scaled from two smaller ones: a chunked loss takes long to trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +74,7 @@ class Forecast:
     graph: BlockGraph
     layout: ChunkLayout
     problem: Problem
-    """What the plan is the solution of, for further searches."""
+    """The inputs of the search, for further searches."""
     host_memory: str | int | None = None
     """As requested, for every machine. None: each has its own."""
 
@@ -165,7 +163,7 @@ def plan(
         gpu_memory=gpu_memory,
         host_memory=host_memory,
         accumulate=accumulate,
-        optimizer=optimizer or AdamW(),
+        optimizer=optimizer or default_spec(),
         pins=pins,
         dtype=dtype,
         chunk_bytes=chunk_bytes,
@@ -243,17 +241,17 @@ class _OfflinePlanner:
 
 def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> GpuBudget:
     """On a real card, CUDA context and allocator overhead are subtracted."""
-    asked = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
-    if asked > spec.gpu_bytes:
+    requested = spec.gpu_bytes if gpu_memory is None else parse_bytes(gpu_memory, name="gpu_memory")
+    if requested > spec.gpu_bytes:
         raise ConfigError(
-            f"gpu_memory {exact_bytes(asked)} is more than the {show_bytes(spec.gpu_bytes)} of {spec.name}. Lower "
+            f"gpu_memory {exact_bytes(requested)} is more than the {show_bytes(spec.gpu_bytes)} of {spec.name}. Lower "
             "gpu_memory, or set other hardware."
         )
-    budget = GpuBudget(total_bytes=asked, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
+    budget = GpuBudget(total_bytes=requested, fixed_bytes=spec.context_bytes, share=spec.allocator_share)
     if budget.usable_bytes <= 0:
         raise ConfigError(
-            f"gpu_memory {exact_bytes(asked)} is too small: a CUDA process takes {show_bytes(spec.context_bytes)} by "
-            "itself. Raise gpu_memory."
+            f"gpu_memory {exact_bytes(requested)} is too small: a CUDA process takes {show_bytes(spec.context_bytes)} "
+            "by itself. Raise gpu_memory."
         )
     return budget
 

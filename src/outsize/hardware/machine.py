@@ -85,7 +85,7 @@ def write_machine(machine: Machine) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Numbers as people write them, `54.3e+9`, where that is the same number."""
+    """Writes numbers as `54.3e+9`, if that is exact."""
 
 
 def _written(number: float) -> str:

@@ -14,10 +14,10 @@ probe` measure it.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessOverhead:
-    """Memory that running a model takes beside its tensors. It is outside of plans."""
+    """Memory that a process needs beside its tensors. Plans do not include it."""
 
     code_bytes: int = 0
-    """Loaded kernels. The driver holds them, not the allocator."""
+    """Loaded kernels, outside of the allocator."""
     workspace_bytes: int = 0
     """Allocated and kept by libraries."""
     host_bytes: int = 0
@@ -36,7 +36,7 @@ class HardwareSpec:
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
     host_bytes_per_second: float
-    """DRAM bandwidth."""
+    """DRAM bandwidth in updates."""
     host_adam_params_per_second: float
     gpu_adam_params_per_second: float
     launch_seconds: float
@@ -44,7 +44,7 @@ class HardwareSpec:
     provenance: str
     """`measured` or `estimated`, and from what."""
     context_bytes: int = CONTEXT_BYTES
-    """GPU memory that a process takes by itself; 0 on a simulated GPU."""
+    """GPU memory of an empty CUDA process; 0 on a simulated GPU."""
     allocator_share: float = ALLOCATOR_SHARE
     op_launch_seconds: float = 25e-6
     """CPU time to launch an operator, with the model's Python between two operators. It depends on the CPU, not on the

@@ -1,4 +1,4 @@
-"""A Trainer's arguments that concern placement or the optimizer: used, turned off with a note, or refused by name."""
+"""Trainer arguments that concern placement or the optimizer: used, turned off with a note, or refused."""
 
 import ast
 import math
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
-from outsize.optim.names import OPTIMIZERS, find_name, spec_class
+from outsize.optim.names import DEFAULT, OPTIMIZERS, find_name, spec_class
 from outsize.optim.spec import OptimizerSpec
 from outsize.schedule.plan import UpdateMode
 
@@ -24,38 +24,23 @@ _REFUSED = {
     "bf16=True",
     "fp16_full_eval": "a prepared model keeps its dtype; leave it out",
     "bf16_full_eval": "a prepared model keeps its dtype; leave it out, or load the model in bf16",
-    "auto_find_batch_size": "the plan says beforehand what fits; choose per_device_train_batch_size yourself (outsize "
-    "plan helps)",
+    "auto_find_batch_size": "memory is planned; choose per_device_train_batch_size with `outsize plan`",
     "torch_compile": "the schedule needs the model's own layers; leave it out",
     "use_liger_kernel": "its kernels replace the forward that was planned; leave it out",
     "parallelism_config": "outsize trains on one device; leave it out",
     "optim_target_modules": _OURS,
-    "use_vllm": "vLLM has weights and a cache of its own on the GPU, outside of the plan; leave it out",
+    "use_vllm": "vLLM keeps its own weights and cache on the GPU, outside of the plan; leave it out",
     "use_transformers_continuous_batching": "its cache is outside of the plan; leave it out",
     "use_transformers_paged": "its cache is outside of the plan; leave it out",
     "use_adaptive_entropy": "its coefficient would not be in the checkpoint; leave it out, and set entropy_coef",
     "enable_jit_checkpoint": "it saves in the middle of a step; use save_steps, or a callback that sets "
     "control.should_save",
 }
-
-
 _TRAINERS = {
-    "A2POTrainer",
-    "AsyncDistillationTrainer",
-    "AsyncGRPOTrainer",
-    "DistillationTrainer",
-    "GKDTrainer",
-    "GOLDTrainer",
-    "IWOPDTrainer",
-    "MiniLLMTrainer",
-    "NashMDTrainer",
-    "OnlineDPOTrainer",
-    "PPOTrainer",
-    "SDFTTrainer",
-    "SDPOTrainer",
-    "ServerDistillationTrainer",
-    "XPOTrainer",
-}
+    "A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer", "GKDTrainer", "GOLDTrainer",
+    "IWOPDTrainer", "MiniLLMTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer", "SDFTTrainer", "SDPOTrainer",
+    "ServerDistillationTrainer", "XPOTrainer",
+}  # fmt: skip
 """Trainers of TRL that run a teacher or generate in ways that are not part of a plan."""
 
 
@@ -74,7 +59,7 @@ def refuse_trainer(trainer: type) -> None:
 
 
 def loads_reference(trainer: type, given: dict[str, Any]) -> bool:
-    """Whether TRL loads a reference model by itself."""
+    """Whether TRL itself loads a reference model."""
     classes = trl_classes(trainer)
     is_online, beta = bool(classes & {"GRPOTrainer", "RLOOTrainer"}), getattr(given.get("args"), "beta", 0.0)
     has_reference = bool(beta) if is_online else bool(classes & {"DPOTrainer", "KTOTrainer"})
@@ -105,7 +90,7 @@ def take_over(args: Any, *, optimizers: Any = None, optimizer_cls_and_kwargs: An
     if args.world_size > 1:
         wrong.append(f"{args.world_size} processes: outsize trains on one device; start it without a launcher")
     if wrong:
-        raise ConfigError("These arguments do not go with outsize. " + "; ".join(wrong) + ".")
+        raise ConfigError("These arguments do not work with outsize. " + "; ".join(wrong) + ".")
 
 
 def clips(args: Any) -> bool:
@@ -113,8 +98,7 @@ def clips(args: Any) -> bool:
 
 
 def update_mode(args: Any, nonfinite: NonFinite = "raise") -> UpdateMode:
-    # Each backward is declared as the last before its step. Gradients need not be kept unless clipping or a check reads
-    # all of them first.
+    # Gradients must be kept if clipping or a check reads all of them before the update.
     return "after_step" if clips(args) or nonfinite == "skip" or args.gradient_accumulation_steps > 1 else "in_backward"
 
 
@@ -123,12 +107,12 @@ def _optim(args: Any) -> str:
 
 
 def _options(args: Any, allowed: Iterable[str]) -> dict[str, Any]:
-    """Of `optim_args`, such as `momentum=0.9,nesterov=True`."""
+    """The settings in `optim_args`, such as `momentum=0.9,nesterov=True`."""
     given = getattr(args, "optim_args", None) or ""
     pairs = [pair.partition("=") for pair in str(given).replace(" ", "").split(",") if pair]
     if unknown := sorted({name for name, _, _ in pairs} - set(allowed)):
         raise ConfigError(
-            f"optim_args={given!r}: {unknown[0]} is no further setting of {_optim(args)}. "
+            f"optim_args={given!r}: {unknown[0]} is not a setting of {_optim(args)}. "
             f"Further settings: {', '.join(sorted(allowed)) or 'none'}."
         )
     try:
@@ -138,8 +122,8 @@ def _options(args: Any, allowed: Iterable[str]) -> dict[str, Any]:
 
 
 def _settings(args: Any) -> tuple[type[OptimizerSpec], dict[str, Any]]:
-    """The optimizer, and its settings that not all optimizers have."""
-    spec = spec_class(find_name(_optim(args)) or "adamw")
+    """The optimizer class, and those of its settings that not all optimizers have."""
+    spec = spec_class(find_name(_optim(args)) or DEFAULT)
     own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     settings = {name: value for name, value in own.items() if name in spec.checks}
     return spec, settings | _options(args, spec.checks.keys() - {"lr", "weight_decay", *own})

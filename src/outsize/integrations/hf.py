@@ -1,9 +1,8 @@
 """outsize in transformers' Trainer: `OutsizeTrainer`, and `OutsizeMixin` for other Trainer classes (TRL's SFTTrainer).
 
-Trainer stays the loop. The model is prepared from the first batch before the optimizer exists; the optimizer, clipping,
-saving and loading are the engine's. Three places where Trainer and accelerate would put the model or the optimizer's
-state on the GPU are closed: moving the model at construction, and accelerate's placement of model and optimizer when
-they are prepared.
+Trainer runs the loop. The model is prepared from the first batch before the optimizer exists; the engine provides the
+optimizer, clipping, saving and loading. The mixin keeps Trainer and accelerate from moving the model or the optimizer
+state to the GPU.
 """
 
 import inspect
@@ -59,11 +58,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     Args beside the Trainer's own, as in `outsize.prepare`:
         gpu_memory, host_memory, device, pins, plan, chunk_bytes, blocks, weights, chunked_loss.
-        sequence_len: the longest row; the plan is made for it. Default: `args.max_length` where there is one, else as
-        long as the first batch.
+        sequence_len: the longest row, which the plan is for. Default: `args.max_length` if there is one, else the
+            length of the first batch.
         plan_batch: a batch to plan for, instead of the first one.
-        nonfinite: what a step does when a gradient is not finite: "raise", or "skip" the step. Either way nothing is
-        changed by it.
+        nonfinite: what a step does when a gradient is not finite: "raise", or "skip" the step. Neither changes weights.
     """
 
     model: Any
@@ -134,7 +132,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine places the model."""
 
-    # The engine's life.
+    # Starting and ending the engine.
 
     @property
     def engine(self) -> Engine:
@@ -246,7 +244,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     @property
     def _largest_shape(self) -> tuple[int, int] | None:
-        """(rows, tokens) of the largest training batch, if the arguments say."""
+        """(rows, tokens) of the largest training batch, if the arguments define it."""
         tokens: int | None = self._sequence_len or getattr(self.args, "max_length", None)
         if tokens is None or self.train_dataset is None:
             return None
@@ -297,7 +295,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         is_whole = mine.keys() - {"num_items_in_batch"} <= batch.keys()
         return {name: batch.get(name, value) if is_whole else value for name, value in mine.items()}
 
-    # Training. In the order in which Trainer calls these.
+    # Training, in the order of Trainer's calls.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         take_over(self.args)
@@ -363,7 +361,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         batch = self._planned_for if self._is_online else self._with_num_items(inputs, num_items_in_batch)
         is_last, generated = self.accelerator.sync_gradients, self._generated()
         if not self.engine.runtime.gradients.waiting:
-            self._earlier = ()  # the step was made, or abandoned
+            self._earlier = ()  # the step was completed or abandoned
         self._fit(batch)
         rewind = rewinder(self.engine.device)
 
@@ -448,7 +446,7 @@ def _is_attached(engine: Engine) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number, or lists and dicts of numbers: what a compute_loss may count in its Trainer."""
+    """Whether it is a number, or lists and dicts of numbers, as a compute_loss may count in its Trainer."""
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,7 @@
-"""Trainers that generate what they train on: TRL's GRPOTrainer and RLOOTrainer.
+"""Trainers that generate their training data: TRL's GRPOTrainer and RLOOTrainer.
 
-Their loader gives lists of prompts. The model generates completions in `_prepare_inputs`, in the first micro-batch of a
-block, and the micro-batches of the block take slices of them. The plan is made before anything is generated: for the
-longest prompt of the first batch and a completion of full length.
+The loader yields lists of prompts. In the first micro-batch of a block, `_prepare_inputs` generates completions for the
+whole block. The plan is made before that, for the longest prompt of the first batch and a completion of full length.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ class Generates(_Trainer):
 
     @property
     def _is_online(self) -> bool:
-        """Batches are generated, and other models run then, not in the loss."""
+        """Whether batches are generated; other models then run during generation, not in the loss."""
         return bool(trl_classes(type(self)) & {"GRPOTrainer", "RLOOTrainer"})
 
     def _tensors_of(self, batch: Any) -> dict[str, Any]:
@@ -44,9 +43,8 @@ class Generates(_Trainer):
                 type(self).__name__,
             )
             raise ConfigError(
-                f"{name}: its training batches are a {type(batch).__name__}, not a dict of tensors, "
-                "so there is nothing to plan for. "
-                "Give plan_batch=, a dict of tensors for the model, or use another trainer."
+                f"{name}: its training batches are a {type(batch).__name__}, not a dict of tensors. Pass "
+                "plan_batch=, a dict of tensors for the model, or use another trainer."
             )
         self._planned_for = self._longest(batch)
         return self._planned_for

@@ -1,8 +1,8 @@
 """Models that a Trainer runs beside the one it trains: TRL's reference models and reward models.
 
-TRL hands them to `accelerator.prepare_model(..., evaluation_mode=True)`, which would move them whole to the GPU,
-outside of any plan. Here each of them gets an engine of its own, for forward passes alone. What its plan needs comes
-out of the user's `gpu_memory` and `host_memory`.
+TRL passes them to `accelerator.prepare_model(..., evaluation_mode=True)`, which would move them to the GPU outside of
+any plan. Here each gets its own engine for forward passes. Its memory is part of the user's `gpu_memory` and
+`host_memory`.
 """
 
 import inspect
@@ -45,9 +45,9 @@ class OtherModel:
 
         Args:
             name: for messages.
-            batch, request: those of the model that is trained.
+            batch, request: those of the trained model.
             least: take as little GPU memory as possible.
-            only_weights: budget its weights alone. The plan of the model that is trained has room for its activations.
+            only_weights: budget its weights alone. The plan of the trained model includes its activations.
         """
         if (earlier := _RUNNING.pop(model, lambda: None)()) is not None:
             log.info("the engine of an earlier Trainer is detached from %s", name)
@@ -60,10 +60,10 @@ class OtherModel:
                 model, _inputs_of(model, batch), _run, request, least=least, only_weights=only_weights
             )
         except PlanInfeasible as error:
-            self._thaw()
+            self._unfreeze()
             raise _too_small(error, f"{name} alone needs", 0, request) from None
         except BaseException:
-            self._thaw()
+            self._unfreeze()
             raise
         self._is_running = True
         _RUNNING[model] = weakref.ref(self)
@@ -85,13 +85,13 @@ class OtherModel:
         return self.engine.plan.estimate.host_bytes
 
     def stop(self) -> None:
-        """A plain model on the CPU again, trainable as it was before."""
+        """Return the model to the CPU, trainable as before."""
         if self._is_running:
             self._is_running = False
             self.engine.detach()
-            self._thaw()
+            self._unfreeze()
 
-    def _thaw(self) -> None:
+    def _unfreeze(self) -> None:
         for param in self._trainable:
             param.requires_grad_(True)
 
@@ -134,7 +134,7 @@ class RunsOthers(_Trainer):
         return f"{word} {count + 1}" if count else word
 
     def _prepare_with_others(self, batch: dict[str, Any], request: PrepareRequest) -> Engine:
-        """`prepare` for the model that is trained, in what the others leave. They use less where it does not fit."""
+        """Prepare the trained model in the memory that the others leave. If it does not fit, the others use less."""
         if not self._others:
             return prepare_as(self.model, batch, request)
         try:
@@ -154,7 +154,7 @@ class RunsOthers(_Trainer):
                 f"{other.name} needs {show_bytes(other.gpu_bytes if error.resource == 'gpu' else other.host_bytes)}"
                 for other in self._running
             ]
-            words = f"{', '.join(parts)}, the model that is trained {show_bytes(error.needed_bytes)}, together"
+            words = f"{', '.join(parts)}, the trained model {show_bytes(error.needed_bytes)}, together"
             self._stop_others()
             raise _too_small(error, words, taken, request) from None
         except BaseException:
@@ -177,18 +177,18 @@ class RunsOthers(_Trainer):
             for name, model in (self._others or {}).items():
                 self._running = (
                     *self._running,
-                    OtherModel(model, name, batch, left, least=least, only_weights=self._has_room_for(model)),
+                    OtherModel(model, name, batch, left, least=least, only_weights=self._is_in_main_plan(model)),
                 )
                 left = self._left_by_others(request)
         except BaseException:
             self._stop_others()
             raise
 
-    def _has_room_for(self, model: nn.Module) -> bool:
-        """Whether the plan of the model that is trained has room for this one's activations.
+    def _is_in_main_plan(self, model: nn.Module) -> bool:
+        """Whether the plan of the trained model includes this one's activations.
 
-        It has where its loss, and so its trial run, runs this one. In online training a reference model runs before the
-        training forward, on the same rows, and needs no more than that does.
+        It does if the loss, and so the profiling run, runs this model. In online training, a reference model runs
+        before the training forward, on the same rows, and needs no more memory.
         """
         return not self._is_online or model is getattr(self, "ref_model", None)
 
@@ -198,9 +198,7 @@ class RunsOthers(_Trainer):
             other.stop()
 
     def _left_by_others(self, request: PrepareRequest) -> PrepareRequest:
-        """The request with the memory that the other models leave. A size that was not given stays so: the device and
-        the host then say what is free.
-        """
+        """The request less the memory of the other models. A size of None stays None: free memory then decides."""
         gpu_memory, host_memory = request.gpu_memory, request.host_memory
         if gpu_memory is not None:
             taken = sum(other.gpu_bytes for other in self._running)
@@ -212,7 +210,7 @@ class RunsOthers(_Trainer):
 
 
 def _too_small(error: PlanInfeasible, words: str, taken: int, request: PrepareRequest) -> PlanInfeasible:
-    """`taken`: by other models, on top of what the error says is needed."""
+    """`taken`: memory of other models, in addition to what the error requires."""
     name, needed = f"{error.resource}_memory", error.needed_bytes + taken
     given = request.gpu_memory if error.resource == "gpu" else request.host_memory
     allowed = parse_bytes(given, name=name) if given is not None else error.allowed_bytes + taken
@@ -242,7 +240,7 @@ def _inputs_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         return kept
     config = getattr(model, "config", None)
     vocab = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
-    if vocab:  # the tokenizer of a reward model may know fewer words
+    if vocab:  # a reward model may have a smaller vocabulary
         kept["input_ids"] = ids.remainder(vocab)
     if _has_fused_head(model):
         kept |= {"labels": kept["input_ids"].clone(), "fused_lm_head": True}
@@ -250,7 +248,7 @@ def _inputs_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_fused_head(model: nn.Module) -> bool:
-    """Whether TRL has patched the forward: it then takes `fused_lm_head`, which its signature does not say."""
+    """Whether TRL has patched the forward to take `fused_lm_head`, which its signature does not show."""
     patched: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     function: Any = getattr(patched, "_original_forward", patched.forward)
     while function is not None:

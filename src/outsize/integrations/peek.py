@@ -28,12 +28,12 @@ def first_batch(loader: Any) -> Any:
     if getattr(base, "_iterator", None) is not None:
         base._iterator = None  # persistent workers would continue from here
     if batch is None:
-        raise ConfigError("The data to plan for have no batch. Check the dataset and dataloader_drop_last.")
+        raise ConfigError("The training data has no batch. Check the dataset and dataloader_drop_last.")
     return batch if isinstance(batch, list) else dict(batch)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Generators of its samplers, which may draw another order for each pass (TRL's RepeatSampler)."""
+    """Generators of the loader's samplers, which may draw a new order for each pass (TRL's RepeatSampler)."""
     found, left = {}, [loader]
     while left:
         owner = left.pop()

@@ -30,7 +30,7 @@ Step {{step}}. The optimizer state is in `state.safetensors`, by parameter name;
 - To continue training: `OutsizeTrainer(...).train(resume_from_checkpoint=<this folder>)`, with any `gpu_memory`.
 - To use the weights: `from_pretrained(<this folder>)`, for an adapter `PeftModel.from_pretrained(base, <this folder>)`,
   or `outsize export`.
-- transformers' plain `Trainer` cannot continue from this folder: it does not know this form of optimizer state.
+- transformers' plain `Trainer` cannot continue from this folder: it cannot read this form of optimizer state.
   `{OPTIMIZER}` holds no state. It is there so that plain `Trainer` stops ("different number of parameter groups")
   instead of continuing with an empty optimizer. To train the weights further with plain `Trainer`, load the model with
   `from_pretrained` and leave `resume_from_checkpoint` out.
@@ -53,7 +53,7 @@ def newest_of_both(parent: Path) -> Path | None:
 
 
 def require_plain(folder: Path) -> None:
-    """That training can continue from it."""
+    """Raise unless training can continue from the folder."""
     for name in (OPTIMIZER, SCHEDULER):
         if not (folder / name).is_file():
             raise BadFile(
@@ -62,7 +62,7 @@ def require_plain(folder: Path) -> None:
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Into a model on the CPU that is not prepared. Every parameter must be there."""
+    """Load weights into a model on the CPU that is not prepared. All parameters are required."""
     weights = FileWeights(folder, model)
     try:
         weights.require_whole()
@@ -75,7 +75,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def training_state(folder: Path, groups: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of optimizer and scheduler, in the form that the engine's take. `groups`: the engine's."""
+    """The state dicts of optimizer and scheduler, in the engine's form. `groups`: the engine's."""
     saved = _read(folder / OPTIMIZER)
     return _optimizer_state(folder, saved, groups), _scheduler_state(folder, saved)
 
@@ -120,7 +120,7 @@ def _optimizer_state(folder: Path, saved: dict[str, Any], groups: list[dict[str,
 
 
 def _scheduler_state(folder: Path, saved: dict[str, Any]) -> dict[str, Any]:
-    """Schedulers keep lists of one value per group: those of empty groups are left out, as the groups are."""
+    """The scheduler's state without the values of empty groups, which the engine does not have."""
     is_empty = [not group["params"] for group in saved["param_groups"]]
 
     def kept(value: Any) -> Any:
@@ -131,11 +131,11 @@ def _scheduler_state(folder: Path, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state_of(folder: Path, name: str, param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
-    if saved.keys() - {"lo"} != _MOMENTS | {"step"}:  # `lo` is of outsize.reference, whose masters are exact too
+    if saved.keys() - {"lo"} != _MOMENTS | {"step"}:  # `lo` is written by outsize.reference
         found = ", ".join(sorted(map(str, saved)))
         raise BadFile(
             f"{folder / OPTIMIZER} holds {found} for {name}, which is not the state of AdamW (exp_avg, exp_avg_sq, "
-            f"step), the only one that outsize can continue. {_FROM_WEIGHTS}."
+            f"step), the only one that outsize can load. {_FROM_WEIGHTS}."
         )
     for part in sorted(_MOMENTS):
         if saved[part].shape != param.shape:
@@ -166,7 +166,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write_notes(folder: Path, *, step: int, scheduler: Any = None) -> None:
-    """Say what the folder is, to users and to plain Trainer. `scheduler`: None if there is no optimizer state."""
+    """Write the note for users, and the files that stop plain Trainer. `scheduler`: None without optimizer state."""
     text = _TEXT.format(step=step)
     (folder / NOTE).write_text(text)
     if scheduler is not None:

@@ -34,27 +34,23 @@ class ChunkedLossUnsupported(ModelUnsupported):
 
 
 class ChunkedLossPatch:
-    """Where a model's loss can be made in chunks: its forward, its output embedding, its loss_function. Changes are
-    attributes of these instances alone.
-    """
+    """Patches the forward, the output embedding and the loss_function of one model instance."""
 
     def __init__(self, model: nn.Module, chunk: int | None = None):
-        """Raises ChunkedLossUnsupported where the model has no such place. `chunk`: tokens at once; None: what
-        `chunk_tokens` says.
-        """
+        """Raises ChunkedLossUnsupported. `chunk`: tokens per chunk; None: see `chunk_tokens`."""
         self._owner = _owner(model)
         self._head = _head(self._owner)
         self.chunk = chunk or chunk_tokens(self._head.out_features)
         self.is_on = False
         self._own_loss = _own_loss(self._owner)
         self._products: list[Product] | None = None
-        """Of the training forward under way, None outside of one."""
+        """Of the current training forward; None outside of one."""
         self._installed: list[tuple[nn.Module, str, Any, Any]] = []
-        """What of ours is set where, and what was there before."""
+        """Module, attribute, our value, value before."""
 
     def attach(self, *, on: bool = True) -> None:
-        """Without `on`, all is as before. But a forward that has begun can still be turned on: the engine plans again
-        for a larger batch in its first hook.
+        """`on=False`: the model computes its loss as before. The engine may still turn the patch on in the first hook
+        of a forward, when it re-plans for a larger batch.
         """
         self.is_on = on
         self._wrap(self._owner, "forward", self._forward)
@@ -62,8 +58,8 @@ class ChunkedLossPatch:
         self._set(self._owner, "_loss_function", self._loss)
 
     def detach(self) -> None:
-        """What somebody has wrapped since (accelerate does it to a model's forward) stays under that wrapper, where it
-        passes everything on.
+        """Remove the patch. A function that other code has wrapped since (accelerate wraps a model's forward) stays
+        inside that wrapper and passes all calls on.
         """
         self.is_on = False
         left = []
@@ -87,7 +83,7 @@ class ChunkedLossPatch:
         vars(module)[name] = ours
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # With grad and labels it trains, whatever its mode: `eval()` is also a way to do without dropout.
+        # A forward with grad and labels trains in any mode: some loops call `eval()` to turn off dropout.
         if not self.is_on or not torch.is_grad_enabled() or _labels(forward, args, kwargs) is None:
             return forward(*args, **kwargs)
         products = self._products = []
@@ -139,7 +135,7 @@ def _labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _owner(model: nn.Module) -> Any:
-    """The model that calls its loss_function: of a PEFT model, the one inside."""
+    """The model that calls its loss_function: the base model of a PEFT model."""
     owner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not hasattr(type(owner), "loss_function") or not hasattr(owner, "get_output_embeddings"):
         raise ChunkedLossUnsupported(f"{type(owner).__name__} is no model of transformers")
@@ -150,7 +146,7 @@ def _head(owner: Any) -> nn.Linear:
     head = owner.get_output_embeddings()
     if head is None:
         raise ChunkedLossUnsupported("it has no output embedding")
-    # What PEFT puts around a head is no Linear, and what quantizes one has a forward of its own.
+    # PEFT's wrappers are no Linear, and quantized heads have another forward.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise ChunkedLossUnsupported(
             f"its output embedding is no plain Linear but a {type(head).__module__}.{type(head).__qualname__}"
@@ -178,7 +174,7 @@ class ChosenLoss:
 
     @property
     def chunk(self) -> int:
-        """Tokens at once; 0: in the model's own way."""
+        """Tokens per chunk; 0: the model computes its loss itself."""
         return self.patch.chunk if self.patch is not None and self.in_chunks else 0
 
     def attach(self) -> None:
@@ -203,11 +199,11 @@ def trace_with_loss(
 
     Args:
         batch: the largest one.
-        trace: takes the trace; is given the words for a loss in chunks, or none.
-        wanted: None: where the batch is larger than a chunk and the model allows it. True: raises
-        ChunkedLossUnsupported where it cannot be.
-        is_custom: the loop makes a loss of its own, which may read the logits.
-        before: what was chosen for the same model: a loss that was made in chunks stays so.
+        trace: profiles the model. Takes a description of the chunked loss, or "".
+        wanted: None: if the batch is larger than a chunk and the model allows it. True: raise ChunkedLossUnsupported if
+            it is impossible.
+        is_custom: the loop computes the loss, and may read the logits.
+        before: the earlier choice for this model. A chunked loss stays chunked.
     """
     chosen = choose_loss(model, batch, wanted=wanted, is_custom=is_custom, before=before)
     if not chosen.in_chunks:
@@ -227,11 +223,11 @@ def trace_with_loss(
 def choose_loss(
     model: nn.Module, batch: Any, *, wanted: bool | None, is_custom: bool, before: ChosenLoss | None = None
 ) -> ChosenLoss:
-    """The choice as far as it is known without a profiling run. The arguments are those of `trace_with_loss`."""
+    """The choice before a profiling run. The arguments are those of `trace_with_loss`."""
     if wanted is False:
-        return ChosenLoss(text="full logits, as asked")
+        return ChosenLoss(text="full logits, as requested")
     if is_custom and not wanted:
-        return ChosenLoss(text="full logits: the loop makes its own loss")
+        return ChosenLoss(text="full logits: the loop computes its own loss")
     try:
         patch = before.patch if before is not None and before.patch is not None else ChunkedLossPatch(model)
     except ChunkedLossUnsupported as no:

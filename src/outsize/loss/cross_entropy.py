@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head over chunks of tokens: the loss and its gradients, and never all logits at once.
+"""Cross-entropy of a linear head over chunks of tokens: loss and gradients without all logits at once.
 
-The gradients are made along with the loss, while a chunk's logits are there: none are kept, none are made twice, and
-backward only scales. This gives up a second backward through the same graph, and gradients of gradients. Nothing here
-waits for the device or looks at a value, so it also runs on shapes alone.
+The forward computes the gradients with the loss, while a chunk's logits exist; backward only scales them. So a second
+backward through the same graph and double backward are not possible. Nothing here syncs with the device or reads a
+value, so it also runs on fake tensors.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 Step = tuple[Literal["mul", "div", "tanh", "to"], Any]
-"""What a model does to its logits before the loss: by a number, by itself, to a dtype."""
+"""What a model does to its logits before the loss. The operand is a number, None or a dtype."""
 
 CHUNK_BYTES = 512 * 2**20
 MIN_TOKENS = 1024
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Tokens of a chunk: so many that their logits take about 512 MiB in fp32.
+    """Tokens of a chunk: their logits take about 512 MiB in fp32.
 
-    A function of the vocabulary alone: if it came from the plan or the budget, plans would differ in their bits. At
-    least 1024, since every chunk reads the head's weight and reads and writes its gradient: with fewer rows that takes
-    as long as the products. The hidden size makes both larger alike.
+    It depends only on the vocabulary: if it depended on the plan, so would the bits. At least 1024, because every chunk
+    reads the head's weight and reads and writes its gradient, which takes as long as the products of few rows.
     """
     return max(MIN_TOKENS, CHUNK_BYTES // (4 * vocab_size) // 256 * 256)
 
@@ -67,9 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         counts = targets != ignore_index
         number = _number(counts, num_items)
-        shares = torch.where(
-            counts, 1 / number, 0.0
-        )  # (tokens), fp32; of a batch in which nothing counts: zeros, as torch has it
+        shares = torch.where(counts, 1 / number, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
         targets = torch.where(counts, targets, 0)
         losses = torch.empty_like(shares)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -84,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
                 torch.addmm(grad_weight, grad.t(), hidden[rows], out=grad_weight)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            del grad  # before the next chunk's is made
+            del grad  # frees it before the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return losses.masked_fill_(~counts, 0.0).sum() / number
 
@@ -105,7 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _number(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
-    """What the sum is divided by, in fp32."""
+    """The divisor of the sum, in fp32."""
     if num_items is None:
         return counts.sum().float()
     if isinstance(num_items, Tensor):
@@ -114,8 +111,8 @@ def _number(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
 
 
 def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shares: Tensor, losses: Tensor) -> Tensor:
-    """The gradient of one chunk's logits, in their memory; `losses` gets each token's loss. Beside bf16 logits one fp32
-    tensor of their size is made.
+    """The gradient of one chunk's logits, in their memory; writes each token's loss to `losses`. With
+    bf16 logits, allocates one fp32 tensor of their size.
     """
     logits, kept = _apply(steps, logits)
     targets, shares = targets.unsqueeze(-1), shares.unsqueeze(-1)  # (tokens, 1)
@@ -124,8 +121,7 @@ def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shar
     picked = exps.gather(-1, targets)
     total = exps.exp_().sum(-1, keepdim=True)
     torch.sub(total.log(), picked, out=losses.unsqueeze(-1))
-    # (probability - one at the target) × share. The target's is made in fp32: where the model is sure, rounding the
-    # probability first would leave nothing.
+    # (probability - one at the target) × share. At the target in fp32: rounding a probability near one gives zero.
     at_target = (picked.exp_().div_(total) - 1).mul_(shares)
     grad = torch.mul(exps, shares / total, out=logits)
     grad.scatter_(-1, targets, at_target.to(grad.dtype))
@@ -133,7 +129,7 @@ def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shar
 
 
 def _apply(steps: Sequence[Step], logits: Tensor) -> tuple[Tensor, list[Any]]:
-    """The logits as the loss gets them, and for each step what its backward needs."""
+    """The logits after all steps, and what the backward of each step needs."""
     kept: list[Any] = []
     for name, value in steps:
         if name == "to":

@@ -17,31 +17,12 @@ from outsize.loss.cross_entropy import Step, cross_entropy
 DTYPES = (torch.float32, torch.bfloat16)
 """In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""
 _FACTS = {
-    "dim",
-    "ndimension",
-    "size",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "__len__",
-}
+    "dim", "ndimension", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__",
+}  # fmt: skip
 _PROPERTIES = {
-    "shape",
-    "ndim",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_nested",
-}
+    "shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_nested",
+}  # fmt: skip
 
 
 class LogitsNotMaterialized(EngineMisuse):
@@ -60,10 +41,10 @@ class Product:
     """A call of the output embedding."""
 
     hidden: Tensor | None
-    """None once the loss is made of it: whoever holds a model's outputs shall not hold its activations."""
+    """None after the loss is computed, so that a reference to the outputs does not keep activations."""
     head: nn.Linear
     dtype: torch.dtype
-    """In which it is computed: under autocast not the weight's."""
+    """Of the product: under autocast not the weight's."""
 
     def logits(self) -> "Logits":
         assert self.hidden is not None
@@ -71,11 +52,11 @@ class Product:
 
 
 class Logits(Tensor):
-    """Its facts (shape, dtype, …) are those of the logits; a use of its values raises. It requires no grad."""
+    """Has the shape, dtype and device of the logits. Any use of values raises. Does not require grad."""
 
     _product: Product
     _columns: slice
-    """Of the vocabulary: what is left of it."""
+    """The range of the vocabulary that is left."""
     _steps: tuple[Step, ...]
 
     @staticmethod
@@ -116,7 +97,7 @@ class Logits(Tensor):
         raise LogitsNotMaterialized(f"{func} on the logits")
 
     def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
-        """What an operation makes of the logits; None if it cannot be done chunk by chunk."""
+        """The result of an operation on the logits; None if it cannot be computed chunk by chunk."""
         if name in ("mul", "div") and len(args) == 1 and isinstance(args[0], (int, float)) and not kwargs:
             return self._then((name, args[0]))  # type: ignore[arg-type]
         if name == "tanh" and not args and not kwargs:
@@ -144,7 +125,7 @@ class Logits(Tensor):
         return self._then(("to", dtype), dtype=dtype) if dtype in DTYPES else None
 
     def _narrowed(self, index: Any) -> "Logits | None":
-        """By an index that takes a range of the last dimension and all of the others."""
+        """The result of an index that selects a range of the last dimension and all of the others."""
         *others, last = index if isinstance(index, tuple) else (index,)
         is_last = len(others) == self.dim() - 1 or any(i is Ellipsis for i in others)
         if (
@@ -156,12 +137,12 @@ class Logits(Tensor):
         start, stop, stride = last.indices(self.shape[-1])
         if stride != 1 or stop <= start:
             return None
-        # Whatever is done to logits is done to each by itself, so the range may as well be one of the weight's.
+        # All steps are elementwise, so the range can be applied to the weight instead.
         first = self._columns.start
         return self._then(columns=slice(first + start, first + stop))
 
     def loss(self, targets: Tensor, *, ignore_index: int, num_items: Tensor | float | None, chunk: int) -> Tensor:
-        """Of targets that are shifted already. Can be made once."""
+        """The loss for targets that are shifted already. Can be computed once."""
         product, hidden = self._product, self._product.hidden
         if hidden is None:
             raise LogitsNotMaterialized("a second loss of the same logits")
@@ -174,7 +155,7 @@ class Logits(Tensor):
         bias: Tensor | None = product.head.bias
         if self.shape[-1] != len(weight):
             weight, bias = weight[self._columns], bias if bias is None else bias[self._columns]
-        # As autocast would; without it nothing happens here.
+        # As autocast does; a no-op without it.
         hidden, weight, bias = (
             hidden.to(product.dtype),
             weight.to(product.dtype),

@@ -1,7 +1,7 @@
 """The optimizers by name, without torch: settings are checked before it is imported."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outsize.optim.spec import OptimizerSpec
@@ -11,14 +11,20 @@ OPTIMIZERS = {
     "lion": ("Lion", ("lion_32bit", "lion_pytorch")),
     "sgd": ("SGD", ()),
 }
-"""By module of this package: the class of its spec, and what other libraries call it (`TrainingArguments(optim=)`)."""
+"""By module of this package: the class of its spec, and its names in other libraries (`TrainingArguments(optim=)`)."""
+DEFAULT = "adamw"
+"""The optimizer of users who name none."""
 
 
 def find_name(name: str) -> str | None:
-    """The name in OPTIMIZERS of what is called so here or elsewhere."""
+    """The key in OPTIMIZERS of a name used here or in another library."""
     return next((own for own, (_, others) in OPTIMIZERS.items() if name == own or name in others), None)
 
 
 def spec_class(name: str) -> "type[OptimizerSpec]":
     spec: type[OptimizerSpec] = getattr(importlib.import_module(f"outsize.optim.{name}"), OPTIMIZERS[name][0])
     return spec
+
+
+def default_spec(**settings: Any) -> "OptimizerSpec":
+    return spec_class(DEFAULT)(**settings)

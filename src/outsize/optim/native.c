@@ -108,7 +108,7 @@ static struct {
     int wanted, helpers;
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0};
 
-static void let_go(call *c) {
+static void release(call *c) {
     if (atomic_fetch_sub(&c->holders, 1) > 1) return;
     pthread_mutex_destroy(&c->lock);
     pthread_cond_destroy(&c->done);
@@ -139,7 +139,7 @@ static void *help(void *unused) {
         atomic_fetch_add(&c->holders, 1);
         pthread_mutex_unlock(&pool.lock);
         work(c);
-        let_go(c);
+        release(c);
     }
     return unused;
 }
@@ -210,7 +210,7 @@ static int run(step_of step, range r, int threads) {
     pthread_mutex_lock(&c->lock);
     while (atomic_load(&c->left) > 0) pthread_cond_wait(&c->done, &c->lock);
     pthread_mutex_unlock(&c->lock);
-    let_go(c);
+    release(c);
     return 0;
 }
 

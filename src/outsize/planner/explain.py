@@ -1,7 +1,6 @@
 """Explains a plan: the time of common recipes, the gain from a faster or larger machine, and the minimum memory.
 
-Every answer is a search with one thing changed, so it is as accurate as the plan itself. The searches take seconds on
-one core and do not need torch.
+Each answer is a search with one change. The searches take seconds on one core and do not need torch.
 """
 
 from collections.abc import Iterator
@@ -92,37 +91,29 @@ class Answer:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     plan: Plan
-    by_hand: tuple[Answer, ...]
-    """Common recipes, as pins; the search chooses the rest."""
+    recipes: tuple[Answer, ...]
+    """Common recipes, as pins. The search chooses the rest."""
     hardware_upgrades: tuple[Answer, ...]
-    """New plans, each with one property of the machine changed."""
+    """Plans with one property of the machine changed."""
     least_gpu_bytes: int | None
     least_host_bytes: int | None
 
     def __str__(self) -> str:
         chosen = self.plan.estimate.step_seconds
-        lines = [f"chosen   {show_seconds(chosen)} a step; {self.plan.search}"]
-        for label, answers in (("by hand", self.by_hand), ("worth", self.hardware_upgrades)):
+        lines = [f"chosen    {show_seconds(chosen)} a step; {self.plan.search}"]
+        for label, answers in (("recipes", self.recipes), ("upgrades", self.hardware_upgrades)):
             width = max((len(a.name) for a in answers), default=0)
             lines += [
-                f"{label if i == 0 else '':<8} {a.name:<{width}}  {_compared(a, chosen)}" for i, a in enumerate(answers)
+                f"{label if i == 0 else '':<9} {a.name:<{width}}  {_compared(a, chosen)}" for i, a in enumerate(answers)
             ]
-        return "\n".join([*lines, f"minimum  {self._least()}"])
-
-    def _least(self) -> str:
-        gpu = show_enough(self.least_gpu_bytes) if self.least_gpu_bytes is not None else None
-        budget = f"{show_bytes(self.plan.host_budget_bytes)} host"
-        words = [f"{gpu} GPU with {budget}" if gpu else f"no GPU is large enough with {budget}"]
-        if self.least_host_bytes is not None:
-            words.append(f"{show_enough(self.least_host_bytes) if self.least_host_bytes else '0 B'} host with this GPU")
-        return "; ".join(words)
+        return "\n".join([*lines, f"minimum   {_minimum(self.plan, self.least_gpu_bytes, self.least_host_bytes)}"])
 
 
 def explain(problem: Problem, plan: Plan) -> Explanation:
     """`plan`: the problem's solution."""
     return Explanation(
         plan=plan,
-        by_hand=tuple(_answer(name, replace(problem, pins=pins)) for name, pins in _recipes(problem)),
+        recipes=tuple(_answer(name, replace(problem, pins=pins)) for name, pins in _recipes(problem)),
         hardware_upgrades=tuple(_upgrade(name, changed, plan) for name, changed in _changes(problem)),
         least_gpu_bytes=problem.least_gpu_memory(),
         least_host_bytes=problem.least_host_bytes(),
@@ -134,22 +125,23 @@ def what_if(problem: Problem, plan: Plan, smallest: str | None) -> str:
     that is large enough.
     """
     name, changed = next(_changes(problem))
-    least = Explanation(
-        plan=plan,
-        by_hand=(),
-        hardware_upgrades=(),
-        least_gpu_bytes=problem.least_gpu_memory(),
-        least_host_bytes=problem.least_host_bytes(),
+    gain = _compared(_upgrade(name, changed, plan), plan.estimate.step_seconds)
+    minimum = _minimum(plan, problem.least_gpu_memory(), problem.least_host_bytes())
+    machine = (
+        f"smallest machine of the catalog: {smallest}" if smallest else "no machine of the catalog is large enough"
     )
-    card = (
-        f"the smallest machine of the catalog that does: {smallest}"
-        if smallest
-        else "no machine of the catalog is large enough"
-    )
-    return (
-        f"more  {name}: {_compared(_upgrade(name, changed, plan), plan.estimate.step_seconds)}\nminimum "
-        f"{least._least()}; {card}"
-    )
+    return f"more  {name}: {gain}\nminimum {minimum}; {machine}"
+
+
+def _minimum(plan: Plan, gpu_bytes: int | None, host_bytes: int | None) -> str:
+    budget = f"{show_bytes(plan.host_budget_bytes)} host"
+    if gpu_bytes is None:
+        text = f"no GPU is large enough with {budget}"
+    else:
+        text = f"{show_enough(gpu_bytes)} GPU with {budget}"
+    if host_bytes is not None:
+        text += f"; {show_enough(host_bytes) if host_bytes else '0 B'} host with this GPU"
+    return text
 
 
 def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
@@ -168,9 +160,9 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     more = replace(problem.gpu, total_bytes=problem.gpu.total_bytes + MORE_GPU_BYTES)
     yield f"{show_bytes(MORE_GPU_BYTES)} more GPU memory", replace(problem, gpu=more)
     for name, fields in (
-        ("computing twice as fast", ("flops", "gpu_bytes_per_second")),
+        ("GPU compute twice as fast", ("flops", "gpu_bytes_per_second")),
         ("copies twice as fast", ("h2d_bytes_per_second", "d2h_bytes_per_second")),
-        ("updates on the host twice as fast", ("host_adam_params_per_second", "host_bytes_per_second")),
+        ("CPU updates twice as fast", ("host_adam_params_per_second", "host_bytes_per_second")),
     ):
         faster = replace(spec, **{field: 2 * getattr(spec, field) for field in fields})
         trace = _halved(problem.trace, "forward_seconds", "backward_seconds") if "flops" in fields else problem.trace
@@ -191,7 +183,7 @@ def _halved(trace: ModelTrace, *fields: str) -> ModelTrace:
 
 
 def _upgrade(name: str, problem: Problem, plan: Plan) -> Answer:
-    """The answer for a better machine. If the search finds no faster plan, the given plan is used: it fits too."""
+    """The answer for a better machine. If its plan is slower, the given plan, which fits too."""
     answer = _answer(name, problem)
     if answer.step_seconds is not None and answer.step_seconds > plan.estimate.step_seconds:
         return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=busiest_lane(plan))
@@ -207,7 +199,7 @@ def _answer(name: str, problem: Problem) -> Answer:
             name=name, step_seconds=None, note=f"does not fit: {needed}, {show_bytes(no.allowed_bytes)} allowed"
         )
     except ConfigError:  # the layers do not support the recipe's strategy
-        return Answer(name=name, step_seconds=None, note="this model cannot be trained so")
+        return Answer(name=name, step_seconds=None, note="the layers do not support it")
     return Answer(name=name, step_seconds=plan.estimate.step_seconds, note=busiest_lane(plan))
 
 

@@ -190,12 +190,14 @@ class SharedTensors:
             if freed is None:
                 continue
             moment, call = freed
-            self._held[strategy].difference_update([use for use in uses.values() if moment != "B" or use[0] < call])
-            if moment == "B" and call in uses:
+            self._held[strategy].difference_update(
+                [use for use in uses.values() if moment != "backward" or use[0] < call]
+            )
+            if moment == "backward" and call in uses:
                 self._held[strategy].add(uses[call])
                 if self._is_freed_before_peak(tensor, strategy):
                     self._freed_early[strategy].add(uses[call])
-            elif moment == "B":
+            elif moment == "backward":
                 under = strategy if call in ran else "keep"  # a region holds it whatever strategy the layers have
                 others = self._other_holders.setdefault(tensor.first, {})
                 others[call] = tuple(dict.fromkeys((*others.get(call, ()), under)))
@@ -210,7 +212,9 @@ class SharedTensors:
         """
         storages = [(run, run.tensors[tensor.first].storage) for run in self._passes.values()]
         moments = {
-            freed[1] - storage.is_freed_after_peak if (freed := storage.freed) is not None and freed[0] == "F" else -1
+            freed[1] - storage.is_freed_after_peak
+            if (freed := storage.freed) is not None and freed[0] == "forward"
+            else -1
             for _, storage in storages
         }
         at = max(moments)
@@ -258,7 +262,9 @@ class SharedTensors:
         early = {
             v: under
             for v, under in held.items()
-            if all(self._is_freed_before_peak(tensor, s) for s, freed in self._frees(tensor) if freed == ("B", v))
+            if all(
+                self._is_freed_before_peak(tensor, s) for s, freed in self._frees(tensor) if freed == ("backward", v)
+            )
         }
         for use in tensor.uses:
             own = [s for s in self._passes if s in offered[use[0]]]
@@ -276,8 +282,8 @@ class SharedTensors:
         frees = [freed for _, freed in self._frees(tensor)]
         if None in frees:
             return -1
-        in_forward = [freed[1] for freed in frees if freed is not None and freed[0] == "F"]
-        released = [min(freed[1] + 2, num_calls) for freed in frees if freed is not None and freed[0] == "R"]
+        in_forward = [freed[1] for freed in frees if freed is not None and freed[0] == "forward"]
+        released = [min(freed[1] + 2, num_calls) for freed in frees if freed is not None and freed[0] == "release"]
         return max(in_forward) if in_forward else min(released, default=num_calls)
 
     def _unused_graphs(self, num_calls: int) -> Iterator[SharedTensor]:

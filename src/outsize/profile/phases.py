@@ -43,8 +43,8 @@ class ForwardPhase(Phase):
     """Allocations of tracked storages that `delta_bytes` does not include."""
 
 
-Moment = tuple[Literal["F", "R", "B"], int]
-"""The forward of a call, the release of what it sent to the host, or its backward."""
+Moment = tuple[Literal["forward", "release", "backward"], int]
+"""The forward of a call, the release of its offloaded activations, or its backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class TrackedStorage:
     saved_by: int = -1
     """Only the graph of this call holds it. It is tracked only if it is freed in the forward of a later call."""
     freed: Moment | None = None
-    """`F`: it was freed before the peak of that call's forward, or before that forward began."""
+    """`forward`: it was freed before the peak of that call's forward, or before that forward began."""
     peak_when_freed: int = 0
     """What the meter had as peak then."""
     is_freed_after_peak: bool = False
@@ -79,7 +79,7 @@ class Phases:
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
-        self._now: Moment = ("F", 0)
+        self._now: Moment = ("forward", 0)
         self._freed: list[TrackedStorage] = []
         """Since the open phase began, or since the last one ended."""
         self._freed_in_last_forward: list[TrackedStorage] = []
@@ -124,7 +124,7 @@ class Phases:
 
     def open_forward(self) -> None:
         self.forward.append(ForwardPhase())
-        self._now = ("F", len(self.forward) - 1)
+        self._now = ("forward", len(self.forward) - 1)
         self._start(self.forward[-1])
 
     def restart_forward(self) -> None:
@@ -134,7 +134,7 @@ class Phases:
     def close_forward(self) -> ForwardPhase:
         phase = self.forward[-1]
         self._end(phase)
-        self._now = ("F", len(self.forward))
+        self._now = ("forward", len(self.forward))
         if self._meter is not None:
             phase.delta_bytes += sum(storage.num_bytes for storage in self._freed) - phase.tracked_bytes
             for storage in self._freed:
@@ -148,7 +148,7 @@ class Phases:
         call = len(self.forward) - 1
         is_own = storage.allocated_in == call
         is_before_peak = storage.peak_when_freed < self._meter.peak() and not is_own
-        storage.freed = ("F", call if is_before_peak else call + 1)
+        storage.freed = ("forward", call if is_before_peak else call + 1)
         storage.is_freed_after_peak = not is_before_peak and not is_own
         phase.peak_bytes += storage.num_bytes if is_before_peak else 0
 
@@ -158,7 +158,7 @@ class Phases:
         """
         assert storage.is_freed_after_peak and storage.freed is not None
         call = storage.freed[1] - 1
-        storage.freed, storage.is_freed_after_peak = ("F", call), False
+        storage.freed, storage.is_freed_after_peak = ("forward", call), False
         self.forward[call].peak_bytes += storage.num_bytes
 
     def forward_returned(self) -> None:
@@ -182,7 +182,7 @@ class Phases:
         self._start(self._loss_phase)
 
     def open_backward(self, call: int) -> None:
-        self._now = ("B", call)
+        self._now = ("backward", call)
         if self._loss_phase is not None:
             self.backward[call], self._loss_phase = self._loss_phase, None
             for storage in self._freed:
@@ -221,7 +221,7 @@ class Phases:
         if self._is_finished or self._meter is None:
             return
         if storage.saved_by >= 0:
-            if self._now[0] != "F" or self._now[1] <= storage.saved_by:
+            if self._now[0] != "forward" or self._now[1] <= storage.saved_by:
                 return
             storage.allocated_in = storage.saved_by
             self._exclude_allocation(storage)
@@ -231,7 +231,7 @@ class Phases:
     def release(self, call: int, free_device_copy: Callable[[], None]) -> None:
         """Free what a call has sent to the host."""
         before, now, num_freed = self._read_level(), self._now, len(self._freed)
-        self._now = ("R", call)
+        self._now = ("release", call)
         free_device_copy()
         self._now = now
         num_bytes = before - self._read_level()

@@ -131,7 +131,7 @@
       if (drag) { drag.to = this.clampT(x); hideTip(); redraw(); return; }
       hover = x >= GUTTER && x <= this.width - RIGHT ? this.t(x) : null;
       const item = hover === null ? null : this.find(hover, y, (view[1] - view[0]) / (this.width - GUTTER - RIGHT));
-      if (item) showTip(this.tell(item), event.clientX, event.clientY); else hideTip();
+      if (item) showTip(this.tip(item), event.clientX, event.clientY); else hideTip();
       redraw();
     }
     press(event) {
@@ -176,7 +176,7 @@
       const box = this.canvas.getBoundingClientRect();
       const middle = (Math.max(item.start, view[0]) + Math.min(item.end, view[1])) / 2;
       hover = middle;
-      showTip(this.tell(item), box.left + this.x(middle), box.top + y);
+      showTip(this.tip(item), box.left + this.x(middle), box.top + y);
       redraw();
     }
   }
@@ -288,7 +288,7 @@
       const next = fullest ? this.items.reduce((best, item, i) => item.activations + item.transients > this.items[best].activations + this.items[best].transients ? i : best, 0) : Math.min(last, Math.max(0, now + (key === "ArrowRight" ? 1 : -1)));
       this.point(this.items[next], 60);
     }
-    tell(item) {
+    tip(item) {
       const rows = [...data.allocated, item.activations, item.transients].map((bytes, i) => [KINDS[i], bytes]).filter(([, bytes]) => bytes).reverse();
       const total = this.base + item.activations + item.transients;
       return [line("what", item.name ? `${item.name}: ${item.what}` : item.what), line("when", `${showSeconds(item.end - item.start)}, from ${showSeconds(item.start)}`), table(rows, total)];
@@ -352,7 +352,7 @@
       pen.textAlign = "left";
       for (const [span, left, space] of wide) {
         if (pen.measureText(span.name).width + 8 >= space) continue;
-        pen.fillStyle = span.name[0] === "B" && span.step === 0 ? "#fff" : span.step === 0 ? "#10151c" : colours.ink;
+        pen.fillStyle = data.colours[span.name[0]] === "backward" && span.step === 0 ? "#fff" : span.step === 0 ? "#10151c" : colours.ink;
         pen.fillText(span.name, left + 4, y + high / 2 + 0.5);
       }
     }
@@ -392,7 +392,7 @@
       const [y, high] = this.row(item.lane);
       this.point(item, y + high);
     }
-    tell(item) {
+    tip(item) {
       const whose = item.step < 0 ? ", of the step before" : item.step > 0 ? ", of the next step" : "";
       return [line("what", `${item.name}: ${item.what}`), line("when", `${data.lanes[item.lane]}${whose}: ${showSeconds(item.end - item.start)}, from ${showSeconds(item.start)}`)];
     }
@@ -402,7 +402,7 @@
     pen.strokeStyle = colours.ink; pen.lineWidth = 2;
     pen.strokeRect(x, y, Math.max(2, width), height);
   }
-  // Neighbours are told apart by a pixel, where it hardly changes how wide they look.
+  // A pixel separates neighbours, if they are wide enough.
   function lessGap(width) { return width > 12 ? width - 1 : width; }
   function niceStep(least) {
     const power = 10 ** Math.floor(Math.log10(least));
@@ -481,22 +481,22 @@
 
   const map = byId("map");
   let call = -1;
-  function tellCall(index, x, y) {
+  function showCall(index, x, y) {
     call = index;
     map.querySelectorAll("i[data-call]").forEach((cell) => cell.classList.toggle("on", Number(cell.dataset.call) === index));
     if (index < 0) { hideTip(); return; }
     const [name, strategy, homes, bytes] = data.calls[index];
     showTip([line("what", name), line("", `activations: ${strategy}`), line("", homes || "no weights"), line("when", bytes ? `weights ${showBytes(bytes)}` : homes ? "weights shared with a block before" : "")], x, y);
   }
-  map.addEventListener("pointermove", (event) => tellCall(event.target.dataset.call === undefined ? -1 : Number(event.target.dataset.call), event.clientX, event.clientY));
-  map.addEventListener("pointerleave", () => tellCall(-1, 0, 0));
-  map.addEventListener("blur", () => tellCall(-1, 0, 0));
+  map.addEventListener("pointermove", (event) => showCall(event.target.dataset.call === undefined ? -1 : Number(event.target.dataset.call), event.clientX, event.clientY));
+  map.addEventListener("pointerleave", () => showCall(-1, 0, 0));
+  map.addEventListener("blur", () => showCall(-1, 0, 0));
   map.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") { tellCall(-1, 0, 0); return; }
+    if (event.key === "Escape") { showCall(-1, 0, 0); return; }
     if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
     const next = Math.min(data.calls.length - 1, Math.max(0, call + (event.key === "ArrowRight" ? 1 : -1)));
     const box = map.querySelector(`i[data-call="${next}"]`).getBoundingClientRect();
-    tellCall(next, box.left, box.bottom + 40);
+    showCall(next, box.left, box.bottom + 40);
     event.preventDefault();
   });
 

@@ -1,7 +1,7 @@
-"""A plan as one HTML page: will it fit, how fast, the bottleneck; memory and lanes over one step; what every block does.
+"""A plan as one HTML page: summary, memory and lanes over one step, and the strategy and homes of every block.
 
-The page is a single file without a request to anywhere, so it can be mailed, attached to an issue and opened from disk
-years later. Texts and tables are written here, escaped; page.js draws the charts from the data in the page.
+The page is one file without external resources. Texts and tables are written here, escaped; page.js draws the charts
+from the data in the page.
 """
 
 import json
@@ -59,7 +59,7 @@ def page(
     title: str = "",
     measured: Measured | None = None,
 ) -> str:
-    """`title`: what the model is called. `measured`: a run of this plan, to stand beside the prediction."""
+    """`title`: the name of the model. `measured`: a run of this plan, shown beside the prediction."""
     place = placement_of(plan, graph, layout)
     step = step_of(plan, graph, layout, spec)
     real = last_step(measured.spans, plan.step_config.accumulate) if measured is not None else None
@@ -84,7 +84,7 @@ def page(
         "style": _file("page.css"),
         "script": _file("page.js"),
     }
-    # In one pass: what is put in is not searched for placeholders again.
+    # In one pass, so that inserted text is not searched for placeholders.
     return _PLACEHOLDER.sub(lambda match: parts[match[1]], _file("page.html"))
 
 
@@ -93,7 +93,7 @@ def _file(name: str) -> str:
 
 
 def _script_safe(data: object) -> str:
-    """JSON in which nothing can end the script element that holds it."""
+    """JSON that cannot end the script element around it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -141,7 +141,7 @@ def _at_peak(step: Step) -> dict[str, int]:
 
 
 def _meter(name: str, used: int, budget: int, parts: Mapping[str, int]) -> str:
-    """A bar of what is used, by kind, as long as the budget."""
+    """A bar of the used memory by kind, as long as the budget."""
     scale = max(used, budget, 1)
     shown = [(kind, size) for kind, size in parts.items() if size * 1000 > used]
     bar = "".join(f'<i class="kind-{escape(kind)}" style="width:{size / scale:.3%}"></i>' for kind, size in shown)
@@ -182,7 +182,7 @@ def _map(place: Placement, groups: list[list[Row]]) -> str:
     legend += '<li><i class="home" style="--gpu:100%"></i>on the GPU</li><li><i class="home" style="--gpu:0%"></i>on the host</li>'
     if any("nothing" in cell for row in cells.values() for cell in row):
         legend += '<li><i class="nothing"></i>none</li>'
-    about = f"{len(rows)} blocks: what each does with its activations, and where its weights and optimizer state live"
+    about = f"{len(rows)} blocks: activation strategy, and home of weights and optimizer state"
     dense = " dense" if len(rows) > 100 else ""
     return f'<div class="map{dense}" id="map" tabindex="0" role="img" aria-label="{about}">{strips}</div><ul class="legend">{legend}</ul>'
 
@@ -211,7 +211,7 @@ def _comparison(plan: Plan, measured: Measured, real: MeasuredStep | None) -> st
     estimate, rate = plan.estimate, tokens_per_second(plan)
     rows = [_compared("step, median", estimate.step_seconds, measured.step_seconds, show_seconds)]
     if rate is not None and measured.step_seconds:
-        # A window has its first and last step in it, so its rate is not the median step's; each is called what it is.
+        # The rate over a whole window differs from the median step's: name each.
         window = measured.tokens_per_second
         found = window if window is not None else rate * estimate.step_seconds / measured.step_seconds
         name = "tokens/s, over the whole window" if window is not None else "tokens/s, at the median step"
@@ -291,5 +291,5 @@ def _data(
 
 
 def _short(seconds: float) -> float:
-    """To a picosecond: enough for any screen, and half the bytes."""
+    """To a picosecond, which halves the size of the page."""
     return round(seconds, 12)

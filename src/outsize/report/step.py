@@ -1,12 +1,11 @@
-"""One step of a plan as it runs again and again: what each lane does when, and what the device's memory holds
-meanwhile.
+"""One steady-state step of a plan: the actions of each lane, and device memory over time.
 
-The step is the third of a walk, as in planner/simulate.py: it begins where the last backward before it ends and lasts
-until its own last backward ends, which is what `Estimate.step_seconds` means. In it, updates of the step before may
-still run; its own may run on under the next forward. Spans say which.
+It is the third simulated step, as in planner/simulate.py, from the end of the previous step's last backward to the end
+of its own, which is `Estimate.step_seconds`. Updates of the previous step may still run at its start, and its own run
+under the next forward. `StepSpan.step` distinguishes them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from outsize.schedule.plan import Plan
 from outsize.schedule.schedule import Schedule, compile_schedule
 
 KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
-"""What is allocated for the whole run; activations and transients come and go above it."""
+"""Kinds of memory that is allocated for the whole run. Activations and transients are on top of it."""
 
 
 class StepSpan(NamedTuple):
@@ -33,23 +32,23 @@ class StepSpan(NamedTuple):
     lane: Lane
     name: str
     start: float
-    """Seconds since the step began; negative where the action began before it."""
+    """Seconds since the step began; negative if the action began earlier."""
     end: float
     step: int
-    """0: of this step; -1: of the one before; 1: of the next."""
+    """0: this step; -1: the previous one; 1: the next."""
 
 
 class Moment(NamedTuple):
-    """A stretch of the compute lane's time in which the device's memory holds the same."""
+    """A time span of the compute lane during which device memory is constant."""
 
     name: str
-    """The action; empty while the lane waits."""
+    """The action; empty while the lane is idle."""
     start: float
     end: float
     activations: int
-    """As the action begins."""
+    """At the start of the action."""
     transients: int
-    """What the action takes above that at its highest; when during the action is not known."""
+    """The action's peak above that. Its position within the action is unknown."""
 
 
 class Phase(NamedTuple):
@@ -62,7 +61,7 @@ class Phase(NamedTuple):
 class Step:
     seconds: float
     spans: tuple[StepSpan, ...]
-    """By lane and time: all of this step, and what of its neighbours runs while it lasts."""
+    """By lane and time: those of this step, and those of its neighbours that run during it."""
     moments: tuple[Moment, ...]
     """Without gaps from 0 to `seconds`."""
     phases: tuple[Phase, ...]
@@ -71,7 +70,7 @@ class Step:
 
     @cached_property
     def gpu_bytes(self) -> int:
-        """The highest point of the moments."""
+        """The peak over all moments."""
         return sum(self.allocated.values()) + max((0, *(m.activations + m.transients for m in self.moments)))
 
 
@@ -85,7 +84,7 @@ def step_of(plan: Plan, graph: BlockGraph, layout: ChunkLayout, spec: HardwareSp
 
 def walk_step(place: Placement, spec: HardwareSpec, *, held_bytes: int) -> Step:
     schedule = compile_schedule(place, only_steps=True)
-    # One more than is shown: the next step's first loads may come before this one's last backward ends.
+    # One step more than shown: its first loads may run before this one's last backward ends.
     issued, ends = _issue(place, schedule, spec, STEPS + 1)
     begin, end = ends[STEPS - 2], ends[STEPS - 1]
     shown = [span for span in issued if span.step == STEPS - 1 or (span.end > begin and span.start < end)]
@@ -111,7 +110,7 @@ def walk_step(place: Placement, spec: HardwareSpec, *, held_bytes: int) -> Step:
 def _issue(
     place: Placement, schedule: Schedule, spec: HardwareSpec, num_steps: int
 ) -> tuple[list[StepSpan], list[float]]:
-    """Every action of so many steps, and when the last backward of each ends."""
+    """All actions of `num_steps` steps, and when the last backward of each ends."""
     walk = Walk(place, spec)
     spans, ends = [], []
     for step in range(num_steps):
@@ -120,7 +119,7 @@ def _issue(
             lane = effect(place, action).lane
             free, worked = walk.clock.free[lane], walk.clock.busy[lane]
             end = walk.run(action, update_in_backward=updates)
-            # Not before the lane was free, which the difference may be by a rounding.
+            # By rounding, the difference may be before the lane was free.
             spans.append(StepSpan(lane, str(action), max(free, end - (walk.clock.busy[lane] - worked)), end, step))
             if action.kind == Kind.BACKWARD:
                 last = end
@@ -131,7 +130,7 @@ def _issue(
 def _moments(
     place: Placement, schedule: Schedule, computed: list[StepSpan], seconds: float, held_bytes: int
 ) -> Iterator[Moment]:
-    # Micro-batches take the same, and so do all kinds of backward.
+    # All micro-batches need the same memory.
     entries = {str(entry.action): entry for entry in ledger(schedule, place, held_bytes)}
     level = [*entries.values()][-1].closes if entries else 0
     time = 0.0
@@ -154,12 +153,12 @@ def _moments(
 
 
 def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
-    """Forward and backward of each micro-batch; before them, what the step's start is spent on."""
+    """Forward and backward of each micro-batch, and the updates before the first."""
     own = [span for span in computed if span.step == 0 and span.end <= seconds * (1 + 1e-9)]
     own = [span for span in own if TYPES[parse_action(span.name).kind].work == "model"]
     found: list[Phase] = []
     for span in own:
-        name = "forward" if span.name[0] == Kind.FORWARD else "backward"
+        name = "forward" if parse_action(span.name).kind == Kind.FORWARD else "backward"
         if found and found[-1].name == name:
             found[-1] = Phase(name, found[-1].start, span.end)
         else:
@@ -170,7 +169,7 @@ def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
 
 
 def describe(place: Placement, name: str) -> str:
-    """An action in words: `load the weights of model.layers.3 (chunk 7, 200 MiB)`."""
+    """A description of an action: `load the weights of model.layers.3 (chunk 7, 200 MiB)`."""
     action = parse_action(name)
     does, i = TYPES[action.kind], action.index
     size = show_bytes(does.num_bytes(place, i))
@@ -178,8 +177,3 @@ def describe(place: Placement, name: str) -> str:
         return f"{does.label} {place.graph.call_name(i)}" + (f" ({size})" if does.moves_activations else "")
     where = " and ".join(dict.fromkeys(place.graph.call_name(v) for v in place.chunk(i).calls))
     return f"{does.label} {where} (chunk {i}, {size})"
-
-
-def busy_seconds(spans: Iterable[StepSpan], lane: Lane) -> float:
-    """How long a lane works for this step alone."""
-    return sum(span.end - span.start for span in spans if span.lane == lane and span.step == 0)

@@ -1,6 +1,4 @@
-"""Spans of lanes as a trace file for ui.perfetto.dev and chrome://tracing: a track for each lane, an event for each
-action.
-"""
+"""Writes spans as a trace file for ui.perfetto.dev and chrome://tracing: one track per lane, one event per action."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -24,7 +22,7 @@ class Span(Protocol):
 
 
 def write_trace(spans: Iterable[Span], path: Path, *, describe: Callable[[str], str] | None = None) -> None:
-    """`describe`: an action in words, shown when its event is selected."""
+    """`describe`: returns a description of an action, shown when its event is selected."""
     ordered = sorted(spans, key=lambda span: span.start)
     start = min((span.start for span in ordered), default=0.0)
     tracks: list[dict[str, object]] = [

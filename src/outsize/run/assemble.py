@@ -37,12 +37,24 @@ from outsize.run.compat_checks import (
     require_scheduler,
     require_vocabulary,
 )
-from outsize.run.resume_fingerprint import RECIPE, recipe, require_resumable, require_same_data, split_of
+from outsize.run.resume_fingerprint import (
+    FINGERPRINT_FILE,
+    require_resumable,
+    require_same_data,
+    resume_fingerprint,
+    split_of,
+)
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Choice, Split, splits_of
 from outsize.setup.prepare import choose_micro_batch
 
+_SAME_NAMES = (
+    "output_dir", "learning_rate", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+    "max_grad_norm", "save_total_limit", "save_only_model", "eval_steps", "load_best_model_at_end",
+    "metric_for_best_model", "logging_steps", "seed", "data_seed", "dataloader_num_workers", "full_determinism",
+)  # fmt: skip
+"""Settings that TrainingArguments has under the same name, with the same meaning."""
 _NEVER = 2**31
 """Steps between saves if only the end is saved."""
 
@@ -62,7 +74,8 @@ class Assembled:
 class RunTrainer(OutsizeTrainer):
     """A Trainer whose checkpoints record the settings of the run."""
 
-    recipe: dict[str, Any]
+    fingerprint: dict[str, Any]
+    """See run/resume_fingerprint.py."""
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, changed with `--set`."""
 
@@ -92,23 +105,23 @@ class RunTrainer(OutsizeTrainer):
 
     def _write_common(self, folder: Path) -> None:
         super()._write_common(folder)
-        (folder / RECIPE).write_text(json.dumps(self.recipe, indent=1))
+        (folder / FINGERPRINT_FILE).write_text(json.dumps(self.fingerprint, indent=1))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loading restores the checkpoint's optimizer settings and learning rate; changed ones are applied again."""
         groups = self.engine.optimizer.param_groups
-        asked = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
+        requested = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
         super()._load_optimizer_and_scheduler(checkpoint)
         scheduler = self.lr_scheduler
         if checkpoint is None or not self.changed or not isinstance(scheduler, LambdaLR):
             return
         # As if the new schedule had been used from the start.
-        scheduler.base_lrs = [settings["initial_lr"] for settings in asked]
+        scheduler.base_lrs = [settings["initial_lr"] for settings in requested]
         scheduler._last_lr = [
             base * factor(scheduler.last_epoch)
             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         ]
-        for group, settings, rate in zip(groups, asked, scheduler._last_lr, strict=True):
+        for group, settings, rate in zip(groups, requested, scheduler._last_lr, strict=True):
             group.update(settings, lr=rate)
 
     def _init_training_state(
@@ -187,7 +200,7 @@ def assemble(config: RunConfig) -> Assembled:
         config, chosen_by = _split(config, choice.split), choice.words
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
-    trainer.recipe, trainer.changed = recipe(config, fingerprints), tuple(changed)
+    trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints), tuple(changed)
     return Assembled(
         trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by
     )
@@ -311,37 +324,20 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         config.evaluates if config.load_best_model_at_end and config.save_steps is None else config.save_strategy
     )
     return TrainingArguments(
-        output_dir=config.output_dir,
+        **{name: getattr(config, name) for name in _SAME_NAMES},
         per_device_train_batch_size=split.rows,
         per_device_eval_batch_size=config.eval_batch_size or split.rows,
         gradient_accumulation_steps=split.passes,
         num_train_epochs=config.num_epochs,
         max_steps=config.max_steps or -1,
-        learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler,
         lr_scheduler_kwargs=config.lr_scheduler_kwargs or {},
         warmup_steps=config.warmup_steps or config.warmup_ratio or 0,
         optim=(OPTIMIZERS[config.optimizer][1] or (config.optimizer,))[0],
-        optim_args=config.optim_args,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_epsilon=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
         save_strategy=save_strategy,
         save_steps=save_steps,
-        save_total_limit=config.save_total_limit,
-        save_only_model=config.save_only_model,
         eval_strategy=config.evaluates,
-        eval_steps=config.eval_steps,
-        load_best_model_at_end=config.load_best_model_at_end,
-        metric_for_best_model=config.metric_for_best_model,
-        logging_steps=config.logging_steps,
         report_to=list(config.report_to),
-        seed=config.seed,
-        data_seed=config.data_seed,
-        dataloader_num_workers=config.dataloader_num_workers,
-        full_determinism=config.full_determinism,
         use_cpu=not on_gpu,
         remove_unused_columns=False,
         disable_tqdm=True,
@@ -369,10 +365,10 @@ def _check_earlier_run(config: RunConfig) -> None:
     last = found[-1][1]
     if config.save_total_limit is not None:
         raise ConfigError(
-            f"save_total_limit: {last} is left from an earlier run. Resume from it with --resume, set another "
+            f"save_total_limit: {last} is from an earlier run. Resume from it with --resume, set another "
             "output_dir, or remove the checkpoints."
         )
-    log.warning("%s is of an earlier run: equal numbers are replaced, and --resume continues from the highest", last)
+    log.warning("%s is from an earlier run: equal steps are replaced, and --resume takes the highest", last)
 
 
 def _require_writable(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks that model, tokenizer, data and settings fit together, before the first step would fail."""
+"""Checks before the first step that model, tokenizer, data and settings fit together."""
 
 from typing import Any
 

@@ -9,12 +9,14 @@ import torch
 from outsize.base.errors import BadFile, ConfigError
 from outsize.checkpoint.folder import MANIFEST, StagedDir, os_errors_as_save_failed, read_manifest
 from outsize.checkpoint.model_files import is_weight_file
+from outsize.integrations.plain import NOTE, OPTIMIZER, SCHEDULER
 from outsize.model.build import trainable_class
 from outsize.run.compat_checks import first_line
 
-_OURS = {MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json"}
-_OURS |= {"run.json", "training_args.json"}
-_OURS |= {"optimizer.pt", "scheduler.pt", "outsize-checkpoint.md"}  # see integrations/plain.py
+_OURS = {
+    MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json", "run.json",
+    "training_args.json", OPTIMIZER, SCHEDULER, NOTE,
+}  # fmt: skip
 _ADAPTER = "adapter_config.json"
 _NAME_ONE = "Name a checkpoint, or the output_dir of a run."
 

@@ -11,13 +11,13 @@ from transformers import TrainerCallback
 
 
 class Interrupt(TrainerCallback):
-    def __init__(self, say: Callable[[str], None], *, leave: Callable[[], None]):
+    def __init__(self, say: Callable[[str], None], *, leave: Callable[[], object]):
         """`leave` is called before the process exits without `finally` blocks."""
         self._say, self._leave = say, leave
-        self.asked = False
+        self.is_requested = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if self.asked:
+        if self.is_requested:
             control.should_save = True
             control.should_training_stop = True
         return control
@@ -32,8 +32,8 @@ class Interrupt(TrainerCallback):
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.is_requested:
             self._leave()
             os._exit(128 + number)
-        self.asked = True
+        self.is_requested = True
         self._say("Finishing this step, then saving. Press again to exit at once without saving.")

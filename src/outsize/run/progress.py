@@ -64,13 +64,10 @@ class ProgressCallback(TrainerCallback):
         engine = self._trainer.engine
         facts = [f"loss {self.losses[-1][1]:.{3 if self._console.is_terminal else 6}f}"] if self.losses else []
         facts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if engine.device.has_own_memory:  # there, GPU memory is host memory
-            facts.append(
-                f"GPU {show_bytes(engine.report().gpu_peak_bytes)} of {show_bytes(engine.plan.estimate.gpu_bytes)} "
-                "planned"
-            )
-        planned = (
-            f", {show_bytes(engine.plan.estimate.host_bytes)} of it planned" if engine.device.has_own_memory else ""
-        )
+        planned = ""
+        if engine.device.has_own_memory:  # otherwise GPU memory is host memory
+            peak, estimate = engine.report().gpu_peak_bytes, engine.plan.estimate
+            facts.append(f"GPU {show_bytes(peak)} of {show_bytes(estimate.gpu_bytes)} planned")
+            planned = f", {show_bytes(estimate.host_bytes)} of it planned"
         facts.append(f"host {show_bytes(self._host.memory_info().rss)}{planned}")
         return ", ".join(facts)

@@ -1,6 +1,6 @@
-"""A model with random weights, generated where they are stored. A model of 70 B parameters takes as long as copying it.
+"""Models with random weights, written directly to their homes at the speed of a copy.
 
-Speed and memory do not depend on the values, so all matrices are ranges of one random buffer, each from its own offset.
+All matrices are ranges of one random buffer, since speed and memory do not depend on the values.
 """
 
 import zlib
@@ -23,12 +23,12 @@ def random_model(config: Any) -> tuple[nn.Module, "RandomWeights"]:
 
     with init_empty_weights(include_buffers=False):
         model = trainable_class(config)._from_config(config, dtype=torch.bfloat16).train()
-    model.tie_weights()  # on its way to meta every tied parameter became two
+    model.tie_weights()  # building on meta untied them
     return unmaterialize(model), RandomWeights()
 
 
 def random_text(config: Any, rows: int, tokens: int, *, number: int = 4) -> list[dict[str, Tensor]]:
-    """Batches of full rows of random tokens, none of which stands for an image."""
+    """Batches of full rows of random text tokens (no image tokens)."""
     special = [getattr(config, f"{key}_token_id", None) for key in ("image", "video", "vision_start", "vision_end")]
     # The special tokens of vision models are the last ones of the vocabulary.
     limit = min([config.get_text_config().vocab_size, *(token for token in special if token is not None)])

@@ -1,8 +1,8 @@
 """The settings and data that a run's bits depend on. Every checkpoint stores them; a resumed run is compared with them.
 
-There are three kinds of settings. Memory, saving and logging are free. The learning rate, its schedule, the length of
-the run and similar ones affect later steps only: they may be changed on resume with `--set`. Data, seed, model, adapter
-and precision determined the steps so far: they must stay.
+There are three kinds of settings. Memory, saving and logging may change freely. The learning rate, its schedule, the
+length of the run and similar settings affect only later steps: `--set` changes them on resume. Data, seed, model,
+adapter and precision determined the steps so far and must stay.
 
 Data is compared by content, not by path: by a fingerprint of each dataset's tokens and labels in order (see
 `Rows.fingerprint`). So a file may move, and a changed row, tokenizer or chat template is noticed.
@@ -20,73 +20,30 @@ from outsize.base.log import log
 from outsize.config.run import RunConfig
 from outsize.setup.micro_batch import Split
 
-RECIPE = "run.json"
+FINGERPRINT_FILE = "run.json"
 DATA = "data"
 """The key of the fingerprints, one per dataset."""
-_FREE = set(
-    [
-        "output_dir",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "save_only_model",
-        "eval_strategy",
-        "eval_steps",
-        "eval_batch_size",
-        "test_datasets",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "early_stopping_patience",
-        "logging_steps",
-        "report_to",
-        "dataloader_num_workers",
-        "gpu_memory",
-        "host_memory",
-        "device",
-        "plan_file",
-        "pins",
-        "activation_offloading",
-        "resume_from_checkpoint",
-        "auto_resume_from_checkpoints",
-        "chunk_bytes",
-        "notes",
-        "asked",
-        "base_model",
-        "reinit_weights",
-        "batch_size",
-    ]
-)
+_FREE = {
+    "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps",
+    "eval_batch_size", "test_datasets", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
+    "logging_steps", "report_to", "dataloader_num_workers", "gpu_memory", "host_memory", "device", "plan_file",
+    "pins", "activation_offloading", "resume_from_checkpoint", "auto_resume_from_checkpoints", "chunk_bytes", "notes",
+    "overridden", "base_model", "reinit_weights", "batch_size",
+}  # fmt: skip
 """`base_model`: the weights come from the checkpoint and are compared tensor by tensor; the folder may have moved.
 `batch_size`: see `_SPLIT`.
 """
 _SPLIT = ("micro_batch_size", "gradient_accumulation_steps")
 _TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio"))
 """Settings that express one thing: changing one with `--set` changes the others too."""
-_ON_REQUEST = set(
-    [
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "num_epochs",
-        "max_steps",
-        "learning_rate",
-        "lr_scheduler",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "warmup_ratio",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "nonfinite",
-        "chunked_loss",
-        "attn_implementation",
-        "full_determinism",
-    ]
-)
+_ON_REQUEST = {
+    "micro_batch_size", "gradient_accumulation_steps", "num_epochs", "max_steps", "learning_rate", "lr_scheduler",
+    "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm", "nonfinite", "chunked_loss", "attn_implementation", "full_determinism",
+}  # fmt: skip
 
 
-def recipe(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
+def resume_fingerprint(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
     """What a checkpoint stores of a config with a chosen micro-batch. `fingerprints`: of its datasets."""
     return {**_settings(config), DATA: list(fingerprints)}
 
@@ -112,22 +69,15 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     keeps_batch = theirs.rows * theirs.passes == mine.rows * mine.passes
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
     changed = []
-    # Reported elsewhere: by content once the data is read, or above.
-    reported = (
-        {DATA, "datasets"}
-        | ({"chat_template_jinja"} if DATA in then else set())
-        | (set() if keeps_batch else set(_SPLIT))
-    )
-    # A setting that the checkpoint lacks is newer than the checkpoint.
+    # Reported elsewhere: data by its content once it is read, the split above.
+    reported = {DATA, "datasets", "chat_template_jinja"} | (set() if keeps_batch else set(_SPLIT))
     for name in sorted(then.keys() - reported):
         if then[name] == now.get(name):
             continue
-        if name in _ON_REQUEST and _is_asked(name, config.asked):
+        if name in _ON_REQUEST and _is_confirmed(name, config.overridden):
             changed.append(name)
         else:
-            problems.append(_problem(name, then[name], now.get(name), name in config.asked))
-    if DATA not in then:
-        problems += _other_paths(then.get("datasets", []), now["datasets"])
+            problems.append(_problem(name, then[name], now.get(name), name in config.overridden))
     if problems:
         raise _refused(checkpoint, problems)
     for name in changed:
@@ -138,12 +88,6 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
 def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequence[str]) -> None:
     """Compare the content of the datasets with the checkpoint's."""
     then = _read(checkpoint)
-    if DATA not in then:
-        log.warning(
-            "%s has no fingerprint of its data (written by an earlier outsize): paths are compared, not content",
-            checkpoint,
-        )
-        return
     paths = [dataset.path for dataset in config.datasets]
     if then[DATA] == list(fingerprints):
         for was, now in zip(then.get("datasets", []), paths, strict=False):
@@ -168,8 +112,8 @@ def _split_in(then: dict[str, Any]) -> Split:
     return Split(rows=then["micro_batch_size"], passes=then["gradient_accumulation_steps"])
 
 
-def _is_asked(name: str, asked: Sequence[str]) -> bool:
-    return any(name in group and not set(group).isdisjoint(asked) for group in ((name,), *_TOGETHER))
+def _is_confirmed(name: str, overridden: Sequence[str]) -> bool:
+    return any(name in group and not set(group).isdisjoint(overridden) for group in ((name,), *_TOGETHER))
 
 
 def _another_batch(then: Split, now: Split, shown: str) -> str:
@@ -180,23 +124,13 @@ def _another_batch(then: Split, now: Split, shown: str) -> str:
     )
 
 
-def _problem(name: str, then: Any, now: Any, is_asked: bool) -> str:
+def _problem(name: str, then: Any, now: Any, is_overridden: bool) -> str:
     found = f"{name} was {_show(then)} and is {_show(now)}."
     if name in _ON_REQUEST:
         both = " and ".join(f"--set {key}=…" for key in _SPLIT) if name in _SPLIT else f"--set {name}={_show(now)}"
         return f"{found} Set it back, or confirm the change with {both}."
-    unless = "--set cannot change it on resume" if is_asked else "It cannot be changed on resume"
+    unless = "--set cannot change it on resume" if is_overridden else "It cannot be changed on resume"
     return f"{found} {unless}, because the steps so far used it: set it back."
-
-
-def _other_paths(then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
-    """For checkpoints without fingerprints."""
-
-    def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-        return _is_same_path(one["path"], other["path"]) and {**one, "path": ""} == {**other, "path": ""}
-
-    are_same = len(then) == len(now) and all(map(is_same, then, now))
-    return [] if are_same else [_problem("datasets", then, now, False)]
 
 
 def _is_same_path(one: str, other: str) -> bool:
@@ -214,7 +148,7 @@ def _refused(checkpoint: Path, problems: Sequence[str]) -> ConfigError:
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / RECIPE
+    path = checkpoint / FINGERPRINT_FILE
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         return found

@@ -49,7 +49,9 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     start(assembled, config)
     engine = trainer.engine
     progress = ProgressCallback(trainer, console)
-    interrupt = Interrupt(lambda text: console.print(f"\n{text}", highlight=False), leave=lambda: _show_cursor(console))
+    interrupt = Interrupt(
+        lambda text: console.print(f"\n{text}", highlight=False), leave=lambda: console.show_cursor(True)
+    )
     try:
         trainer.add_callback(progress)
         trainer.add_callback(interrupt)
@@ -63,7 +65,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             console.print(f"The checkpoint has all {trainer.state.max_steps} steps: nothing to train.", highlight=False)
         last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)
         result = None
-        if not interrupt.asked:
+        if not interrupt.is_requested:
             result = Path(config.output_dir)
             trainer.save_model()
         report = engine.report()
@@ -95,10 +97,6 @@ def _show_notes(config: RunConfig, console: Console) -> None:
 def _show(planned: PlannedModel, console: Console, assembled: Assembled) -> None:
     text = render(planned.plan, planned.graph, planned.layout, {"split": assembled.chosen_by})
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
-
-
-def _show_cursor(console: Console) -> None:
-    console.show_cursor(True)
 
 
 def _print_result(outcome: Outcome, config: RunConfig, console: Console) -> None:

@@ -134,7 +134,7 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
                 raise EngineMisuse(
                     f"{type(optimizer).__name__}.step: it holds {owner[1]} of a prepared model, whose weights and "
                     "gradients are the engine's. Use "
-                    "engine.optimizer (outsize.AdamW sets its hyperparameters), or call engine.detach() first."
+                    "engine.optimizer (prepare(optimizer=...) sets its hyperparameters), or call engine.detach() first."
                 )
 
 

@@ -1,4 +1,4 @@
-"""A user's batch at another size: the one that a plan is for, and smaller ones for profiling."""
+"""Resizes a user's batch: to the size that a plan is for, and to fewer rows for profiling."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,19 +14,17 @@ from outsize.model.tensors import map_tensors, named_tensors
 
 
 def as_dict(batch: Any) -> Any:
-    """BatchEncoding and other mappings as the dict that `model(**batch)` makes of them. Anything else as it is."""
+    """Convert BatchEncoding and other mappings to a dict; return anything else unchanged."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def detached(batch: Any) -> Any:
-    """A batch whose backward ends at its inputs: a trial must not reach what made them, nor add to their gradients."""
+    """A batch whose backward ends at its inputs: a profiling run must not add to the user's gradients."""
     return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
 
 
 def pad_to_shape(batch: Any, max_shape: tuple[int, int] | None) -> Any:
-    """The batch at its largest: rows and tokens repeated up to `max_shape`; with a mask, one that masks something,
-    since that is dearer.
-    """
+    """Repeat rows and tokens up to `max_shape`. A mask then masks something, since that costs more."""
     if max_shape is None:
         return batch
     if not isinstance(max_shape, (tuple, list)) or len(max_shape) != 2 or not all(map(is_count, max_shape)):
@@ -39,7 +37,7 @@ def pad_to_shape(batch: Any, max_shape: tuple[int, int] | None) -> Any:
         return batch
     old = lead.shape[:2]
     if isinstance(batch, dict) and _has_images(batch):
-        return _grown_with_images(batch, old, max_shape)
+        return _pad_with_images(batch, old, max_shape)
     new = max(max_shape[0], old[0]), max(max_shape[1], old[1])
 
     def size_of(name: str, tensor: Tensor) -> tuple[int, ...]:
@@ -53,8 +51,8 @@ def pad_to_shape(batch: Any, max_shape: tuple[int, int] | None) -> Any:
 
 
 def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None:
-    """A call at the larger of its own sizes and another's, in every dimension. None where that is no other call, or
-    where the two are too different.
+    """A call with every dimension at the larger of its own size and another call's. None if that equals the call, or
+    if the two differ too much.
     """
     tensors = dict(named_tensors(arguments))
     sizes: dict[str, tuple[int, ...]] = {}
@@ -84,7 +82,7 @@ def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None
         lead = _lead(arguments)
         assert lead is not None
         rows, tokens = next((size[:2] for name, size in sizes.items() if tensors[name] is lead), lead.shape[:2])
-        return _grown_with_images(arguments, lead.shape[:2], (rows, tokens))
+        return _pad_with_images(arguments, lead.shape[:2], (rows, tokens))
     made = _resized(arguments, size_of, irregular)
     return dict(made)
 
@@ -100,7 +98,7 @@ def num_elements(inputs: Any) -> int:
 
 
 def _resized(batch: Any, size_of: Callable[[str, Tensor], tuple[int, ...]], irregular: Callable[[str], bool]) -> Any:
-    """Values are repeated. Masks that are to be irregular and are not mask their last element."""
+    """Repeat values up to the wanted sizes. Full masks that must be irregular mask their last element."""
     names = {id(tensor): name for name, tensor in named_tensors(batch)}
 
     def resize(tensor: Tensor) -> Tensor:
@@ -117,10 +115,8 @@ def _resized(batch: Any, size_of: Callable[[str, Tensor], tuple[int, ...]], irre
     return map_tensors(resize, batch)
 
 
-def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tuple[int, int]) -> dict[str, Any]:
-    """Whole rows are repeated with their images, and text is added behind them: tokens that stand for images must be as
-    many as the images have.
-    """
+def _pad_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tuple[int, int]) -> dict[str, Any]:
+    """Repeat whole rows with their images, and append text: the number of image tokens must match the images."""
     times = -(-max_shape[0] // old[0])
     extra = max(0, max_shape[1] - old[1])
     labels = batch.get("labels")
@@ -139,14 +135,14 @@ def _grown_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tupl
 
 
 class Images:
-    """The latest batch with images that was planned for. A plan that grows for longer text without any is made for
-    both: else the two would be planned for by turns, for ever."""
+    """The latest planned batch with images. A plan for longer text without images covers both; otherwise a loop would
+    re-plan at every change between the two."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] | None = None
 
     def keep(self, batch: Any) -> None:
-        """A copy, on the CPU: what a loop lets go of shall be gone."""
+        """Keep a copy on the CPU, so that the loop's own tensors can be freed."""
         if isinstance(batch, dict) and _has_images(batch):
             self._latest = {
                 name: value.detach().cpu().clone() if isinstance(value, Tensor) else value
@@ -154,7 +150,7 @@ class Images:
             }
 
     def added_to(self, batch: Any) -> dict[str, Any] | None:
-        """That batch at this one's rows and tokens; None where this one has images itself, or there were none."""
+        """The kept batch at this batch's rows and tokens. None if this one has images, or none is kept."""
         lead, old = (_lead(b) if isinstance(b, dict) else None for b in (batch, self._latest))
         if lead is None or old is None or _has_images(batch):
             return None
@@ -163,7 +159,7 @@ class Images:
 
 
 def require_nonempty(batch: Any) -> None:
-    """Refuse an empty batch: models fail on one in many ways, and none says why."""
+    """Refuse an empty batch, on which models fail with unclear errors."""
     shapes = {name or "batch": tuple(value.shape) for name, value in named_tensors(batch)}
     empty = [f"{name} is {' × '.join(map(str, shape))}" for name, shape in shapes.items() if 0 in shape]
     if empty or not shapes:
@@ -175,20 +171,19 @@ def require_nonempty(batch: Any) -> None:
 
 
 def lead_shape(batch: Any) -> tuple[int, int] | None:
-    """Rows and tokens. None where a batch does not say."""
+    """Rows and tokens, if the batch has such dimensions."""
     lead = _lead(batch)
     return (lead.shape[0], lead.shape[1]) if lead is not None else None
 
 
 def num_rows(batch: Any) -> int | None:
-    """None where a batch does not say."""
     lead = _lead(batch) if isinstance(batch, dict) else None
     return lead.shape[0] if lead is not None else None
 
 
 def take_rows(batch: Any, rows: int) -> dict[str, Any] | None:
-    """The first rows of a batch; None where it is not rows alone. What had a mask that masks something still has one:
-    models take another way by it.
+    """The first rows of a batch; None if not every tensor has rows. A mask that masks something still does, because
+    models run other code for it.
     """
     old = num_rows(batch)
     values = dict(named_tensors(batch))
@@ -206,7 +201,7 @@ def take_rows(batch: Any, rows: int) -> dict[str, Any] | None:
 
 
 def _lead(batch: Any) -> Tensor | None:
-    """The tensor whose first two dimensions are the batch's: its text, if it has some."""
+    """The tensor whose first two dimensions are rows and tokens: `input_ids` if there are any."""
     found = {name: value for name, value in named_tensors(batch) if value.dim() >= 2}
     text = (value for name, value in found.items() if name.rpartition(".")[2] == "input_ids")
     return next(text, next(iter(found.values()), None))
@@ -221,7 +216,7 @@ def _is_full(mask: Any) -> bool:
 
 
 def _masked(batch: dict[str, Any]) -> dict[str, Any]:
-    """With a mask that masks something, where there is one: that is dearer. The batch is ours."""
+    """Make a full mask mask one element, which costs more. Changes the batch."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
         mask[-1, -1] = 0

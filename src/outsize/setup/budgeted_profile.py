@@ -40,7 +40,7 @@ def profile_within_budget(trace: Callable[[Any], Found], batch: Any, *, device: 
 
 
 def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | None, str]:
-    """The batch's own trace if it fits, else through the two largest of its halves that do; and why it did not fit."""
+    """The batch's trace if it fits, else scaled from its two largest halvings that fit; and why it did not fit."""
     ran_out = ""
     rows = size = num_rows(batch) or 1
     part = batch
@@ -53,7 +53,7 @@ def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | N
             taken.append((graph, Point(rows=size, trace=found)))
         except DeviceOutOfMemory as error:
             ran_out = ran_out or str(error)
-        gc.collect()  # the exception is gone, and with it the frames that held the activations of what failed
+        gc.collect()  # frees the failed run's activations, which the exception's frames held
         size //= 2
         part = take_rows(batch, size) if size else None
     if len(taken) < 2:

@@ -1,8 +1,8 @@
-"""The rows of an optimizer step, split into micro-batches: which split is the fastest.
+"""Chooses the fastest split of an optimizer step's rows into micro-batches.
 
-Two sizes are traced, the others are scaled from them, and each is planned. Beyond what was traced, bytes that are
-scaled are never too many, so a split that does not fit by them does not fit; the one that wins is traced itself before
-it is taken. Fewer rows save memory, more rows share one pass over the weights: the plan knows what either is worth.
+Two sizes are traced, the others are scaled from them, and each is planned. Scaled bytes beyond the traced sizes are
+never too many, so a split that does not fit by them does not fit. The fastest split is traced before it is chosen.
+Fewer rows save memory; more rows share one pass over the weights.
 """
 
 import math
@@ -35,9 +35,7 @@ class Split:
 def splits_of(
     batch_size: int | None, micro_batch_size: int | None, passes: int | None, *, name: str = "accumulate"
 ) -> list[Split]:
-    """The splits that are left to choose from, the smallest micro-batch first. `name`: what `passes` is called where
-    the user gives it.
-    """
+    """The possible splits, smallest micro-batch first. `name`: the user's name of `passes`, for messages."""
     if batch_size is None:
         return [Split(rows=micro_batch_size or 1, passes=passes or 1)]
     small = [rows for rows in range(1, math.isqrt(batch_size) + 1) if batch_size % rows == 0]
@@ -77,7 +75,7 @@ class Traced:
         return Point(rows=self.rows, trace=self.trace)
 
     def makes_its_loss_alike(self, rows: int) -> bool:
-        """At so many rows: in chunks of tokens there and here, or neither."""
+        """Whether the loss at `rows` rows is chunked exactly if it is chunked here."""
         patch, labels = self.loss.patch, math.prod(self.trace.inputs.get("labels", (0,)))
         return patch is None or (labels * rows > patch.chunk * self.rows) == (labels > patch.chunk)
 
@@ -95,28 +93,28 @@ class Choice(Generic[A]):
     split: Split
     answer: A
     words: str
-    """What the other splits would take; empty if there are none."""
+    """Times of the other splits; empty if there are none."""
 
 
 def fastest(splits: Sequence[Split], trace: Callable[[int], Traced], solve: Callable[[Traced, Split], A]) -> Choice[A]:
-    """Of equal ones the one with the smaller micro-batch.
+    """The fastest split; of equal ones the one with the smaller micro-batch.
 
     Args:
-        splits: of one batch, the smallest micro-batch first.
-        trace: takes a trace with so many rows.
-        solve: plans; raises PlanInfeasible.
+        splits: of one batch, smallest micro-batch first.
+        trace: traces a number of rows.
+        solve: plans, or raises PlanInfeasible.
     """
     if len(splits) == 1:
         return Choice(split=splits[0], answer=solve(trace(splits[0].rows), splits[0]), words="")
     sizes = _Sizes(trace, [split.rows for split in splits])
     found: dict[Split, A] = {}
-    for split in counted(splits, "Trying micro-batches", total=len(splits)):
+    for split in counted(splits, "planning micro-batches", total=len(splits)):
         try:
             found[split] = solve(sizes.estimated(split.rows), split)
         except PlanInfeasible:
-            continue  # a larger one may fit: in a single pass, gradients need not be held
+            continue  # a larger one may fit: a single pass need not keep gradients
         except DeviceOutOfMemory:
-            break  # a trial run of a larger one takes more
+            break  # larger ones need more
     while found:
         best = _best(found)
         if best.rows in sizes.taken:
@@ -125,23 +123,23 @@ def fastest(splits: Sequence[Split], trace: Callable[[int], Traced], solve: Call
             found[best] = solve(sizes.take(best.rows), best)
         except (PlanInfeasible, DeviceOutOfMemory):
             del found[best]
-    # By its own trace, so that it may fit after all, and else says what would do.
+    # From its own trace: it may fit after all, and otherwise the error has the exact minimum.
     return Choice(
         split=splits[0], answer=solve(sizes.take(splits[0].rows), splits[0]), words=_words(splits, {}, splits[0])
     )
 
 
 class _Sizes:
-    """Traces by rows: taken where they must be, else scaled."""
+    """Traces by rows: measured if needed, otherwise scaled."""
 
     def __init__(self, trace: Callable[[int], Traced], rows: Sequence[int]):
         self._trace = trace
         self.taken: dict[int, Traced] = {}
         try:
-            for size in [size for size in rows if size > 1][:2]:  # see profile/scale.py for what is wrong with one row
+            for size in [size for size in rows if size > 1][:2]:  # one row is a special case: see profile/scale.py
                 self.take(size)
         except DeviceOutOfMemory:
-            pass  # whoever asks for it is told
+            pass  # reported when a split needs it
 
     def take(self, rows: int) -> Traced:
         if rows not in self.taken:

@@ -38,7 +38,7 @@ from outsize.setup.batches import Images, as_dict, joined, lead_shape, num_eleme
 from outsize.setup.micro_batch import Traced
 
 _MOST_GROWTH = 2.0
-"""Of the elements of a batch that is made of two, over the larger of them."""
+"""Maximum growth, in elements, of a batch joined from two, over the larger of the two."""
 
 
 class PlannedBatches:
@@ -51,18 +51,18 @@ class PlannedBatches:
         max_shape: tuple[int, int] | None,
         has_loss: bool,
     ):
-        """`has_loss`: the loop makes its own loss of a batch, of which the model's arguments are a part."""
+        """`has_loss`: the loop computes its own loss from a batch that includes the model's arguments."""
         self._model, self._measure, self._solve = model, measure, solve
         self._max_shape, self._has_loss = max_shape, has_loss
         self._held: list[Traced] = []
-        """Of the batches that the present plan holds for, the latest first."""
+        """Of the batches that the current plan covers, latest first."""
         self._loss: ChosenLoss | None = None
         self._images = Images()
         self._first: Any = None
-        """The first batch, where a loss needs more of it than the model's arguments."""
+        """The first batch, kept for a loss that needs more than the model's arguments."""
 
     def plan(self, _: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
-        """`batch`: what `prepare` is given, or the call of the model that the present plan does not hold for."""
+        """`batch`: the argument of `prepare`, or a call of the model that the current plan does not cover."""
         if isinstance(batch, Call):
             return self._plan_call(batch, step_config)
         batch = as_dict(batch)
@@ -81,7 +81,7 @@ class PlannedBatches:
         except OutsizeError:
             raise
         except Exception as error:
-            log.debug("loss= cannot be made of the model's arguments alone: %s", str(error))
+            log.debug("loss= cannot be computed from the model's arguments alone: %s", str(error))
         planned = planned or self._plan_filled(batch, step_config)
         given = signature(arguments_of(call, names))
         if not covers((one for found in planned.measured for one in found.signatures), given):
@@ -89,23 +89,21 @@ class PlannedBatches:
         return planned
 
     def _plan_beside(self, call: Call, given: Signature, step_config: StepConfig) -> PlannedModel:
-        """For a call that the loss does not make, and for those that it makes."""
+        """Plan for a call that the loss does not make, together with those that it makes."""
         log.warning(
-            "the loop calls the model otherwise than loss= does (%s): planning for both, with the loss that "
-            "loss= makes",
-            _text(given),
+            "the loop calls the model with other arguments than loss= does (%s): planning for both", _text(given)
         )
         planned = self._plan_all(self._measure(call, self._loss), step_config)
         if planned is None:
             raise EngineMisuse(
-                f"The loop calls the model otherwise than loss= does ({_text(given)}), and the model then takes "
-                "another way through its blocks: the plan does "
-                "not hold for both. Prepare the model with a loss= that calls it as the loop does."
+                f"The loop calls the model with other arguments than loss= does ({_text(given)}), and the model then "
+                "runs its blocks in another order: no plan covers both. Prepare the model with a loss= that calls it "
+                "as the loop does."
             )
         return planned
 
     def _plan_filled(self, batch: Any, step_config: StepConfig) -> PlannedModel:
-        """The first batch at the size of a call, for a loss that reads more than the model does."""
+        """Plan for the first batch at the size of a call, for a loss that reads more than the model's arguments."""
         filled = pad_to_shape(self._first, lead_shape(batch))
         if isinstance(filled, dict) and isinstance(batch, dict):
             filled = {name: batch.get(name, value) for name, value in filled.items()}
@@ -121,13 +119,13 @@ class PlannedBatches:
             ) from error
 
     def _plan_batch(self, batch: Any, step_config: StepConfig) -> PlannedModel:
-        # Nothing may keep the error: its frames hold the activations of what did not fit.
+        # The error must not be kept: its frames hold the activations of the failed run.
         if (both := self._images.added_to(batch)) is not None:
             try:
                 return self._plan_one(both, step_config)
             except (PlanInfeasible, DeviceOutOfMemory) as error:
                 log.warning(
-                    "this batch does not fit together with the images of earlier ones, and is planned for alone: %s",
+                    "no plan covers this batch and the images of earlier ones: planning for this batch alone: %s",
                     str(error),
                 )
         self._images.keep(batch)
@@ -151,15 +149,13 @@ class PlannedBatches:
             return planned
         alone = self._solve(found, step_config)
         log.warning(
-            "this batch is planned for alone: no plan was found for it and for earlier ones, which are planned for "
-            "again if they come back"
+            "no plan covers this batch and earlier ones: planning for this batch alone; earlier ones re-plan if they "
+            "return"
         )
         return self._now(found, [], alone)
 
     def _joined(self, batch: Any) -> tuple[Any, float]:
-        """The batch at the larger of its own and an earlier one's sizes, and how much larger than both that is.
-        Infinite: there is none.
-        """
+        """The batch joined with an earlier one, and its growth over the larger of both; infinite without one."""
         best: tuple[Any, float] = None, math.inf
         measured = [one.measured for one in self._held if one.measured is not None]
         if self._has_loss:
@@ -176,13 +172,13 @@ class PlannedBatches:
         return best
 
     def _plan_larger(self, batch: Any, step_config: StepConfig) -> PlannedModel | None:
-        """None where that is too large, or the model cannot be called with it."""
+        """None if it does not fit, or the model cannot be called with it."""
         if batch is None:
             return None
         try:
             return self._plan_all(self._trace(batch), step_config)
         except Exception as error:
-            log.debug("a batch that is made of two is not planned for: %s", str(error))
+            log.debug("a batch joined from two cannot be planned: %s", str(error))
             return None
 
     def _trace(self, batch: Any) -> Traced:
@@ -191,15 +187,13 @@ class PlannedBatches:
         return found
 
     def _plan_all(self, found: Traced, step_config: StepConfig) -> PlannedModel | None:
-        """For this batch and the earlier ones. None where the model takes another way through its blocks with one of
-        them.
-        """
+        """Plan for this batch and the earlier ones. None if the model runs its blocks in another order for one."""
         kept = [
             one
             for one in self._held
             if one.measured is not None and not (found.measured is not None and found.measured.covers(one.measured))
         ]
-        # What was measured under another choice of trained parameters says nothing now.
+        # Measurements with other trained parameters do not apply.
         kept = [one for one in kept if one.graph.params == found.graph.params]
         widest = max([found, *kept], key=lambda one: len(one.graph.calls))
         trace = widest.trace
@@ -221,7 +215,7 @@ class PlannedBatches:
 
 
 def recording(loss: Loss | None, signatures: list[Signature]) -> Loss | None:
-    """The loss, which also notes the training calls that it makes of the model."""
+    """Wrap the loss to record the training calls that it makes of the model."""
     if loss is None:
         return None
 
@@ -243,7 +237,7 @@ def recording(loss: Loss | None, signatures: list[Signature]) -> Loss | None:
 
 
 def reserving(found: Traced) -> Traced:
-    """With room for lists of places that are longer than those of the batch."""
+    """Add memory for offset lists that are longer than the batch's."""
     assert found.measured is not None
     batch, _ = with_longer_offsets(found.measured.batch)
     signatures = [with_longer_offsets(call) for call in found.measured.signatures]

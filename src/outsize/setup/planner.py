@@ -237,7 +237,7 @@ class Planner:
 
 
 def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
-    """GPU memory for this plan. Engines on one device share it: what one has planned with, another does not get."""
+    """GPU memory for this plan. Engines on one device share its memory."""
     device.count_anew()
     if device.budgets or device.overhead_bytes or not device.is_simulated:
         gc.collect()  # models and engines are reference cycles: without this, dropped ones still hold device memory
@@ -246,8 +246,8 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
         for engine in attached_engines():
             if engine.device is device and engine.takes_all_memory:
                 log.warning(
-                    "the engine of a %s holds all memory of %s and ends: to train two models at once, give each a "
-                    "gpu_memory",
+                    "the engine of a %s holds all memory of %s and is detached: to train two models at once, give each "
+                    "a gpu_memory",
                     type(engine.model).__name__,
                     device.spec.name,
                 )
@@ -264,14 +264,14 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
                 "of them, or prepare it with a smaller gpu_memory."
             )
         return free
-    asked = parse_bytes(gpu_memory, name="gpu_memory")
-    if asked > free:
+    requested = parse_bytes(gpu_memory, name="gpu_memory")
+    if requested > free:
         others = f" (other engines hold {show_bytes(taken)})" if taken else ""
         raise ConfigError(
-            f"gpu_memory {exact_bytes(asked)} is more than the {show_bytes(free)} that {device.spec.name} has free"
+            f"gpu_memory {exact_bytes(requested)} is more than the {show_bytes(free)} that {device.spec.name} has free"
             f"{others}. Lower gpu_memory{', or detach another engine' if taken else ''}."
         )
-    return asked
+    return requested
 
 
 # The model.

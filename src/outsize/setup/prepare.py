@@ -1,4 +1,4 @@
-"""`outsize.prepare`, and what else makes or previews a plan for a model that is present."""
+"""`outsize.prepare`, and other ways to plan for a model that is present."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights, convert
-from outsize.optim.adamw import AdamW
+from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.profile.calling import Loss
 from outsize.runtime.engine import Engine, PlannedModel
@@ -77,7 +77,7 @@ def prepare(
         model,
         batch,
         PrepareRequest(
-            optimizer=optimizer or AdamW(),
+            optimizer=optimizer or default_spec(),
             gpu_memory=gpu_memory,
             host_memory=host_memory,
             device=device,
@@ -126,8 +126,7 @@ def _end_earlier_engine(model: nn.Module) -> None:
     for engine in attached_engines():
         if engine.model is model:
             log.warning(
-                "the model is prepared already: that engine ends, and the model keeps its present weights and gets a "
-                "new optimizer state"
+                "the model is prepared already: its engine is detached, its weights stay, its optimizer state is new"
             )
             engine.give_way("outsize.prepare was called again for its model")
 
@@ -174,7 +173,7 @@ def choose_micro_batch(
         return fastest(splits, lambda rows: planner.measure(batch_of(rows), None), solve)
 
 
-# Models that only run forward beside the one that is trained: reference models and reward models.
+# Models that only run forward beside the trained one: reference models and reward models.
 
 _FORWARD_ONLY_SHARE = 0.25
 """Of gpu_memory that such a model may use, unless it needs more."""
@@ -194,9 +193,9 @@ def prepare_forward_only(
 
     Args:
         run: calls the model with a batch, as the training loop does.
-        request: of the model that is trained. Both together may use its memory.
+        request: that of the trained model. Both together may use its memory.
         least: take as little GPU memory as possible. Default: a quarter of `gpu_memory` at most, or what it needs.
-        only_weights: budget the weights alone. The plan of the model that is trained includes its activations.
+        only_weights: budget the weights alone. The plan of the trained model includes its activations.
     """
 
     def loss(model: nn.Module, batch: Any) -> None:
@@ -224,7 +223,7 @@ def prepare_forward_only(
             raise
         needed = error.needed_bytes
         planned = plan(needed)
-    # What it does not need is left to the model that is trained.
+    # The trained model gets what this one does not need.
     made = planned.plan
     budget = made.estimate.gpu_bytes
     if only_weights:

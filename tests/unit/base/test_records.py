@@ -1,4 +1,4 @@
-"""Records: to JSON and back without loss, and every way a file can be wrong is told with its place."""
+"""Records: to JSON and back without loss; errors name the place in the file."""
 
 import json
 from dataclasses import dataclass, replace

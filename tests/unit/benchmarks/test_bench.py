@@ -61,7 +61,7 @@ def test_tiny_on_sim_prints_a_table_and_writes_everything(tmp_path: Path) -> Non
     )
     assert {"outsize", "torch", "transformers"} <= data["machine"]["versions"].keys()
     assert data["limit"]["seconds"] > 0 and data["limit"]["bottleneck"] in data["limit"]["bounds"]
-    assert data["rivals"]["plain"]["speed"]["tokens_per_second"] > 0 and data["rivals"]["plain"]["ratio"] is None
+    assert data["baselines"]["plain"]["speed"]["tokens_per_second"] > 0 and data["baselines"]["plain"]["ratio"] is None
     events = json.loads(trace.read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert names.count("F0") == 3 and any(name.startswith("U") for name in names)
@@ -106,7 +106,7 @@ def test_several_models_have_a_process_each_and_one_table(tmp_path: Path, monkey
         ([*SMALL, "--gpu-memory", "24GB"], "use GiB"),
     ],
 )
-def test_wrong_words_are_told_in_a_sentence(args: list[str], words: str) -> None:
+def test_wrong_words_are_reported_in_a_sentence(args: list[str], words: str) -> None:
     result = runner.invoke(app, args)
     assert isinstance(result.exception, ConfigError) and words in str(result.exception)
 

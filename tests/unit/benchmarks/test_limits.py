@@ -41,6 +41,6 @@ def test_every_lane_has_its_seconds_and_launches_count_nothing() -> None:
         ({"hiding_seconds": 1.0, "host_params": 20.0, "compute_seconds": 6.0}, 15.0, "host updates that nothing hides"),
     ],
 )
-def test_the_largest_bound_binds(change: dict, seconds: float, bottleneck: str) -> None:
+def test_the_largest_bound_is_the_limit(change: dict, seconds: float, bottleneck: str) -> None:
     found = limit(dataclasses.replace(DEMAND, **change), SPEC)
     assert (found.seconds, found.bottleneck) == (pytest.approx(seconds), bottleneck)

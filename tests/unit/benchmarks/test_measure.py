@@ -96,7 +96,7 @@ def test_a_plan_from_a_file_is_run_as_it_is(tmp_path: Path) -> None:
     assert result.plan.fingerprint == expected and result.memory.gpu_peak_bytes == result.plan.gpu_bytes
 
 
-def test_a_number_that_is_wrong_is_told() -> None:
+def test_a_number_that_is_wrong_is_reported() -> None:
     result = run_bench(complete(**ASKED), say=lambda text: None)
     text = show(dataclasses.replace(result, losses_finite=False, within_budget=False))
     assert "WRONG     a loss is not finite" in text and "budget was exceeded" in text
@@ -135,9 +135,9 @@ def test_what_cannot_be_is_refused_before_a_model_is_built(
 @pytest.mark.parametrize("kind", plain.KINDS)
 def test_the_plain_loop_trains(kind: str, tmp_path: Path) -> None:
     asked: Bench = dataclasses.replace(complete(**ASKED), accumulate=2, clip=1.0)
-    plain.main(kind, dumps(asked), str(tmp_path / "rival.json"))
-    rival = loads(Baseline, (tmp_path / "rival.json").read_text())
-    assert rival.problem == "" and rival.speed is not None and rival.speed.tokens_per_second > 0
+    plain.main(kind, dumps(asked), str(tmp_path / "baseline.json"))
+    baseline = loads(Baseline, (tmp_path / "baseline.json").read_text())
+    assert baseline.problem == "" and baseline.speed is not None and baseline.speed.tokens_per_second > 0
 
 
 def test_the_plain_loop_has_our_weights() -> None:
@@ -152,7 +152,7 @@ def test_the_plain_loop_has_our_weights() -> None:
 
 def test_a_rival_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain.sys, "executable", "/bin/false")
-    assert plain.run_rival("plain", complete(**ASKED)).problem == "exit code 1: it said nothing"
+    assert plain.run_baseline("plain", complete(**ASKED)).problem == "exit code 1: it said nothing"
 
 
 def test_peak_memory_is_of_this_process(tmp_path: Path) -> None:

@@ -136,11 +136,11 @@ def test_batches_are_the_same_every_time() -> None:
     ("given", "nearest"),
     [("llama3b", "llama-3b"), ("Qwen3_14B", "qwen3-14b"), ("tny", "tiny"), ("llama-80b", "llama-8b")],
 )
-def test_a_wrong_name_is_told_the_nearest(given: str, nearest: str) -> None:
+def test_a_wrong_name_gets_the_nearest_as_a_hint(given: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"--model {given!r} is unknown. Did you mean {nearest}[?]"):
         require_one_of(SHAPES, given, "--model")
 
 
-def test_a_name_like_none_is_told_them_all() -> None:
+def test_a_name_like_none_gets_all_names_as_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"'gpt' is unknown\. Choose one of tiny, llama-1b"):
         named_config("gpt")

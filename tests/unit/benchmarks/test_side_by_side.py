@@ -35,7 +35,7 @@ def play(
             "plan": {"step_seconds": 0.7},
             "limit_ratio": 1.1,
             "memory": {"gpu_peak_bytes": 2**34, "host_peak_bytes": 2**35, "host_bytes_per_param": host},
-            "rivals": {"plain": {"speed": {"tokens_per_second": 9000.0}}} if "--compare" in command else {},
+            "baselines": {"plain": {"speed": {"tokens_per_second": 9000.0}}} if "--compare" in command else {},
         }
         Path(command[command.index("--json") + 1]).write_text(json.dumps(found))
         return 0, ["fine"], 1.0

@@ -48,12 +48,7 @@ def test_without_a_gpu_the_host_is_measured_and_the_card_assumed(tmp_path) -> No
         and "host probed on" in machine.spec.provenance
         and "assumed" in machine.spec.provenance
     )
-    assert (
-        0
-        < machine.measured["host_memory"]["free_bytes"]
-        <= machine.measured["host_memory"]["bytes"]
-        == machine.spec.host_bytes
-    )
+    assert 0 < machine.measured["host_bytes"] == machine.spec.host_bytes
     assert torch.equal(torch.get_rng_state(), draws)
     (tmp_path / "box.yaml").write_text(write_machine(machine))
     assert read_machine(tmp_path / "box.yaml") == machine
@@ -68,7 +63,7 @@ def test_every_stage_of_the_gpu_runs_and_every_figure_is_positive() -> None:
     measured = {"date": "2026-11-16", "seconds": 1.0, "identity": {"cores": 1, "torch": "2"}, **prober.found}
     assert set(measured["step_per_second"]) == {"h2d", "d2h", "host"}
     figures = [key for key in measured if key.endswith(("_per_second", "_flops", "_seconds"))]
-    assert len(figures) == 9 and all(
+    assert len(figures) == 8 and all(
         math.isfinite(x) and x > 0 for x in numbers({key: measured[key] for key in figures})
     )
     spec = make_spec(device, measured)

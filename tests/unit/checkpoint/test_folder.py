@@ -134,7 +134,7 @@ def test_a_file_that_takes_the_manifests_name_is_refused(tmp_path: Path) -> None
 # --- a place that is taken
 
 
-def test_a_checkpoint_is_not_written_over_unless_asked(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_written_over_by_default(tmp_path: Path) -> None:
     place = publish(tmp_path / "a", "old")
     with pytest.raises(SaveFailed, match=rf"{place} exists already"):
         StagedDir.of(place)
@@ -196,7 +196,7 @@ def test_a_replacing_that_breaks_off_leaves_the_old_one(
 # --- errors
 
 
-def test_places_that_cannot_be_written_are_told_with_the_reason(tmp_path: Path) -> None:
+def test_places_that_cannot_be_written_are_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (
         tmp_path / "file" / "a",
@@ -209,7 +209,7 @@ def test_places_that_cannot_be_written_are_told_with_the_reason(tmp_path: Path) 
     assert names(tmp_path) == ["file"]
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     staged = StagedDir.of(tmp_path / "a")
     staged.require_space(1)
     with pytest.raises(SaveFailed, match=r"needs 1048576 TiB of disk space, but .* is free"):
@@ -232,7 +232,7 @@ def test_errors_of_the_file_system_are_sentences(error: Exception, match: str) -
     assert raised.value.__cause__ is error and "there cannot be written" in str(raised.value)
 
 
-def test_what_is_told_already_or_is_no_error_of_the_file_system_stays() -> None:
+def test_what_is_reported_already_or_is_no_error_of_the_file_system_stays() -> None:
     for error in (SaveFailed("told"), ValueError("other"), KeyboardInterrupt()):
         with pytest.raises(type(error)) as raised, os_errors_as_save_failed(Path("there")):
             raise error
@@ -424,7 +424,7 @@ def test_staged_folders_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Pa
     assert staged_names(tmp_path) == [mine.path.name]
 
 
-def test_a_dead_writer_that_nobody_has_buried_is_dead(tmp_path: Path) -> None:
+def test_a_zombie_writer_counts_as_dead(tmp_path: Path) -> None:
     """As in a container whose first process is no init."""
     run = start(tmp_path / "checkpoint-2", "staged")
     os.kill(run.pid, signal.SIGKILL)
@@ -442,7 +442,7 @@ def test_another_process_with_the_number_of_a_dead_writer_is_not_the_writer(tmp_
     assert not stale.exists()
 
 
-def test_a_staged_folder_of_another_machine_goes_when_nobody_writes_it_any_more(tmp_path: Path) -> None:
+def test_a_staged_folder_of_another_machine_goes_when_its_writer_is_gone(tmp_path: Path) -> None:
     """Whether its writer lives cannot be known; a file in it may be written although the folder was not for long."""
     staged = tmp_path / ".partial-checkpoint-1@another-machine.cluster-1-1-0"
     staged.mkdir()

@@ -313,7 +313,7 @@ def test_no_descriptor_is_left_whatever_happens(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-def test_a_closed_file_reads_nothing_even_if_its_descriptor_is_somebody_elses_by_now(tmp_path: Path) -> None:
+def test_a_closed_file_reads_nothing_even_if_its_descriptor_is_in_use_elsewhere_by_now(tmp_path: Path) -> None:
     path = write(tmp_path / "f", {"t": torch.ones(2)})
     file = TensorFile(path)
     file.close()

@@ -84,7 +84,7 @@ def advance(scheduler: Any, kind: str, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [kind.value for kind in SchedulerType])
-def test_every_schedule_of_transformers_goes_on_from_a_file(kind: str, tmp_path: Path) -> None:
+def test_every_schedule_of_transformers_resumes_from_a_file(kind: str, tmp_path: Path) -> None:
     """The optimizer's own groups, with their rates, are in the engine's part of a checkpoint."""
     first = scheduler_of(kind, 4)
     save_scheduler(tmp_path, first)

@@ -93,23 +93,23 @@ def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path
     assert again.exit_code == 0 and result.output.startswith(again.output)
 
 
-def test_plan_says_what_more_memory_would_buy_and_how_little_would_do(model: str) -> None:
+def test_plan_shows_the_gain_from_more_memory_and_the_minimum(model: str) -> None:
     result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--update", "in-backward"])
     assert result.exit_code == 0, result.output
     more, least = result.output.strip().splitlines()[-2:]
-    assert more.startswith("more  4.00 GiB more GPU memory: ") and "that does: rtx3090" in least
+    assert more.startswith("more  4.00 GiB more GPU memory: ") and "smallest machine of the catalog: rtx3090" in least
 
 
-def test_explain_shows_the_usual_recipes_and_what_a_better_machine_is_worth(model: str) -> None:
+def test_plan_why_shows_common_recipes_and_the_gain_from_a_better_machine(model: str) -> None:
     result = runner.invoke(
-        app, ["explain", model, "--sequence-len", "32", "--hardware", "512KiB", "--host-memory", "1GiB"]
+        app, ["plan", model, "--why", "--sequence-len", "32", "--hardware", "512KiB", "--host-memory", "1GiB"]
     )
     assert result.exit_code == 0, result.output
     assert all(
         words in result.output
-        for words in ("by hand  everything on the GPU", "worth    4.00 GiB more", "copies twice as fast", "minimum  ")
+        for words in ("recipes   everything on the GPU", "upgrades  4.00 GiB more", "copies twice as fast", "minimum  ")
     )
-    assert runner.invoke(app, ["explain", model, "--update", "sometimes"]).exit_code == 2
+    assert runner.invoke(app, ["plan", model, "--update", "sometimes"]).exit_code == 2
 
 
 def test_plan_writes_a_page_and_a_trace(model: str, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_doctor_shows_everything_and_fails_when_something_is_broken(monkeypatch:
 
 
 def test_doctor_finds_a_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-test is a test: a reference that decays a little differently is told apart."""
+    """The self-test finds a reference with a slightly different decay."""
     from outsize import reference
 
     honest = reference.AdamW.__init__

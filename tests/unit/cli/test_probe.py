@@ -76,7 +76,7 @@ def test_a_machines_file_with_nonsense_is_a_sentence(tmp_path: Path) -> None:
     )
 
 
-def test_doctor_tells_whether_the_machine_was_probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_says_whether_the_machine_was_probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))
     assert [f.state for f in doctor._probe()] == ["note"]
 

@@ -1,4 +1,4 @@
-"""Reading: what people write is understood, and all that is wrong is told at once, each by its key."""
+"""Reading a run file: accepted spellings, and all problems in one error, each with its key."""
 
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ def test_one_fault_is_one_line_with_its_key(change: dict[str, Any], line: str) -
         ),
     ],
 )
-def test_keys_that_contradict_each_other_are_told(change: dict[str, Any], key: str, part: str) -> None:
+def test_keys_that_contradict_each_other_are_reported(change: dict[str, Any], key: str, part: str) -> None:
     (line,) = problems_of({**LEAST, **change})
     assert line.startswith(f"{key}: ") and part in line
 
@@ -234,7 +234,7 @@ def test_a_wrong_value_is_not_taken_for_one_that_is_missing() -> None:
     ] == ["val_set_size"]
 
 
-def test_all_mistakes_of_a_file_and_of_the_command_line_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_file_and_of_the_command_line_are_reported_at_once(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "datasets: []\nlearning_rte: 1e-4\nseed: x\nseed: y\nmax_steps: 5\nnum_epochs: 1\ndeepspeed: zero3.json\n",
@@ -297,7 +297,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.dictionaries(KEYS, ANYTHING, max_size=6))
-def test_whatever_is_written_is_taken_or_told_and_never_a_crash(mapping: dict[str, Any]) -> None:
+def test_whatever_is_written_is_taken_or_reported_and_never_a_crash(mapping: dict[str, Any]) -> None:
     for line in problems_of({**LEAST, **mapping}):
         assert line.split(":")[0].split(".")[0] in {*LEAST, *mapping, *(ALIASES.get(key) for key in mapping)}
 
@@ -324,7 +324,7 @@ def test_what_outsize_does_not_do_is_refused_unless_it_is_off(key: str) -> None:
         ("plan: {n_swap: 1,\n n_swap: 2}", "n_swap: given twice, in lines 3 and 4."),
     ],
 )
-def test_a_key_given_twice_is_told_with_its_lines(tmp_path: Path, text: str, place: str) -> None:
+def test_a_key_given_twice_is_reported_with_its_lines(tmp_path: Path, text: str, place: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(write(tmp_path, LEAST_TEXT + text))
     assert str(caught.value).split("\n  ")[1].startswith(place)
@@ -399,7 +399,7 @@ def test_overrides_change_what_the_file_says(tmp_path: Path, overrides: list[str
         ("base_model.x=1", "would be inside 'm'"),
     ],
 )
-def test_a_malformed_override_is_told_as_it_was_written(tmp_path: Path, text: str, part: str) -> None:
+def test_a_malformed_override_is_reported_as_it_was_written(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(write(tmp_path, LEAST_TEXT), [text])
     _, line = str(caught.value).split("\n  ")

@@ -33,7 +33,7 @@ def test_the_docs_list_every_key_with_its_default(record: type, title: str) -> N
 
 
 @pytest.mark.parametrize("key", [*ALIASES, *IGNORED, *REFUSED])
-def test_the_docs_tell_of_every_key_from_elsewhere(key: str) -> None:
+def test_the_docs_say_of_every_key_from_elsewhere(key: str) -> None:
     row = re.search(rf"^\|.*`{key}`.*\| (.+) \|$", DOCS.split("\n## Keys from elsewhere\n")[1], flags=re.MULTILINE)
     assert row and row[1].startswith(
         f"`{ALIASES[key]}`" if key in ALIASES else "ignored" if key in IGNORED else "refused"

@@ -28,7 +28,7 @@ def load(tokenizer: Any, *paths: Path, sequence_len: int = 64, **options: Any) -
     )
 
 
-def test_the_first_record_tells_what_kind_a_dataset_is(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
+def test_the_first_record_says_what_kind_a_dataset_is(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     chat = write_jsonl({"messages": [QUESTION, ANSWER]}, name="chat.jsonl")
     share = write_jsonl(
         {"conversations": [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "No."}]}, name="share.jsonl"
@@ -61,7 +61,7 @@ def test_packed_rows_and_validation_hold_all_documents_between_them(
     assert all(np.array_equal(one["input_ids"], other["input_ids"]) for one, other in zip(train, again, strict=True))
 
 
-def test_long_documents_are_told_once_for_training_and_validation_together(
+def test_long_documents_are_reported_once_for_training_and_validation_together(
     tokenizer: Any, write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "outsize"):
@@ -70,7 +70,7 @@ def test_long_documents_are_told_once_for_training_and_validation_together(
     assert max(train.lengths) <= 8 and max(validation.lengths) <= 8
 
 
-def test_what_no_loss_comes_from_is_left_out_and_told(
+def test_what_no_loss_comes_from_is_left_out_and_reported(
     tokenizer: Any, write_jsonl: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_jsonl({"messages": [QUESTION]}, {"messages": [QUESTION, ANSWER]})

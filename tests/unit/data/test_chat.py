@@ -143,13 +143,13 @@ def test_a_conversation_that_the_assistant_begins_needs_marks(
     assert trained(tokenizer_with(marked_template), TWO_TURNS[2:3]) == ["Not yet. "]
 
 
-def test_what_a_template_refuses_is_told_with_its_words(tokenizer_with: Callable[..., Any]) -> None:
+def test_what_a_template_refuses_is_reported_with_its_words(tokenizer_with: Callable[..., Any]) -> None:
     tokenizer = tokenizer_with("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match=r"data\.jsonl:7: the chat template fails \(roles must alternate\)\. "):
         trained(tokenizer, TWO_TURNS)
 
 
-def test_a_tokenizer_without_a_template_is_told_with_the_key(tokenizer_with: Callable[..., Any]) -> None:
+def test_a_tokenizer_without_a_template_is_reported_with_the_key(tokenizer_with: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="chat_template_jinja"):
         trained(tokenizer_with(None), TWO_TURNS)
 
@@ -167,6 +167,6 @@ def test_a_tokenizer_without_a_template_is_told_with_the_key(tokenizer_with: Cal
         ([], r"data\.jsonl:7: the list of messages is empty"),
     ],
 )
-def test_a_bad_message_is_told_with_its_place(tokenizer: Any, messages: Any, told: str) -> None:
+def test_a_bad_message_is_reported_with_its_place(tokenizer: Any, messages: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
         trained(tokenizer, messages)

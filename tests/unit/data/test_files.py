@@ -1,4 +1,4 @@
-"""What is in a file comes out with its place; what is wrong with it is told with file and line."""
+"""Records have the place they were read from; errors name file and line."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def test_a_list_of_json_may_span_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
+def test_lines_are_read_as_requested(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "one"}\nno JSON\n')
     assert next(read_file(path, suffix=".jsonl", field="text")).fields == {"text": "one"}
@@ -122,7 +122,7 @@ def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
     assert f"{path}: not UTF-8" in told(path)
 
 
-def test_a_missing_column_is_told_with_those_that_are_there(write_jsonl: Callable[..., Path]) -> None:
+def test_a_missing_column_is_reported_with_those_that_are_there(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"body": "one", "title": "two"})
     (record,) = records_of(path)
     with pytest.raises(DataError, match=r"data\.jsonl:1: no column 'text'; its columns are body, title\. .*`field`"):
@@ -130,7 +130,7 @@ def test_a_missing_column_is_told_with_those_that_are_there(write_jsonl: Callabl
 
 
 @pytest.mark.parametrize(("value", "kind"), [(3, "a number"), (["one"], "a list"), (None, "null")])
-def test_a_value_of_the_wrong_type_is_told_with_its_place(
+def test_a_value_of_the_wrong_type_is_reported_with_its_place(
     write_jsonl: Callable[..., Path], value: Any, kind: str
 ) -> None:
     (record,) = records_of(write_jsonl({"text": value}))
@@ -138,7 +138,7 @@ def test_a_value_of_the_wrong_type_is_told_with_its_place(
         record.get_text("text", key="field")
 
 
-def test_a_missing_package_is_told_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     path = tmp_path / "data.parquet"
     path.touch()

@@ -52,7 +52,9 @@ def test_truncate_keeps_the_beginning_and_drop_keeps_the_short() -> None:
 @pytest.mark.parametrize(
     ("strategy", "done"), [("split", "split without loss"), ("truncate", "cut off"), ("drop", "dropped")]
 )
-def test_documents_that_are_too_long_are_told_once(caplog: pytest.LogCaptureFixture, strategy: str, done: str) -> None:
+def test_documents_that_are_too_long_are_reported_once(
+    caplog: pytest.LogCaptureFixture, strategy: str, done: str
+) -> None:
     with caplog.at_level(logging.WARNING, "outsize"):
         check_lengths(rows_of(2, 5, 9, 3), sequence_len=4, strategy=strategy)  # type: ignore[arg-type]
     (message,) = caplog.messages
@@ -60,12 +62,12 @@ def test_documents_that_are_too_long_are_told_once(caplog: pytest.LogCaptureFixt
     assert done in message and f"excess_length_strategy: {strategy}" in message
 
 
-def test_documents_that_are_too_long_are_refused_where_that_is_asked_for() -> None:
+def test_documents_that_are_too_long_are_refused_where_that_is_requested() -> None:
     with pytest.raises(DataError, match=r"1 of 2 .* 9 tokens at data\.jsonl:2 .*\. Raise sequence_len"):
         check_lengths(rows_of(2, 9), sequence_len=4, strategy="raise")
 
 
-def test_nothing_is_told_when_all_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_reported_when_all_fit(caplog: pytest.LogCaptureFixture) -> None:
     check_lengths(rows_of(2, 4), sequence_len=4, strategy="raise")
     assert not caplog.messages
 

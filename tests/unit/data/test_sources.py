@@ -30,13 +30,13 @@ def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path, write_jsonl: Call
     assert texts(path=str(tmp_path)) == ["one", "two", "three"]
 
 
-def test_a_text_file_fills_the_field_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_text_file_fills_the_field_that_is_requested(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("one")
     assert [record.fields for record in read(DatasetConfig(path=str(path), field="body"))] == [{"body": "one"}]
 
 
-def test_ds_type_tells_what_an_unknown_ending_does_not(write_jsonl: Callable[..., Path]) -> None:
+def test_ds_type_says_what_an_unknown_ending_does_not(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"text": "one"}, name="data.ndjson")
     assert texts(path=str(path), ds_type="jsonl") == texts(path=str(path.parent), ds_type="json") == ["one"]
     with pytest.raises(ConfigError, match=r"data\.ndjson: unknown suffix '\.ndjson'\. .*`ds_type`"):
@@ -53,7 +53,7 @@ def test_a_saved_dataset_is_read_by_split(tmp_path: Path, datasets: Any) -> None
         texts(path=str(tmp_path / "dict"), split="dev")
 
 
-def test_anything_else_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
+def test_anything_else_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
     asked = []
 
     def load_dataset(path: str, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def test_anything_else_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, data
     assert asked == [("org/poems", {"name": "short", "split": "train[:1]"})]
 
 
-def test_what_the_hub_refuses_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
+def test_what_the_hub_refuses_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("no such dataset")
 
@@ -81,7 +81,7 @@ def test_an_empty_dataset_is_named(monkeypatch: pytest.MonkeyPatch, datasets: An
         texts(path="org/poems")
 
 
-def test_the_hub_without_its_package_is_told_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_without_its_package_is_reported_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         ConfigError, match=r"Reading org/poems needs the package datasets.*pip install 'outsize\[data\]'"

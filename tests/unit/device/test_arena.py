@@ -11,7 +11,7 @@ from outsize.device.arena import arena
 MiB = 2**20
 
 
-def test_it_has_the_size_asked_for_and_is_zero_and_writable() -> None:
+def test_it_has_the_requested_size_and_is_zero_and_writable() -> None:
     for num_bytes in (0, 1, 4097, 5 * MiB + 3):
         tensor = arena(num_bytes)
         assert tensor.numel() == num_bytes and not tensor.any()

@@ -254,7 +254,7 @@ def test_after_synchronize_everything_is_ordered(device: SimDevice) -> None:
 
 
 def test_a_new_engine_starts_without_earlier_accesses(device: SimDevice) -> None:
-    """Addresses come back as other buffers: an access of an earlier engine is nobody's race."""
+    """Addresses are reused: an access of an earlier engine is no race."""
     slot = cells_of(16)
     device.submit("h2d", lambda: None, waits=[], reads=[], writes=[slot], seconds=1.0)
     device.close(1)

@@ -481,7 +481,7 @@ def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_fo
         plan(config, gpu_memory=no.value.needed_bytes - 1, **how)
 
 
-def test_the_smallest_machine_has_the_host_memory_that_was_asked_for(one_trace: None) -> None:
+def test_the_smallest_machine_has_the_host_memory_that_was_requested(one_trace: None) -> None:
     shape = dict(
         hidden_size=4096,
         intermediate_size=14336,
@@ -530,7 +530,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         plan(vision)
 
 
-def test_more_tokens_than_positions_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_tokens_than_positions_is_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"sequence_len 300 is more than the model's max_position_embeddings of 128"):
         plan(config_of("bert"), sequence_len=300, hardware="64MiB")
     assert not caplog.records
@@ -667,7 +667,7 @@ def test_images_that_do_not_fit_the_row_and_numbers_that_are_none_are_refused() 
         plan(config, sequence_len=16, hardware="1GiB", images=-1, image_size=0)
 
 
-def test_a_config_that_transformers_makes_no_model_of_is_told() -> None:
+def test_a_config_that_transformers_makes_no_model_of_is_reported() -> None:
     with pytest.raises(
         ConfigError,
         match=r"transformers cannot build a LlamaForCausalLM from the config: KeyError: .*nonsense.* Correct the config",

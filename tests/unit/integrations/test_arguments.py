@@ -35,7 +35,7 @@ def test_an_argument_that_cannot_be_beside_us_is_refused_by_name(name: str, tmp_
         take_over(args)
 
 
-def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
     args = trainers.arguments(tmp_path, optim="adafactor", gradient_checkpointing=True)
     for name, value in REFUSED.items():
         setattr(args, name, value)

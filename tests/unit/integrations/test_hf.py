@@ -253,7 +253,7 @@ def test_the_device_is_where_the_trainer_puts_its_batches(ours: Any) -> None:
 
 
 def test_without_data_there_is_nothing_to_plan_for(ours: Any) -> None:
-    with pytest.raises(ConfigError, match="have no batch"):
+    with pytest.raises(ConfigError, match="has no batch"):
         ours(train_dataset=trainers.rows(KIND, 1), args={"dataloader_drop_last": True}).start_engine()
     with pytest.raises(EngineMisuse, match="start_engine"):
         _ = ours().engine
@@ -321,7 +321,7 @@ class Sized(Stream):
         return 8
 
 
-def test_a_stream_with_a_length_tells_how_many_steps_an_epoch_has(ours: Any) -> None:
+def test_a_stream_with_a_length_says_how_many_steps_an_epoch_has(ours: Any) -> None:
     trainer = ours(
         train_dataset=Sized(trainers.rows(KIND, 8), once=False), args={"max_steps": -1, "num_train_epochs": 2}
     )
@@ -396,7 +396,7 @@ def test_norms_are_a_plain_trainers_to_fp32(ours: Any, plain: Any) -> None:
         assert len(norms[0]) == 4 and norms[0] == pytest.approx(norms[1], rel=2e-7 * 8)
 
 
-def test_a_second_run_goes_on_as_a_plain_one_does(ours: Any, plain: Any) -> None:
+def test_a_second_run_continues_as_a_plain_one_does(ours: Any, plain: Any) -> None:
     outcomes = []
     for trainer in (ours(args={"max_steps": 2}), plain(args={"max_steps": 2})):
         trainer.train()
@@ -481,7 +481,7 @@ def test_an_evaluation_before_training_plans_for_the_training_data(ours: Any) ->
 
 
 class Watching(TrainerCallback):
-    """Expects the folder when it is told of a save."""
+    """Expects the folder to exist in `on_save`."""
 
     def __init__(self) -> None:
         self.found: list[set[str]] = []
@@ -494,7 +494,7 @@ SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": False}
 
 
-def test_a_callback_finds_the_checkpoint_it_is_told_of(ours: Any) -> None:
+def test_a_callback_finds_the_checkpoint_it_gets(ours: Any) -> None:
     watching = Watching()
     trainer = ours(args=SAVING, callbacks=[watching])
     trainer.train()
@@ -561,7 +561,7 @@ def test_training_stops_early_and_a_resumed_run_remembers_its_patience(ours: Any
     assert resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-3")).global_step == 4
 
 
-def test_a_run_goes_on_from_its_newest_complete_checkpoint(ours: Any) -> None:
+def test_a_run_resumes_from_its_newest_complete_checkpoint(ours: Any) -> None:
     first = ours(args={**SAVING, "lr_scheduler_type": "cosine"})
     whole = trainers.train(first)
     newest = Path(first.args.output_dir) / "checkpoint-4"

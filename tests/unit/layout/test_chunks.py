@@ -154,7 +154,7 @@ def test_c13_a_block_that_runs_three_times_has_one_chunk_with_three_visits() -> 
     assert [chunk.calls for chunk in layout.chunks] == [(0,), (1, 2, 3), (4,)]
 
 
-def test_c19_a_parameter_that_nobody_reads_is_packed_with_the_last_visit() -> None:
+def test_c19_a_parameter_that_is_never_read_is_packed_with_the_last_call() -> None:
     layout = pack(graph_of([Spec(100, blocks=()), Spec(100, blocks=(0,)), Spec(100, blocks=(2,))]))
     assert set(layout.place) == {"p0", "p1", "p2"}
     assert layout.chunks[layout.place["p0"][0]].calls == (2,)

@@ -231,7 +231,7 @@ def test_detach_leaves_nothing_behind() -> None:
         copy.deepcopy(model)
 
 
-def test_a_forward_and_a_loss_that_somebody_had_set_come_back() -> None:
+def test_a_forward_and_a_loss_that_were_set_before_come_back() -> None:
     model: Any = zoo.make("llama")
     mine = convert_outputs_to_fp32(model.forward)
     model.forward, model.loss_function = mine, model.loss_function
@@ -361,14 +361,14 @@ def test_a_head_in_fp16_is_left_alone() -> None:
 def test_it_is_used_where_it_saves_something() -> None:
     model, given = zoo.make("llama"), batch()
     assert reason(model, given) == "in chunks of 5 tokens"
-    assert reason(model, given, is_custom=True) == "full logits: the loop makes its own loss"
+    assert reason(model, given, is_custom=True) == "full logits: the loop computes its own loss"
     small = {name: value[:1, :5] for name, value in given.items()}
     assert reason(model, small) == "full logits: 5 tokens are no more than a chunk of 5"
     before = trace_with_loss(model, given, lambda words: None, wanted=None)[1]
     assert reason(model, small, before=before) == "in chunks of 5 tokens", "what was in chunks stays so"
     assert trace_with_loss(model, given, lambda words: words, wanted=False) == (
         "",
-        chosen.ChosenLoss(text="full logits, as asked"),
+        chosen.ChosenLoss(text="full logits, as requested"),
     )
     assert trace_with_loss(model, small, lambda words: words, wanted=True)[0] == "in chunks of 5 tokens"
 
@@ -381,7 +381,7 @@ def test_small_models_keep_their_loss() -> None:
 
 
 @pytest.mark.usefixtures("_small_chunks")
-def test_the_plan_tells_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
+def test_the_plan_says_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
     def prepare(**how: Any) -> Any:
         return outsize.prepare(zoo.make("llama"), batch(), device="sim:64MiB", host_memory="64MiB", **how)
 
@@ -402,14 +402,14 @@ def test_the_plan_tells_of_it_and_a_given_plan_agrees(tmp_path: Any) -> None:
 
     engine = prepare(chunked_loss=False)
     full = engine.plan
-    assert full.loss == "full logits, as asked" and not isinstance(engine.model(**batch()).logits, Logits)
+    assert full.loss == "full logits, as requested" and not isinstance(engine.model(**batch()).logits, Logits)
     engine.close()
     again = prepare(plan=full)
     assert not isinstance(again.model(**batch()).logits, Logits)
     again.close()
 
 
-def test_plans_that_do_not_tell_of_their_loss_can_be_read_and_mean_full_logits(
+def test_plans_that_do_not_say_of_their_loss_can_be_read_and_mean_full_logits(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = outsize.prepare(zoo.make("llama"), batch(), device="sim:64MiB", host_memory="64MiB")
@@ -454,11 +454,12 @@ def test_a_cached_trace_knows_its_loss(tmp_path: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("_small_chunks")
-def test_the_forecast_tells_of_it_too() -> None:
+def test_the_forecast_says_of_it_too() -> None:
     config = zoo.make("llama").config  # type: ignore[union-attr]
     config.architectures = ["LlamaForCausalLM"]
     made = outsize.plan(config, sequence_len=24, hardware="64MiB")
     assert made.plan.loss == "in chunks of 5 tokens" and "loss in chunks" in str(made)
     assert (
-        outsize.plan(config, sequence_len=24, hardware="64MiB", chunked_loss=False).plan.loss == "full logits, as asked"
+        outsize.plan(config, sequence_len=24, hardware="64MiB", chunked_loss=False).plan.loss
+        == "full logits, as requested"
     )

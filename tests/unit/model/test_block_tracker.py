@@ -324,7 +324,7 @@ class Breaks(Model):
             raise RuntimeError("broken")
 
 
-def test_an_exception_in_forward_is_told_and_the_next_forward_begins_anew() -> None:
+def test_an_exception_in_forward_is_reported_and_the_next_forward_begins_anew() -> None:
     model = Breaks()
     recorder, tracker = listen(model)
     with pytest.raises(RuntimeError, match="broken"):
@@ -359,7 +359,7 @@ def test_a_backward_that_breaks_off_is_not_ended_and_the_next_one_opens_again() 
     assert recorder.opened == [4, 3, 2, 1, 0] and recorder.log[-1] == "done"
 
 
-def test_a_backward_tells_which_forward_it_belongs_to() -> None:
+def test_a_backward_says_which_forward_it_belongs_to() -> None:
     """Trap D42: two graphs in flight."""
     model = Model()
     recorder, tracker = listen(model)

@@ -145,7 +145,7 @@ def test_random_weights_are_those_of_torchs_generator_and_need_no_files(tmp_path
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in built.model.state_dict().items())
 
 
-def test_attention_is_the_one_that_is_asked_for(tmp_path: Path) -> None:
+def test_attention_is_the_one_that_is_requested(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
     assert (
         build_model(str(tmp_path), dtype=torch.float32, attn_implementation="eager").model.config._attn_implementation

@@ -41,8 +41,8 @@ def explained(tight: Problem) -> Explanation:
 
 def test_no_recipe_beats_the_plan_and_those_that_do_not_fit_say_what_they_need(explained: Explanation) -> None:
     chosen = explained.plan.estimate.step_seconds
-    by_name = {answer.name: answer for answer in explained.by_hand}
-    assert all(a.step_seconds is None or a.step_seconds >= 0.99 * chosen for a in explained.by_hand)
+    by_name = {answer.name: answer for answer in explained.recipes}
+    assert all(a.step_seconds is None or a.step_seconds >= 0.99 * chosen for a in explained.recipes)
     assert (
         by_name["everything on the GPU"].step_seconds is None
         and "does not fit" in by_name["everything on the GPU"].note
@@ -50,13 +50,13 @@ def test_no_recipe_beats_the_plan_and_those_that_do_not_fit_say_what_they_need(e
     assert by_name["weights and optimizer on the host, layers recomputed"].step_seconds is not None
 
 
-def test_a_better_machine_is_never_slower_and_the_best_change_is_to_what_binds(explained: Explanation) -> None:
+def test_a_better_machine_is_never_slower_and_the_best_upgrade_is_to_the_bottleneck(explained: Explanation) -> None:
     chosen = explained.plan.estimate.step_seconds
     seconds = {answer.name: answer.step_seconds for answer in explained.hardware_upgrades}
     assert all(s is not None and s <= 1.01 * chosen for s in seconds.values())
     busy = explained.plan.estimate.busy_seconds
     binding = max(busy, key=lambda lane: busy[lane])
-    words = {"compute": "computing", "h2d": "copies", "d2h": "copies", "host": "updates on the host"}[binding]
+    words = {"compute": "GPU compute", "h2d": "copies", "d2h": "copies", "host": "CPU updates"}[binding]
     faster = {name: s for name, s in seconds.items() if "twice" in name}
     assert words in min(faster, key=lambda name: faster[name] or 0.0)
 
@@ -76,13 +76,15 @@ def test_the_least_is_where_a_search_begins_to_succeed(tight: Problem, explained
 def test_where_everything_fits_and_there_is_no_host_the_plain_recipe_is_the_plan() -> None:
     roomy = problem(host_bytes=0)
     found = explain(roomy, roomy.solve())
-    assert found.by_hand[0].step_seconds == found.plan.estimate.step_seconds
+    assert found.recipes[0].step_seconds == found.plan.estimate.step_seconds
     assert str(found).endswith("0 B host with this GPU")
 
 
-def test_it_reads_as_a_table_and_the_outlook_as_two_lines(tight: Problem, explained: Explanation) -> None:
+def test_it_reads_as_a_table_and_what_if_as_two_lines(tight: Problem, explained: Explanation) -> None:
     lines = str(explained).splitlines()
-    assert [line[:8].strip() for line in lines] == ["chosen", "by hand", "", "", "", "worth", "", "", "", "minimum"]
+    assert [line[:9].strip() for line in lines] == ["chosen", "recipes", "", "", "", "upgrades", "", "", "", "minimum"]
     more, least = what_if(tight, explained.plan, "rtx3090").splitlines()
-    assert more.startswith("more  4.00 GiB more GPU memory: ") and least.endswith("that does: rtx3090")
+    assert more.startswith("more  4.00 GiB more GPU memory: ") and least.endswith(
+        "smallest machine of the catalog: rtx3090"
+    )
     assert "no machine" in what_if(tight, explained.plan, None)

@@ -73,7 +73,7 @@ def tensor(**facts: Any) -> SharedTensor:
     )
 
 
-def test_what_dies_in_a_forward_is_dead_before_the_peak(case: Case) -> None:
+def test_what_is_freed_in_a_forward_is_gone_before_the_peak(case: Case) -> None:
     made, plain = work(forward_peak_bytes=100), work(forward_peak_bytes=10)
     assert measure(case, [plain, made, plain, plain], shared=(tensor(),)) == HighWater(gpu_bytes=110, peak_at="F2")
     assert measure(case, [plain, made, plain, work(forward_peak_bytes=110)], shared=(tensor(),)) == HighWater(
@@ -84,7 +84,7 @@ def test_what_dies_in_a_forward_is_dead_before_the_peak(case: Case) -> None:
     )
 
 
-def test_what_dies_as_the_forward_returns_is_there_at_all_peaks_of_the_forward(case: Case) -> None:
+def test_what_is_freed_as_the_forward_returns_is_there_at_all_peaks_of_the_forward(case: Case) -> None:
     made, head = work(forward_peak_bytes=100), work(forward_peak_bytes=10, backward_peak_bytes=105)
     assert measure(case, [NOTHING, made, NOTHING, head], shared=(tensor(freed_in=4),)) == HighWater(
         gpu_bytes=110, peak_at="F3"
@@ -94,7 +94,7 @@ def test_what_dies_as_the_forward_returns_is_there_at_all_peaks_of_the_forward(c
     )
 
 
-def test_a_shared_tensor_dies_once_with_the_first_layer_that_keeps_it(case: Case) -> None:
+def test_a_shared_tensor_is_freed_once_with_the_first_layer_that_keeps_it(case: Case) -> None:
     """Born in the stem's work, taken by both layers; who keeps it depends on the strategies, so its death is in
     nobody's work.
     """
@@ -139,7 +139,7 @@ def test_an_output_is_freed_by_the_later_of_two_backwards(case: Case, maker: str
         assert entries["R2"].closes == (0 if is_released else 100)
 
 
-def test_what_dies_early_in_a_backward_is_dead_before_its_peak(case: Case) -> None:
+def test_what_is_freed_early_in_a_backward_is_gone_before_its_peak(case: Case) -> None:
     works = [NOTHING, work(forward_peak_bytes=100), work(backward_peak_bytes=50), NOTHING]
     kept = tensor(held_by=((2, ("keep",)),))
     assert measure(case, works, shared=(kept,)) == HighWater(gpu_bytes=150, peak_at="B2")

@@ -250,7 +250,7 @@ def test_noise_does_not_change_the_plan() -> None:
     ],
     ids=str,
 )
-def test_a_pin_is_obeyed_and_its_cost_is_told(pins: Pins) -> None:
+def test_a_pin_is_obeyed_and_its_cost_is_reported(pins: Pins) -> None:
     """Traps I2, I3: any single knob can be pinned, the search fills in the rest."""
     case = make_case(6)
     plan = find(case, pins=pins)
@@ -283,7 +283,7 @@ def test_a_pin_out_of_range_is_refused_with_the_range(pins: Pins, words: str) ->
         find(make_case(6), pins=pins)
 
 
-def test_two_pins_out_of_range_are_told_together() -> None:
+def test_two_pins_out_of_range_are_reported_together() -> None:
     with pytest.raises(ConfigError, match=r"n_persist .*n_swap"):
         find(make_case(2), pins=Pins(n_persist=99, n_swap=99))
 

@@ -132,7 +132,7 @@ def test_a_thread_that_is_faster_than_the_device_costs_nothing_and_a_slower_one_
     )
 
 
-def test_what_the_gpu_waits_for_python_is_told_apart_from_computing() -> None:
+def test_what_the_gpu_waits_for_python_is_distinguished_from_computing() -> None:
     case = make_case(6)
     work = case.trace.work(1, "keep")
     slow = issued_by_a_thread(case, forward=2 * work.forward_seconds, backward=2 * work.backward_seconds)

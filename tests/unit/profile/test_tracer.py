@@ -386,7 +386,7 @@ def test_every_parameter_is_listed_once_and_layers_hold_their_own(kind: str) -> 
     assert graph.buffer_bytes == sum(b.nbytes for b in model.buffers())
 
 
-def test_a_parameter_that_nobody_reads_is_in_the_graph() -> None:
+def test_a_parameter_that_is_never_read_is_in_the_graph() -> None:
     """Trap D20."""
     model = Model()
     model.unused = nn.Parameter(torch.ones(5))
@@ -483,7 +483,7 @@ def test_what_passes_a_frozen_tower_by_has_its_backward() -> None:
     assert found.work(0, "keep").backward_seconds > 0 and "embed.weight" in params_of(graph)["stem"]
 
 
-def test_a_weight_whose_gradient_comes_where_nobody_looks_is_refused_by_name() -> None:
+def test_a_weight_whose_gradient_arrives_outside_of_hooks_is_refused_by_name() -> None:
     """Read without a call, and handed to no layer: nothing tells when its block's backward begins."""
     model = Seeing(reads_scale=True)
     model.embed.requires_grad_(False)

@@ -100,7 +100,7 @@ def test_it_draws_in_light_and_dark_wide_and_narrow(tab: Tab) -> None:
     assert tab.evaluate("document.querySelector('h1').innerText").startswith("six layers")
 
 
-def test_the_pointer_is_told_what_is_there(tab: Tab) -> None:
+def test_the_pointer_shows_what_is_there(tab: Tab) -> None:
     tab.mouse("mouseMoved", *point(tab, "memory", 0.5, 0.5))
     assert "optimizer" in tip(tab) and "total" in tip(tab)
     # The last backward ends the step, on the first lane.

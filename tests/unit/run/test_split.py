@@ -47,7 +47,7 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[int, i
     return folder, recipe_of(folder / "out" / "checkpoint-1"), text
 
 
-def test_the_choice_is_shown_and_trains_the_bits_of_a_run_that_is_told_so(
+def test_the_choice_is_shown_and_trains_the_bits_of_a_run_that_has_it_as_a_setting(
     chosen: tuple[Path, tuple[int, int], str], tmp_path: Path
 ) -> None:
     folder, (rows, passes), text = chosen
@@ -59,7 +59,7 @@ def test_the_choice_is_shown_and_trains_the_bits_of_a_run_that_is_told_so(
     assert expected.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_run_that_goes_on_keeps_the_split_of_its_checkpoint(chosen: tuple[Path, tuple[int, int], str]) -> None:
+def test_a_run_that_continues_keeps_the_split_of_its_checkpoint(chosen: tuple[Path, tuple[int, int], str]) -> None:
     """On a machine where it would choose another, or written with the numbers that were chosen: the bits are
     the same.
     """

@@ -366,7 +366,7 @@ def test_frozen_chunks_cause_no_traffic_to_the_host(weights: str, optimizer: str
 
 
 @pytest.mark.parametrize("kind", ["llama-untied", "gpt2"])
-def test_saving_twice_gives_the_same_and_training_goes_on_as_if_nobody_had_saved(kind: str, tmp_path: Path) -> None:
+def test_saving_twice_gives_the_same_and_training_continues_as_without_a_save(kind: str, tmp_path: Path) -> None:
     """Traps H4, B12: right after a step, in the middle of a run."""
     cell = cells.Cell(kind=kind, dtype="bf16", weights="host", optimizer="host")
 
@@ -490,7 +490,7 @@ def test_what_is_written_by_name_is_read_by_name_and_used(weights: str, optimize
             assert float(engine.model(**zoo.batch("plain")).loss) == float(twin(**zoo.batch("plain")).loss)
 
 
-def test_rebound_parameters_are_told_by_name() -> None:
+def test_rebound_parameters_are_reported_by_name() -> None:
     with cells.closing(cells.prepare(cells.Cell(kind="plain", weights="host", optimizer="host"))) as engine:
         store = engine.runtime.store
         assert list(store.replaced_data()) == []

@@ -46,7 +46,7 @@ def with_decision(plan: Plan, **changes: Any) -> Plan:
     return dataclasses.replace(plan, decision=dataclasses.replace(plan.decision, **changes))
 
 
-def test_buffers_that_were_cast_are_told_apart_from_another_model(case: Case, plan: Plan) -> None:
+def test_buffers_that_were_cast_are_distinguished_from_another_model(case: Case, plan: Plan) -> None:
     cast = dataclasses.replace(case.graph, buffer_bytes=case.graph.buffer_bytes + 64)
     with pytest.raises(
         PlanInvalid,

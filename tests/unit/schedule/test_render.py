@@ -61,7 +61,7 @@ def test_a_block_whose_chunks_live_apart_says_so() -> None:
     assert "weights 1 gpu + 3 host, optimizer host" in row(text, "model.layers.1")
 
 
-def test_what_the_process_has_on_the_host_besides_is_told_where_it_was_measured(case: Case) -> None:
+def test_what_the_process_has_on_the_host_besides_is_reported_where_it_was_measured(case: Case) -> None:
     plan = plan_of(case)
     own = "and 1.50 GiB that Python, its libraries and the driver have there"
     assert own in render(
@@ -87,7 +87,7 @@ def test_memory_is_shown_against_its_budget(case: Case) -> None:
     assert lines[host].count("█") == 10 and "optimizer" in lines[host + 1] and "weights" in lines[host + 1]
 
 
-def test_what_binds_is_a_lane_or_the_dependencies(case: Case) -> None:
+def test_the_bottleneck_is_a_lane_or_the_dependencies(case: Case) -> None:
     plain = render(plan_of(case, case.decide("gpu/gpu")), case.graph, case.layout)
     assert "bottleneck GPU compute, 100% of the step" in plain
     slow = dataclasses.replace(case, spec=dataclasses.replace(case.spec, host_adam_params_per_second=1e6))

@@ -140,15 +140,15 @@ def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_
         for host_update_interval in (1, 3)
     )
     actions = compile_schedule(place)["backward first+update"]
-    landing = [a.index for a in actions if a.kind == "G"]
+    copied = [a.index for a in actions if a.kind == "G"]
     updates = [a.index for a in actions if a.kind == "U"]
-    early = landing[::3]
-    assert updates == early + sorted(set(landing) - set(early)) and early == sorted(early, reverse=True)
+    early = copied[::3]
+    assert updates == early + sorted(set(copied) - set(early)) and early == sorted(early, reverse=True)
     assert "host_gradient" not in at_once.parts(at_once.host), (
         "at host_update_interval 1 no gradient outlives its update"
     )
     assert place.parts(place.host)["host_gradient"] == sum(
-        case.layout.chunks[c].nbytes for c in set(landing) - set(early)
+        case.layout.chunks[c].nbytes for c in set(copied) - set(early)
     )
 
 

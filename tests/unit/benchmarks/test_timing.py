@@ -2,7 +2,7 @@
 
 import torch
 
-from outsize.run.bench import Clock, Timed, time_steps
+from benchmarks.timing import Clock, Timed, time_steps
 
 
 class Device:
