@@ -12,7 +12,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -91,7 +91,8 @@ class Reader:
     """Reads data into the fields of records. Collects all problems, one line each, instead of raising the first.
 
     A strict reader takes what `to_json` wrote. The other one takes what people write in YAML: a key without a value is
-    absent, a number may be quoted, one item is a list of one, and a string is a record with its first field.
+    absent, and so is one that is false or empty where that is no valid value; a number may be quoted, one item is a
+    list of one, and a string is a record with its first field.
     """
 
     def __init__(self, *, strict: bool = False):
@@ -113,14 +114,18 @@ class Reader:
         schema, values = _schema(record), {}
         for key, item in data.items():
             label = prefix + (spelled or {}).get(key, str(key))
+            is_off = not self.strict and is_blank(item)
             if key not in schema.keys:
-                self.problems.append(_unknown(label, str(key), list(schema.keys)))
+                if not is_off or _nearest(str(key), schema.keys):
+                    self.problems.append(_unknown(label, str(key), list(schema.keys)))
             elif item is not None or self.strict:
                 name = _field_for(item, schema.keys[key], schema.hints)
                 hint, before = schema.hints[name], len(self.problems)
                 value = self.value(Annotated[hint, rules[name]] if rules else hint, item, label)
                 if len(self.problems) == before:
                     values[name] = value
+                elif is_off and name not in schema.required:
+                    del self.problems[before:]
         for name in schema.required:
             if (name not in data) if self.strict else data.get(name) is None:
                 expected = rules[name].expected if rules else _noun(schema.hints[name])
@@ -216,6 +221,11 @@ def require_mapping(data: Any, where: str, hint: str) -> None:
         raise ConfigError(f"{where} {found}. {hint}")
 
 
+def is_blank(data: Any) -> bool:
+    """Whether a value of a YAML file is null, false or empty."""
+    return data is None or data is False or (isinstance(data, (str, list, dict)) and not data)
+
+
 def show(data: Any) -> str:
     """A value as found in a file, shortened if it is long."""
     shown = str(data).lower() if isinstance(data, bool) else "null" if data is None else repr(data)
@@ -260,8 +270,12 @@ def _field_for(data: Any, names: list[str], hints: dict[str, Any]) -> str:
 
 
 def _unknown(label: str, key: str, names: list[str]) -> str:
-    nearest = difflib.get_close_matches(key, names, n=1)
-    return f"{label}: unknown key" + (f"; did you mean {nearest[0]}?" if nearest else ".")
+    nearest = _nearest(key, names)
+    return f"{label}: unknown key" + (f"; did you mean {nearest}?" if nearest else ".")
+
+
+def _nearest(key: str, names: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.8)), None)
 
 
 def _noun(hint: Any) -> str:

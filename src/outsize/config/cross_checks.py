@@ -59,7 +59,6 @@ CONTRADICTIONS = (
         lambda config, given: config.plan_file is not None and given & set(_SPLIT) == {"batch_size"},
         "does not fix the micro-batch, and a plan is for one. Set micro_batch_size as in the plan, or remove the plan.",
     ),
-    _both_given("max_steps", "num_epochs"),
     _both_given("warmup_steps", "warmup_ratio"),
     Contradiction(
         ("lr_scheduler", "warmup_steps", "warmup_ratio"),

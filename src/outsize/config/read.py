@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outsize.base.records import Reader, fields_by_key, raise_problems, require_mapping
-from outsize.config.aliases import normalize
+from outsize.base.records import Reader, fields_by_key, is_blank, raise_problems, require_mapping
 from outsize.config.cross_checks import contradictions
+from outsize.config.normalize import normalize
 from outsize.config.run import RunConfig
 from outsize.config.source import load_yaml, overridden_key, override, read_text
 
+_OTHER_METHODS, _DATASETS = ("rl:", "reward_model:", "process_reward_model:"), ("datasets.", "test_datasets.")
 _EXAMPLE = "Write lines such as `base_model: path/to/model`; docs/config.md describes the keys."
 
 
@@ -41,11 +42,18 @@ def _parse(mapping: Mapping[Any, Any], where: str, problems: list[str]) -> RunCo
     problems += normalized.problems
     reader = Reader()
     values = reader.fields(RunConfig, normalized.data, spelled=normalized.spelled)
-    problems += reader.problems
-    given = {key for key, value in normalized.data.items() if value is not None}
+    # Datasets of other methods have other keys; that the method is refused says enough.
+    is_other = any(line.startswith(_OTHER_METHODS) for line in normalized.problems)
+    problems += [line for line in reader.problems if not (is_other and line.startswith(_DATASETS))]
+    given = {key for key, value in normalized.data.items() if not is_blank(value)}
     wrong = {key for key, names in fields_by_key(RunConfig).items() if key in given and not values.keys() & set(names)}
     # Required fields get placeholders, so that the other checks run without them.
-    config = RunConfig(**{"base_model": "", "datasets": (), "notes": normalized.notes, **values})
+    unread = {
+        "notes": tuple(normalized.notes),
+        "environment": normalized.environment,
+        "replaced_optimizer": normalized.replaced_optimizer,
+    }
+    config = RunConfig(**{"base_model": "", "datasets": (), **unread, **values})
     problems += contradictions(config, given=given, wrong=wrong)
     raise_problems(where, problems, "docs/config.md")
     return config

@@ -14,6 +14,7 @@ from outsize.config.types import (
     Checkpoint,
     Count,
     CountFromZero,
+    CountOrShare,
     NotNegative,
     Optimizer,
     PinName,
@@ -26,9 +27,12 @@ from outsize.config.types import (
     ShareBelowOne,
     ShareOrCount,
     Size,
+    SpecialToken,
     TargetModules,
     Text,
+    Tf32,
     Trackers,
+    Warmup,
 )
 
 
@@ -72,8 +76,20 @@ class RunConfig:
     """Whether the loss includes the prompt's tokens."""
     excess_length_strategy: Literal["split", "truncate", "drop", "raise"] = "split"
     """What to do with an example longer than `sequence_len`."""
+    dataset_exact_deduplication: bool = False
+    """Keep only the first of equal examples."""
+    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    """The order of rows in an epoch."""
+    chat_template: Text | None = None
+    """The name of a template (see data/templates.py). None: the tokenizer's own."""
     chat_template_jinja: Text | None = None
     """A template or the path of one. None: the tokenizer's own."""
+    tokenizer_config: Text | None = None
+    """The folder or hub id of a tokenizer. None: `base_model`."""
+    special_tokens: dict[SpecialToken, Any] | None = None
+    """Tokens of the vocabulary that have these roles."""
+    tokens: tuple[Text, ...] = ()
+    """Tokens of the vocabulary that are never split."""
 
     batch_size: Count | None = None
     """Rows in an optimizer step. None: `micro_batch_size` × `gradient_accumulation_steps`."""
@@ -85,13 +101,14 @@ class RunConfig:
     """Backward passes per step. None: 1, or as `batch_size` requires."""
     num_epochs: Positive = 1.0
     max_steps: Count | None = None
-    """Instead of `num_epochs`."""
+    """Length of the run in steps, whatever `num_epochs` is."""
 
     learning_rate: Positive = 2e-5
     lr_scheduler: Scheduler = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None
     """Arguments of the scheduler, such as `min_lr`."""
-    warmup_steps: CountFromZero | None = None
+    warmup_steps: Warmup | None = None
+    """Steps, or a share of all steps."""
     warmup_ratio: Share | None = None
     """Warmup as a share of all steps."""
     optimizer: Optimizer = "adamw"
@@ -108,7 +125,7 @@ class RunConfig:
 
     output_dir: Text = "out"
     save_strategy: SaveStrategy = "steps"
-    save_steps: Count | None = None
+    save_steps: CountOrShare | None = None
     """Steps between checkpoints under `save_strategy: steps`. None: one at the end; with `load_best_model_at_end`, one
     at each evaluation.
     """
@@ -118,7 +135,7 @@ class RunConfig:
     """Checkpoints without optimizer state; a run cannot resume from them."""
     eval_strategy: SaveStrategy | None = None
     """None: see `evaluates`."""
-    eval_steps: Count | None = None
+    eval_steps: CountOrShare | None = None
     load_best_model_at_end: bool = False
     metric_for_best_model: Literal["eval_loss", "loss"] | None = None
     """Both are the evaluation loss, the only metric."""
@@ -127,6 +144,8 @@ class RunConfig:
     logging_steps: Count = 1
     report_to: Trackers = ()
     """Names of trackers, as in transformers."""
+    hub_model_id: Text | None = None
+    """The repository of the hub that the result is uploaded to."""
 
     seed: Seed = 42
     data_seed: Seed | None = None
@@ -135,6 +154,8 @@ class RunConfig:
     """Deterministic operators only, where torch has them; slower on a GPU."""
     bf16: Bf16 = True
     """Weights in bf16 with exact fp32 master weights. False: fp32 weights."""
+    tf32: Tf32 | None = None
+    """Whether fp32 matrix products may use TF32. None: torch's setting."""
     attn_implementation: Text | None = None
     """As in transformers: sdpa, flash_attention_2, eager, … None: its choice."""
     dataloader_num_workers: CountFromZero = 0
@@ -158,12 +179,19 @@ class RunConfig:
 
     adapter: Adapter | None = None
     """None: all weights are trained."""
+    unfrozen_parameters: tuple[Text, ...] = ()
+    """Patterns of the names of parameters to train. Empty: all."""
+    freeze_mm_modules: bool = False
+    """Do not train vision and audio encoders."""
     lora_r: Count = 8
     lora_alpha: Annotated[float | int, Rule(expected="a positive number", holds=lambda value: value > 0)] = 16
     lora_dropout: ShareBelowOne = 0.0
     lora_target_modules: TargetModules = ()
+    """Names, or a regex of whole module names."""
     lora_target_linear: bool = False
     """All linear layers except the output head."""
+    lora_model_dir: Text | None = None
+    """The folder of an adapter to continue with; its settings hold."""
     lora_modules_to_save: tuple[Text, ...] = ()
     """Modules that are fully trained in addition to the adapter."""
     peft_use_rslora: bool = False
@@ -175,7 +203,11 @@ class RunConfig:
     """The newest checkpoint in `output_dir`, if there is one."""
 
     notes: tuple[str, ...] = field(default=(), metadata={"key": ""})
-    """Notes for the user on ignored keys."""
+    """Notes for the user on keys of other tools."""
+    environment: dict[str, str] = field(default_factory=dict, metadata={"key": ""})
+    """Environment variables for trackers."""
+    replaced_optimizer: str | None = field(default=None, metadata={"key": ""})
+    """The optimizer that was given, if `optimizer` runs in its place."""
     overridden: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """Keys that were given on the command line, with `--set`."""
 

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from outsize.base.errors import ConfigError
-from outsize.config.aliases import ALIASES, spelling_in
+from outsize.config.keys import our_name
+from outsize.config.normalize import spelling_in
 
 
 class _Loader(yaml.SafeLoader):
@@ -84,8 +85,7 @@ def override(mapping: dict[Any, Any], text: str) -> list[str]:
 
 def overridden_key(text: str) -> str:
     """Our name of the key that `key=value` sets or changes."""
-    key = text.partition("=")[0].strip().split(".")[0]
-    return ALIASES.get(key, key)
+    return our_name(text.partition("=")[0].strip().split(".")[0])
 
 
 def _put(place: Any, steps: list[str], value: Any) -> None:

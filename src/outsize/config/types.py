@@ -32,6 +32,16 @@ ShareBelowOne = Annotated[float, Rule(expected="a number from 0 to below 1", hol
 ShareOrCount = Annotated[
     float | int, Rule(expected="a fraction below 1 or a number of examples", holds=_is_share_or_count)
 ]
+Warmup = Annotated[
+    float | int, Rule(expected="a number of steps, or a share of all steps below 1", holds=_is_share_or_count)
+]
+CountOrShare = Annotated[
+    float | int,
+    Rule(
+        expected="a number of steps, or a share of all steps below 1",
+        holds=lambda value: value != 0 and _is_share_or_count(value),
+    ),
+]
 Size = Annotated[str | int, Rule(expected="a size such as '24GiB' or a number of bytes", holds=_is_size)]
 
 # YAML 1.1 reads a bare `no` as false.
@@ -60,15 +70,13 @@ Optimizer = Annotated[
 ]
 Adapter = Annotated[Literal["lora"], Rule(expected="lora, the only adapter (base weights are never quantized)")]
 Bf16 = Annotated[bool, Rule(also=(("auto", True),))]
+Tf32 = Annotated[bool | None, Rule(also=(("auto", None),))]
+SpecialToken = Literal["bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens"]
 Trackers = Annotated[
     tuple[Text, ...], Rule(expected="a list of trackers such as [wandb, tensorboard]", also=(("none", ()),))
 ]
 TargetModules = Annotated[
-    tuple[Text, ...],
-    Rule(
-        expected="a list of module names (for all linear layers, set lora_target_linear: true)",
-        holds=lambda names: "all-linear" not in names,
-    ),
+    tuple[Text, ...] | str, Rule(expected="a list of module names, or a regex of whole names", holds=bool)
 ]
 Checkpoint = Annotated[
     str | bool, Rule(expected="the folder of a checkpoint or true for the newest one", holds=lambda value: value != "")

@@ -31,6 +31,7 @@ def load_rows(
     val_set_size: float = 0,
     seed: int = 42,
     train_on_inputs: bool = False,
+    deduplicate: bool = False,
     fingerprints: list[str] | None = None,
 ) -> tuple[Rows | PackedRows, Rows | PackedRows | None]:
     """Rows to train on, and rows to validate on if `val_set_size` is not zero. Deterministic.
@@ -43,10 +44,13 @@ def load_rows(
         )
     # All are opened before any is tokenized, so that a wrong path or column in the last one is found first.
     opened = [_open(source, tokenizer, train_on_inputs) for source in datasets]
-    sizes = [0] * len(opened)
+    sizes, seen = [0] * len(opened), set[int]()
 
     def of(number: int) -> Iterator[Document]:
         for document in opened[number]:
+            if deduplicate and (content := hash((*document.ids, None, *document.labels))) in seen:
+                continue
+            seen.update([content] if deduplicate else [])
             sizes[number] += 1
             yield document
 

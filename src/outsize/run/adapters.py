@@ -29,14 +29,17 @@ def adapt(built: Built, config: RunConfig) -> Built:
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if config.lora_target_linear else list(config.lora_target_modules),
+        target_modules=_targets(config),
         modules_to_save=list(config.lora_modules_to_save) or None,
         use_rslora=config.peft_use_rslora,
         use_dora=config.peft_use_dora,
         task_type="SEQ_2_SEQ_LM" if built.model.config.is_encoder_decoder else "CAUSAL_LM",  # type: ignore[union-attr]
     )
     try:
-        model = peft.get_peft_model(built.model, settings)
+        if config.lora_model_dir is not None:
+            model = peft.PeftModel.from_pretrained(built.model, config.lora_model_dir, is_trainable=True)
+        else:
+            model = peft.get_peft_model(built.model, settings)
     except ValueError as error:
         raise ConfigError(
             f"lora_target_modules: {first_line(error)}. Name linear layers of the model, or use lora_target_linear: "
@@ -46,6 +49,12 @@ def adapt(built: Built, config: RunConfig) -> Built:
         return Built(model, None)
     after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}
     return Built(model, _Renamed(built.weights, after))
+
+
+def _targets(config: RunConfig) -> str | list[str]:
+    """PEFT takes a string as a regex."""
+    given = config.lora_target_modules
+    return "all-linear" if config.lora_target_linear else given if isinstance(given, str) else list(given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoTokenizer, EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
 
 from outsize.base.errors import ConfigError, OutsizeError
 from outsize.base.log import log
@@ -36,6 +36,7 @@ from outsize.run.compat_checks import (
     require_positions,
     require_scheduler,
     require_vocabulary,
+    with_installed_attention,
 )
 from outsize.run.resume_fingerprint import (
     FINGERPRINT_FILE,
@@ -44,6 +45,8 @@ from outsize.run.resume_fingerprint import (
     resume_fingerprint,
     split_of,
 )
+from outsize.run.tokenizer import load_tokenizer
+from outsize.run.trained import freeze
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Choice, Split, splits_of
@@ -53,6 +56,7 @@ _SAME_NAMES = (
     "output_dir", "learning_rate", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
     "max_grad_norm", "save_total_limit", "save_only_model", "eval_steps", "load_best_model_at_end",
     "metric_for_best_model", "logging_steps", "seed", "data_seed", "dataloader_num_workers", "full_determinism",
+    "train_sampling_strategy",
 )  # fmt: skip
 """Settings that TrainingArguments has under the same name, with the same meaning."""
 _NEVER = 2**31
@@ -149,6 +153,7 @@ def assemble(config: RunConfig) -> Assembled:
         _check_earlier_run(config)
     config = _split(config, splits[0])
     arguments = training_arguments(config, on_gpu=device.is_gpu)
+    os.environ.update(config.environment)
     trackers, arguments.report_to = make_trackers(arguments.report_to), []
     require_scheduler(config)
     load_config(config.base_model)  # a wrong name is reported as such, not as a missing tokenizer
@@ -158,12 +163,14 @@ def assemble(config: RunConfig) -> Assembled:
     if checkpoint is not None:
         require_same_data(checkpoint, config, fingerprints)
     set_seed(config.seed)
+    config = with_installed_attention(config)
     built = _build(config, checkpoint)
     require_language_model(built.model)
     require_positions(built.model, config.sequence_len)
     if config.sample_packing:
         require_packable(built.model)
     require_vocabulary(built.model, tokenizer, [train] if evaluated is None else [train, evaluated], pad_id)
+    freeze(built.model, config)
     if config.adapter is not None:
         built = adapt(built, config)
     collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
@@ -274,30 +281,6 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return found
 
 
-def load_tokenizer(config: RunConfig) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.base_model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"base_model: {config.base_model} has no usable tokenizer ({first_line(error)}). Save one into the folder."
-        ) from None
-    if config.chat_template_jinja is not None:
-        tokenizer.chat_template = _template(config.chat_template_jinja)
-    return tokenizer
-
-
-def _template(written: str) -> str:
-    if "{" in written:  # a template without one would render all chats alike
-        return written
-    try:
-        return Path(written).read_text()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"chat_template_jinja: {written} is no template and cannot be read as a file ({error}). Correct the path; "
-            "a template contains {{ }} or {% %}."
-        ) from None
-
-
 def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list[str]]:
     """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset."""
     fingerprints: list[str] = []
@@ -308,6 +291,7 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list
         sample_packing=config.sample_packing,
         seed=config.seed if config.data_seed is None else config.data_seed,
         train_on_inputs=config.train_on_inputs,
+        deduplicate=config.dataset_exact_deduplication,
     )
     train, evaluated = load_rows(
         tokenizer, config.datasets, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
@@ -342,6 +326,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         remove_unused_columns=False,
         disable_tqdm=True,
         bf16=False,
+        tf32=config.tf32 if on_gpu else None,
         dataloader_pin_memory=on_gpu,
         # The filter syncs the host after every micro-batch, and it hides a NaN.
         logging_nan_inf_filter=False,

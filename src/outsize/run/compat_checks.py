@@ -1,5 +1,7 @@
 """Checks before the first step that model, tokenizer, data and settings fit together."""
 
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,6 +26,16 @@ def make_trackers(names: list[str]) -> list[TrainerCallback]:
         return [kind() for kind in get_reporting_integration_callbacks(names)]
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(f"report_to: {first_line(error)}. Install what is missing, or remove the tracker.") from None
+
+
+def with_installed_attention(config: RunConfig) -> RunConfig:
+    """Replaces a flash implementation whose package is not installed by sdpa, which computes the same attention."""
+    name = config.attn_implementation or ""
+    needs = "kernels" if "/" in name else "flash_attn_interface" if name.endswith("_3") else "flash_attn"
+    if ("flash" not in name and "/" not in name) or find_spec(needs) is not None:
+        return config
+    log.warning("attn_implementation: %s needs the package %s, which is not installed: sdpa is used", name, needs)
+    return replace(config, attn_implementation="sdpa")
 
 
 def require_scheduler(config: RunConfig) -> None:

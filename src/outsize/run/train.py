@@ -9,6 +9,7 @@ from rich.panel import Panel
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
 from outsize.run.assemble import Assembled, assemble, start
+from outsize.run.hub import create_repository, upload
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import ProgressCallback
 from outsize.runtime.engine import PlannedModel
@@ -35,6 +36,7 @@ def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     assembled = assemble(config)
     planned = assembled.trainer.preview()
     _show(planned, console, assembled)
+    _show_replaced_optimizer(planned, console, config)
     return planned
 
 
@@ -42,6 +44,8 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     _show_notes(config, console)
     assembled = assemble(config)
     trainer = assembled.trainer
+    if config.hub_model_id is not None:
+        create_repository(config.hub_model_id)
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
     console.print(
         f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False
@@ -57,6 +61,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         trainer.add_callback(interrupt)
         with interrupt.listening():
             _show(engine.runtime.planned, console, assembled)
+            _show_replaced_optimizer(engine.runtime.planned, console, config)
             if assembled.checkpoint is not None:
                 console.print(f"Resuming from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
@@ -68,6 +73,8 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         if not interrupt.is_requested:
             result = Path(config.output_dir)
             trainer.save_model()
+            if config.hub_model_id is not None:
+                upload(result, config.hub_model_id)
         report = engine.report()
         outcome = Outcome(
             losses=tuple(progress.losses),
@@ -97,6 +104,19 @@ def _show_notes(config: RunConfig, console: Console) -> None:
 def _show(planned: PlannedModel, console: Console, assembled: Assembled) -> None:
     text = render(planned.plan, planned.graph, planned.layout, {"split": assembled.chosen_by})
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
+
+
+def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: RunConfig) -> None:
+    if config.replaced_optimizer is None:
+        return
+    homes, optimizer = planned.plan.decision.homes, planned.plan.step_config.optimizer
+    sizes = [optimizer.state_bytes(chunk) for chunk in planned.layout.chunks]
+    on_host = sum(size for size, home in zip(sizes, homes, strict=True) if home.optimizer == "host")
+    console.print(
+        f"[yellow]note[/yellow] optimizer: {config.replaced_optimizer} runs as exact {optimizer.name}. Its state takes "
+        f"{show_bytes(sum(sizes))}, {show_bytes(on_host)} of it in host memory.",
+        highlight=False,
+    )
 
 
 def _print_result(outcome: Outcome, config: RunConfig, console: Console) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from outsize.base.records import fields_by_key
-from outsize.config.aliases import ALIASES, IGNORED, REFUSED
+from outsize.config.keys import TABLE
 from outsize.config.run import DatasetConfig, RunConfig
 from outsize.config.source import load_yaml
+from tools import axolotl_table
 
 DOCS = (Path(__file__).parents[3] / "docs" / "config.md").read_text()
 SOUND = RunConfig(base_model="m", datasets=(DatasetConfig(path="d"),))
@@ -32,18 +33,14 @@ def test_the_docs_list_every_key_with_its_default(record: type, title: str) -> N
             assert (tuple(value) if isinstance(value, list) else value) == default, key
 
 
-@pytest.mark.parametrize("key", [*ALIASES, *IGNORED, *REFUSED])
-def test_the_docs_say_of_every_key_from_elsewhere(key: str) -> None:
-    row = re.search(rf"^\|.*`{key}`.*\| (.+) \|$", DOCS.split("\n## Keys from elsewhere\n")[1], flags=re.MULTILINE)
-    assert row and row[1].startswith(
-        f"`{ALIASES[key]}`" if key in ALIASES else "ignored" if key in IGNORED else "refused"
-    )
-
-
-def test_a_key_of_elsewhere_is_none_of_ours_and_means_one_of_ours() -> None:
+def test_a_key_in_the_table_is_none_of_ours_or_converted_and_renamed_ones_are_ours() -> None:
     ours = set(fields_by_key(RunConfig))
-    assert not ours & {*ALIASES, *IGNORED, *REFUSED}
-    assert set(ALIASES.values()) <= ours
+    assert all(row.action == "converted" for key, row in TABLE.items() if key in ours)
+    assert {row.text for row in TABLE.values() if row.action == "renamed"} <= ours
+
+
+def test_the_page_on_axolotl_is_generated_from_the_table() -> None:
+    assert axolotl_table.PAGE.read_text() == axolotl_table.page()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""The tokenizer of a run: its source, special tokens and chat template."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AddedToken, AutoTokenizer
+
+from outsize.base.errors import ConfigError
+from outsize.base.log import log
+from outsize.config.run import RunConfig
+from outsize.data.templates import TEMPLATES
+from outsize.run.compat_checks import first_line
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    key = "base_model" if config.tokenizer_config is None else "tokenizer_config"
+    source = config.tokenizer_config or config.base_model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{key}: {source} has no usable tokenizer ({first_line(error)}). Save one into the folder."
+        ) from None
+    _set_tokens(tokenizer, config)
+    if config.chat_template_jinja is not None:
+        tokenizer.chat_template = _template(config.chat_template_jinja)
+    elif config.chat_template is not None:
+        tokenizer.chat_template = _named_template(config.chat_template, tokenizer.chat_template)
+    return tokenizer
+
+
+def _set_tokens(tokenizer: Any, config: RunConfig) -> None:
+    """A token that is not in the vocabulary would have no embedding. Padding needs none: it is masked."""
+    vocabulary = tokenizer.get_vocab()
+    roles = {name: token for name, token in (config.special_tokens or {}).items() if token}
+    if (pad := roles.get("pad_token")) is not None and pad not in vocabulary:
+        log.info("special_tokens: the tokenizer has no token %s; padding needs none of its own", pad)
+        del roles["pad_token"]
+    used = [token for value in roles.values() for token in (value if isinstance(value, list) else [value])]
+    for key, tokens in (("special_tokens", used), ("tokens", config.tokens)):
+        if missing := [str(token) for token in tokens if token not in vocabulary]:
+            raise ConfigError(
+                f"{key}: the tokenizer's vocabulary lacks {', '.join(missing)}. Add tokens once with transformers "
+                "(tokenizer.add_tokens, model.resize_token_embeddings), save both and name that folder."
+            )
+    tokenizer.add_special_tokens(roles)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in config.tokens])
+
+
+def _named_template(name: str, own: str | None) -> str:
+    fallback = name.removeprefix("tokenizer_default_fallback_")
+    if fallback != name and own:
+        return own
+    if fallback in TEMPLATES:
+        return TEMPLATES[fallback]
+    if own:
+        log.info("chat_template: %s is not one of %s; the tokenizer's own is used", name, ", ".join(TEMPLATES))
+        return own
+    raise ConfigError(
+        f"chat_template: {name} is not one of {', '.join(TEMPLATES)}, and the tokenizer has none. Set "
+        "chat_template_jinja to the template or its file, or use the tokenizer of an instruct model."
+    )
+
+
+def _template(written: str) -> str:
+    if "{" in written:  # a template without one would render all chats alike
+        return written
+    try:
+        return Path(written).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"chat_template_jinja: {written} is no template and cannot be read as a file ({error}). Correct the path; "
+            "a template contains {{ }} or {% %}."
+        ) from None

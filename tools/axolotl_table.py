@@ -1,0 +1,42 @@
+"""Writes docs/axolotl.md from the table of keys: `python -m tools.axolotl_table`. A test compares the two."""
+
+from itertools import groupby
+from pathlib import Path
+
+from outsize.config.keys import AXOLOTL, SHARED, OtherKey
+
+PAGE = Path(__file__).parent.parent / "docs" / "axolotl.md"
+_HEAD = """# Run files of Axolotl
+
+`outsize train` reads Axolotl's YAML files. Keys that [config.md](config.md) lists mean the same in both. The tables
+list the others. It is generated from `config/keys.py` by `python -m tools.axolotl_table`.
+
+- A key that is off (no value, false, zero or empty; 1 for a number of GPUs) is ignored silently.
+- Keys without effect are listed in one line at the start of a run.
+- Keys that cannot be honored are refused, with the nearest way.
+- A file is taken for Axolotl's if it has a key that only Axolotl has, on or off: one of the second table. It then has
+  Axolotl's default `excess_length_strategy: drop` (for `completion` data Axolotl splits, and so does outsize),
+  `early_stopping_patience` implies `load_best_model_at_end`, and settings of an adapter or of evaluation have no effect
+  if there is no adapter or no evaluation data.
+- `optimizer: adamw_bnb_8bit`, `paged_adamw_8bit` and the like run as exact AdamW. The state takes 10 bytes per trained
+  parameter, in host memory where the plan does not keep it on the GPU.
+- One GPU only, and no 4-bit weights: those files are refused.
+"""
+
+
+def _rows(table: dict[str, OtherKey]) -> str:
+    lines = ["| key | here |", "|---|---|"]
+    for row, keys in groupby(table, key=lambda key: table[key]):
+        names = ", ".join(f"`{key}`" for key in keys)
+        text = f"`{row.text}`" if row.action == "renamed" else f"{row.action}: {row.text}"
+        lines.append(f"| {names} | {text.rstrip('.')} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    both = f"## Keys of several tools\n\n{_rows(SHARED)}\n\n## Keys of Axolotl\n\n{_rows(AXOLOTL)}"
+    return f"{_HEAD}\n{both}\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
