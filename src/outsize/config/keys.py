@@ -229,6 +229,11 @@ def our_name(key: str) -> str:
     return row.text if row is not None and row.action == "renamed" else key
 
 
+def spelling_in(mapping: Mapping[Any, Any], key: str) -> str:
+    """How the mapping spells the setting that `key` names; `key` itself if it is absent."""
+    return next((str(other) for other in mapping if our_name(str(other)) == our_name(key)), key)
+
+
 def axolotl_keys(mapping: Mapping[Any, Any]) -> Iterator[str]:
     """The keys that only Axolotl has, on or off."""
     return (key for key in map(str, mapping) if key not in SHARED and find(key) is not None)

@@ -85,11 +85,6 @@ def normalize(mapping: Mapping[Any, Any]) -> Normalized:
     return found
 
 
-def spelling_in(mapping: Mapping[Any, Any], key: str) -> str:
-    """How the mapping spells the setting that `key` names; `key` itself if it is absent."""
-    return next((str(other) for other in mapping if our_name(str(other)) == our_name(key)), key)
-
-
 def _take_axolotl_defaults(found: Normalized, key: str) -> list[str]:
     """Apply what holds in Axolotl's files only. Returns the keys that have no effect.
 

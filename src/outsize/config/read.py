@@ -11,8 +11,9 @@ from typing import Any
 from outsize.base.records import Reader, fields_by_key, is_blank, raise_problems, require_mapping
 from outsize.config.cross_checks import contradictions
 from outsize.config.normalize import normalize
+from outsize.config.overrides import overridden_key, override
 from outsize.config.run import RunConfig
-from outsize.config.source import load_yaml, overridden_key, override, read_text
+from outsize.config.source import load_yaml, read_text
 
 _OTHER_METHODS, _DATASETS = ("rl:", "reward_model:", "process_reward_model:"), ("datasets.", "test_datasets.")
 _EXAMPLE = "Write lines such as `base_model: path/to/model`; docs/config.md describes the keys."
