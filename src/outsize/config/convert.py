@@ -160,8 +160,9 @@ def activation_offloading(_: str, value: Any, __: Mapping[str, Any]) -> Converte
     return Converted(keys={"activation_offloading": bool(value) if value in ("legacy", "disk") else value})
 
 
-def model_type(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
-    if "Classification" in str(value) or "Reward" in str(value):
+def model_type(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
+    is_refused = given.get("reward_model") or given.get("process_reward_model")
+    if "Classification" in str(value) and not is_refused:
         raise ConfigError(f"{show(value)} is not a language model. Train it with OutsizeTrainer.")
     return Converted()
 

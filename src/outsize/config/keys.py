@@ -161,8 +161,9 @@ AXOLOTL: dict[str, OtherKey] = {
     **ignored("log in with `hf auth login`, or set HF_TOKEN", "hf_use_auth_token"),
     **ignored("tokens that are never used need no rows", "resize_token_embeddings_to_32x shrink_embeddings "
               "mean_resizing_embeddings fix_untrained_tokens embeddings_skip_upcast"),
-    **refused(_FIXED, "base_model_config cls_model_config model_config overrides_of_model_config "
-              "overrides_of_model_kwargs rope_scaling revision_of_model added_tokens_overrides"),
+    **renamed("overrides_of_model_config", "model_config"),
+    **refused(_FIXED, "base_model_config cls_model_config overrides_of_model_kwargs rope_scaling revision_of_model "
+              "added_tokens_overrides"),
     # Memory and kernels
     **ignored("the plan decides what is where", "max_memory gpu_memory_limit lora_on_cpu layer_offloading "
               "selective_checkpointing ple_cpu_offload gc_steps gc_collect_steps torch_empty_cache_steps "

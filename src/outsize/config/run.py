@@ -59,6 +59,8 @@ class RunConfig:
 
     base_model: Text
     """A local folder or a hub id."""
+    overrides_of_model_config: dict[str, Any] | None = None
+    """Values of the model's config that replace the saved ones."""
     reinit_weights: bool = False
     """Random weights, made from the model's config."""
 

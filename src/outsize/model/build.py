@@ -3,6 +3,7 @@ the source of the weights.
 """
 
 import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ def build_model(
     random: bool = False,
     weights_from: str | None = None,
     attn_implementation: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Built:
     """A model that can be trained.
 
@@ -40,11 +42,18 @@ def build_model(
         dtype: of the weights, whatever the files have.
         random: weights are drawn (from torch's generator), not read.
         weights_from: read them from this folder instead: a checkpoint of the same model.
+        overrides: values of the config that replace the saved ones.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
     config = load_config(path)
+    for name, value in (overrides or {}).items():
+        if not hasattr(config, name):
+            raise ConfigError(
+                f"overrides_of_model_config: {type(config).__name__} has no {name}. Correct or remove it."
+            )
+        setattr(config, name, value)
     kind = trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):

@@ -235,6 +235,7 @@ def _build(config: RunConfig, checkpoint: Path | None) -> Built:
             random=config.reinit_weights and not whole,
             weights_from=str(checkpoint) if whole else None,
             attn_implementation=config.attn_implementation,
+            overrides=config.overrides_of_model_config,
         )
     except OutsizeError:
         raise
