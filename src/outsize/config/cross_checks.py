@@ -110,11 +110,17 @@ CONTRADICTIONS = (
     *(_needs(key, "load_best_model_at_end", "true") for key in ("early_stopping_patience", "metric_for_best_model")),
     *(_needs(key, "adapter", "lora") for key in _LORA_KEYS),
     Contradiction(
-        ("adapter", "lora_target_modules", "lora_target_linear"),
+        ("adapter", "lora_target_modules", "lora_target_linear", "lora_model_dir"),
         lambda config, given: (
-            config.adapter is not None and not config.lora_target_modules and not config.lora_target_linear
+            config.adapter is not None
+            and not (config.lora_target_modules or config.lora_target_linear or config.lora_model_dir)
         ),
         "has no modules to adapt. Set lora_target_modules, or lora_target_linear: true.",
+    ),
+    Contradiction(
+        ("unfrozen_parameters", "adapter"),
+        lambda config, given: bool(config.unfrozen_parameters) and config.adapter is not None,
+        "an adapter freezes all weights of its base. Remove unfrozen_parameters, or use lora_modules_to_save.",
     ),
     Contradiction(
         ("reinit_weights", "adapter"),

@@ -17,29 +17,23 @@ from outsize.run.compat_checks import first_line
 def adapt(built: Built, config: RunConfig) -> Built:
     """Wrap the model in a PEFT model. The base keeps its parameters, under PEFT's names."""
     peft = _peft()
+    settings = _settings(peft, built, config)
     paths = [path for path, _ in built.model.named_modules()]
-    missing = [name for name in config.lora_modules_to_save if not any(path.endswith(name) for path in paths)]
+    saved = tuple(settings.modules_to_save or ())
+    missing = [name for name in saved if not any(path.endswith(name) for path in paths)]
     if missing:  # PEFT ignores them silently
         raise ConfigError(f"lora_modules_to_save: the model has no module {', '.join(missing)}. Correct or remove it.")
     if built.weights is not None:
         # DoRA starts from the norms of the base weights; modules_to_save are copied. Both need values now.
-        _fill(built.model, built.weights, ends=("",) if config.peft_use_dora else config.lora_modules_to_save)
+        _fill(built.model, built.weights, ends=("",) if settings.use_dora else saved)
     before = {id(param): name for name, param in built.model.named_parameters()}
-    settings = peft.LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=_targets(config),
-        modules_to_save=list(config.lora_modules_to_save) or None,
-        use_rslora=config.peft_use_rslora,
-        use_dora=config.peft_use_dora,
-        task_type="SEQ_2_SEQ_LM" if built.model.config.is_encoder_decoder else "CAUSAL_LM",  # type: ignore[union-attr]
-    )
     try:
-        if config.lora_model_dir is not None:
-            model = peft.PeftModel.from_pretrained(built.model, config.lora_model_dir, is_trainable=True)
-        else:
+        if config.lora_model_dir is None:
             model = peft.get_peft_model(built.model, settings)
+        else:
+            model = peft.PeftModel.from_pretrained(
+                built.model, config.lora_model_dir, config=settings, is_trainable=True, torch_device="cpu"
+            )
     except ValueError as error:
         raise ConfigError(
             f"lora_target_modules: {first_line(error)}. Name linear layers of the model, or use lora_target_linear: "
@@ -51,10 +45,31 @@ def adapt(built: Built, config: RunConfig) -> Built:
     return Built(model, _Renamed(built.weights, after))
 
 
-def _targets(config: RunConfig) -> str | list[str]:
-    """PEFT takes a string as a regex."""
-    given = config.lora_target_modules
-    return "all-linear" if config.lora_target_linear else given if isinstance(given, str) else list(given)
+def _settings(peft: Any, built: Built, config: RunConfig) -> Any:
+    folder, given = config.lora_model_dir, config.lora_target_modules
+    if folder is not None:
+        try:
+            found = peft.PeftConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"lora_model_dir: {folder} has no adapter ({first_line(error)}). Name the folder of one, or remove it."
+            ) from None
+        if found.peft_type != "LORA":
+            raise ConfigError(f"lora_model_dir: {folder} has an adapter of type {found.peft_type}. Name one of LoRA.")
+        found.inference_mode = False
+        return found
+    # PEFT takes a string as a regex.
+    targets = "all-linear" if config.lora_target_linear else given if isinstance(given, str) else list(given)
+    return peft.LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        modules_to_save=list(config.lora_modules_to_save) or None,
+        use_rslora=config.peft_use_rslora,
+        use_dora=config.peft_use_dora,
+        task_type="SEQ_2_SEQ_LM" if built.model.config.is_encoder_decoder else "CAUSAL_LM",  # type: ignore[union-attr]
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,31 @@
+"""The upload of a result to the hub."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi
+
+from outsize.base.errors import ConfigError, SaveFailed
+from outsize.run.hub import create_repository, upload
+
+
+def test_the_result_is_uploaded_without_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: calls.append(given))
+    upload(tmp_path, "me/model")
+    (given,) = calls
+    assert (given["repo_id"], given["folder_path"]) == ("me/model", tmp_path)
+    assert "checkpoint-*/**" in given["ignore_patterns"]
+
+
+def test_a_hub_that_refuses_is_reported_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: HfApi, *args: Any, **given: Any) -> None:
+        raise OSError("401 Unauthorized\nmore")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    monkeypatch.setattr(HfApi, "upload_folder", refuse)
+    with pytest.raises(ConfigError, match=r"me/model cannot be created \(401 Unauthorized\).*hf auth login"):
+        create_repository("me/model")
+    with pytest.raises(SaveFailed, match=rf"The result is complete in {tmp_path}: run `hf upload me/model"):
+        upload(tmp_path, "me/model")
