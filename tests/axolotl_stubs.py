@@ -21,8 +21,8 @@ TEMPLATE = (
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCABULARY = {token: i for i, token in enumerate([*TOKENS, *_ALPHABET])}
 _SIZE = dict(
-    vocab_size=-(-len(VOCABULARY) // 64) * 64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, intermediate_size=64, max_position_embeddings=16384, bos_token_id=0, eos_token_id=1,
+    vocab_size=-(-len(VOCABULARY) // 64) * 64, hidden_size=16, num_hidden_layers=2, num_attention_heads=1,
+    num_key_value_heads=1, intermediate_size=32, max_position_embeddings=16384, bos_token_id=0, eos_token_id=1,
     pad_token_id=3,
 )  # fmt: skip
 _MOE = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
@@ -31,7 +31,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "qwen2": {},
-    "qwen3": {"head_dim": 8},
+    "qwen3": {"head_dim": 16},
     "gpt_neox": {},
     "phi": {},
     "phi3": {},
@@ -42,10 +42,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
     "granitemoehybrid": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
-        "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_n_groups": 1,
         "mamba_d_state": 16, "mamba_chunk_size": 16,
     },
     "mamba": {"state_size": 4},
+    "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 1, "max_seq_len": 16384},
 }  # fmt: skip
 MODELS = {
     "LiquidAI/LFM2-350M": "lfm2",
@@ -66,6 +67,8 @@ MODELS = {
     "microsoft/Phi-3-mini-4k-instruct": "phi3",
     "microsoft/Phi-3.5-mini-instruct": "phi3",
     "EleutherAI/gpt-neox-20b": "gpt_neox",
+    "togethercomputer/RedPajama-INCITE-Chat-3B-v1": "gpt_neox",
+    "mosaicml/mpt-7b": "mpt",
 }
 """All others are llama."""
 

@@ -3,6 +3,7 @@ in the way. Models and datasets are stand-ins (tests/axolotl_stubs.py).
 """
 
 import io
+import sys
 from pathlib import Path
 
 import axolotl_stubs
@@ -25,7 +26,8 @@ PASS = [
     "archived/falcon/config-7b-lora.yml",
     "archived/openllama-3b/config.yml",
     "archived/openllama-3b/lora.yml",
-    "archived/pythia-12b/config.yml",
+    "archived/mpt-7b/config.yml",
+    "archived/redpajama/config-3b.yml",
     "archived/pythia/lora.yml",
     "archived/qwen/qwen2-moe-lora.yaml",
     "archived/stablelm-2/1.6b/fft.yml",
@@ -57,6 +59,7 @@ PASS = [
     "qwen3/8b-lora-fused-attn.yaml",
     "streaming/pretrain.yaml",
     "streaming/sft.yaml",
+    "swanlab/lora-swanlab-profiling.yml",
 ]
 
 REFUSED = {
@@ -69,12 +72,13 @@ REFUSED = {
     "llama-3/fft-8b-liger-fsdp.yaml": "fsdp fsdp_config",
     "phi/phi3-ft-fsdp.yml": "fsdp fsdp_config",
     "mistral/bigstral/bigstral-ds-zero3.yaml": "deepspeed",
+    "llama-3/lora-1b-ray.yml": "deepspeed use_ray",
     "qwen2/adamw-pretrain-fsdp2.yaml": "fsdp_config",
     # Preferences and rewards
     "llama-3/instruct-dpo-lora-8b.yml": "rl",
     "llama-3/lora-1b-deduplicate-dpo.yml": "rl",
-    "qwen2/prm.yaml": "process_reward_model model_type",
-    "qwen3/reward-model.yaml": "reward_model model_type",
+    "qwen2/prm.yaml": "process_reward_model",
+    "qwen3/reward-model.yaml": "reward_model deepspeed",
 }
 """The keys that are named."""
 
@@ -92,6 +96,10 @@ def stubbed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", axolotl_stubs.load_dataset)
+    for tracker in ("wandb", "swanlab"):
+        (tmp_path / f"{tracker}.py").write_text("run = None\n")
+        monkeypatch.delitem(sys.modules, tracker, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return folder
 

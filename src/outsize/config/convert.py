@@ -53,10 +53,10 @@ _PLUGINS = (
 _TRACKER_SWITCHES = {
     "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow",
     "mlflow_experiment_name": "mlflow", "use_tensorboard": "tensorboard", "use_trackio": "trackio",
-    "trackio_project_name": "trackio", "use_comet": "comet_ml", "comet_project_name": "comet_ml",
-    "use_swanlab": "swanlab",
+    "use_comet": "comet_ml", "comet_project_name": "comet_ml",
+    "use_swanlab": "swanlab", "swanlab_project": "swanlab",
 }  # fmt: skip
-_VARIABLES = {"trackio_project_name": "TRACKIO_PROJECT", "swanlab_project": "SWANLAB_PROJ_NAME"}
+_RUN_NAMES = ("wandb_name", "mlflow_run_name", "trackio_run_name", "swanlab_experiment_name")
 
 
 def per_epoch(key: str, value: Any, given: Mapping[str, Any]) -> Converted:
@@ -110,6 +110,12 @@ def eight_bit_base(_: str, __: Any, ___: Mapping[str, Any]) -> Converted:
     )
 
 
+def half_precision(key: str, __: Any, ___: Mapping[str, Any]) -> Converted:
+    """`bf16: false` beside it is dropped before (see normalize.py)."""
+    note = "weights and activations are bf16, with exact fp32 master weights and no loss scaling"
+    return Converted(keys={"bf16": True}, note=note)
+
+
 def dtype(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
     name = str(value).removeprefix("torch.")
     if name not in ("bfloat16", "bf16", "auto", "float32", "fp32"):
@@ -129,9 +135,11 @@ def tokens(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
 
 
 def tracker(key: str, value: Any, _: Mapping[str, Any]) -> Converted:
+    if key in _RUN_NAMES:
+        return Converted(keys={"run_name": value})
     name = _TRACKER_SWITCHES.get(key)
     written = str(value).lower() if isinstance(value, bool) else str(value)
-    variables = {} if key.startswith("use_") else {_VARIABLES.get(key, key.upper()): written}
+    variables = {} if key.startswith("use_") else {key.upper(): written}
     return Converted(keys={"report_to": [name]} if name else {}, environment=variables)
 
 

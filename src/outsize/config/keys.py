@@ -72,6 +72,7 @@ SHARED: dict[str, OtherKey] = {
         convert.attention, "as in transformers; `xformers` is `sdpa`. Without its package, a flash implementation is "
         "replaced by `sdpa`, with a note", "attn_implementation",
     ),
+    **converted(convert.half_precision, "`bf16: true`, also beside `bf16: false`", "fp16 float16"),
     **converted(convert.dtype, "`bf16: true`, or `false` for float32", "torch_dtype dtype"),
     **ignored(
         "the plan decides per block what is recomputed (`plan: {n_checkpoint: 3}` fixes how many)",
@@ -89,8 +90,6 @@ SHARED: dict[str, OtherKey] = {
     **refused("The plan decides where weights and state are. Remove it; gpu_memory and host_memory set the budgets.",
               "deepspeed fsdp fsdp_config"),
     **refused(_4BIT, "load_in_4bit"),
-    **refused("Weights are bf16 with exact fp32 master weights, or fp32. Use bf16: true, or bf16: false for fp32.",
-              "fp16 float16"),
     **refused("Memory is planned before the first step. Give batch_size alone: outsize chooses the micro-batch.",
               "auto_find_batch_size"),
     **refused("Noise on embeddings is not supported. Remove it.", "neftune_noise_alpha noisy_embedding_alpha"),
@@ -122,9 +121,10 @@ AXOLOTL: dict[str, OtherKey] = {
     ),
     **converted(
         convert.tracker, "an environment variable of the same name in capitals; a project or experiment also adds the "
-        "tracker to `report_to`", "wandb_* mlflow_* hf_mlflow_log_artifacts comet_*",
+        "tracker to `report_to`; the name of a run is `run_name`", "wandb_* mlflow_* hf_mlflow_log_artifacts comet_* "
+        "swanlab_* trackio_run_name",
     ),
-    **ignored("set TRACKIO_* or SWANLAB_* in the environment", "trackio_* swanlab_*"),
+    **ignored("trackio's default project is used", "trackio_project_name trackio_space_id"),
     **ignored("the log has loss, learning rate, gradient norm and tokens per second", "use_otel_metrics otel_* "
               "include_tokens_per_second include_tkps profiler_steps profiler_steps_start debug"),
     # Data
@@ -187,8 +187,9 @@ AXOLOTL: dict[str, OtherKey] = {
               "generation_* gradio_* lm_eval_*"),
     **ignored("`nonfinite` says what a step with a non-finite gradient does", "loss_watchdog_threshold "
               "loss_watchdog_patience"),
+    **ignored("Axolotl has no such setting; some of its examples have the key", "eta_min test_value"),
     **ignored("its default is used", "accelerator_config axolotl_config_path torchdistx_path hub_strategy "
-              "save_first_step dynamic_checkpoint eta_min lora_fan_in_fan_out peft_autocast_adapter_dtype"),
+              "save_first_step dynamic_checkpoint lora_fan_in_fan_out peft_autocast_adapter_dtype"),
     # Refused
     **refused(_ONE_GPU, "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
               "dp_shard_size dp_replicate_size world_size use_ray"),

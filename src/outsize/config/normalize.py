@@ -63,6 +63,8 @@ class Normalized:
 
 def normalize(mapping: Mapping[Any, Any]) -> Normalized:
     given = {str(key): value for key, value in mapping.items()}
+    if given.get("fp16") or given.get("float16"):
+        given = {key: value for key, value in given.items() if our_name(key) != "bf16" or value}
     found, without_effect = Normalized(), []
     for key, value in given.items():
         name = our_name(key)

@@ -146,6 +146,8 @@ class RunConfig:
     logging_steps: Count = 1
     report_to: Trackers = ()
     """Names of trackers, as in transformers."""
+    run_name: Text | None = None
+    """The name of the run in the trackers."""
     hub_model_id: Text | None = None
     """The repository of the hub that the result is uploaded to."""
 

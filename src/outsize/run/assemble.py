@@ -56,7 +56,7 @@ _SAME_NAMES = (
     "output_dir", "learning_rate", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
     "max_grad_norm", "save_total_limit", "save_only_model", "eval_steps", "load_best_model_at_end",
     "metric_for_best_model", "logging_steps", "seed", "data_seed", "dataloader_num_workers", "full_determinism",
-    "train_sampling_strategy",
+    "train_sampling_strategy", "run_name",
 )  # fmt: skip
 """Settings that TrainingArguments has under the same name, with the same meaning."""
 _NEVER = 2**31

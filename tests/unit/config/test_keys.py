@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         ({"curriculum_sampling": True}, {"train_sampling_strategy": "sequential"}),
         (
             {"wandb_project": "p", "wandb_entity": None, "wandb_name": "n", "report_to": ["tensorboard"]},
-            {"report_to": ("wandb", "tensorboard"), "environment": {"WANDB_PROJECT": "p", "WANDB_NAME": "n"}},
+            {"report_to": ("wandb", "tensorboard"), "environment": {"WANDB_PROJECT": "p"}, "run_name": "n"},
         ),
         (
             {"mlflow_tracking_uri": "file:x", "mlflow_experiment_name": "e"},
@@ -119,6 +119,7 @@ def test_a_key_with_an_equivalent_is_converted(change: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("change", "note"),
     [
+        ({"fp16": True, "bf16": False}, "fp16: weights and activations are bf16, with exact fp32 master weights"),
         ({"load_in_8bit": True}, "load_in_8bit: weights stay bf16, 2 bytes per parameter"),
         ({"attn_implementation": "xformers"}, "attn_implementation: xformers is not used: sdpa computes"),
         (
