@@ -8,7 +8,7 @@ from transformers import AddedToken, AutoTokenizer
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.config.run import RunConfig
-from outsize.data.templates import TEMPLATES
+from outsize.data.templates import template_named
 from outsize.run.compat_checks import first_line
 
 
@@ -25,7 +25,8 @@ def load_tokenizer(config: RunConfig) -> Any:
     if config.chat_template_jinja is not None:
         tokenizer.chat_template = _template(config.chat_template_jinja)
     elif config.chat_template is not None:
-        tokenizer.chat_template = _named_template(config.chat_template, tokenizer.chat_template)
+        named = template_named(config.chat_template, has_own=bool(tokenizer.chat_template))
+        tokenizer.chat_template = named or tokenizer.chat_template
     return tokenizer
 
 
@@ -45,21 +46,6 @@ def _set_tokens(tokenizer: Any, config: RunConfig) -> None:
             )
     tokenizer.add_special_tokens(roles)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in config.tokens])
-
-
-def _named_template(name: str, own: str | None) -> str:
-    fallback = name.removeprefix("tokenizer_default_fallback_")
-    if fallback != name and own:
-        return own
-    if fallback in TEMPLATES:
-        return TEMPLATES[fallback]
-    if own:
-        log.info("chat_template: %s is not one of %s; the tokenizer's own is used", name, ", ".join(TEMPLATES))
-        return own
-    raise ConfigError(
-        f"chat_template: {name} is not one of {', '.join(TEMPLATES)}, and the tokenizer has none. Set "
-        "chat_template_jinja to the template or its file, or use the tokenizer of an instruct model."
-    )
 
 
 def _template(written: str) -> str:

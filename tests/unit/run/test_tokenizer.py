@@ -56,5 +56,5 @@ def test_a_chat_template_has_a_name(model: str, tmp_path: Path) -> None:
     bare.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     assert load(str(tmp_path), chat_template="tokenizer_default_fallback_llama3").chat_template == TEMPLATES["llama3"]
-    with pytest.raises(ConfigError, match=r"qwen_25 is not one of .*chat_template_jinja"):
+    with pytest.raises(ConfigError, match=r"qwen_25 is not among .*chat_template_jinja"):
         load(str(tmp_path), chat_template="qwen_25")
