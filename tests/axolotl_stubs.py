@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 TOKENS = [
     "<s>", "</s>", "<unk>", "<pad>", "<|endoftext|>", "<|end_of_text|>", "<|padding|>", "<|im_start|>", "<|im_end|>",
@@ -46,6 +46,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16, "mamba_chunk_size": 16,
     },
     "mamba": {"state_size": 4},
+    "mistral3": {
+        "text_config": {"model_type": "ministral3", "head_dim": 16, **_SIZE},
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "intermediate_size": 16, "image_size": 32, "patch_size": 16, "head_dim": 16,
+        },
+    },
+    "gemma4_unified": {
+        "text_config": {
+            "head_dim": 16, **_SIZE, "num_global_key_value_heads": 1, "global_head_dim": 16, "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32,
+        },
+    },
     "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 1, "max_seq_len": 16384},
 }  # fmt: skip
 MODELS = {
@@ -69,6 +82,8 @@ MODELS = {
     "EleutherAI/gpt-neox-20b": "gpt_neox",
     "togethercomputer/RedPajama-INCITE-Chat-3B-v1": "gpt_neox",
     "mosaicml/mpt-7b": "mpt",
+    "mistralai/Shieldstral-1.0-3B": "mistral3",
+    "google/gemma-4-12B-it": "gemma4_unified",
 }
 """All others are llama."""
 
@@ -121,6 +136,7 @@ ROWS = {
 DATASETS = {
     "fozziethebeat/alpaca_messages_2k_test": "messages",
     "mlabonne/FineTome-100k": "sharegpt",
+    "Nanobit/text-shieldstral-2k-test": "messages",
     "allenai/c4": "text",
     "HuggingFaceFW/fineweb-edu": "text",
 }
@@ -147,8 +163,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def write_model(name: str, root: Path) -> None:
     """A model and its tokenizer in the folder that a hub id names below `root`."""
     kind = MODELS.get(name, "llama")
-    config = AutoConfig.for_model(kind, **{**_SIZE, **ARCHITECTURES[kind]})
+    own = ARCHITECTURES[kind]
+    is_composite = "text_config" in own
+    config = AutoConfig.for_model(kind, **(own if is_composite else {**_SIZE, **own}))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    auto = AutoModelForImageTextToText if is_composite else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(root / name)
     tokenizer().save_pretrained(root / name)

@@ -37,6 +37,7 @@ PASS = [
     "archived/tiny-llama/pretrain.yml",
     "deepcogito/cogito-v1-preview-llama-3B-lora.yml",
     "deepcogito/cogito-v1-preview-qwen-14B-lora.yml",
+    "gemma4-unified/12b-text-lora.yaml",
     "granite4/granite-4.0-tiny-fft.yaml",
     "llama-2/fft_optimized.yml",
     "llama-2/lora.yml",
@@ -57,6 +58,7 @@ PASS = [
     "phi/phi3-ft.yml",
     "qwen3/8b-lora-fused-attn-compile.yaml",
     "qwen3/8b-lora-fused-attn.yaml",
+    "shieldstral/shieldstral-3b-lora.yaml",
     "streaming/pretrain.yaml",
     "streaming/sft.yaml",
     "swanlab/lora-swanlab-profiling.yml",
@@ -77,6 +79,7 @@ REFUSED = {
     # Preferences and rewards
     "llama-3/instruct-dpo-lora-8b.yml": "rl",
     "llama-3/lora-1b-deduplicate-dpo.yml": "rl",
+    "qwen2/dpo.yaml": "rl",
     "qwen2/prm.yaml": "process_reward_model",
     "qwen3/reward-model.yaml": "reward_model deepspeed",
 }

@@ -174,7 +174,7 @@ def assemble(config: RunConfig) -> Assembled:
     if config.adapter is not None:
         built = adapt(built, config)
     collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
-    vocabulary: int = built.model.config.vocab_size  # type: ignore[union-attr, assignment]
+    vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     patience = config.early_stopping_patience
 
     def batch_of(rows: int) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def start(assembled: Assembled, config: RunConfig) -> None:
     """Prepare the model. With packing, test that the documents of a row are independent."""
     trainer = assembled.trainer
     trainer.start_engine()
-    vocabulary = trainer.model.config.vocab_size
+    vocabulary = trainer.model.config.get_text_config().vocab_size
     if config.sample_packing and not keeps_documents_apart(
         trainer.model, vocabulary, rows=trainer.args.per_device_train_batch_size
     ):
