@@ -143,6 +143,7 @@ def assemble(config: RunConfig) -> Assembled:
     """All checks that are possible before the first step happen here, the cheapest first."""
     device = choose_device(config.device)
     _require_writable(Path(config.output_dir))
+    config = with_installed_attention(config)
     checkpoint = find_checkpoint(config)
     splits = _splits(config)
     changed: list[str] = []
@@ -163,7 +164,6 @@ def assemble(config: RunConfig) -> Assembled:
     if checkpoint is not None:
         require_same_data(checkpoint, config, fingerprints)
     set_seed(config.seed)
-    config = with_installed_attention(config)
     built = _build(config, checkpoint)
     require_language_model(built.model)
     require_positions(built.model, config.sequence_len)
