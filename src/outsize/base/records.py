@@ -91,12 +91,14 @@ class Reader:
     """Reads data into the fields of records. Collects all problems, one line each, instead of raising the first.
 
     A strict reader takes what `to_json` wrote. The other one takes what people write in YAML: a key without a value is
-    absent, and so is one that is false or empty where that is no valid value; a number may be quoted, one item is a
-    list of one, and a string is a record with its first field.
+    absent, a number may be quoted, one item is a list of one, and a string is a record with its first field.
+
+    `skip_blank`: a key that is false or empty where that is no valid value is absent too, known or not.
     """
 
-    def __init__(self, *, strict: bool = False):
+    def __init__(self, *, strict: bool = False, skip_blank: bool = False):
         self.strict = strict
+        self.skip_blank = skip_blank
         self.problems: list[str] = []
 
     def fields(
@@ -114,7 +116,7 @@ class Reader:
         schema, values = _schema(record), {}
         for key, item in data.items():
             label = prefix + (spelled or {}).get(key, str(key))
-            is_off = not self.strict and is_blank(item)
+            is_off = self.skip_blank and is_blank(item)
             if key not in schema.keys:
                 if not is_off or _nearest(str(key), schema.keys):
                     self.problems.append(_unknown(label, str(key), list(schema.keys)))

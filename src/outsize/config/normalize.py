@@ -79,9 +79,8 @@ def normalize(mapping: Mapping[Any, Any]) -> Normalized:
             found.problems.append(f"{key}: {show(value)} is not supported: {row.text}")
         else:
             found.convert(row, key, value, given)
-    key = next(axolotl_keys(given), None)
-    if key is not None:
-        without_effect += _take_axolotl_defaults(found, key)
+    if theirs := list(axolotl_keys(given)):
+        without_effect += _take_axolotl_defaults(found, theirs[0])
     if without_effect:
         found.notes.append(f"Without effect here: {', '.join(without_effect)} (docs/axolotl.md says why).")
     return found

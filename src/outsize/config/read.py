@@ -41,7 +41,7 @@ def _parse(mapping: Mapping[Any, Any], where: str, problems: list[str]) -> RunCo
     """`problems`: those found so far."""
     normalized = normalize(mapping)
     problems += normalized.problems
-    reader = Reader()
+    reader = Reader(skip_blank=True)
     values = reader.fields(RunConfig, normalized.data, spelled=normalized.spelled)
     # Datasets of other methods have other keys; that the method is refused says enough.
     is_other = any(line.startswith(_OTHER_METHODS) for line in normalized.problems)
