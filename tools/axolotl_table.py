@@ -2,14 +2,17 @@
 
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 
+from outsize.base.records import fields_by_key
 from outsize.config.keys import AXOLOTL, SHARED, OtherKey
+from outsize.config.run import RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "axolotl.md"
 _HEAD = """# Run files of Axolotl
 
-`outsize train` reads Axolotl's YAML files. Keys that [config.md](config.md) lists mean the same in both. The tables
-list the others. It is generated from `config/keys.py` by `python -m tools.axolotl_table`.
+`outsize train` reads Axolotl's YAML files. [config.md](config.md) describes the keys that mean the same in both;
+the tables list the others. This page is generated from `config/keys.py` by `python -m tools.axolotl_table`.
 
 - A key that is off (no value, false, zero or empty; 1 for a number of GPUs) is ignored silently.
 - Keys without effect are listed in one line at the start of a run.
@@ -34,8 +37,13 @@ def _rows(table: dict[str, OtherKey]) -> str:
 
 
 def page() -> str:
-    both = f"## Keys of several tools\n\n{_rows(SHARED)}\n\n## Keys of Axolotl\n\n{_rows(AXOLOTL)}"
-    return f"{_HEAD}\n{both}\n"
+    ours = fill(", ".join(f"`{key}`" for key in fields_by_key(RunConfig)), 120, break_on_hyphens=False)
+    sections = {
+        "Keys that mean the same in outsize": ours,
+        "Keys of several tools": _rows(SHARED),
+        "Keys of Axolotl": _rows(AXOLOTL),
+    }
+    return "\n".join([_HEAD, *(f"## {title}\n\n{text}\n" for title, text in sections.items())])
 
 
 if __name__ == "__main__":

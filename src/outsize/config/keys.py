@@ -42,9 +42,9 @@ _TO_EXPORTED = "Train without it, and apply it to the exported model."
 _OWN_LOOP = "Train with OutsizeTrainer, or remove it."
 _ONE_GPU = "A run uses one GPU. Remove it: weights that do not fit the GPU are streamed from host memory."
 _4BIT = (
-    "Weights are never quantized to 4 bits. Remove it and use adapter: lora: the base is bf16, in host memory where "
+    "Weights are not quantized. Remove it and use adapter: lora; the base is then bf16, streamed from host memory "
+    "where it does not fit the GPU."
 )
-_4BIT += "it does not fit the GPU."
 _FIXED = "Model and tokenizer are used as they are saved. Change them once with transformers and save the folder."
 
 SHARED: dict[str, OtherKey] = {
@@ -73,6 +73,8 @@ SHARED: dict[str, OtherKey] = {
         "replaced by `sdpa`, with a note", "attn_implementation",
     ),
     **converted(convert.half_precision, "`bf16: true`, also beside `bf16: false`", "fp16 float16"),
+    **converted(convert.eight_bit_base, "weights stay bf16, streamed from host memory where they do not fit the GPU",
+                "load_in_8bit"),
     **converted(convert.dtype, "`bf16: true`, or `false` for float32", "torch_dtype dtype"),
     **ignored(
         "the plan decides per block what is recomputed (`plan: {n_checkpoint: 3}` fixes how many)",
@@ -87,6 +89,9 @@ SHARED: dict[str, OtherKey] = {
     **ignored("checkpoints are always safetensors", "save_safetensors"),
     **ignored("a lower evaluation loss is better", "greater_is_better"),
     **ignored("host memory holds the weights once", "low_cpu_mem_usage"),
+    **ignored("transformers has the model's class; code of model folders is not run", "trust_remote_code"),
+    **ignored("its default is used", "accelerator_config hub_strategy torch_empty_cache_steps"),
+    **ignored("the log has loss, learning rate, gradient norm and tokens/s", "include_tokens_per_second debug"),
     **refused("The plan decides where weights and state are. Remove it; gpu_memory and host_memory set the budgets.",
               "deepspeed fsdp fsdp_config"),
     **refused(_4BIT, "load_in_4bit"),
@@ -101,8 +106,6 @@ AXOLOTL: dict[str, OtherKey] = {
     **renamed("bf16", "bfloat16"),
     **renamed("adam_epsilon", "adam_eps"),
     **converted(lambda *_: convert.Converted(keys={"bf16": False}), "`bf16: false`", "float32"),
-    **converted(convert.eight_bit_base, "weights stay bf16, streamed from host memory where they do not fit the GPU",
-                "load_in_8bit"),
     **converted(
         convert.attention, "`attn_implementation`: `flash_attention_2`, `sdpa` (also for xformers), `flex_attention`, "
         "`eager`", "flash_attention sdp_attention xformers_attention flex_attention eager_attention",
@@ -125,8 +128,8 @@ AXOLOTL: dict[str, OtherKey] = {
         "swanlab_* trackio_run_name",
     ),
     **ignored("trackio's default project is used", "trackio_project_name trackio_space_id"),
-    **ignored("the log has loss, learning rate, gradient norm and tokens per second", "use_otel_metrics otel_* "
-              "include_tokens_per_second include_tkps profiler_steps profiler_steps_start debug"),
+    **ignored("the log has loss, learning rate, gradient norm and tokens/s", "use_otel_metrics otel_* "
+              "include_tkps profiler_steps profiler_steps_start"),
     # Data
     **converted(convert.pretraining_dataset, "`datasets` of `type: completion`, read as a whole",
                 "pretraining_dataset"),
@@ -157,7 +160,6 @@ AXOLOTL: dict[str, OtherKey] = {
         "tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files processor_type processor_kwargs "
         "is_*_derived_model base_model_ignore_patterns strict",
     ),
-    **ignored("transformers has the model's class; code of model folders is not run", "trust_remote_code"),
     **ignored("log in with `hf auth login`, or set HF_TOKEN", "hf_use_auth_token"),
     **ignored("tokens that are never used need no rows", "resize_token_embeddings_to_32x shrink_embeddings "
               "mean_resizing_embeddings fix_untrained_tokens embeddings_skip_upcast"),
@@ -166,7 +168,7 @@ AXOLOTL: dict[str, OtherKey] = {
               "added_tokens_overrides"),
     # Memory and kernels
     **ignored("the plan decides what is where", "max_memory gpu_memory_limit lora_on_cpu layer_offloading "
-              "selective_checkpointing ple_cpu_offload gc_steps gc_collect_steps torch_empty_cache_steps "
+              "selective_checkpointing ple_cpu_offload gc_steps gc_collect_steps "
               "experimental_skip_move_to_device qlora_sharded_model_loading tiled_mlp tiled_mlp_*"),
     **ignored(
         "kernels that change speed and memory only; the loss is computed in chunks (chunked_loss)", "liger_* "
@@ -188,14 +190,14 @@ AXOLOTL: dict[str, OtherKey] = {
     **ignored("`nonfinite` says what a step with a non-finite gradient does", "loss_watchdog_threshold "
               "loss_watchdog_patience"),
     **ignored("Axolotl has no such setting; some of its examples have the key", "eta_min test_value"),
-    **ignored("its default is used", "accelerator_config axolotl_config_path torchdistx_path hub_strategy "
+    **ignored("its default is used", "axolotl_config_path torchdistx_path "
               "save_first_step dynamic_checkpoint lora_fan_in_fan_out peft_autocast_adapter_dtype"),
     # Refused
     **refused(_ONE_GPU, "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
               "dp_shard_size dp_replicate_size world_size use_ray"),
     **refused("Preferences and rewards are not part of a YAML run. Use OutsizeMixin with a trainer of TRL.",
               "rl reward_model process_reward_model"),
-    **refused("Weights are never quantized. Remove it.", "gptq quantize_moe_experts model_quantization_config "
+    **refused("Weights are not quantized. Remove it.", "gptq quantize_moe_experts model_quantization_config "
               "nonexpert_quantization"),
     **refused("Weights are bf16 with exact fp32 master weights. " + _TO_EXPORTED, "qat quantization fp8 llmcompressor "
               "use_onebitllms"),

@@ -76,7 +76,7 @@ def normalize(mapping: Mapping[Any, Any]) -> Normalized:
         elif row.action == "ignored":
             without_effect.append(key)
         elif row.action == "refused":
-            found.problems.append(f"{key}: {show(value)} is not supported: {row.text}")
+            found.problems.append(f"{key}: {show(value)} is not supported. {row.text}")
         else:
             found.convert(row, key, value, given)
     if theirs := list(axolotl_keys(given)):

@@ -60,7 +60,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         (line,) = problems_of({key: "auto"})
         assert (
             line
-            == f"{key}: 'auto' is not supported: {TABLE[key.replace('_x', '_*') if key not in TABLE else key].text}"
+            == f"{key}: 'auto' is not supported. {TABLE[key.replace('_x', '_*') if key not in TABLE else key].text}"
         )
 
 

@@ -40,7 +40,7 @@ def test_a_key_in_the_table_is_none_of_ours_or_converted_and_renamed_ones_are_ou
 
 
 def test_the_page_on_axolotl_is_generated_from_the_table() -> None:
-    assert axolotl_table.PAGE.read_text() == axolotl_table.page()
+    assert axolotl_table.PAGE.read_text() == axolotl_table.page(), "run python -m tools.axolotl_table"
 
 
 @pytest.mark.parametrize(
