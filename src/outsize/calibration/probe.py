@@ -26,10 +26,9 @@ from outsize.calibration.rates import ASSUMED
 from outsize.device.device import Device, Event
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.host import container_limit, free_host_bytes
-from outsize.hardware.lanes import Lane
+from outsize.hardware.lanes import REFERENCE_UPDATE_BYTES, Lane
 from outsize.hardware.machine import Machine
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
-from outsize.layout.optimizer import ADAMW
 from outsize.optim.adamw import RULE
 from outsize.optim.rule import Scratch, update
 from outsize.progress import counted
@@ -38,8 +37,6 @@ MiB = 2**20
 HYPER = RULE.numbers(dict(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), 1000)
 STATE_BYTES = 14
 """Per updated parameter: weight and its low bits, two moments, gradient."""
-TRAFFIC_BYTES = 26
-"""Memory traffic per updated parameter: all of these are read, and all but the gradient written."""
 OPERATOR_SHARE = 0.85
 """Share of a plain copy's bytes per second that operators on activations reach. Fitted to layers of 1B to 8B on the
 H200: 3.45 TB/s of 4.1.
@@ -169,11 +166,11 @@ class Prober:
         # At most a quarter of the free memory: a probe must not push other processes out.
         numel = min(self._sizes.state_numel, 2 ** int(math.log2(max(2**20, free_host_bytes() / 4 / STATE_BYTES))))
         state = _adam_state(numel, partial(self._device.host_empty, pinned=False))
-        scratch = Scratch(torch.empty(ADAMW.scratch_bytes(2**18), dtype=torch.uint8))
+        scratch = Scratch(torch.empty(RULE.layout.scratch_bytes(2**18), dtype=torch.uint8))
         self._update = _Load("host", numel, lambda: _update(state, scratch))
         rate = self._rate(self._update)
         self.found["host_adam_params_per_second"] = rate
-        self.found["host_adam_bytes_per_second"] = _rounded(rate * TRAFFIC_BYTES)
+        self.found["host_adam_bytes_per_second"] = _rounded(rate * REFERENCE_UPDATE_BYTES)
         source, target = state[2], state[3]
         copy = _Load("host", 2 * source.nbytes, lambda: target.copy_(source))
         self.found["host_copy_bytes_per_second"] = self._rate(copy)
@@ -266,7 +263,7 @@ class Prober:
     def gpu_updates(self) -> None:
         numel = self._sizes.state_numel
         state = _adam_state(numel, self._device.empty)
-        scratch = Scratch(self._device.empty(ADAMW.scratch_bytes(2**20)))
+        scratch = Scratch(self._device.empty(RULE.layout.scratch_bytes(2**20)))
         load = _Load("compute", numel, lambda: _update(state, scratch))
         self.found["gpu_adam_params_per_second"] = self._rate(load)
 

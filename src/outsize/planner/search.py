@@ -82,7 +82,7 @@ def search(
             f"trace: it was taken of another model ({trace.graph}) than this one ({made_for}). Profile this model."
         )
     space = SearchSpace(graph, layout, trace, step_config, spec)
-    check_pins(pins, graph, layout, space.num_layers)
+    check_pins(pins, graph, layout, space.num_layers, len(space.state_order))
     run = _Search(Budgets(space, pins, gpu, host_bytes))
     best = run.run()
     words = run.words(best)

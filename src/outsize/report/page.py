@@ -169,12 +169,12 @@ def _map(place: Placement, groups: list[list[Row]]) -> str:
     cells: dict[str, list[str]] = {"activations": [], "weights": [], "optimizer": []}
     for call, row in enumerate(rows):
         chunks = [place.chunk(c) for c in place.layout.used_by(call)]
-        trained = [chunk for chunk in chunks if chunk.trainable]
+        trained = [chunk.index for chunk in chunks if place.is_updated(chunk.index)]
         homes = place.decision.homes
         cells["activations"].append(f'<i class="does-{escape(row.strategy)}" data-call="{call}"></i>')
         cells["weights"].append(_home(call, [(chunk.nbytes, homes[chunk.index].weights) for chunk in chunks]))
-        state_bytes = place.step_config.optimizer.state_bytes
-        cells["optimizer"].append(_home(call, [(state_bytes(c), homes[c.index].optimizer) for c in trained]))
+        states = [(place.update_of(chunk).state_bytes, homes[chunk].state) for chunk in trained]
+        cells["optimizer"].append(_home(call, states))
     strips = "".join(f'<span>{name}</span><div class="strip">{"".join(row)}</div>' for name, row in cells.items())
     used = dict.fromkeys(row.strategy for row in rows)
     legend = "".join(f'<li><i class="does-{escape(strategy)}"></i>{escape(strategy)}</li>' for strategy in used)

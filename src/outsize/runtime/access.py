@@ -55,12 +55,15 @@ class ParameterAccess:
         moves = {
             piece.name
             for chunk in place.layout.chunks
-            if chunk.trainable or place.has_host_weights(chunk.index)
+            if place.is_updated(chunk.index) or place.has_host_weights(chunk.index)
             for piece in chunk.pieces
         }
         self._managed = [(p, type(p), prepared_class(type(p))) for name, p in store.params.items() if name in moves]
         self._split = {
-            piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces
+            piece.name
+            for chunk in place.layout.chunks
+            if place.has_split_masters(chunk.index)
+            for piece in chunk.pieces
         }
         self._is_drained = False
         self._touched: set[int] = set()

@@ -69,7 +69,7 @@ class Store:
                 moved.append(chunk.index)
             rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != B.HOME}
             for buffer, num_bytes in counted(rest.items(), "Making room on the host", total=len(rest)):
-                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0].is_pinned_for_copies)
+                self.host[buffer] = device.host_empty(num_bytes, pinned=place.is_pinned(buffer))
         except BaseException:
             self.release(moved)
             raise
@@ -158,31 +158,29 @@ class Store:
 
     def gradient(self, index: int) -> Tensor:
         """On the device, as bytes."""
-        return self.gpu[self.place.gradient_buffer(index)][: self._gradient_bytes(index)]
+        return self.gpu[self.place.gradient_buffer(index)][: self.place.update_of(index).gradient_bytes]
 
     def host_gradient(self, index: int) -> Tensor:
-        return self.host[self.place.host_gradient_buffer(index)][: self._gradient_bytes(index)]
-
-    def _gradient_bytes(self, index: int) -> int:
-        return self.place.chunk(index).grad_bytes(self.place.step_config.fp32_grads)
+        return self.host[self.place.host_gradient_buffer(index)][: self.place.update_of(index).gradient_bytes]
 
     def gradient_dtype(self, index: int) -> torch.dtype:
-        return torch.float32 if self.place.step_config.fp32_grads else getattr(torch, self.place.chunk(index).dtype)
+        dtype: torch.dtype = getattr(torch, self.place.update_of(index).gradient_dtype)
+        return dtype
 
     def gradient_view(self, name: str) -> Tensor:
         index, piece = self.place.layout.place[name]
         return self._view(self.gradient(index), index, piece, dtype=self.gradient_dtype(index))
 
     def waiting_gradient_view(self, name: str) -> Tensor:
-        """Where a gradient waits between backward and step: on the host if it is updated there."""
+        """Where a gradient waits between backward and step."""
         index, piece = self.place.layout.place[name]
-        buffer = self.host_gradient(index) if self.place.updates_on_host(index) else self.gradient(index)
+        buffer = self.host_gradient(index) if self.place.sends_gradient(index) else self.gradient(index)
         return self._view(buffer, index, piece, dtype=self.gradient_dtype(index))
 
     def waiting_gradient_on_device(self, name: str) -> Tensor:
         """The same memory as a tensor of the device."""
         index, piece = self.place.layout.place[name]
-        on_host = self.place.updates_on_host(index)
+        on_host = self.place.sends_gradient(index)
         buffer = self._map(self.place.host_gradient_buffer(index)) if on_host else self.gradient(index)
         return self._view(buffer, index, piece, dtype=self.gradient_dtype(index), owns=True)
 
@@ -192,13 +190,23 @@ class Store:
         return self._mapped[buffer]
 
     def state(self, index: int) -> tuple[list[Tensor], Tensor | None]:
-        """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat."""
-        on_host = self.place.updates_on_host(index)
-        buffer = self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index]
+        """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat, in
+        their home.
+        """
+        on_host = self.place.has_host_state(index)
+        return self._as_state(index, self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index])
+
+    def state_at_update(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """The same at the update site: streamed state is in its slot."""
+        if not self.place.streams_state(index):
+            return self.state(index)
+        return self._as_state(index, self.gpu[self.place.state_slot(index)][: self.place.update_of(index).state_bytes])
+
+    def _as_state(self, index: int, buffer: Tensor) -> tuple[list[Tensor], Tensor | None]:
         n = self.place.chunk(index).numel
         count = len(self.place.step_config.optimizer.state)
         state = [buffer[4 * n * i : 4 * n * (i + 1)].view(torch.float32) for i in range(count)]
-        return state, buffer[4 * n * count :].view(torch.int16) if self.place.chunk(index).is_split else None
+        return state, buffer[4 * n * count :].view(torch.int16) if self.place.update_of(index).is_split else None
 
     def canonical(self, index: int) -> Tensor:
         """The bytes that hold a chunk's weights between uses. Drain the lanes before reading."""
@@ -214,7 +222,7 @@ class Store:
         return {
             c.index
             for c in place.layout.chunks
-            if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))
+            if place.has_host_weights(c.index) and (not place.is_updated(c.index) or place.has_host_state(c.index))
         }
 
     # Parameters by name, as checkpoint/parameter_store.py expects. The lanes are idle when these are called.
@@ -244,7 +252,7 @@ class Store:
         index = self.chunk_of(name)
         self.fill(self.copies(name), read_into)
         self.invalidate(index)
-        if self.place.chunk(index).trainable and self.place.chunk(index).is_split:
+        if self.place.has_split_masters(index):
             self.state_views(name)["lo"].zero_()
 
     def write(self, name: str, value: Tensor) -> None:
@@ -260,8 +268,7 @@ class Store:
 
     def clear_remainders(self, name: str, changed: Tensor) -> None:
         """Where a bf16 weight was changed from outside, the new value is the master: its lower half is zero."""
-        chunk = self.place.chunk(self.place.layout.place[name][0])
-        if chunk.trainable and chunk.is_split:
+        if self.place.has_split_masters(self.chunk_of(name)):
             lo = self.state_views(name)["lo"]
             lo.masked_fill_(changed.to(lo.device), 0)
 

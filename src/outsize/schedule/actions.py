@@ -28,7 +28,9 @@ class Kind(StrEnum):
     LOAD_GRADIENT = "Q"
     BACKWARD = "B"
     STORE_GRADIENT = "G"
+    LOAD_STATE = "I"
     UPDATE = "U"
+    STORE_STATE = "O"
     WRITE_BACK = "W"
 
 
@@ -91,9 +93,19 @@ def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: L
         case "free":
             return 0.0
         case "update":
-            return update_seconds(spec, lane, place.chunk(i).numel, place.step_config.optimizer.traffic)
+            seconds = update_seconds(spec, lane, place.update_of(i).traffic_bytes)
+            return seconds * _host_slowdown(place, spec) if lane == "host" else seconds
         case "copy" | "offload" | "restore":
             return copy_seconds(spec, lane, TYPES[kind].num_bytes(place, i))
+
+
+def _host_slowdown(place: Placement, spec: HardwareSpec) -> float:
+    """Updates on the host take longer where they share the DRAM bandwidth with state that is streamed."""
+    if not place.streamed_state_bytes:
+        return 1.0
+    traffic = place.host_update_bytes
+    alone = update_seconds(spec, "host", traffic) - spec.launch_seconds
+    return max(1.0, (traffic + 2 * place.streamed_state_bytes) / spec.host_bytes_per_second / alone)
 
 
 def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
@@ -117,7 +129,11 @@ def _weight_bytes(place: Placement, chunk: int) -> int:
 
 
 def _gradient_bytes(place: Placement, chunk: int) -> int:
-    return place.chunk(chunk).grad_bytes(place.step_config.fp32_grads)
+    return place.update_of(chunk).gradient_bytes
+
+
+def _state_bytes(place: Placement, chunk: int) -> int:
+    return place.update_of(chunk).state_bytes
 
 
 def _sent_bytes(place: Placement, call: int) -> int:
@@ -148,7 +164,8 @@ def _update(place: Placement, chunk: int, update_in_backward: bool) -> Effect:
     norms = () if update_in_backward else ((B.NORMS, 0),)
     if place.updates_on_host(chunk):
         return Effect("host", (place.host_gradient_buffer(chunk), *norms), ((B.HOME, chunk),))
-    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk),))
+    state = (place.state_slot(chunk),) if place.streams_state(chunk) else ()
+    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk), *state))
 
 
 def _write_back(place: Placement, chunk: int, _: bool) -> Effect:
@@ -185,8 +202,17 @@ TYPES: dict[Kind, ActionType] = {
         lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
         _gradient_bytes,
     ),
+    Kind.LOAD_STATE: ActionType(
+        "load the optimizer state of", "chunk", "copy", "optimizer",
+        lambda place, i, _: Effect("h2d", ((B.HOST_STATE, i),), (place.state_slot(i),)), _state_bytes,
+    ),
     Kind.UPDATE: ActionType("update", "chunk", "update", "optimizer", _update, _weight_bytes),
+    Kind.STORE_STATE: ActionType(
+        "store the optimizer state of", "chunk", "copy", "optimizer",
+        lambda place, i, _: Effect("d2h", (place.state_slot(i),), ((B.HOST_STATE, i),)), _state_bytes,
+    ),
     Kind.WRITE_BACK: ActionType("write the updated weights of", "chunk", "copy", "weights", _write_back, _weight_bytes),
 }  # fmt: skip
-"""UPDATE runs where the optimizer state lives. WRITE_BACK copies to the GPU (resident weights, updated on the host) or
-to the host (streamed weights, updated on the GPU). FREE waits for OFFLOAD, then frees the GPU memory."""
+"""UPDATE runs at the chunk's update site; streamed state is in its slot by then. WRITE_BACK copies to the GPU (resident
+weights, updated on the host) or to the host (streamed weights, updated on the GPU). FREE waits for OFFLOAD, then frees
+the GPU memory."""

@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from synthetic import MACHINE, Case, make_case, make_graph, make_trace, random_case, random_decision
+from synthetic import MACHINE, Case, make_case, make_graph, make_step_config, make_trace, random_case, random_decision
 
 from outsize.base.errors import ConfigError, PlanInfeasible, PlanInvalid
 from outsize.hardware.gpu_budget import GpuBudget
@@ -17,7 +17,7 @@ from outsize.planner.search import PLAIN_TIE, TIE, search
 from outsize.planner.simulate import simulate, step_seconds
 from outsize.schedule.check import check
 from outsize.schedule.pins import Pins
-from outsize.schedule.plan import Plan, StepConfig
+from outsize.schedule.plan import Plan
 from outsize.schedule.schedule import compile_schedule
 
 HUGE = 10**15
@@ -172,7 +172,7 @@ def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
     """Against random plans with random strides, where the host takes twice the backward: a search that tried strides
     only around its best was 8 % slower.
     """
-    case = make_case(12, step_config=StepConfig(update="in_backward"))
+    case = make_case(12, step_config=make_step_config(update="in_backward"))
     params = sum(chunk.numel for chunk in case.layout.chunks)
     backward = sum(case.trace.work(call, "keep").backward_seconds for call in range(14))
     case = dataclasses.replace(

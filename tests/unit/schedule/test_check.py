@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Case, make_case, random_case
+from synthetic import Case, make_case, make_homes, random_case
 
 from outsize.base.errors import PlanInvalid
 from outsize.base.records import fingerprint
@@ -15,7 +15,7 @@ from outsize.layout.chunks import pack
 from outsize.model.work import SharedTensor
 from outsize.planner.search import search
 from outsize.schedule.check import check, load, save
-from outsize.schedule.plan import Homes, Plan
+from outsize.schedule.plan import Plan
 
 HUGE = 10**15
 
@@ -76,7 +76,7 @@ def test_a_plan_for_another_layout_is_refused() -> None:
 
 def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
     decision, estimate, step_config = plan.decision, plan.estimate, plan.step_config
-    mixed = Homes(weights="gpu", optimizer="host")
+    mixed = make_homes("gpu", "host")
     strategies = list(decision.strategies)
 
     def strategy(call: int, name: str) -> Plan:
@@ -130,7 +130,7 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
         ),
         "more host memory than the budget": (dataclasses.replace(plan, host_budget_bytes=-1), "host budget"),
         "homes that were edited": (
-            with_decision(plan, homes=(*decision.homes[:-1], Homes(weights="host", optimizer="host"))),
+            with_decision(plan, homes=(*decision.homes[:-1], make_homes("host", "host"))),
             "memory, but its decision takes",
         ),
     }

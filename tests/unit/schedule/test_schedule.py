@@ -1,12 +1,11 @@
 """Schedules: they parse back, every use finds its chunk in its slot, and an example is checked by hand."""
 
 import pytest
-from synthetic import Case, make_case, random_case, random_decision
+from synthetic import Case, make_case, make_step_config, random_case, random_decision
 
 from outsize.base.errors import PlanInvalid
 from outsize.schedule.actions import Action, effect, parse_action
 from outsize.schedule.placement import Placement
-from outsize.schedule.plan import StepConfig
 from outsize.schedule.schedule import Schedule, compile_schedule, held_after_forward
 
 
@@ -134,7 +133,7 @@ def test_an_update_in_backward_comes_after_the_gradient_and_before_the_slot_is_r
 def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_in_forward_order_after_the_backward() -> (
     None
 ):
-    case = make_case(6, step_config=StepConfig(update="in_backward"))
+    case = make_case(6, step_config=make_step_config(update="in_backward"))
     at_once, place = (
         case.place(case.decide("host/host", host_update_interval=host_update_interval))
         for host_update_interval in (1, 3)
@@ -158,14 +157,14 @@ def test_deferred_updates_are_issued_with_the_last_gradient_for_the_host_and_the
     """Blocks 0 to 2 stay on the device: the host has its last gradient when three of eight backwards are still
     to come.
     """
-    case = make_case(6, step_config=StepConfig(update="in_backward"))
+    case = make_case(6, step_config=make_step_config(update="in_backward"))
     place = case.place(case.decide(["gpu/gpu"] * 3 + ["gpu/host"] * 5, host_update_interval=2))
     text = " ".join(map(str, compile_schedule(place)["backward first+update"]))
     assert text == "B7 G7 U7 W7 B6 G6 B5 G5 U5 W5 B4 G4 B3 G3 U3 W3 U4 U6 B2 U2 B1 U1 B0 U0 W4 W6"
 
 
 def test_a_stride_means_nothing_where_updates_come_after_the_step_or_on_the_device() -> None:
-    after, during = make_case(4), make_case(4, step_config=StepConfig(update="in_backward"))
+    after, during = make_case(4), make_case(4, step_config=make_step_config(update="in_backward"))
     for case, homes in ((after, "host/host"), (during, "host/gpu")):
         one, three = (
             case.place(case.decide(homes, host_update_interval=host_update_interval)) for host_update_interval in (1, 3)
@@ -195,7 +194,7 @@ def test_actions_touch_only_buffers_that_the_placement_allocates() -> None:
 
 
 def test_a_step_of_three_micro_batches_adds_up_what_is_pending() -> None:
-    case = make_case(2, step_config=StepConfig(accumulate=3))
+    case = make_case(2, step_config=make_step_config(accumulate=3))
     schedule = compile_schedule(case.place(case.decide("gpu/host")))
     kinds = [[a.kind for a in s.actions].count("Q") for s in schedule.step(3, False) if s in schedule.backwards]
     assert kinds == [0, 4, 4]
