@@ -1,4 +1,4 @@
-"""Models that exist as numbers alone: graphs, traces and machines for tests of the planner. No torch.
+"""Models that exist as numbers alone: graphs, traces and machines for tests of the planner.
 
 `make_graph` and `make_trace` give a decoder of plausible proportions; `random_case` an odd small one (uneven blocks,
 tied and frozen parameters, strategies missing here and there), the same for the same seed.

@@ -174,6 +174,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
     )
     for position, call in enumerate(calls):
         actions.append(Action(Kind.BACKWARD, call))
+        later = []
         for chunk in place.grads_completed_by.get(call, ()):
             follows = [Action(Kind.LOAD_GRADIENT, next_summed[chunk])] if chunk in next_summed else []
             updates = []
@@ -185,6 +186,10 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
                 actions += [Action(Kind.STORE_GRADIENT, chunk), *follows]
             else:
                 actions += [*updates, *follows]
+            if (state := next_streaming.get(chunk)) is not None:
+                # Of another call: after the weights that the next calls need, which are needed earlier.
+                is_urgent = place.grad_complete_at[state] == call
+                (actions if is_urgent else later).append(Action(Kind.LOAD_STATE, state))
         if call == last_completion:
             # The host has all its gradients, so the deferred updates start now and not at the end of the backward.
             # The copies to the device wait: they would delay the loads that the rest of the backward needs.
@@ -192,12 +197,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
         actions += slots.loads(slots.used(position))
         if call in next_returning:
             actions.append(Action(Kind.RESTORE, next_returning[call]))
-        # After the weights that the next calls need: state is needed later.
-        actions += [
-            Action(Kind.LOAD_STATE, next_streaming[chunk])
-            for chunk in place.grads_completed_by.get(call, ())
-            if chunk in next_streaming
-        ]
+        actions += later
     actions += [action for action in deferred if action.kind == Kind.WRITE_BACK]
     return actions
 

@@ -257,7 +257,7 @@ def test_a_pin_is_obeyed_and_its_cost_is_told(pins: Pins) -> None:
     decision = plan.decision
     found = {
         "n_persist": sum(h.weights == "gpu" for h in decision.homes),
-        "n_optimizer_gpu": sum(h.optimizer == "gpu" for h in decision.homes),
+        "n_optimizer_gpu": sum(h.state == "gpu" for h in decision.homes),
         "n_buffer": decision.depth + 1,
         "n_swap": decision.strategies.count("swap"),
         "n_checkpoint": decision.strategies.count("recompute"),
