@@ -1,5 +1,5 @@
-"""OptimizerLayout and ChunkUpdate: what the update of a chunk needs. The planner sums these bytes, the runtime allocates
-them. Does not import torch.
+"""OptimizerLayout and ChunkUpdate: what the update of a chunk needs. The planner sums these bytes, the runtime
+allocates them. Does not import torch.
 """
 
 from dataclasses import dataclass

@@ -53,8 +53,14 @@ _SIMPLICITY = (
     "layers recomputed",
     "chunks streamed",
     "updates apart on the host",
+    "chunks with streamed state",
 )
 """What makes a plan less simple, in order of weight."""
+STREAMED_SHARES = (1.0, 0.75, 0.5, 0.33, 0.2, 0.1)
+"""Shares of the host-updated chunks that are tried with streamed state, before ever smaller steps around the best."""
+STREAMED_STEPS = 4
+HOST_SHARE = 0.5
+"""Streamed state is considered if the host updates for at least this share of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,7 @@ class _Search:
         families = [plain] if self.budgets.obeys(plain) and self.budgets.fits(plain) else []
         self._try([*families, *self._families(start)], int(self.limit * FIRST_SHARE))
         self._refine()
+        self._stream_state()
         return self._best()
 
     # Candidates.
@@ -281,7 +288,7 @@ class _Search:
         """
         if (
             self.space.step_config.update != "in_backward"
-            or counts.optimizer == len(self.space.state_order)
+            or counts.on_gpu == len(self.space.state_order)
             or not self._is_close(counts)
         ):
             return
@@ -326,6 +333,28 @@ class _Search:
             if not self._try(self._neighbours(*step), self.limit, AT_A_TIME):
                 done.add(step)
 
+    def _stream_state(self) -> None:
+        """Try streamed state: the GPU updates some chunks whose state is on the host, the host the others."""
+        best = self._best()
+        most = len(self.space.state_order) - best.counts.optimizer
+        is_busy = best.estimate.busy_seconds["host"] >= HOST_SHARE * best.estimate.step_seconds
+        if self.budgets.pins.n_optimizer_streamed is not None or not is_busy:
+            return
+        numbers, step = {max(1, round(share * most)) for share in STREAMED_SHARES}, most // 8
+        for _ in range(STREAMED_STEPS):
+            candidates = [self._with_room(replace(best.counts, streamed_state=number)) for number in sorted(numbers)]
+            self._try(candidates, len(self.tried) + len(candidates))
+            here = self._best().counts.streamed_state
+            if not here or not step:
+                break
+            numbers, step = {n for n in (here - step, here + step) if 0 < n <= most}, step // 2
+
+    def _with_room(self, counts: Candidate) -> Candidate:
+        """The candidate itself if it fits, or with fewer resident weights."""
+        if self._ok(counts):
+            return self._pace(counts)
+        return self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
+
     # Choice.
 
     def _fastest(self) -> float:
@@ -346,6 +375,7 @@ class _Search:
             counts.recompute,
             streamed,
             counts.host_update_interval,
+            counts.streamed_state,
         )
 
     def _best(self) -> _Tried:
@@ -397,6 +427,7 @@ class _Search:
             [
                 f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU",
                 f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
+                *([f"optimizer state of {counts.streamed_state} streamed"] if counts.streamed_state else []),
                 f"layers {' + '.join(layers) or 'all keep'}",
                 f"depth {counts.depth}",
                 *([f"host_update_interval {counts.host_update_interval}"] if counts.host_update_interval > 1 else []),
