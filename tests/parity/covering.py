@@ -1,10 +1,10 @@
 """Pairwise covering arrays: few rows in which every legal pair of values of any two factors occurs at least once.
 
 Four arrays of thirteen rows each, which were searched for. Twelve is the least: the four strategies meet each of three
-depths and of three ways of the optimizer. No array of twelve was found. A row is a digit per factor. Two things are laid out in advance: nothing clips that updates in backward, and
-weights that are tied, frozen or in bf16 are combined in six ways only, since each of them is another model to trace. A
-seed chooses an array and which values its digits stand for, so that few rows of two kinds are alike. That every pair is
-there is counted by the test, not here.
+depths and of three ways of the optimizer. No array of twelve was found. A row is a digit per factor. Two things are
+laid out in advance: nothing clips that updates in backward, and weights that are tied, frozen or in bf16 are combined
+in six ways only, since each of them is another model to trace. A seed chooses an array and which values its digits
+stand for, so that few rows of two kinds are alike. That every pair is there is counted by the test, not here.
 """
 
 import random

@@ -4,7 +4,8 @@ decisions, bytes and a time bound.
 Layers have their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since their
 activations are freed first. A prefix of the chunks has resident weights (chunks that several calls use come first, then
 forward order). A prefix in forward order has its optimizer state on the GPU, since the next forward needs the first
-chunks first. The chunks after these may have their state streamed, and the host updates the rest.
+chunks first. Of the others, the first ones may have their
+state streamed, and the host updates the rest.
 
 If only a small part of the model is trainable (adapters, a last layer), it stays on the GPU: its chunks come first
 among the weights, and counts are at least their number unless a pin is lower. The counts then determine how much of the
@@ -61,11 +62,6 @@ class Candidate:
     streamed_state: int = 0
 
     @property
-    def on_gpu(self) -> int:
-        """How many chunks are updated on the GPU."""
-        return self.optimizer + self.streamed_state
-
-    @property
     def mix(self) -> StrategyCounts:
         return self.swap, self.offload, self.recompute
 
@@ -97,7 +93,7 @@ class SearchSpace:
         self._mixes: dict[StrategyCounts, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._homes: dict[int, list[int]] = {}
+        self._homes: dict[tuple[int, int], list[int]] = {}
         self._activations: dict[StrategyCounts, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int, int, int], tuple[float, float, float, float]] = {}
 
@@ -142,7 +138,7 @@ class SearchSpace:
     def decision(self, counts: Candidate) -> Decision:
         resident = set(self.weight_order[: counts.resident])
         sites: dict[int, tuple[Home, Home]] = dict.fromkeys(self.state_order, ("host", "host"))
-        sites.update(dict.fromkeys(self.state_order[: counts.on_gpu], ("host", "gpu")))
+        sites.update(dict.fromkeys(self.streamed(counts.optimizer, counts.streamed_state), ("host", "gpu")))
         sites.update(dict.fromkeys(self.state_order[: counts.optimizer], ("gpu", "gpu")))
         known: dict[tuple[Home, Home, Home], Homes] = {}
         homes = []
@@ -159,6 +155,13 @@ class SearchSpace:
             depth=counts.depth,
             host_update_interval=counts.host_update_interval,
         )
+
+    def streamed(self, optimizer: int, streamed_state: int) -> list[int]:
+        """The chunks with streamed state, in forward order. A chunk of one very large parameter comes last, since all
+        state slots would be as large.
+        """
+        rest = sorted(self.state_order[optimizer:], key=lambda c: self._weight_bytes[c] > self.layout.chunk_bytes)
+        return rest[:streamed_state]
 
     def place(self, decision: Decision) -> Placement:
         return Placement(
@@ -188,7 +191,7 @@ class SearchSpace:
 
     def host_bytes(self, counts: Candidate) -> int:
         return (
-            self.home_bytes(counts.resident, counts.on_gpu)
+            self.home_bytes(counts.resident, counts.optimizer, counts.streamed_state)
             + self.states(counts.optimizer, counts.host_update_interval, counts.streamed_state)[1]
             + self.activations(counts.mix)[1]
         )
@@ -225,17 +228,18 @@ class SearchSpace:
             )
         return self._states[key]
 
-    def home_bytes(self, resident: int, on_gpu: int) -> int:
+    def home_bytes(self, resident: int, optimizer: int, streamed_state: int) -> int:
         """Host bytes of weights that are streamed or updated on the host."""
-        if on_gpu not in self._homes:
+        key = (optimizer, streamed_state)
+        if key not in self._homes:
             chunks = self.layout.chunks
-            updated_there = set(self.state_order[on_gpu:])
+            updated_there = {*self.state_order[optimizer:]} - {*self.streamed(optimizer, streamed_state)}
             leaves = itertools.accumulate(
                 (0 if c in updated_there else chunks[c].nbytes for c in self.weight_order), initial=0
             )
             total = sum(chunk.nbytes for chunk in chunks)
-            self._homes[on_gpu] = [total - gone for gone in leaves]
-        return self._homes[on_gpu][resident]
+            self._homes[key] = [total - gone for gone in leaves]
+        return self._homes[key][resident]
 
     def activations(self, mix: StrategyCounts) -> tuple[int, int]:
         """GPU and host bytes of everything that does not belong to a chunk: activations at their peak, return slots,
@@ -296,8 +300,8 @@ class SearchSpace:
         key = (counts.resident, counts.optimizer, counts.depth, counts.streamed_state)
         if key not in self._lanes:
             streamed = set(self.weight_order[counts.resident :])
-            on_gpu = set(self.state_order[: counts.on_gpu])
-            streamed_state = set(self.state_order[counts.optimizer : counts.on_gpu])
+            streamed_state = set(self.streamed(counts.optimizer, counts.streamed_state))
+            on_gpu = streamed_state.union(self.state_order[: counts.optimizer])
             compute = h2d = d2h = host = 0.0
             traffic = 0
             again = self.step_config.accumulate

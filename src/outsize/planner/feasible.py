@@ -51,7 +51,7 @@ class Budgets:
         return (
             all(low <= count <= high for (low, high), count in bounded)
             and all(pin is None or pin == count for pin, count in pairs)
-            and counts.on_gpu <= len(self.space.state_order)
+            and counts.optimizer + counts.streamed_state <= len(self.space.state_order)
         )
 
     def fits(self, counts: Candidate) -> bool:
@@ -100,7 +100,7 @@ class Budgets:
                 rows.append(
                     (
                         gpu + space.weights(resident, self.depth)[0],
-                        host + space.home_bytes(resident, optimizer + self.streamed_state),
+                        host + space.home_bytes(resident, optimizer, self.streamed_state),
                         (resident, optimizer),
                     )
                 )

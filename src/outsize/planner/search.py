@@ -288,7 +288,7 @@ class _Search:
         """
         if (
             self.space.step_config.update != "in_backward"
-            or counts.on_gpu == len(self.space.state_order)
+            or counts.optimizer + counts.streamed_state == len(self.space.state_order)
             or not self._is_close(counts)
         ):
             return
@@ -342,18 +342,24 @@ class _Search:
             return
         numbers, step = {max(1, round(share * most)) for share in STREAMED_SHARES}, most // 8
         for _ in range(STREAMED_STEPS):
-            candidates = [self._with_room(replace(best.counts, streamed_state=number)) for number in sorted(numbers)]
+            candidates = [
+                counts
+                for number in sorted(numbers)
+                for counts in self._with_room(replace(best.counts, streamed_state=number))
+            ]
             self._try(candidates, len(self.tried) + len(candidates))
             here = self._best().counts.streamed_state
             if not here or not step:
                 break
             numbers, step = {n for n in (here - step, here + step) if 0 < n <= most}, step // 2
 
-    def _with_room(self, counts: Candidate) -> Candidate:
-        """The candidate itself if it fits, or with fewer resident weights."""
+    def _with_room(self, counts: Candidate) -> Iterator[Candidate]:
+        """The candidate itself if it fits, or those with fewer chunks or less state on the GPU."""
         if self._ok(counts):
-            return self._pace(counts)
-        return self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
+            yield self._pace(counts)
+        else:
+            yield self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
+            yield self._spend(replace(counts, optimizer=self.budgets.optimizer[0]), ("optimizer",))
 
     # Choice.
 
