@@ -59,6 +59,9 @@ _SIMPLICITY = (
 STREAMED_SHARES = (1.0, 0.75, 0.5, 0.33, 0.2, 0.1)
 """Shares of the host-updated chunks that are tried with streamed state, before ever smaller steps around the best."""
 STREAMED_STEPS = 4
+STREAMED_TIE = 0.05
+"""Streamed state is chosen only if its predicted gain is larger than this share. It depends on how copies and updates
+share the bandwidth of host memory, which is estimated."""
 HOST_SHARE = 0.5
 """Streamed state is considered if the host updates for at least this share of the step."""
 
@@ -348,9 +351,10 @@ class _Search:
                 for counts in self._with_room(replace(best.counts, streamed_state=number))
             ]
             self._try(candidates, len(self.tried) + len(candidates))
-            here = self._best().counts.streamed_state
-            if not here or not step:
+            streamed = [t for t in self.tried.values() if t.counts.streamed_state]
+            if not streamed or not step:
                 break
+            here = min(streamed, key=lambda t: t.estimate.step_seconds).counts.streamed_state
             numbers, step = {n for n in (here - step, here + step) if 0 < n <= most}, step // 2
 
     def _with_room(self, counts: Candidate) -> Iterator[Candidate]:
@@ -385,14 +389,15 @@ class _Search:
         )
 
     def _best(self) -> _Tried:
-        limit = self._fastest() * (1 + TIE)
+        tried = list(self.tried.values())
+        unstreamed = [t for t in tried if not t.counts.streamed_state]
+        if any(t.estimate.step_seconds <= self._fastest() * (1 + STREAMED_TIE) for t in unstreamed):
+            tried = unstreamed
+        limit = min(t.estimate.step_seconds for t in tried) * (1 + TIE)
         plain = self.tried.get(self.space.plain)
         if plain and plain.estimate.step_seconds <= self._fastest() * (1 + PLAIN_TIE):
             return plain
-        return min(
-            (t for t in self.tried.values() if t.estimate.step_seconds <= limit),
-            key=lambda t: self._complexity(t.counts),
-        )
+        return min((t for t in tried if t.estimate.step_seconds <= limit), key=lambda t: self._complexity(t.counts))
 
     def words(self, best: _Tried) -> str:
         others = [t for t in self.tried.values() if t.counts != best.counts]

@@ -220,7 +220,15 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
 
 
 def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
-    return [action for chunk in chunks for action in _update_chunk(place, chunk, loaded=False)]
+    actions = [action for chunk in chunks for action in _update_chunk(place, chunk, loaded=False)]
+    if not any(action.kind == Kind.LOAD_STATE for action in actions):
+        return actions
+    # The thread that issues actions follows the GPU, which waits for streamed state. So the updates of the host, which
+    # run beside it, are issued first, and what waits for these updates last.
+    on_host = [action for action in actions if place.updates_on_host(action.index)]
+    first = [action for action in on_host if action.kind == Kind.UPDATE]
+    last = [action for action in on_host if action.kind != Kind.UPDATE]
+    return [*first, *(action for action in actions if not place.updates_on_host(action.index)), *last]
 
 
 def _update_chunk(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
