@@ -18,6 +18,7 @@ ledger. The search asserts that the sum equals the estimate of the finished plan
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,6 +46,9 @@ STAYING_SHARE = 0.1
 """Up to this share of the weights' bytes, trainable weights stay on the GPU with their gradients and optimizer state.
 Together these take at most eight times the trainable weights (bf16 with fp32 gradients: 16 bytes a parameter, not 2),
 which is less than the frozen weights. On the host, they would add small copies and host updates to every block."""
+
+LARGE = 1.5
+"""A chunk of more than this multiple of the median's bytes is large."""
 
 StrategyCounts = tuple[int, int, int]
 """Numbers of layers that swap, offload, recompute; the others keep."""
@@ -157,11 +161,10 @@ class SearchSpace:
         )
 
     def streamed(self, optimizer: int, streamed_state: int) -> list[int]:
-        """The chunks with streamed state, in forward order. A chunk of one very large parameter comes last, since all
-        state slots would be as large.
-        """
-        rest = sorted(self.state_order[optimizer:], key=lambda c: self._weight_bytes[c] > self.layout.chunk_bytes)
-        return rest[:streamed_state]
+        """The chunks with streamed state. Those that are larger than most come last: their state slots are too."""
+        rest = self.state_order[optimizer:]
+        usual = LARGE * statistics.median([self._weight_bytes[chunk] for chunk in rest]) if rest else 0
+        return sorted(rest, key=lambda chunk: self._weight_bytes[chunk] > usual)[:streamed_state]
 
     def place(self, decision: Decision) -> Placement:
         return Placement(

@@ -358,12 +358,13 @@ class _Search:
             numbers, step = {n for n in (here - step, here + step) if 0 < n <= most}, step // 2
 
     def _with_room(self, counts: Candidate) -> Iterator[Candidate]:
-        """The candidate itself if it fits, or those with fewer chunks or less state on the GPU."""
+        """The candidate itself if it fits, or those with fewer chunks, less state or fewer activations on the GPU."""
         if self._ok(counts):
             yield self._pace(counts)
         else:
             yield self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
             yield self._spend(replace(counts, optimizer=self.budgets.optimizer[0]), ("optimizer",))
+            yield from (self._spend(counts.with_mix(mix), ("keep",)) for mix in self.budgets.bases())
 
     # Choice.
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.layout.chunks import Chunk, ChunkLayout
-from outsize.layout.slots import SlotMap, call_intervals
+from outsize.layout.slots import SlotMap, call_intervals, turn_intervals
 from outsize.layout.slots import assign_slots as assign
 
 
@@ -128,6 +128,11 @@ def test_other_sizes_may_be_given_for_gradients() -> None:
     layout = layout_of([((i,), 1) for i in range(4)])
     slots = assign(call_intervals(layout, range(4), 1), {0: 10, 1: 20, 2: 30, 3: 40})
     assert slots.slot_bytes == (30, 40)
+
+
+def test_chunks_that_take_turns_share_one_more_slot_than_are_loaded_ahead() -> None:
+    slots = assign(turn_intervals([4, 2, 7, 1], 1), {1: 10, 2: 20, 4: 40, 7: 70})
+    assert slots.slot_of == {4: 0, 2: 1, 7: 0, 1: 1} and slots.slot_bytes == (70, 20)
 
 
 def test_nothing_streamed_needs_no_slots() -> None:

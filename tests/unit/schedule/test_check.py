@@ -15,7 +15,7 @@ from outsize.layout.chunks import pack
 from outsize.model.work import SharedTensor
 from outsize.planner.search import search
 from outsize.schedule.check import check, load, save
-from outsize.schedule.plan import Plan
+from outsize.schedule.plan import Homes, Plan
 
 HUGE = 10**15
 
@@ -104,6 +104,10 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
         "a frozen chunk with an optimizer": (
             with_decision(plan, homes=(mixed, *decision.homes[1:])),
             "frozen chunk 0 .*embed.weight",
+        ),
+        "state on the GPU that the host updates": (
+            with_decision(plan, homes=(*decision.homes[:-1], Homes(weights="gpu", state="gpu", update="host"))),
+            r"chunk 5 \(lm_head.weight, …\) has its optimizer state on the GPU and its update on the host",
         ),
         "a region that recomputes": (strategy(5, "recompute"), "head is recompute, but head is not a layer"),
         "a strategy without a backward": (strategy(1, "recompute"), r"model\.layers\.0 has no backward"),

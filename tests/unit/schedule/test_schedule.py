@@ -4,7 +4,7 @@ import pytest
 from synthetic import Case, make_case, make_step_config, random_case, random_decision
 
 from outsize.base.errors import PlanInvalid
-from outsize.schedule.actions import Action, effect, parse_action
+from outsize.schedule.actions import Action, Kind, effect, parse_action
 from outsize.schedule.placement import Placement
 from outsize.schedule.schedule import Schedule, compile_schedule, held_after_forward
 
@@ -60,6 +60,32 @@ def test_homes_decide_what_an_update_moves() -> None:
         "host/gpu": "L0 U0 W0 L1 U1 W1 L2 U2 W2",
         "host/host": "U0 U1 U2",
     }
+
+
+def test_streamed_state_is_loaded_before_the_update_and_stored_after_it() -> None:
+    case = make_case(1)
+    streamed = compile_schedule(case.place(case.decide("host/streamed")))
+    assert " ".join(map(str, streamed["update"])) == " ".join(f"L{i} Q{i} I{i} U{i} O{i} W{i}" for i in range(3))
+    assert " ".join(map(str, streamed["backward first"])) == "B2 G2 L1 B1 G1 L0 B0 G0"
+    resident = compile_schedule(case.place(case.decide("gpu/streamed")))
+    assert " ".join(map(str, resident["update"])) == " ".join(f"Q{i} I{i} U{i} O{i}" for i in range(3))
+    # A backward that updates takes the gradient where it is. Two slots are filled at once.
+    assert " ".join(map(str, resident["backward first+update"])) == "I2 I1 B2 U2 O2 I0 B1 U1 O1 B0 U0 O0"
+    # The host's updates are issued first: they run while state is streamed.
+    mixed = compile_schedule(case.place(case.decide(["gpu/streamed", "gpu/host", "gpu/gpu"])))
+    assert " ".join(map(str, mixed["update"])) == "U1 Q0 I0 U0 O0 U2 W1"
+
+
+def test_state_that_one_call_streams_in_several_chunks_is_loaded_in_time() -> None:
+    case = make_case(1, 4)
+    place = case.place(case.decide("gpu/streamed"))
+    assert len(place.state_slots.slot_bytes) == 2
+    in_slot: dict[int, int] = {}
+    for action in compile_schedule(place)["backward first+update"]:
+        if action.kind == Kind.LOAD_STATE:
+            in_slot[place.state_slots.slot_of[action.index]] = action.index
+        elif action.kind in (Kind.UPDATE, Kind.STORE_STATE):
+            assert in_slot[place.state_slots.slot_of[action.index]] == action.index
 
 
 def test_activations_leave_after_forward_and_return_before_backward() -> None:
