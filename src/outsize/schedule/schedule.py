@@ -174,7 +174,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
     )
     for position, call in enumerate(calls):
         actions.append(Action(Kind.BACKWARD, call))
-        later = []
+        later: list[Action] = []
         for chunk in place.grads_completed_by.get(call, ()):
             follows = [Action(Kind.LOAD_GRADIENT, next_summed[chunk])] if chunk in next_summed else []
             updates = []
