@@ -231,8 +231,8 @@ class Placement:
             buffers[B.ARRIVAL, slot] = max(buffers.get((B.ARRIVAL, slot), 0), self.chunk(index).nbytes)
         for call, slot in self.return_slot.items():
             buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
-        if trained := [self.graph.param[piece.name].numel for c in self.updated for piece in self.chunk(c).pieces]:
-            buffers[B.NORMS, 0] = sum(norm_parts(trained))
+        if trainable := [p.numel for p in self.graph.params if p.trainable]:
+            buffers[B.NORMS, 0] = sum(norm_parts(trainable))
         if scratch := self._scratch_bytes(on_host=False):
             buffers[B.SCRATCH, 0] = scratch
         return buffers
