@@ -29,9 +29,9 @@ SHAPE = {
 }
 PINS = {
     "resident": Pins(),
-    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=4, n_swap=0, n_offload=0),
+    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0, n_checkpoint=4, n_swap=0, n_offload=0),
     "streamed, updated on the gpu": Pins(n_persist=0, n_swap=0, n_offload=0),
-    "resident, updated on the host": Pins(n_optimizer_gpu=0, n_checkpoint=0),
+    "resident, updated on the host": Pins(n_optimizer_gpu=0, n_optimizer_streamed=0, n_checkpoint=0),
     "state streamed": Pins(n_persist=2, n_optimizer_gpu=0, n_optimizer_streamed=6, n_swap=0, n_offload=0),
 }
 SPEC = outsize.AdamW(lr=1e-3, weight_decay=0.1)
