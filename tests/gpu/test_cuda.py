@@ -141,7 +141,7 @@ def test_three_very_different_plans_give_the_same_bits() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         plans = {
-            "streamed": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_offload=16, n_buffer=2),
+            "streamed": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0, n_offload=16, n_buffer=2),
             "mixed": outsize.Pins(
                 n_persist=8, n_optimizer_gpu=6, n_optimizer_streamed=4, n_checkpoint=4, n_offload=4, n_swap=3
             ),

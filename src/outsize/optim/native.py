@@ -41,9 +41,10 @@ class Kernel:
 
     def _function(self, name: str) -> Any:
         if (function := self._functions.get(name)) is None:
-            function = self._functions[name] = getattr(self._library, name)
+            function = getattr(self._library, name)
             function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, _Numbers, ctypes.c_int]
             function.restype = ctypes.c_int
+            self._functions[name] = function  # last: another thread may find it from here on
         return function
 
     def _call(

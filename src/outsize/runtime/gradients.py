@@ -272,6 +272,11 @@ class Gradients:
     def has_assigned(self) -> bool:
         return bool(self._assigned)
 
+    @property
+    def has_handed_out(self) -> bool:
+        """Users may have written gradients since they were cleared."""
+        return bool(self._handed_out)
+
     def assign(self, name: str, value: Tensor) -> None:
         """`p.grad = value`."""
         with without_torch_function():
@@ -326,9 +331,11 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """The global norm of what has accumulated: a float64 scalar on the device, overwritten by the next call."""
-        self.pull_assigned()
-        for name in sorted(self._handed_out & self.accumulated):
-            self._norm.measure(name, self._store.gradient(name))
+        if self._handed_out:  # includes all that were assigned
+            self._store.device.synchronize()  # a backward since may still be sending sums to the host
+            self.pull_assigned()
+            for name in sorted(self._handed_out & self.accumulated):
+                self._norm.measure(name, self._store.gradient(name))
         return self._norm.measure_total(without=[name for name in self._names if name not in self.accumulated])
 
     def not_finite(self) -> Callable[[], list[str]]:

@@ -265,6 +265,8 @@ class TrainingHooks:
             if gradients.has_assigned:
                 self._device.synchronize()
                 gradients.pull_assigned()
+            if gradients.has_handed_out:
+                self._device.synchronize()  # before copies read what operators have written to gradients on the host
             self._device.watching(True)
             runtime.access.begin_pass()
             state.begin_backward()
@@ -320,9 +322,11 @@ class TrainingHooks:
         self._state.roll_back(failed_in=runtime.executor.call_text())
         self._steps.roll_back()
         runtime.gradients.forget_early()
-        runtime.executor.roll_back()
-        self._device.watching(False)
-        runtime.access.end_pass()
+        try:
+            runtime.executor.roll_back()  # raises if an update has failed
+        finally:
+            self._device.watching(False)
+            runtime.access.end_pass()
 
     def _outputs_are_held(self) -> bool:
         return self._alive() is not None
