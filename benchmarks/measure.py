@@ -264,7 +264,7 @@ def _prediction(engine: Engine, memory: Memory) -> Prediction:
     alone = [chunk for chunk in place.layout.chunks if not place.has_host_weights(chunk.index)]
     passing = max((chunk.nbytes * piece.numel // chunk.numel for chunk in alone for piece in chunk.pieces), default=0)
     homes = place.parts(place.host).get("home", 0)
-    # Libraries are there by then if there was a trial run; with a trace from the cache they come with the first step.
+    # Libraries are loaded by then if there was a profiling run; with a cached trace, the first step loads them.
     loaded = process_overhead.host_bytes if memory.gpu_trial_bytes else memory.host_before_bytes
     return Prediction(
         fingerprint=fingerprint(plan),

@@ -46,7 +46,7 @@ class StepTiming:
     busy_seconds: dict[str, float]
     """Per lane and step. Without `compute` under a plan whose block calls are not seen (Placement.is_plain)."""
 
-    def beside(self, plan: Plan) -> str:
+    def compared_with(self, plan: Plan) -> str:
         """One log line. Lanes without work are left out."""
         planned = plan.estimate
         lanes = [
@@ -137,7 +137,7 @@ class StepCalibration:
         self.timing = StepTiming(
             first=self._last - TIMED_STEPS + 1, last=self._last, step_seconds=seconds / TIMED_STEPS, busy_seconds=busy
         )
-        log.info("%s", self.timing.beside(self._plan))
+        log.info("%s", self.timing.compared_with(self._plan))
         if self._device.saves_calibration:
             save_step_rates(self._rates(spans, seconds), self._device.identity, self._device.spec)
 

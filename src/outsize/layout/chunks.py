@@ -59,7 +59,7 @@ class ChunkLayout:
         return tuple(tuple(row) for row in table)
 
     @cached_property
-    def place(self) -> dict[str, tuple[int, Piece]]:
+    def location(self) -> dict[str, tuple[int, Piece]]:
         """Per parameter: its chunk's index and its piece."""
         return {piece.name: (chunk.index, piece) for chunk in self.chunks for piece in chunk.pieces}
 

@@ -11,7 +11,7 @@ from outsize.layout.chunks import ChunkLayout
 
 Interval = tuple[float, float]
 """The first and the last position at which an item needs its slot."""
-WHOLE_PROGRAM: Interval = (float("-inf"), float("inf"))
+ALWAYS: Interval = (float("-inf"), float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SlotMap:
 
 
 def assign_slots(intervals: Mapping[int, Interval], sizes: Mapping[int, int]) -> SlotMap:
-    """`intervals`: in the order of their first positions; WHOLE_PROGRAM, which shares its slot with nothing, may come
+    """`intervals`: in the order of their first positions; ALWAYS, which shares its slot with nothing, may come
     anywhere.
     """
     slot_of: dict[int, int] = {}
@@ -58,7 +58,7 @@ def call_intervals(layout: ChunkLayout, chunks: Collection[int], depth: int) -> 
     intervals: dict[int, Interval] = {}
     for chunk in sorted(chunks, key=lambda c: (layout.chunks[c].calls[0], c)):
         calls = layout.chunks[chunk].calls
-        intervals[chunk] = (rank[calls[0]], rank[calls[0]] + depth) if len(calls) == 1 else WHOLE_PROGRAM
+        intervals[chunk] = (rank[calls[0]], rank[calls[0]] + depth) if len(calls) == 1 else ALWAYS
     return intervals
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse
 from outsize.compat import make_wrapper_subclass, parse_to, tree_leaves, without_torch_function
-from outsize.loss.cross_entropy import Step, cross_entropy
+from outsize.loss.cross_entropy import LogitStep, cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16)
 """In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""
@@ -57,7 +57,7 @@ class Logits(Tensor):
     _product: Product
     _columns: slice
     """The range of the vocabulary that is left."""
-    _steps: tuple[Step, ...]
+    _steps: tuple[LogitStep, ...]
 
     @staticmethod
     def __new__(
@@ -67,7 +67,7 @@ class Logits(Tensor):
         rows: torch.Size,
         columns: slice,
         dtype: torch.dtype,
-        steps: tuple[Step, ...] = (),
+        steps: tuple[LogitStep, ...] = (),
     ) -> "Logits":
         made: Logits = make_wrapper_subclass(cls, (*rows, columns.stop - columns.start), dtype=dtype, device=device)
         made._product, made._columns, made._steps = product, columns, steps
@@ -109,7 +109,7 @@ class Logits(Tensor):
             return self._cast(dtype or self.dtype) if device in (None, self.device) else None
         return self._narrowed(args[0]) if name == "__getitem__" else None
 
-    def _then(self, *steps: Step, dtype: torch.dtype | None = None, columns: slice | None = None) -> "Logits":
+    def _then(self, *steps: LogitStep, dtype: torch.dtype | None = None, columns: slice | None = None) -> "Logits":
         return Logits(
             self._product,
             self.device,

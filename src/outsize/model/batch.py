@@ -20,7 +20,7 @@ from outsize.model.tensors import named_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """The arguments of one call of a model."""
 
     args: tuple[Any, ...] = ()
@@ -29,16 +29,16 @@ class Call:
     """Why a batch is passed as one argument, not as `model(**batch)` or `model(*batch)`."""
 
 
-def as_call(model: nn.Module, batch: Any) -> Call:
+def as_call(model: nn.Module, batch: Any) -> ModelCall:
     """The call of a model with a batch: `model(**batch)` for a mapping and `model(*batch)` for a sequence if its
     forward accepts that, else `model(batch)`. Raises ConfigError if it accepts neither."""
-    if isinstance(batch, Call):
+    if isinstance(batch, ModelCall):
         return batch
-    ways = [Call(args=(batch,))]
+    ways = [ModelCall(args=(batch,))]
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        ways.insert(0, Call(kwargs=dict(batch)))
+        ways.insert(0, ModelCall(kwargs=dict(batch)))
     elif isinstance(batch, (tuple, list)):
-        ways.insert(0, Call(args=tuple(batch)))
+        ways.insert(0, ModelCall(args=tuple(batch)))
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a forward that is not written in Python
@@ -74,12 +74,12 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def arguments_of(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
+def arguments_of(call: ModelCall, names: tuple[str, ...]) -> dict[str, Any]:
     """Arguments by name, positional ones without a name by number. `names`: from `positional_names`."""
     return {**{names[i] if i < len(names) else str(i): value for i, value in enumerate(call.args)}, **call.kwargs}
 
 
-def by_name(call: Call, names: tuple[str, ...]) -> "Call | dict[str, Any]":
+def by_name(call: ModelCall, names: tuple[str, ...]) -> "ModelCall | dict[str, Any]":
     """The arguments as a dict for `model(**batch)`, or the call itself if some have no names."""
     return arguments_of(call, names) if len(call.args) <= len(names) else call
 

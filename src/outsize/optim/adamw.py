@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outsize.layout.optimizer import OptimizerLayout
 from outsize.optim.clip import round_fp32
-from outsize.optim.rule import Master, Numbers, Rule, Scratch
+from outsize.optim.rule import Master, Numbers, Scratch, UpdateRule
 from outsize.optim.spec import ABOVE_0, AT_LEAST_0, TWO_BETAS, Check, OptimizerSpec
 
 
@@ -69,7 +69,7 @@ def _update_piece(
 
 
 _LAYOUT = OptimizerLayout(name="AdamW", state=("exp_avg", "exp_avg_sq"), traffic_bytes=26, scratch_bytes_per_element=12)
-RULE = Rule("adamw", _LAYOUT, _numbers, _update_piece)
+RULE = UpdateRule("adamw", _LAYOUT, _numbers, _update_piece)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,5 +85,5 @@ class AdamW(OptimizerSpec):
     weight_decay: float = 0.01
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         return RULE

@@ -74,7 +74,7 @@ class Kernel:
         self._call("segment_sums", (sums, None, None, None), grad, (), threads)
 
 
-def torch_is_asked_for() -> bool:
+def forces_torch() -> bool:
     value = os.environ.get("OUTSIZE_KERNELS", "")
     if value not in ("", "torch"):
         raise ConfigError(f"OUTSIZE_KERNELS={value} is unknown. Set it to torch, or unset it.")
@@ -84,7 +84,7 @@ def torch_is_asked_for() -> bool:
 @cache
 def find_kernel() -> Kernel | str:
     """The kernel, or why it cannot be used."""
-    if torch_is_asked_for():
+    if forces_torch():
         return "OUTSIZE_KERNELS=torch"
     try:
         return Kernel(_packaged() or _compiled())

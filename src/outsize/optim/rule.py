@@ -1,4 +1,4 @@
-"""Rule: the arithmetic of one elementwise optimizer, and the dispatch to its kernels.
+"""UpdateRule: the arithmetic of one elementwise optimizer, and the dispatch to its kernels.
 
 A rule is a fixed sequence of IEEE operations, which its C kernel (native.c), its Triton kernel (triton_kernel.py), its
 plain torch form and its class in outsize.reference all follow: the same bits everywhere. In torch that means one call
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outsize.base.log import log
 from outsize.layout.optimizer import PIECE_NUMEL, OptimizerLayout
-from outsize.optim.native import find_kernel, kernel, torch_is_asked_for
+from outsize.optim.native import find_kernel, forces_torch, kernel
 from outsize.optim.split import join_into, split_into
 
 Numbers = tuple[float, ...]
@@ -75,7 +75,7 @@ class Master:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class UpdateRule:
     name: str
     """Of its functions in native.c and triton_kernel.py."""
     layout: OptimizerLayout
@@ -87,7 +87,7 @@ class Rule:
 
 @torch.no_grad()
 def update(
-    rule: Rule,
+    rule: UpdateRule,
     weight: Tensor,
     lo: Tensor | None,
     state: Sequence[Tensor],
@@ -127,12 +127,12 @@ def update(
 @cache
 def find_gpu_kernel() -> ModuleType | str:
     """triton_kernel.py, or why it cannot be used."""
-    if torch_is_asked_for():
+    if forces_torch():
         return "OUTSIZE_KERNELS=torch"
     try:
         from outsize.optim import triton_kernel
 
-        triton_kernel.prove()
+        triton_kernel.require_working()
     except Exception as error:  # Triton fails in many ways (no compiler, an unknown GPU); torch replaces it in all
         reason = f"Triton cannot be used: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
         log.warning("updates on the GPU run in torch, several times slower: %s", reason)

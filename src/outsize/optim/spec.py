@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
-from outsize.optim.rule import Rule
+from outsize.optim.rule import UpdateRule
 from outsize.schedule.plan import StepConfig, UpdateMode
 
 Check = tuple[Callable[[Any], bool], str]
@@ -62,7 +62,7 @@ class OptimizerSpec:
     """
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         raise NotImplementedError
 
     def step_config(self, accumulate: int) -> StepConfig:

@@ -217,7 +217,7 @@ def segment_sums(grad: Tensor, sums: Tensor) -> Any:
         )
 
 
-def prove() -> None:
+def require_working() -> None:
     """Raises where Triton cannot compile or load a kernel: no C compiler, an unknown GPU. Touches no memory."""
     nothing = torch.empty(0, device="cuda")
     segment_sums(nothing, nothing)

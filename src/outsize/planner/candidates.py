@@ -37,7 +37,7 @@ from outsize.schedule.plan import Decision, Home, Homes, StepConfig
 from outsize.schedule.schedule import compile_schedule
 
 DEPTHS = (0, 1, 2, 3)
-MAX_STRIDE = 8
+MAX_HOST_UPDATE_INTERVAL = 8
 MAX_MIXES = 500
 """Up to this number, all mixes of strategies are compared for the minimum memory; beyond it, those of two strategies.
 """
@@ -108,7 +108,7 @@ class SearchSpace:
 
     # From candidates to decisions.
 
-    def knows(self, call: int, strategy: Strategy) -> bool:
+    def supports(self, call: int, strategy: Strategy) -> bool:
         """Whether the layer supports the strategy. An offload that sends nothing does not count."""
         return strategy in self.trace.strategies(call) and (
             strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0
@@ -118,7 +118,7 @@ class SearchSpace:
     def num_layers(self) -> dict[str, int]:
         """Per strategy, how many layers support it; under `all`, the number of layers."""
         return {"all": len(self.layers)} | {
-            s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
+            s: sum(self.supports(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
         }
 
     def strategies(self, mix: StrategyCounts) -> tuple[Strategy, ...] | None:
@@ -128,7 +128,7 @@ class SearchSpace:
             rest = self.layers
             order: tuple[Strategy, ...] = ("swap", "offload", "recompute")
             for strategy, count in zip(order, mix, strict=True):
-                takers = set([v for v in rest if self.knows(v, strategy)][:count])
+                takers = set([v for v in rest if self.supports(v, strategy)][:count])
                 for call in takers:
                     chosen[call] = strategy
                 rest = [v for v in rest if v not in takers]
@@ -307,7 +307,9 @@ class SearchSpace:
         )
         if self.step_config.update != "in_backward" or not host:
             return 1
-        return max(1, min(MAX_STRIDE, math.ceil(host / backward)) if backward else MAX_STRIDE)
+        return max(
+            1, min(MAX_HOST_UPDATE_INTERVAL, math.ceil(host / backward)) if backward else MAX_HOST_UPDATE_INTERVAL
+        )
 
     def _chunk_seconds(self, counts: Candidate) -> tuple[float, float, float, float]:
         key = (counts.resident, counts.optimizer, counts.depth, counts.streamed_state)

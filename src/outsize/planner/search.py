@@ -19,7 +19,7 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.planner.candidates import DEPTHS, MAX_STRIDE, Candidate, SearchSpace
+from outsize.planner.candidates import DEPTHS, MAX_HOST_UPDATE_INTERVAL, Candidate, SearchSpace
 from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
@@ -140,7 +140,7 @@ class _Search:
         start = self.budgets.start()
         plain = self.space.plain
         # The plain run comes first, so that it is always among the simulated candidates.
-        families = [plain] if self.budgets.obeys(plain) and self.budgets.fits(plain) else []
+        families = [plain] if self.budgets.allows(plain) and self.budgets.fits(plain) else []
         self._try([*families, *self._families(start)], int(self.limit * FIRST_SHARE))
         self._refine()
         self._stream_state()
@@ -171,7 +171,7 @@ class _Search:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self._ok(steps[middle]) else (low, middle)
             counts = steps[low]
-        return self._pace(self._tidy(counts))
+        return self._with_host_update_interval(self._without_unused_depth(counts))
 
     def _room(self, counts: Candidate, name: str) -> "_Steps":
         """The candidates with more and more memory for one use."""
@@ -186,20 +186,20 @@ class _Search:
         high = (self.budgets.resident if name == "resident" else self.budgets.optimizer)[1]
         return _Steps(counts, [(name, 1, max(0, high - getattr(counts, name)))])
 
-    def _tidy(self, counts: Candidate) -> Candidate:
+    def _without_unused_depth(self, counts: Candidate) -> Candidate:
         """Set depth to 0 if nothing is streamed."""
         if counts.resident == len(self.space.weight_order) and self.budgets.pins.n_buffer is None:
             return replace(counts, depth=0)
         return counts
 
-    def _pace(self, counts: Candidate) -> Candidate:
+    def _with_host_update_interval(self, counts: Candidate) -> Candidate:
         """Set host_update_interval to the host's update rate, if the gradients that wait fit the host budget."""
         paced = replace(counts, host_update_interval=self.space.host_update_interval(counts))
         return paced if self.budgets.fits(paced) else replace(counts, host_update_interval=1)
 
     def _ok(self, counts: Candidate) -> bool:
         return (
-            self.space.strategies(counts.mix) is not None and self.budgets.obeys(counts) and self.budgets.fits(counts)
+            self.space.strategies(counts.mix) is not None and self.budgets.allows(counts) and self.budgets.fits(counts)
         )
 
     def _neighbours(self, counts: Candidate, share: float) -> Iterator[Candidate]:
@@ -257,7 +257,7 @@ class _Search:
                 continue
             walked += 1
             self._simulate(counts)
-            self._find_stride(counts)
+            self._find_host_update_interval(counts)
         return self._best().counts != before
 
     def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -285,7 +285,7 @@ class _Search:
         ), "two accounts of one plan"
         self.tried[counts] = _Tried(counts, decision, estimate)
 
-    def _find_stride(self, counts: Candidate) -> None:
+    def _find_host_update_interval(self, counts: Candidate) -> None:
         """Simulate larger, then smaller values of host_update_interval while they are faster. The best value depends on
         when gradients complete, which only a simulation shows.
         """
@@ -298,7 +298,11 @@ class _Search:
         for way in (1, -1):
             here = counts
             there = replace(here, host_update_interval=here.host_update_interval + way)
-            while 1 <= there.host_update_interval <= MAX_STRIDE and len(self.tried) < self.limit and self._ok(there):
+            while (
+                1 <= there.host_update_interval <= MAX_HOST_UPDATE_INTERVAL
+                and len(self.tried) < self.limit
+                and self._ok(there)
+            ):
                 if there not in self.tried:
                     self._simulate(there)
                 if self._seconds(there) >= self._seconds(here):
@@ -360,7 +364,7 @@ class _Search:
     def _with_room(self, counts: Candidate) -> Iterator[Candidate]:
         """The candidate itself if it fits, or those with fewer chunks, less state or fewer activations on the GPU."""
         if self._ok(counts):
-            yield self._pace(counts)
+            yield self._with_host_update_interval(counts)
         else:
             yield self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
             yield self._spend(replace(counts, optimizer=self.budgets.optimizer[0]), ("optimizer",))

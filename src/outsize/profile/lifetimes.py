@@ -27,7 +27,7 @@ from outsize.base.errors import ModelUnsupported
 from outsize.compat import node_number, saved_tensors_hooks_in_force, storage_id
 from outsize.model.strategies import STRATEGY, Strategy
 from outsize.model.work import Role, SharedTensor
-from outsize.profile.phases import Moment, Phases, TrackedStorage
+from outsize.profile.phases import PhaseName, Phases, TrackedStorage
 
 Use = tuple[int, Role, int]
 """A block call, and the number of a tensor among its arguments, outputs, ..."""
@@ -231,7 +231,7 @@ class SharedTensors:
     def _is_freed_before_peak(self, tensor: TrackedTensor, strategy: Strategy) -> bool:
         return self._passes[strategy].tensors[tensor.first].storage.is_freed_before_peak
 
-    def _frees(self, tensor: TrackedTensor) -> list[tuple[Strategy, Moment | None]]:
+    def _frees(self, tensor: TrackedTensor) -> list[tuple[Strategy, PhaseName | None]]:
         """By strategy, when the tensor was freed."""
         return [(strategy, run.tensors[tensor.first].storage.freed) for strategy, run in self._passes.items()]
 

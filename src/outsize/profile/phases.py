@@ -43,7 +43,7 @@ class ForwardPhase(Phase):
     """Allocations of tracked storages that `delta_bytes` does not include."""
 
 
-Moment = tuple[Literal["forward", "release", "backward"], int]
+PhaseName = tuple[Literal["forward", "release", "backward"], int]
 """The forward of a call, the release of its offloaded activations, or its backward."""
 
 
@@ -54,7 +54,7 @@ class TrackedStorage:
     """The call whose forward allocated it, if that forward's phase does not count it; -1 if it does."""
     saved_by: int = -1
     """Only the graph of this call holds it. It is tracked only if it is freed in the forward of a later call."""
-    freed: Moment | None = None
+    freed: PhaseName | None = None
     """`forward`: it was freed before the peak of that call's forward, or before that forward began."""
     peak_when_freed: int = 0
     """What the meter had as peak then."""
@@ -79,7 +79,7 @@ class Phases:
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
-        self._now: Moment = ("forward", 0)
+        self._now: PhaseName = ("forward", 0)
         self._freed: list[TrackedStorage] = []
         """Since the open phase began, or since the last one ended."""
         self._freed_in_last_forward: list[TrackedStorage] = []

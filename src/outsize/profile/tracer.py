@@ -325,7 +325,7 @@ class Tracer:
 
     def _time(self, strategy: Strategy) -> ProfilingPass:
         """Time a strategy with the CPU running ahead and, on devices that run apart from the CPU, in a second pass that
-        is synchronized before each phase. See [Note: The thread that issues] in hardware/lanes.py.
+        is synchronized before each phase. See [Note: The launching thread] in hardware/lanes.py.
         """
         run = ProfilingPass(self, strategy, None, ahead=True)
         self._run_once(run, BlockTracker(self.model, run))

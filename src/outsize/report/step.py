@@ -143,8 +143,8 @@ def _moments(
         entry = entries.get(span.name)
         if entry is not None:
             level = entry.opens
-        if end > start or (entry is not None and entry.here > level):
-            yield Moment(span.name, start, end, level, entry.here - level if entry is not None else 0)
+        if end > start or (entry is not None and entry.peak > level):
+            yield Moment(span.name, start, end, level, entry.peak - level if entry is not None else 0)
         if entry is not None:
             level = entry.closes
         time = max(time, end)
@@ -155,7 +155,7 @@ def _moments(
 def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
     """Forward and backward of each micro-batch, and the updates before the first."""
     own = [span for span in computed if span.step == 0 and span.end <= seconds * (1 + 1e-9)]
-    own = [span for span in own if TYPES[parse_action(span.name).kind].work == "model"]
+    own = [span for span in own if TYPES[parse_action(span.name).kind].operation == "model"]
     found: list[Phase] = []
     for span in own:
         name = "forward" if parse_action(span.name).kind == Kind.FORWARD else "backward"

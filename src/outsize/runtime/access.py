@@ -130,7 +130,7 @@ class ParameterAccess:
             self._touched.add(self._chunk_of(name))
 
     def _chunk_of(self, name: str) -> int:
-        return self._store.place.layout.place[name][0]
+        return self._store.place.layout.location[name][0]
 
     def weight(self, name: str) -> Tensor:
         """The memory that holds a parameter's value, as a tensor on the device."""
@@ -186,7 +186,7 @@ class ParameterAccess:
         for name, old in before.items():
             changed = old != value(name)
             if bool(changed.any()):
-                self._store.clear_remainders(name, changed)
+                self._store.clear_lower_halves(name, changed)
         return result
 
     def _require_writable(self, name: str) -> None:
@@ -205,7 +205,7 @@ class ParameterAccess:
         self._touched.add(self._chunk_of(name))
         if name in self._split:
             self._drain()
-            self._store.clear_remainders(name)
+            self._store.clear_lower_halves(name)
 
     def hand_out(self, memory: Tensor, handle: Handle) -> PreparedTensor:
         made = prepared(memory, handle)

@@ -18,7 +18,7 @@ def order_mismatch(graph: BlockGraph, what: str, expected: Action | None, found:
     """`what`: forward or backward. `expected`: None for its end."""
     wanted = f"{expected} ({graph.call_name(expected.index)})" if expected else f"the end of {what}"
     return OrderMismatch(
-        f"The model takes another path than in prepare's trial run: the plan's next action in {what} is {wanted}, "
+        f"The model takes another path than in prepare's profiling run: the plan's next action in {what} is {wanted}, "
         f"and the model {found}. Prepare it with a batch that takes this path."
     )
 
@@ -31,7 +31,7 @@ class CallPath:
             self._calls_of.setdefault(self._graph.call_name(call), []).append(call)
         self._open = -1
         """The open call of this forward."""
-        self._left_out: set[int] = set()
+        self._skipped: set[int] = set()
         """Calls that this training forward has passed over."""
         self._known_jumps: set[tuple[int, int]] = set()
         self._readers: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
@@ -42,7 +42,7 @@ class CallPath:
 
     def begin_forward(self) -> None:
         self._open = -1
-        self._left_out.clear()
+        self._skipped.clear()
 
     # Training forwards.
 
@@ -79,32 +79,32 @@ class CallPath:
         if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
             raise self._mismatch(call, f"ran {layer or 'past its last layer'}")
         first, ran = self._open + 1, f"ran {Action(Kind.FORWARD, call)} ({self._graph.call_name(call)})"
-        self._leave_out_before(call, ran)
+        self._skip_before(call, ran)
         if call > first and call in self._graph.reads_outside_module and planned.kind != "layer":
             raise self._mismatch(first, f"{ran}, part of it perhaps earlier")
         self._open = call
 
     def end_forward(self) -> None:
         """Raise OrderMismatch if the calls that were left out do not allow a backward."""
-        self._leave_out_before(len(self._graph.calls), "ended its forward without it")
+        self._skip_before(len(self._graph.calls), "ended its forward without it")
         self._require_completing_calls()
 
-    def _leave_out_before(self, call: int, found: str) -> None:
+    def _skip_before(self, call: int, found: str) -> None:
         for skipped in range(self._open + 1, call):
             if skipped in self._graph.reads_outside_module:
                 raise self._mismatch(skipped, found)
-            self._left_out.add(skipped)
+            self._skipped.add(skipped)
 
     def _require_completing_calls(self) -> None:
         """Raise OrderMismatch if a gradient would complete in an earlier call than the plan has: it would overwrite
         another gradient in its staging slot.
         """
         graph, place = self._graph, self._place
-        for call in self._left_out:
+        for call in self._skipped:
             for piece in (
                 piece for chunk in place.grads_completed_by.get(call, ()) for piece in place.chunk(chunk).pieces
             ):
-                ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
+                ran = [user for user in graph.backward_users[piece.name] if user not in self._skipped]
                 if ran:
                     raise OrderMismatch(
                         f"{piece.name}: several blocks use it, and the plan completes its gradient in "

@@ -59,7 +59,7 @@ class Executor:
         self._segment = Segment("none", ())
         self._next = 0
         """Position of the next action in the segment."""
-        self._left_out: set[int] = set()
+        self._skipped: set[int] = set()
         """Calls that this forward, or its backward, has passed over."""
         self._without_grad: set[int] = set()
         """Calls that ran without grad in this forward, though the plan has a backward for them."""
@@ -81,7 +81,7 @@ class Executor:
     def begin_forward(self) -> None:
         self._start(Kind.FORWARD, "forward")
         self.issued = []
-        self._left_out.clear()
+        self._skipped.clear()
         self._without_grad.clear()
 
     def begin_backward(self, *, pending: bool, update: bool) -> None:
@@ -98,7 +98,7 @@ class Executor:
             if expected is None or action not in self._segment.actions[self._next :]:
                 graph, what = self.place.graph, "forward" if self._kind == Kind.FORWARD else "backward"
                 raise order_mismatch(graph, what, expected, f"ran {action} ({graph.call_name(call)})")
-            self._left_out.add(expected.index)
+            self._skipped.add(expected.index)
         self._next += 1
         if self._kind == Kind.BACKWARD:
             # A forward without grad may have loaded other chunks into the slots since.
@@ -118,7 +118,7 @@ class Executor:
     def _finish_segment(self) -> None:
         self.lanes.end()
         while self.sees_calls and (missing := self._walk_to_call()) is not None:
-            self._left_out.add(missing.index)
+            self._skipped.add(missing.index)
         if not self.sees_calls and self._segment.updates_in_backward:
             for action in self._segment.actions:
                 if action.kind == Kind.UPDATE:
@@ -133,15 +133,15 @@ class Executor:
         while self._next < len(self._segment.actions):
             action = self._segment.actions[self._next]
             does = TYPES[action.kind]
-            is_left_out = (does.operand == "call" and action.index in self._left_out) or (
+            is_skipped = (does.operand == "call" and action.index in self._skipped) or (
                 does.moves_activations and self._has_no_saved_tensors(action.index)
             )
-            if action.kind == self._kind and not is_left_out:
+            if action.kind == self._kind and not is_skipped:
                 return action
-            if is_left_out and action.kind == Kind.BACKWARD:
+            if is_skipped and action.kind == Kind.BACKWARD:
                 # Its updates follow, and a forward without grad may have loaded other chunks into its slots since.
                 self.ensure(self.place.layout.used_by(action.index))
-            if not is_left_out:
+            if not is_skipped:
                 self._issue(action)
             self._next += 1
         return None
@@ -239,7 +239,7 @@ class Executor:
     def _work(self, action: Action, touches: Effect) -> Callable[[], Any]:
         store, i = self.store, action.index
         does = TYPES[action.kind]
-        match does.work:
+        match does.operation:
             case "copy":
                 kind, slot = touches.writes[0]
                 if kind == B.SLOT:
@@ -272,7 +272,7 @@ class Executor:
         if call in self._without_grad:
             return True
         offloaded = self._offloaded.get(call)
-        return offloaded is not None and not offloaded.num_bytes and bool(self._left_out)
+        return offloaded is not None and not offloaded.num_bytes and bool(self._skipped)
 
     def _sent(self, call: int) -> OffloadedTensors:
         """The offloaded activations of a call. Raises EngineMisuse if it has none, or more than the plan has."""

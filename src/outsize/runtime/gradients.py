@@ -58,7 +58,7 @@ class Gradients:
         self._has_sums = False
         """The running backward is not the first of its step."""
         for name in self._names:
-            expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
+            expected = store.place.grad_complete_at.get(store.place.layout.location[name][0])
             self._arrival[name] = expected, store.gradient_view(name) if expected is not None else None
             if expected is not None and (apart := store.arrival_view(name)) is not None:
                 self._apart[name] = apart
@@ -342,7 +342,7 @@ class Gradients:
 
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
-        blocks = {place.graph.call_name(place.chunk(place.layout.place[name][0]).calls[0]) for name in names}
+        blocks = {place.graph.call_name(place.chunk(place.layout.location[name][0]).calls[0]) for name in names}
         more = f", and {len(names) - 1} more parameters" if len(names) > 1 else ""
         return NonFiniteGradient(
             f"{names[0]}: its gradient is not finite (block {', '.join(sorted(blocks))}{more}). Lower the learning "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
-from outsize.optim.rule import Rule
+from outsize.optim.rule import UpdateRule
 from outsize.optim.spec import OptimizerSpec
 
 
@@ -84,7 +84,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._state = _State(self)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         return self.spec.rule
 
     @property

@@ -82,7 +82,7 @@ class PlanRuntime:
             name: i
             for i, group in enumerate(optimizer.param_groups)
             for name in group["param_names"]
-            if self.place.is_updated(layout.place[name][0])
+            if self.place.is_updated(layout.location[name][0])
         }
         self.updates = Updates(self.store, optimizer.rule, lambda: optimizer.param_groups, group_of)
         self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]

@@ -12,7 +12,7 @@ at most one state of its weights and gradients (UPDATED_UNCONFIRMED to FAILED). 
     retry                   FORWARD, HELD or BACKWARD -> IDLE (roll_back), then a re-plan and the same forward again
     skipped step            IDLE -> IDLE, gradients discarded
 
-`close()` and `give_way()` roll back an open pass and end the engine in any state.
+`close()` and `end()` roll back an open pass and end the engine in any state.
 """
 
 from collections.abc import Callable

@@ -123,7 +123,7 @@ class Store:
 
     def _part(self, flat: Tensor, name: str) -> Ranges:
         """A parameter's elements among those of its chunk."""
-        _, piece = self.place.layout.place[name]
+        _, piece = self.place.layout.location[name]
         part = flat[piece.offset : piece.offset + piece.numel]
         return Ranges(self.place.graph.param[name].shape, self._strides[name], ((part, 0),))
 
@@ -168,7 +168,7 @@ class Store:
 
     def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
         ids = {id(p) for p in params}
-        return tuple({self.place.layout.place[name][0] for name, p in self.params.items() if id(p) in ids})
+        return tuple({self.place.layout.location[name][0] for name, p in self.params.items() if id(p) in ids})
 
     def host_chunks(self) -> set[int]:
         """Chunks whose weights and state are in host memory."""
@@ -182,7 +182,7 @@ class Store:
     # Parameters by name, as checkpoint/parameter_store.py expects. The lanes are idle when these are called.
 
     def chunk_of(self, name: str) -> int:
-        return self.place.layout.place[name][0]
+        return self.place.layout.location[name][0]
 
     def ranges(self, name: str, *, on_device: bool = False) -> Ranges:
         """The memory of a parameter's value between uses. `on_device`: as tensors of the device."""
@@ -227,7 +227,7 @@ class Store:
             for name in names:
                 loaded[self.chunk_of(name)] = None
                 read(name, self.ranges(name))
-                self.clear_remainders(name)
+                self.clear_lower_halves(name)
         finally:
             for index in loaded:
                 self.refresh_copies(index)
@@ -237,23 +237,23 @@ class Store:
         with torch.no_grad(), self.device.on_host():
             for name, value in values.items():
                 weight = self.value(name)
-                self.clear_remainders(name, weight != value.to(weight.device, weight.dtype))
+                self.clear_lower_halves(name, weight != value.to(weight.device, weight.dtype))
                 self.ranges(name).copy_(value)
             for index in {self.chunk_of(name) for name in values}:
                 self.refresh_copies(index)
 
-    def clear_remainders(self, name: str, changed: Tensor | None = None) -> None:
+    def clear_lower_halves(self, name: str, changed: Tensor | None = None) -> None:
         """Make a bf16 weight that was written from outside its own master: set the lower half of the master to zero,
         all of it or where `changed`.
         """
         if not self.place.has_split_masters(self.chunk_of(name)):
             return
-        remainders = self.state_ranges(name)["lo"]
+        lower_half = self.state_ranges(name)["lo"]
         if changed is None:
-            for lo, _ in remainders.parts:
+            for lo, _ in lower_half.parts:
                 lo.zero_()
         else:
-            for lo, where in remainders.beside(changed):
+            for lo, where in lower_half.matching(changed):
                 lo.masked_fill_(where.to(lo.device), 0)
 
     def refresh_copies(self, index: int) -> None:

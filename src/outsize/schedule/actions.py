@@ -50,7 +50,7 @@ class Effect(NamedTuple):
     writes: tuple[Buffer, ...]
 
 
-Work = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
+Operation = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
 """How the runtime performs an action. `model`: the model's own code runs it. `copy`: the first buffer read is copied to
 the first one written."""
 
@@ -60,7 +60,7 @@ class ActionType:
     label: str
     """For messages and charts, followed by the name of a block: `load the weights of`."""
     operand: Literal["call", "chunk"]
-    work: Work
+    operation: Operation
     group: str
     """The color in charts: see `BufferKind.group`."""
     effect: Callable[[Placement, int, bool], Effect]
@@ -70,7 +70,7 @@ class ActionType:
 
     @property
     def moves_activations(self) -> bool:
-        return self.operand == "call" and self.work != "model"
+        return self.operand == "call" and self.operation != "model"
 
 
 def parse_action(word: str) -> Action:
@@ -87,7 +87,7 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
 
 def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: Lane) -> float:
     kind, i = action
-    match TYPES[kind].work:
+    match TYPES[kind].operation:
         case "model":
             work = place.work[i]
             return work.forward_seconds if kind == Kind.FORWARD else work.backward_seconds
@@ -116,10 +116,10 @@ def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float,
     measured.
     """
     kind, i = action
-    work = TYPES[kind].work
-    if not place.knows_issuing or work == "free":
+    operation = TYPES[kind].operation
+    if not place.has_launch_times or operation == "free":
         return 0.0, False
-    if work != "model":
+    if operation != "model":
         return spec.launch_seconds, False
     call = place.work[i]
     if kind == Kind.FORWARD:

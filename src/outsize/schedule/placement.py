@@ -107,7 +107,7 @@ class Placement:
         return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
-    def knows_issuing(self) -> bool:
+    def has_launch_times(self) -> bool:
         """Whether launch times were measured or estimated."""
         return any(work.forward_launch_seconds for work in self.work)
 
@@ -139,13 +139,13 @@ class Placement:
             table.setdefault(call, []).append(chunk)
         return {call: tuple(chunks) for call, chunks in table.items()}
 
-    def is_staged(self, index: int) -> bool:
+    def uses_stage(self, index: int) -> bool:
         """Whether the gradient uses a shared staging slot and not a buffer of its own."""
         return self.has_host_state(index) or (self.is_updated(index) and not self.step_config.hold_gradients)
 
     @cached_property
     def stages(self) -> SlotMap:
-        sizes = {c: self.gradient_bytes(c) for c in self.grad_complete_at if self.is_staged(c)}
+        sizes = {c: self.gradient_bytes(c) for c in self.grad_complete_at if self.uses_stage(c)}
         return assign_slots(call_intervals(self.layout, sizes, STAGE_DEPTH), sizes)
 
     @cached_property
@@ -195,7 +195,7 @@ class Placement:
         ]
         return frozenset(c for i, c in enumerate(on_host) if i % self.decision.host_update_interval)
 
-    def waits_on_host(self, index: int) -> bool:
+    def has_host_gradient(self, index: int) -> bool:
         """Whether the gradient has a buffer of its own on the host, which holds it until its update."""
         return self.step_config.hold_gradients or index in self.updated_after_backward
 
@@ -204,13 +204,13 @@ class Placement:
         return self.updates_on_host(index) or (self.has_host_state(index) and self.step_config.hold_gradients)
 
     @cached_property
-    def sending(self) -> tuple[int, ...]:
+    def sending_calls(self) -> tuple[int, ...]:
         """Calls that offload activations to the host, in forward order."""
         return tuple(v for v, w in enumerate(self.work) if w.sent_bytes and self.graph.has_backward[v])
 
     @cached_property
     def return_slot(self) -> dict[int, int]:
-        return {call: i % RETURN_SLOTS for i, call in enumerate(reversed(self.sending))}
+        return {call: i % RETURN_SLOTS for i, call in enumerate(reversed(self.sending_calls))}
 
     @cached_property
     def gpu(self) -> dict[Buffer, int]:
@@ -252,15 +252,15 @@ class Placement:
                 buffers[B.HOME, i] = self.home_bytes(i)
             if self.has_host_state(i):
                 buffers[B.HOST_STATE, i] = self.state_bytes(i)
-                if self.waits_on_host(i):
+                if self.has_host_gradient(i):
                     buffers[B.HOST_GRADIENT, i] = self.gradient_bytes(i)
         passed_through = {
             self.stages.slot_of[c]
             for c in self.grad_complete_at
-            if self.updates_on_host(c) and not self.waits_on_host(c)
+            if self.updates_on_host(c) and not self.has_host_gradient(c)
         }
         buffers.update({(B.HOST_STAGE, s): self.stages.slot_bytes[s] for s in passed_through})
-        buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending})
+        buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending_calls})
         if scratch := self._scratch_bytes(on_host=True):
             buffers[B.HOST_SCRATCH, 0] = scratch
         return buffers
@@ -296,11 +296,11 @@ class Placement:
 
     def gradient_buffer(self, index: int) -> Buffer:
         """The buffer on the device with the sum of a gradient over the micro-batches so far."""
-        return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)
+        return (B.STAGE, self.stages.slot_of[index]) if self.uses_stage(index) else (B.GRADIENT, index)
 
     def state_slot(self, index: int) -> Buffer:
         """The buffer on the device that holds streamed state during the update."""
         return (B.STATE_SLOT, self.state_slots.slot_of[index])
 
     def host_gradient_buffer(self, index: int) -> Buffer:
-        return (B.HOST_GRADIENT, index) if self.waits_on_host(index) else (B.HOST_STAGE, self.stages.slot_of[index])
+        return (B.HOST_GRADIENT, index) if self.has_host_gradient(index) else (B.HOST_STAGE, self.stages.slot_of[index])

@@ -120,6 +120,6 @@ class Plan:
     is then computed from full logits.
     """
     process_overhead: ProcessOverhead = ProcessOverhead()
-    """Process overhead beside the estimate, as measured by the trial run."""
+    """Process overhead beside the estimate, as measured by the profiling run."""
     profile_keys: tuple[str, ...] = ()
     """Cache keys of the profiles that the plan uses. A run that contradicts the plan deletes these profiles."""

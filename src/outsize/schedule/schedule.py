@@ -134,7 +134,7 @@ def _forward(place: Placement, *, offloads: bool = True) -> list[Action]:
     calls = list(range(len(place.graph.calls)))
     slots = _Slots(place, calls, {})
     actions = slots.loads(slots.all)
-    sending = set(place.sending) if offloads else set()
+    sending = set(place.sending_calls) if offloads else set()
     for position, call in enumerate(calls):
         actions.append(Action(Kind.FORWARD, call))
         if call in sending:

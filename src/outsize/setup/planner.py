@@ -20,8 +20,8 @@ from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import pack
 from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
 from outsize.model.batch import (
-    Call,
     Measured,
+    ModelCall,
     Signature,
     arguments_of,
     as_call,
@@ -109,8 +109,8 @@ class Planner:
         batch = detached(batch)
         require_nonempty(batch)
         # A call that the loss does not make is measured by itself.
-        loss = self.request.loss if not isinstance(batch, Call) else None
-        call = as_call(self.model, batch) if loss is None else Call()
+        loss = self.request.loss if not isinstance(batch, ModelCall) else None
+        call = as_call(self.model, batch) if loss is None else ModelCall()
         signatures: list[Signature] = [signature(arguments_of(call, self._names))] if loss is None else []
         try:
             (graph, trace), chosen = self._trace_blocks(batch, recording(loss, signatures), before)
@@ -251,7 +251,7 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
                     type(engine.model).__name__,
                     device.spec.name,
                 )
-                engine.give_way(
+                engine.end(
                     "a later outsize.prepare took the device's memory; to train two models at once, give each prepare "
                     "a gpu_memory"
                 )

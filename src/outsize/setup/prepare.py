@@ -128,7 +128,7 @@ def _end_earlier_engine(model: nn.Module) -> None:
             log.warning(
                 "the model is prepared already: its engine is detached, its weights stay, its optimizer state is new"
             )
-            engine.give_way("outsize.prepare was called again for its model")
+            engine.end("outsize.prepare was called again for its model")
 
 
 def preview(model: nn.Module, batch: Any, **settings: Any) -> PlannedModel:

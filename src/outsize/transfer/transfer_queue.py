@@ -26,7 +26,7 @@ from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.transfer.host_pool import HostPool
 from outsize.transfer.lane_queue import Buffers, LaneQueue
-from outsize.transfer.offloaded_tensors import Handle, OffloadedTensors, own_items
+from outsize.transfer.offloaded_tensors import OffloadedTensors, PackedTensor, own_items
 
 Originals = list[tuple[Tensor, int]]
 """Packed tensors and their versions, to find writes into them."""
@@ -40,7 +40,7 @@ class Transfer:
         self._originals: Originals = []
         self._number: int | None = None
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         self._queue.require_sendable(tensor)
         if self._number is not None:
             raise TransferError("A tensor was packed after its set was sent. Pack all tensors of a set before send().")
@@ -55,7 +55,7 @@ class Transfer:
         self._number = self._queue.send(self._tensors, originals)
         weakref.finalize(self, self._queue.drop, self._number).atexit = False
 
-    def unpack(self, handle: Handle) -> Tensor:
+    def unpack(self, handle: PackedTensor) -> Tensor:
         if self._number is None:
             raise TransferError("A tensor was unpacked before its set was sent. Call send() after the forward.")
         return self._queue.unpack(self._number, handle)
@@ -138,7 +138,7 @@ class TransferQueue:
             self._issue("d2h", (live,), (arena,), number, partial(tensors.copy_to, self.pool[number]))
             return number
 
-    def unpack(self, number: int, handle: Handle) -> Tensor:
+    def unpack(self, number: int, handle: PackedTensor) -> Tensor:
         """A tensor of a set. Copies the set back first, unless it is there, and prefetches those sent before it."""
         with self._lock:
             self._release_dropped()
