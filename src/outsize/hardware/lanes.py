@@ -40,9 +40,8 @@ REFERENCE_UPDATE_BYTES = 26
 """Bytes that the update of one parameter reads and writes under the optimizer whose rates are calibrated. Other
 optimizers' updates take time in proportion to theirs."""
 LEAD_SECONDS = 0.1
-"""How far the launching thread gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B decoder,
-120 ms of an 8B one.
-"""
+"""Run-ahead: how far the launching thread gets ahead of the device, which queues about a thousand launches (40 ms of a
+1B decoder, 120 ms of an 8B one)."""
 
 
 def require_lane(lane: str) -> Lane:

@@ -74,7 +74,7 @@ RULE = UpdateRule("adamw", _LAYOUT, _numbers, _update_piece)
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerSpec):
-    """AdamW with exact fp32 masters, wherever they live."""
+    """AdamW with fp32 master weights."""
 
     checks: ClassVar[dict[str, Check]] = {
         "lr": AT_LEAST_0, "betas": TWO_BETAS, "eps": ABOVE_0, "weight_decay": AT_LEAST_0,

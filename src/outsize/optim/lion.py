@@ -59,7 +59,7 @@ RULE = UpdateRule("lion", _LAYOUT, _numbers, _update_piece)
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(OptimizerSpec):
-    """Lion with exact fp32 masters, wherever they live. Its learning rate is 3 to 10 times smaller than AdamW's."""
+    """Lion with fp32 master weights. Its learning rate is 3 to 10 times smaller than AdamW's."""
 
     checks: ClassVar[dict[str, Check]] = {"lr": AT_LEAST_0, "betas": TWO_BETAS, "weight_decay": AT_LEAST_0}
 

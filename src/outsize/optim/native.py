@@ -1,8 +1,8 @@
 """The C kernels of optimizer updates and of the gradient norm: compiled with the package, else when first used and kept
 in the cache folder.
 
-Without a compiler there is none, which is logged once; `rule.py` then does the same in torch, to the same bits and
-several times slower. OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
+Without a compiler there is no kernel, which is logged once. `rule.py` then computes the same bits in torch, several
+times slower; OUTSIZE_KERNELS=torch forces that. Calls release the GIL.
 """
 
 import ctypes
@@ -26,11 +26,11 @@ from outsize.optim.build import compile_library, find_compiler, fingerprint
 
 _PACKAGE = Path(__file__).parent
 _SPARE_CORES = 2
-"""Left to the thread that issues work and to the driver."""
+"""Cores left to the launching thread and to the driver."""
 
 
 _Numbers = ctypes.c_float * 9
-"""As many as any rule has, and the clipping factor."""
+"""The scalars of a rule (the longest list), then the clipping factor."""
 
 
 class Kernel:

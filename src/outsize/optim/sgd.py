@@ -59,7 +59,7 @@ MOMENTUM_RULE = UpdateRule("sgd_momentum", _MOMENTUM, _numbers_of_momentum, _upd
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec):
-    """SGD with exact fp32 masters, wherever they live. Without momentum in any group there is no state."""
+    """SGD with fp32 master weights. Without momentum in any group there is no state."""
 
     checks: ClassVar[dict[str, Check]] = {
         "lr": AT_LEAST_0, "momentum": BELOW_1, "nesterov": TRUE_OR_FALSE, "weight_decay": AT_LEAST_0,

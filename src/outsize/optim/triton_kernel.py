@@ -1,11 +1,11 @@
 """Optimizer updates and the norm of a flat range in GPU memory, one pass each in Triton. With AdamW 26 bytes a
 parameter move once (28 with fp32 gradients).
 
-Imported only where it is used: a CPU machine has no triton. Its operations are those of native.c, to
-the bit. What makes it so, as read in the PTX that Triton 3.6 makes: `enable_fp_fusion=False` keeps LLVM from
-contracting a*b+c and has every multiplication written as `mul.rn`, which ptxas may not contract either; `div_rn` and
-`sqrt_rn` become `div.rn` and `sqrt.rn`; nothing carries `.ftz`, so denormals stay. bf16 is widened and the master split
-by integer arithmetic. tests/gpu/test_kernels.py reads the PTX again, and compares the bits.
+Imported only where it is used: a CPU machine has no triton. The kernels compute the same bits as native.c. The
+PTX of Triton 3.6 shows why: `enable_fp_fusion=False` keeps LLVM from contracting a*b+c and writes every multiplication
+as `mul.rn`, which ptxas may not contract either; `div_rn` and `sqrt_rn` become `div.rn` and `sqrt.rn`; no instruction
+has `.ftz`, so denormals stay. Integer arithmetic widens bf16 and splits the master. tests/gpu/test_kernels.py checks
+the PTX and the bits.
 """
 
 # mypy: allow-untyped-defs
@@ -24,7 +24,7 @@ BLOCK = 1024
 WARPS = 8
 
 
-# The rules: see adamw.py, lion.py, sgd.py. Of the master, the clipped gradient and the state, the new master and state.
+# The rules (see adamw.py, lion.py, sgd.py): from master, clipped gradient and state to the new master and state.
 
 
 @triton.jit

@@ -32,13 +32,13 @@ class CallPath:
         self._open = -1
         """The open call of this forward."""
         self._skipped: set[int] = set()
-        """Calls that this training forward has passed over."""
+        """Calls that this training forward has skipped."""
         self._known_jumps: set[tuple[int, int]] = set()
         self._readers: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        """By id of a module: the calls that read all of its own parameters that are read at all, and those that read
-        any of them."""
+        """By id of a module: the calls that read all of its own parameters (except those that no call reads), and the
+        calls that read any of them."""
         self.is_new = False
-        """The forward has left out blocks, or read a module, in a way that no forward before it did."""
+        """Whether the forward has skipped blocks, or read a module, as no forward before it did."""
 
     def begin_forward(self) -> None:
         self._open = -1
@@ -47,14 +47,14 @@ class CallPath:
     # Training forwards.
 
     def call_of_layer(self, layer: str) -> int:
-        """The next call of a layer. If the plan has no further one: the next call at all, which is another layer's and
-        which `enter` refuses.
+        """The next call of a layer. If the plan has no further call of it: the next call of any block, which `enter`
+        then refuses.
         """
         return self._jump_to(self._next_call_of(layer, default=self._open + 1))
 
     def call_of_module(self, module: nn.Module) -> int:
         """The call that reads a module outside of layers: the open one, or a later one if the layer before that was
-        left out.
+        skipped.
         """
         if id(module) not in self._readers:
             own = {id(param) for param in module._parameters.values()}
@@ -72,8 +72,8 @@ class CallPath:
 
     def enter(self, call: int, layer: str | None) -> None:
         """Open a call. `layer`: the name of the layer that runs, None for a region. Raises OrderMismatch if the plan
-        has another block there, or if a call that reads weights outside of their modules is left out: nothing shows
-        when such a region begins, and its weights may not have been loaded.
+        has another block there, or if a call that reads weights outside of their modules is skipped: no hook shows
+        when such a region begins, so its weights may not have been loaded.
         """
         planned = self._graph.blocks[self._graph.calls[call]] if call < len(self._graph.calls) else None
         if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
@@ -85,7 +85,7 @@ class CallPath:
         self._open = call
 
     def end_forward(self) -> None:
-        """Raise OrderMismatch if the calls that were left out do not allow a backward."""
+        """Raise OrderMismatch if the skipped calls do not allow a backward."""
         self._skip_before(len(self._graph.calls), "ended its forward without it")
         self._require_completing_calls()
 
@@ -97,7 +97,7 @@ class CallPath:
 
     def _require_completing_calls(self) -> None:
         """Raise OrderMismatch if a gradient would complete in an earlier call than the plan has: it would overwrite
-        another gradient in its staging slot.
+        another gradient in its stage.
         """
         graph, place = self._graph, self._place
         for call in self._skipped:
@@ -137,12 +137,12 @@ class CallPath:
         self._require_reads_seen(len(self._graph.calls))
 
     def _require_reads_seen(self, before: int) -> None:
-        """Refuse to leave out a call that reads weights outside of their modules, or the call before it."""
+        """Refuse to skip a call that reads weights outside of their modules, or the call before it."""
         if passed := [call for call in self._graph.reads_outside_module if self._open < call < before]:
             name, previous = (self._graph.call_name(call) for call in (passed[0], passed[0] - 1))
             raise OrderMismatch(
-                f"{name} reads weights outside of their modules, and a forward without grad left it or {previous} out. "
-                "Leave neither out, or read the weights inside of the forward of their module."
+                f"{name} reads weights outside of their modules, and a forward without grad skipped it or {previous}. "
+                "Run both, or read the weights inside of the forward of their module."
             )
 
     def chunks_of_layer(self, name: str) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """Executor: runs the schedule of a plan with tensors.
 
 Before a block call runs, the executor issues everything that the schedule lists before it, in order, on the device's
-lanes. Waits come from Hazards alone. A forward may leave blocks out (a batch without images, LayerDrop), and a backward
-those that no gradient reaches: their loads, gradient copies and updates are issued all the same, and what they would
-have computed or offloaded is passed over. A call that is not ahead in the segment raises OrderMismatch. Forwards
-without grad follow a segment of their own, but may take any path.
+lanes. Waits come from Hazards alone. A forward may skip blocks (a batch without images, LayerDrop), and a backward
+skips those that no gradient reaches. Their loads, gradient copies and updates are still issued; their forward, backward
+and offload are not. A call that is not ahead in the segment raises OrderMismatch. Forwards without grad follow a
+segment of their own, but may take any path.
 
 Under a plain plan (Placement.is_plain) nothing is issued between calls, so the model has no hooks on its layers and
-runs as without an engine; updates in backward come at its end. A device that finds races has the hooks all the same.
+runs as without an engine; updates in backward are issued at its end. A device that finds races keeps the hooks.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from outsize.transfer.lane_queue import LaneQueue
 from outsize.transfer.offloaded_tensors import OffloadedTensors, own_items
 
 ALL_CALLS = -1
-"""In place of a call, in a pass that does not distinguish its calls."""
+"""Stands for the open call in a pass whose block calls are not seen (`Executor.sees_calls` is False)."""
 
 
 class Executor:
@@ -50,17 +50,17 @@ class Executor:
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.sees_calls = not place.is_plain or device.finds_races
         self.current_call: int | None = None
-        """The call whose forward or backward is open; ALL_CALLS where they are not seen."""
+        """The call whose forward or backward is open; ALL_CALLS if calls are not seen."""
         self.issued: list[str] = []
         """The actions issued since the last forward began, as text."""
         self._update_chunk, self._add_gradient = update_chunk, add_gradient
         self._kind = Kind.FORWARD
-        """Of the block calls that the current pass runs: FORWARD or BACKWARD."""
+        """The kind of action that runs a block call in the current pass: FORWARD or BACKWARD."""
         self._segment = Segment("none", ())
         self._next = 0
         """Position of the next action in the segment."""
         self._skipped: set[int] = set()
-        """Calls that this forward, or its backward, has passed over."""
+        """Calls that this forward, or its backward, has skipped."""
         self._without_grad: set[int] = set()
         """Calls that ran without grad in this forward, though the plan has a backward for them."""
         self._offloaded: dict[int, OffloadedTensors] = {}
@@ -88,7 +88,7 @@ class Executor:
         self._start(Kind.BACKWARD, backward_name(pending=pending, update=update))
 
     def enter(self, call: int) -> None:
-        """Issue everything that the segment lists before this call, and begin it. The calls between are left out."""
+        """Issue everything that the segment lists before this call, and begin it. Calls in between are skipped."""
         if not self.sees_calls:
             self.current_call = ALL_CALLS
             return
@@ -127,8 +127,8 @@ class Executor:
         self.lanes.drop_old_events()
 
     def _walk_to_call(self) -> Action | None:
-        """Issue what comes before the next call of this pass, without what is left out. None at the end of the
-        segment.
+        """Issue the actions before the next call of this pass, except those of skipped calls. Returns that call's
+        action, or None at the end of the segment.
         """
         while self._next < len(self._segment.actions):
             action = self._segment.actions[self._next]
@@ -158,7 +158,7 @@ class Executor:
         return self._offloaded[call]
 
     def runs_without_grad(self, call: int) -> None:
-        """In this forward the call saves no activations and offloads none."""
+        """Record that the call runs without grad in this forward: it saves and offloads no activations."""
         self._without_grad.add(call)
 
     def update(self) -> None:
@@ -185,8 +185,8 @@ class Executor:
     def enter_evaluation(self, call: int, chunks: tuple[int, ...]) -> None:
         """Begin a call of a forward without grad, which reads these chunks.
 
-        Loads follow the segment `evaluate`, so that weights are prefetched. The forward may leave calls out, whose
-        loads are then left out too, or go back: chunks that are not in their slots are loaded here.
+        Loads follow the segment `evaluate`, so that weights are prefetched. The forward may skip calls, whose loads are
+        then skipped too, or go back: chunks that are not in their slots are loaded now.
         """
         self.lanes.end()
         position = self._position_in_evaluation.get(call, -1)
@@ -267,7 +267,7 @@ class Executor:
 
     def _has_no_saved_tensors(self, call: int) -> bool:
         """Whether a call that offloads has saved no activations: it ran without grad, or its input needed none because
-        the trained blocks before it were left out.
+        the trained blocks before it were skipped.
         """
         if call in self._without_grad:
             return True
@@ -281,7 +281,7 @@ class Executor:
         if offloaded is None or not 0 < size <= planned:
             name = self.place.graph.call_name(call)
             raise EngineMisuse(
-                f"{name}: it saved {show_bytes(size)} of activations to send to the host, and the plan has more than 0 "
+                f"{name}: it saved {show_bytes(size)} of activations to offload, and the plan has more than 0 "
                 f"and at most {show_bytes(planned)}. Prepare the model with the batch shape that it trains on "
                 "(max_shape=...)."
             )

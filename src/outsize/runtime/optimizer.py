@@ -62,7 +62,7 @@ class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
 
 
 class OwnsState(Protocol):
-    """What the optimizer needs of the engine."""
+    """The part of an engine that its optimizer uses."""
 
     def step(self) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...

@@ -165,7 +165,7 @@ class PlanRuntime:
         self._is_guarded = False
 
     def release(self, *, keep: bool = True) -> None:
-        """A plain model on the CPU again; without `keep`, an unmaterialized one."""
+        """Make the model a plain one on the CPU again; without `keep`, an unmaterialized one."""
         self.drop_guard()
         self.access.release()
         if self.planned.loss is not None:
@@ -178,7 +178,7 @@ class PlanRuntime:
 
 
 class RuntimeOwner(Protocol):
-    """What the engine's parts need of the engine. Parts that outlive a plan read `runtime` at each use."""
+    """The part of an engine that its components use. Components that outlive a plan read `runtime` at each use."""
 
     model: nn.Module
     device: Device

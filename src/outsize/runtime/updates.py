@@ -18,7 +18,7 @@ from outsize.schedule.buffers import BufferKind as B
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What one optimizer step does, fixed at the moment of `step()` (or of a declared last backward)."""
+    """The hyperparameters of one optimizer step, fixed by `step()` (or during a declared last backward)."""
 
     numbers: dict[str, Numbers]
     """Per parameter that has a gradient."""
@@ -30,7 +30,7 @@ class Updates:
         """`groups` gives the live param_groups; `group_of` says which one a parameter is in."""
         self._store, self._rule, self._groups, self._group_of = store, rule, groups, group_of
         self.wait_written: Callable[[int], None] = lambda index: None
-        """Returns once nobody reads a chunk's weights and state any more: a save may be on its way."""
+        """Blocks until a background save has written a chunk's weights and state."""
         self.steps: dict[str, int] = dict.fromkeys(group_of, 0)
         """Updates made so far, per parameter."""
         self._scratch = {
@@ -52,13 +52,13 @@ class Updates:
         return StepSettings(numbers, clip)
 
     def count(self, step: StepSettings) -> None:
-        """The step is made: later ones are later."""
+        """Count the step for each of its parameters."""
         for name in step.numbers:
             self.steps[name] += 1
 
     @torch.no_grad()
     def update_chunk(self, index: int, step: StepSettings) -> None:
-        """Update a chunk at its update site. Its gradient and its state are there."""
+        """Update a chunk at its update site, where its gradient and its state are."""
         self.wait_written(index)
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
@@ -101,8 +101,8 @@ class Updates:
         return {"step": torch.tensor(float(self.steps[name])), **state}
 
     def state_to_keep(self, name: str) -> dict[str, Tensor]:
-        """The same for after the engine: what lives on the host is handed over as it is, what lives on the device is
-        copied from it.
+        """The state of a parameter for use after the engine has ended: host tensors are handed over, device tensors are
+        copied to the CPU.
         """
         index, _ = self._store.place.layout.location[name]
         state = self.state(name)
