@@ -60,7 +60,7 @@ class ChunkLayout:
 
     @cached_property
     def location(self) -> dict[str, tuple[int, Piece]]:
-        """Per parameter: its chunk's index and its piece."""
+        """By parameter: the index of its chunk, and its piece of it."""
         return {piece.name: (chunk.index, piece) for chunk in self.chunks for piece in chunk.pieces}
 
     def used_by(self, call: int) -> tuple[int, ...]:

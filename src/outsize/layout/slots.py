@@ -1,4 +1,4 @@
-"""Assigns slots: an interval colouring over positions in the program.
+"""Assigns slots: an interval colouring over the order in which items are used.
 
 An item needs its slot from its first to its last position, and items whose intervals overlap never share a slot.
 Weights, gradients and optimizer state that pass through the GPU are all assigned here, by planner and runtime alike.
@@ -12,6 +12,7 @@ from outsize.layout.chunks import ChunkLayout
 Interval = tuple[float, float]
 """The first and the last position at which an item needs its slot."""
 ALWAYS: Interval = (float("-inf"), float("inf"))
+"""Of an item that never shares its slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,7 @@ class SlotMap:
 
 
 def assign_slots(intervals: Mapping[int, Interval], sizes: Mapping[int, int]) -> SlotMap:
-    """`intervals`: in the order of their first positions; ALWAYS, which shares its slot with nothing, may come
-    anywhere.
-    """
+    """Assign a slot to each item. `intervals`: in the order of their first positions; ALWAYS may come anywhere."""
     slot_of: dict[int, int] = {}
     slot_bytes: list[int] = []
     ends: list[float] = []  # the last position of the slot's latest item

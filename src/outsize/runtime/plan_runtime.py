@@ -103,7 +103,7 @@ class PlanRuntime:
         self.access = ParameterAccess(
             self.store,
             self.gradients,
-            stage=lambda: state.pass_state,
+            pass_state=lambda: state.pass_state,
             drain=engine.drain_before_read,
             before_write=engine.finish_saving,
             before_grad=before_grad,

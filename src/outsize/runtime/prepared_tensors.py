@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class ParameterOwner(Protocol):
-    """The engine's side of a prepared parameter. `name` is the parameter's."""
+    """The part of an engine that a prepared parameter uses. `name`: the parameter's name."""
 
     def open(self, handle: "Handle") -> None:
         """Wait until the memory of a handle can be read. Raises StaleParameter if it is no longer the parameter's."""
@@ -51,7 +51,7 @@ class ParameterOwner(Protocol):
         """Run an operator that writes these weights."""
 
     def written(self, name: str) -> None:
-        """An operator that is not known to write has written this weight."""
+        """Record that an operator of unknown effect has written this weight."""
 
     def hand_out(self, memory: Tensor, handle: "Handle") -> "PreparedTensor": ...
     def add_gradient_hook(self, name: str, register: Callable[[], Any]) -> Any: ...
@@ -157,7 +157,7 @@ def prepared(memory: Tensor, handle: Handle) -> PreparedTensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory as an ordinary tensor, synchronized."""
+    """The same memory as an ordinary tensor, after the updates in flight."""
     if isinstance(tensor, PreparedParameter) and (owner := owner_of(tensor)) is not None:
         return owner[0].weight(owner[1])
     if isinstance(tensor, PreparedTensor):

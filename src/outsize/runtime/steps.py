@@ -1,4 +1,4 @@
-"""Steps: when and with which numbers a step updates the weights.
+"""Steps: when a step updates the weights, and with which hyperparameters.
 
 *After step* (the default): gradients are kept until `step()`, which fixes the hyperparameters and the clipping factor,
 issues the updates and returns. *In backward*: inside `last_backward()` chunks are updated once their gradients are
@@ -42,7 +42,7 @@ class Steps:
             self._updates_in_backward = False
 
     def begin_backward(self) -> bool:
-        """Whether the backward that begins updates weights."""
+        """A backward begins. Returns whether it updates weights."""
         self.apply_clipping()
         if self._updates_in_backward:
             self._state.require("last_backward")
@@ -55,7 +55,7 @@ class Steps:
         return self._updates_in_backward
 
     def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
-        """The update of one chunk, with its numbers fixed now: it may run later, on another thread."""
+        """The work of updating one chunk, with its hyperparameters fixed now: it may run later, on another thread."""
         runtime = self._engine.runtime
         if in_backward:
             accumulated = {piece.name for piece in runtime.place.chunk(chunk).pieces} & runtime.gradients.accumulated

@@ -1,12 +1,13 @@
 """Store: the memory of a prepared model. Allocates the buffers that the placement names, moves parameters into them,
 and reads and writes parameters by name.
 
-[Note: The places of a chunk]
-- home: the weights between uses, if the chunk streams or is updated on the host. On the host.
-- weights: the weights of a resident chunk, on the GPU. Between uses they are read here if the chunk has no home.
-- slot: GPU memory that streamed chunks pass through. One chunk at a time uses it.
-- state: state tensors of the optimizer and the lower halves of split masters, where the chunk is updated.
-- gradient: where backward writes the gradient: a buffer of its own, or a stage from which it is copied to the host.
+[Note: The buffers of a chunk] (schedule/buffers.py lists all kinds)
+- HOME: the weights in host memory, if the chunk is streamed or updated on the host. Between uses they are read here.
+- WEIGHTS: the weights of a resident chunk, on the GPU. Between uses they are read here if the chunk has no HOME.
+- SLOT: GPU memory that streamed chunks pass through. One chunk at a time uses it.
+- STATE, HOST_STATE: state tensors of the optimizer and the lower halves of split masters, in the state home.
+- GRADIENT, STAGE: where backward writes the gradient: a buffer of its own, or a stage from which it is copied to the
+  host.
 
 A parameter's `.data` is set once, to a view of `weights` or of a slot. After that only the flat buffers are written.
 """
@@ -155,7 +156,7 @@ class Store:
         return self._as_state(index, self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index])
 
     def state_at_update(self, index: int) -> tuple[list[Tensor], Tensor | None]:
-        """The same at the update site: streamed state is in its slot."""
+        """The same at the update site: streamed state is in its state slot."""
         if not self.place.streams_state(index):
             return self.state(index)
         return self._as_state(index, self.gpu[self.place.state_slot(index)][: self.place.update_of(index).state_bytes])
@@ -233,7 +234,7 @@ class Store:
                 self.refresh_copies(index)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Set parameters to new values. Where one differs from the weight, it becomes the master too."""
+        """Set parameters to new values. An element that changes becomes its own master weight."""
         with torch.no_grad(), self.device.on_host():
             for name, value in values.items():
                 weight = self.value(name)
@@ -257,7 +258,7 @@ class Store:
                 lo.masked_fill_(where.to(lo.device), 0)
 
     def refresh_copies(self, index: int) -> None:
-        """Bring what was written to a chunk's home to its resident weights, and mark slots that hold it as stale."""
+        """Copy a chunk's home to its resident weights, if it has both, and mark slots that hold the chunk as stale."""
         if (B.HOME, index) in self.host and (B.WEIGHTS, index) in self.gpu:
             with torch.no_grad(), self.device.on_host():
                 self.gpu[B.WEIGHTS, index].copy_(self.host[B.HOME, index])
@@ -270,7 +271,7 @@ class Store:
                 self.slot_contents[slot] = None
 
     def replaced(self) -> str | None:
-        """The name of a parameter of the model that was exchanged, added or removed since it was prepared."""
+        """The name of a parameter that was exchanged, added or removed since the model was prepared."""
         for path, own, params in self._tables:
             if len(own) != len(params):
                 name = next(iter(own.keys() ^ params.keys()))

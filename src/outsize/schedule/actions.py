@@ -20,6 +20,8 @@ from outsize.schedule.placement import Placement
 
 
 class Kind(StrEnum):
+    """The kinds of actions, with the letters that plans, traces and reports show. `TYPES` describes them."""
+
     LOAD = "L"
     FORWARD = "F"
     OFFLOAD = "S"
@@ -45,6 +47,8 @@ class Action(NamedTuple):
 
 
 class Effect(NamedTuple):
+    """The lane of an action, and the buffers it reads and writes."""
+
     lane: Lane
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
@@ -66,7 +70,7 @@ class ActionType:
     effect: Callable[[Placement, int, bool], Effect]
     """Takes the operand, and whether the action belongs to a backward that updates."""
     num_bytes: Callable[[Placement, int], int]
-    """Bytes that it copies or frees; 0 for compute."""
+    """Takes the operand. Bytes that the action copies or frees; 0 for compute."""
 
     @property
     def moves_activations(self) -> bool:
@@ -112,9 +116,7 @@ def _host_slowdown(place: Placement, spec: HardwareSpec) -> float:
 
 
 def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
-    """CPU seconds to launch an action, and whether the CPU waits for the GPU in it. Zero where launches were not
-    measured.
-    """
+    """CPU seconds to launch an action (0 if unknown), and whether the CPU waits for the GPU in it."""
     kind, i = action
     operation = TYPES[kind].operation
     if not place.has_launch_times or operation == "free":

@@ -1,4 +1,4 @@
-"""Plan: a frozen record, without torch, that the planner makes and the runtime executes.
+"""Plan: what the planner decides and predicts, as a frozen record that the runtime executes. No torch.
 
 The *step_config* is given by the user (how to train). The *decision* is chosen by the search (what lives where). The
 *work* is measured. The *estimate* is the simulator's prediction. A plan file holds all four, so a run can be repeated

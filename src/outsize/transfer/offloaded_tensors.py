@@ -62,7 +62,7 @@ class OffloadedTensors:
         self._index = {}
 
     def attach_buffer(self, buffer: Tensor | None) -> None:
-        """Set the device buffer that the bytes are copied back to. None: there is none any more."""
+        """Set the device buffer that the bytes are copied back to. None: it was freed."""
         self._buffer = buffer
 
     def unpack(self, handle: PackedTensor) -> Tensor:
@@ -76,7 +76,7 @@ class OffloadedTensors:
 
 
 def own_items(sets: Mapping[int, OffloadedTensors], number: int) -> list[Tensor]:
-    """The storages of one set that no earlier set holds on the device: the others were made before it."""
+    """The storages of a set, without those that an earlier set holds too: they were written before this set's call."""
     earlier: set[int] = set()
     for other, tensors in sets.items():
         if other == number:
