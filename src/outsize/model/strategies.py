@@ -1,7 +1,7 @@
 """The activation strategies: what happens to a layer's activations between forward and backward. No torch.
 
-The profiler, the planner, pins, the configuration and the plan table derive from `STRATEGIES`. The function that runs a
-layer under a strategy is in activation/strategies.py.
+Profiler, runtime, pins, configuration and plan table derive from `STRATEGIES`; the planner's candidates name each
+strategy (planner/candidates.py). The function that runs a layer under a strategy is in activation/strategies.py.
 """
 
 from dataclasses import dataclass

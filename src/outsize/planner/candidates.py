@@ -4,8 +4,7 @@ decisions, bytes and a time bound.
 Layers have their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since their
 activations are freed first. A prefix of the chunks has resident weights (chunks that several calls use come first, then
 forward order). A prefix in forward order has its optimizer state on the GPU, since the next forward needs the first
-chunks first. Of the others, the first ones may have their
-state streamed, and the host updates the rest.
+chunks first. Of the others, the first ones may have their state streamed, and the host updates the rest.
 
 If only a small part of the model is trainable (adapters, a last layer), it stays on the GPU: its chunks come first
 among the weights, and counts are at least their number unless a pin is lower. The counts then determine how much of the
@@ -56,14 +55,21 @@ StrategyCounts = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
+    """A decision as numbers of chunks and layers. `SearchSpace.decision` says which ones."""
+
     resident: int
+    """Chunks with resident weights."""
     optimizer: int
+    """Chunks with their optimizer state on the GPU."""
     swap: int
     offload: int
     recompute: int
+    """Layers with each strategy. The others keep their activations."""
     depth: int
+    """Prefetch depth."""
     host_update_interval: int = 1
     streamed_state: int = 0
+    """Chunks with streamed state."""
 
     @property
     def mix(self) -> StrategyCounts:
