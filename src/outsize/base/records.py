@@ -65,7 +65,7 @@ def fingerprint(record: Any) -> str:
 
 
 def from_json(cls: type[R], data: Any, *, where: str = "") -> R:
-    """The record that `to_json` wrote. Fields that are missing get their defaults: the file may be older than they are.
+    """Read the record that `to_json` wrote. Missing fields get their defaults: the file may be older than a field.
 
     `where` names the file or object in messages.
     """
@@ -108,7 +108,7 @@ class Reader:
         rules: Mapping[str, Rule] | None = None,
     ) -> dict[str, Any]:
         """Values of the fields that are given and valid. `spelled`: how the user wrote a key, if not by its name.
-        `rules`: of fields whose hints have none.
+        `rules`: for fields whose type hints have none.
         """
         schema, values = _schema(record), {}
         for key, item in data.items():

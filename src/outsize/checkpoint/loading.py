@@ -17,7 +17,7 @@ from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 
 _SHOWN = 4
-"""How many differences an error lists."""
+"""The most differences that an error lists."""
 
 
 class CheckpointReader:

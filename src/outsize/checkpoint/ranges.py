@@ -24,7 +24,7 @@ class Ranges:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Ranges":
-        """A tensor for writing: a copy if it is not contiguous."""
+        """Ranges over a tensor, to write it to a file; over a copy if it is not contiguous."""
         return cls(tuple(tensor.shape), None, ((tensor.reshape(-1), 0),))
 
     @property
@@ -43,7 +43,7 @@ class Ranges:
         return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
 
     def matching(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each range with the same elements of a tensor that has this shape, or expands to it."""
+        """Each range with the matching elements of a tensor that has this shape, or expands to it."""
         tensor = tensor.expand(self.shape)
         flat = (tensor if self.stride is None else tensor.permute(memory_order(self.stride))).reshape(-1)
         return ((part, flat[first : first + part.numel()]) for part, first in self.parts)

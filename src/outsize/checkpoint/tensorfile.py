@@ -71,7 +71,7 @@ class TensorSpec:
 class StoredTensor:
     spec: TensorSpec
     start: int
-    """Byte of the file."""
+    """First byte in the file."""
 
     @property
     def end(self) -> int:
@@ -228,7 +228,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _pread(fd: int, into: memoryview, start: int) -> str | None:
-    """Return what went wrong, or None."""
+    """Returns the error as text, or None."""
     done = 0
     while done < len(into):
         try:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 LogitStep = tuple[Literal["mul", "div", "tanh", "to"], Any]
-"""What a model does to its logits before the loss. The operand is a number, None or a dtype."""
+"""An operation on the logits before the loss. The operand is a number, None or a dtype."""
 
 CHUNK_BYTES = 512 * 2**20
 MIN_TOKENS = 1024

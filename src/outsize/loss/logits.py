@@ -15,7 +15,7 @@ from outsize.compat import make_wrapper_subclass, parse_to, tree_leaves, without
 from outsize.loss.cross_entropy import LogitStep, cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""
+"""Dtypes of logits. Not fp16: their gradients are computed with the loss, before it is scaled, and would underflow."""
 _FACTS = {
     "dim", "ndimension", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__",
 }  # fmt: skip
@@ -44,7 +44,7 @@ class Product:
     """None after the loss is computed, so that a reference to the outputs does not keep activations."""
     head: nn.Linear
     dtype: torch.dtype
-    """Of the product: under autocast not the weight's."""
+    """Dtype of the product; under autocast it is not the weight's."""
 
     def logits(self) -> "Logits":
         assert self.hidden is not None
@@ -56,7 +56,7 @@ class Logits(Tensor):
 
     _product: Product
     _columns: slice
-    """The range of the vocabulary that is left."""
+    """The range of the vocabulary that indexing has selected."""
     _steps: tuple[LogitStep, ...]
 
     @staticmethod
@@ -142,7 +142,7 @@ class Logits(Tensor):
         return self._then(columns=slice(first + start, first + stop))
 
     def loss(self, targets: Tensor, *, ignore_index: int, num_items: Tensor | float | None, chunk: int) -> Tensor:
-        """The loss for targets that are shifted already. Can be computed once."""
+        """The loss for targets that are already shifted. Can be computed only once."""
         product, hidden = self._product, self._product.hidden
         if hidden is None:
             raise LogitsNotMaterialized("a second loss of the same logits")

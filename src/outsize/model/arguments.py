@@ -1,5 +1,5 @@
-"""The arguments of a call with their tensors moved to a device. What a forward writes into a list, dict or object among
-them is written to the caller's too.
+"""The arguments of a call with their tensors moved to a device. A forward's writes into a list, dict or object among
+them are applied to the caller's objects too.
 """
 
 import weakref
@@ -13,7 +13,7 @@ from outsize.model.tensors import items_of, with_items
 _Get = Callable[[], Any]
 _Move = Callable[[Tensor], Tensor]
 _Passed = dict[int, tuple[Any, Any]]
-"""By id: a value of the caller, and what is passed in its place."""
+"""By id of a value of the caller: the value, and the one that is passed instead."""
 
 
 class MovedArguments:

@@ -1,5 +1,5 @@
-"""A batch as a call of a model, and what its cost depends on: which inputs it has, their shapes, and whether a mask
-masks something.
+"""A batch as a call of a model, and the properties that its cost depends on: which inputs it has, their shapes, and
+whether a mask masks something.
 
 [Note: When a batch fits] A plan holds for the profiled batches, and for every batch that needs no more than one of
 them: the same inputs, no larger dimension, no wider dtype, no gradient into an input that had none, no mask that masks
@@ -99,7 +99,7 @@ class Input:
     tokens.
     """
     is_of_unknown_kind: bool = False
-    """Only its shape is known: not whether it is required, nor which flags were set with it."""
+    """Only its shape is known: not whether a batch must have it, nor which flags were set with it."""
 
     def covers(self, other: "Input") -> bool:
         """Whether `other` costs no more. Does not look at `is_irregular`."""
@@ -156,7 +156,7 @@ def looks_irregular(name: str, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profiled batch: its inputs, and those of the model calls that its loss made."""
+    """The signatures of a profiled batch and of the model calls that its loss made."""
 
     batch: Signature
     signatures: tuple[Signature, ...]
@@ -171,7 +171,7 @@ def covers(measured: Iterable[Signature], given: Signature) -> bool:
 
 
 def fits(measured: Iterable[Signature], arguments: Any) -> bool:
-    """The same for the arguments of a call. Values are read only if the result depends on them."""
+    """`covers` for the arguments of a call. Reads their values only if the result depends on them."""
     given = signature(arguments, is_irregular=lambda name, tensor: False)
     tensors = dict(named_tensors(arguments))
     known: dict[str, bool] = {}

@@ -167,7 +167,7 @@ class SearchSpace:
         )
 
     def streamed(self, optimizer: int, streamed_state: int) -> list[int]:
-        """The chunks with streamed state. Those that are larger than most come last: their state slots are too."""
+        """The chunks with streamed state. Large ones come last, since their state slots are large."""
         rest = self.state_order[optimizer:]
         usual = LARGE * statistics.median([self._weight_bytes[chunk] for chunk in rest]) if rest else 0
         return sorted(rest, key=lambda chunk: self._weight_bytes[chunk] > usual)[:streamed_state]
@@ -184,7 +184,7 @@ class SearchSpace:
 
     @cached_property
     def sizes(self) -> Placement:
-        """A placement for the bytes of chunks at each place, which are the same under every decision."""
+        """A placement to read the bytes of chunks from, which are the same under every decision."""
         return self.place(self.decision(self.plain))
 
     @property

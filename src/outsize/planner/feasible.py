@@ -38,7 +38,7 @@ class Budgets:
         """The smallest prefetch depth that is allowed."""
 
     def allows(self, counts: Candidate) -> bool:
-        """Whether the pins and the chunks that stay on the GPU allow the candidate."""
+        """Whether the candidate agrees with the pins, and keeps the chunks on the GPU that always stay there."""
         pins = self.pins
         pairs = (
             (pins.n_swap, counts.swap),

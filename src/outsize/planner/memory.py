@@ -49,7 +49,7 @@ def activation_peak(schedule: Schedule, place: Placement, held_bytes: int) -> tu
 
 
 def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[LedgerEntry]:
-    """The activation bytes of one micro-batch at every action that changes them.
+    """The activation bytes of one micro-batch before, during and after every action that changes them.
 
     Updates and copies allocate nothing, so one forward and any one backward are enough.
     """

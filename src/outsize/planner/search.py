@@ -55,7 +55,7 @@ _SIMPLICITY = (
     "updates apart on the host",
     "chunks with streamed state",
 )
-"""What makes a plan less simple, in order of weight."""
+"""Properties that make a plan less simple, most important first."""
 STREAMED_SHARES = (1.0, 0.75, 0.5, 0.33, 0.2, 0.1)
 """Shares of the host-updated chunks that are tried with streamed state, before ever smaller steps around the best."""
 STREAMED_STEPS = 4
@@ -149,7 +149,7 @@ class _Search:
     # Candidates.
 
     def _families(self, start: Candidate) -> Iterator[Candidate]:
-        """The first candidates: from little GPU memory up, in every order of priority."""
+        """The first candidates. From one with little GPU memory, the budget is spent in every order of priority."""
         yield start
         depths = DEPTHS if self.budgets.pins.n_buffer is None else (self.budgets.depth,)
         for mix, depth in itertools.product(dict.fromkeys([*self.budgets.bases(), start.mix]), depths):
@@ -161,7 +161,7 @@ class _Search:
                     yield self._spend(floor, order)
 
     def _spend(self, counts: Candidate, order: Iterable[str]) -> Candidate:
-        """Spend the GPU budget on each use in turn, as far as it goes."""
+        """Spend the GPU budget on each use in turn, until it is used up."""
         for name in order:
             steps = self._room(counts, name)
             low, high = 0, len(steps) - 1
@@ -174,7 +174,7 @@ class _Search:
         return self._with_host_update_interval(self._without_unused_depth(counts))
 
     def _room(self, counts: Candidate, name: str) -> "_Steps":
-        """The candidates with more and more memory for one use."""
+        """Candidates with increasing memory for one use (`resident`, `optimizer` or `keep`)."""
         if name == "keep":
             pins = self.budgets.pins
             takers = [
@@ -282,7 +282,7 @@ class _Search:
         assert (estimate.gpu_bytes, estimate.host_bytes) == (
             self.space.gpu_bytes(counts),
             self.space.host_bytes(counts),
-        ), "two accounts of one plan"
+        ), "the candidate's bytes differ from those of its plan"
         self.tried[counts] = _Tried(counts, decision, estimate)
 
     def _find_host_update_interval(self, counts: Candidate) -> None:

@@ -114,7 +114,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
 
 
 def _speed(device: Device) -> list[Any]:
-    """What the seconds of a trace depend on. Its bytes do not depend on the device or its memory."""
+    """The part of the key for the seconds of a trace. Its bytes do not depend on the device or its memory."""
     spec = device.spec
     return [
         device.kind,
@@ -134,7 +134,7 @@ def _settings(module: nn.Module) -> list[str]:
 
 
 class _Described:
-    """Stands for a tensor without its values."""
+    """A tensor in a key, by shape and dtype and without its values."""
 
     def __init__(self, tensor: torch.Tensor):
         self._text = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"

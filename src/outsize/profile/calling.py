@@ -1,4 +1,4 @@
-"""Calls a model with a batch, and finds the loss in its outputs."""
+"""Calls a model with a batch, and computes the loss from its outputs."""
 
 from collections.abc import Callable
 from typing import Any

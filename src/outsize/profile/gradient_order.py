@@ -1,4 +1,4 @@
-"""In which call's backward the gradient of each parameter is complete, as the profiling run sees it.
+"""Determines in which call's backward the gradient of each parameter is complete, from the profiling run.
 
 [Note: Weights that some calls read] A layer that runs several times may read a weight in some of its calls only,
 depending on the data: an expert. In the plan its gradient is complete in the first call of the layer, which is the last
@@ -17,7 +17,7 @@ from outsize.profile.profiling_pass import ProfilingPass
 
 
 def read_without_grad(model: nn.Module, graph: BlockGraph, run: ProfilingPass) -> tuple[tuple[int, str], ...]:
-    """Calls that have a backward, each with the trainable parameters of its block that it adds no gradient to.
+    """Pairs of a call that has a backward and a trainable parameter of its block to which it adds no gradient.
 
     A teacher's pass under no_grad may share a call with the start of the student's. A layer that runs without grad may
     be followed by code with grad. A module that layers share may have parts for each of them. A call whose backward

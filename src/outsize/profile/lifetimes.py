@@ -129,7 +129,7 @@ class Lifetimes:
         return not record.sends and storage_id(storage) in self._saved and self._saved[storage_id(storage)]() is storage
 
     def layer_sent(self, call: int, is_sent: Callable[[torch.UntypedStorage], bool]) -> None:
-        """All that a layer sends to the host is known."""
+        """Called once all tensors that a layer copies to the host are known. `is_sent`: whether it copies a storage."""
         self.sent |= {
             use for use, ref in self._uses.get(call, ()) if (storage := ref()) is not None and is_sent(storage)
         }

@@ -30,7 +30,7 @@ class Phase:
     launch_seconds: float = 0.0
     """CPU time to launch its kernels."""
     ran_ahead: bool = False
-    """All of it was launched before the GPU began it."""
+    """The CPU launched all of it before the GPU began it."""
     syncs_host: bool = False
     """The CPU waited for the GPU in it."""
 
@@ -57,7 +57,7 @@ class TrackedStorage:
     freed: PhaseName | None = None
     """`forward`: it was freed before the peak of that call's forward, or before that forward began."""
     peak_when_freed: int = 0
-    """What the meter had as peak then."""
+    """The meter's peak at that time."""
     is_freed_after_peak: bool = False
     """It was freed in the forward before the one that `freed` names, after the peak of that forward."""
     is_freed_before_peak: bool = False
@@ -240,7 +240,7 @@ class Phases:
         del self._freed[num_freed:]
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """A context for operators that are not the model's."""
+        """A context for operators that are not the model's: they do not count."""
         return self._meter.paused() if isinstance(self._meter, Observer) else nullcontext()
 
     def _read_level(self) -> int:

@@ -30,12 +30,12 @@ from outsize.transfer.offloaded_tensors import OffloadedTensors
 
 
 class PassContext(Protocol):
-    """What a pass needs from the tracer."""
+    """The part of a Tracer that a pass uses."""
 
     layers: tuple[Layer, ...]
     device: Device
     spill_device: torch.device
-    """Where activations are copied that a strategy sends to the host."""
+    """The device that activations are copied to under offload and swap."""
 
     progress: Bar
     """Counts the calls of all passes."""
@@ -51,26 +51,26 @@ class PassContext(Protocol):
     def is_static(self, tensor: Tensor) -> bool: ...
 
     def context_key(self, call: int) -> Any:
-        """What runs before a layer and after it. Code before it may hold its input, and code after it is measured with
-        it.
+        """Identifies the code before and after a layer call: code before it may hold its input, and code after it is
+        measured with it.
         """
         ...
 
     def note_arguments(self, call: int, tensors: list[Tensor]) -> None: ...
 
     def may_run_twice(self, layer: Layer) -> bool:
-        """Backward may run its forward again."""
+        """Whether backward may run the layer's forward again."""
         ...
 
     def has_backward(self, call: int) -> bool:
-        """A plan chooses a strategy for it. Otherwise it runs as with `keep`, and what it allocates is freed in
-        forward.
+        """Whether the call has a backward, and so a strategy. Otherwise it runs as with `keep`, and its allocations are
+        freed in forward.
         """
         ...
 
     def must_run(self, call: int) -> bool:
-        """It may not be skipped, since other work is measured with it: what runs after it, or the gradient of a weight
-        that calls share.
+        """Whether the call may not be skipped, since other work is measured with it: the code after it, or the gradient
+        of a weight that calls share.
         """
         ...
 

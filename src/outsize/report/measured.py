@@ -1,4 +1,4 @@
-"""A measured step, cut as a predicted one: from the end of one step's last backward to the end of the next one's."""
+"""A measured step, delimited as a predicted one: from the end of one last backward to the end of the next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Measured:
     gpu_bytes: int | None
     """The peak; None if it was not measured."""
     spans: Sequence[Span]
-    """Of a few whole steps and nothing else; empty without a recording."""
+    """Spans of a few whole steps; empty without a recording."""
     where: str
     """The device, for readers."""
     tokens_per_second: float | None = None

@@ -23,7 +23,7 @@ from outsize.schedule.plan import Plan
 from outsize.schedule.schedule import Schedule, compile_schedule
 
 KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
-"""Kinds of memory that is allocated for the whole run. Activations and transients are on top of it."""
+"""Groups of memory that is allocated for the whole run. Activations and transients are on top of it."""
 
 
 class StepSpan(NamedTuple):

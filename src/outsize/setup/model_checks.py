@@ -105,7 +105,7 @@ class _Range:
     tensor: Tensor
     first: int
     end: int
-    """Addresses."""
+    """Both are addresses."""
 
     @property
     def is_param(self) -> bool:

@@ -1,4 +1,4 @@
-"""Plans for one batch after another. Each plan also covers earlier batches, as far as they fit the memory together.
+"""Plans for one batch after another. Each plan also covers as many of the earlier batches as fit the memory.
 
 Otherwise a loop with different batches would re-plan forever. A batch that is larger than planned in some dimensions
 and smaller in others is planned at the maximum of every dimension, if that is not much larger than either. If it is,
@@ -55,7 +55,7 @@ class PlannedBatches:
         self._model, self._measure, self._solve = model, measure, solve
         self._max_shape, self._has_loss = max_shape, has_loss
         self._held: list[Traced] = []
-        """Of the batches that the current plan covers, latest first."""
+        """Measurements of the batches that the current plan covers, latest first."""
         self._loss: ChosenLoss | None = None
         self._images = Images()
         self._first: Any = None

@@ -1,4 +1,6 @@
-"""`Planner`: profiles a model with a batch, searches a plan, and plans again for batches that a plan does not cover."""
+"""Planner: profiles a model with a batch, searches a plan (planner/search.py), and plans again for batches that a plan
+does not cover.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -95,7 +97,7 @@ class Planner:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the model its dtypes back afterwards, and the process its memory limit. For code that only plans."""
+        """Restore the model's dtypes and the process's memory limit afterwards. For code that only plans."""
         try:
             yield
         finally:
@@ -278,7 +280,7 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
 
 
 def _weights_of(model: nn.Module, weights: "str | Path | Weights | None") -> Weights | None:
-    """Where unmaterialized parameters get their values. Parameters on meta become unmaterialized."""
+    """The source of the values of unmaterialized parameters. Parameters on meta become unmaterialized."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelUnsupported(

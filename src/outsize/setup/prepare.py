@@ -194,7 +194,8 @@ def prepare_forward_only(
     Args:
         run: calls the model with a batch, as the training loop does.
         request: that of the trained model. Both together may use its memory.
-        least: take as little GPU memory as possible. Default: a quarter of `gpu_memory` at most, or what it needs.
+        least: use as little GPU memory as possible. Default: at most a quarter of `gpu_memory`, or the minimum if that
+            is more.
         only_weights: budget the weights alone. The plan of the trained model includes its activations.
     """
 
