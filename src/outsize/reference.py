@@ -22,7 +22,7 @@ from outsize.optim.split import join, split
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What all have in common. A subclass makes the new master and state of a parameter (`_new`)."""
+    """Base class. A subclass computes the new master and state of a parameter (`_new`)."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 IsStatic = Callable[[Tensor], bool]
 Offloaded = OffloadedTensors | Transfer
-"""Where a layer packs the tensors that are copied to the host: by a plan, or by a TransferQueue."""
+"""Collects the tensors of a layer that are copied to the host: by a plan, or by a TransferQueue."""
 
 
 def keep(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:

@@ -10,7 +10,7 @@ SEVERAL_FORWARDS = (
     "the GPU, make all forwards in the forward of one module and prepare that module (class Pair). docs/loops.md has "
     "an example of each."
 )
-"""What to do instead of several training forwards before one backward."""
+"""The alternatives to several training forwards before one backward, for messages."""
 
 
 class OutsizeError(Exception):

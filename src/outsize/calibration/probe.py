@@ -53,7 +53,7 @@ class Sizes:
     """Sizes of the measurements. The defaults exceed every cache."""
 
     window_seconds: float = 0.25
-    """Per measurement."""
+    """Duration of one measurement."""
     state_numel: int = 2**26
     """Parameters of one update, about a chunk of several layers. Smaller ones are slower, by 6 % at a quarter of it."""
     copy_bytes: int = 256 * MiB

@@ -43,7 +43,7 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """What measured rates are valid for."""
+    """The machine and software that measured rates are valid for."""
 
     gpu: str
     driver: str

@@ -45,7 +45,7 @@ class StepTiming:
     """Numbers of the first and the last timed step."""
     step_seconds: float
     busy_seconds: dict[str, float]
-    """Per lane and step. Without `compute` under a plan whose block calls are not seen (Placement.is_plain)."""
+    """By lane, per step. Without `compute` under a plan whose block calls are not seen (Placement.is_plain)."""
 
     def compared_with(self, plan: Plan) -> str:
         """One log line. Lanes without work are left out."""

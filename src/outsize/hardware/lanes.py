@@ -56,7 +56,7 @@ def lane_words(lane: str) -> str:
 
 
 class LaneClock:
-    """When each lane is free, and how long it was busy. Launching takes no time."""
+    """Records when each lane is free, and how long it was busy. Launching takes no time."""
 
     def __init__(self) -> None:
         self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)

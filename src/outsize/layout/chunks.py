@@ -22,7 +22,7 @@ class Piece:
 
     name: str
     offset: int
-    """In elements."""
+    """Number of the first element."""
     numel: int
 
 
@@ -50,7 +50,7 @@ class ChunkLayout:
 
     @cached_property
     def by_call(self) -> tuple[tuple[int, ...], ...]:
-        """Per call, the chunks it uses."""
+        """By call: the chunks that it uses."""
         num_calls = 1 + max((v for c in self.chunks for v in c.calls), default=-1)
         table: list[list[int]] = [[] for _ in range(num_calls)]
         for chunk in self.chunks:

@@ -12,7 +12,7 @@ from outsize.layout.chunks import ChunkLayout
 Interval = tuple[float, float]
 """The first and the last position at which an item needs its slot."""
 ALWAYS: Interval = (float("-inf"), float("inf"))
-"""Of an item that never shares its slot."""
+"""The interval of an item that never shares its slot."""
 
 
 @dataclass(frozen=True, slots=True)

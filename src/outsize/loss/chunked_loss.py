@@ -116,7 +116,7 @@ class ChunkedLossPatch:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As ForCausalLMLoss of transformers."""
+        """Takes the arguments of transformers' ForCausalLMLoss and computes the same loss."""
         if not isinstance(logits, Logits):
             given = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return self._own_loss(logits, labels, vocab_size, **given, **kwargs)

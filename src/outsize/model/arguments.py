@@ -22,7 +22,7 @@ class MovedArguments:
 
     def __init__(self, move: _Move, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._originals: dict[int, tuple[_Get, Any]] = {}
-        """By id of what is passed: a getter of it, and the original."""
+        """By id of a passed container: its getter, and the original."""
         self._copies: list[tuple[Any, Any, dict[Any, _Get]]] = []
         """Containers of the caller, with the copy that is passed and the items that the copy had."""
         passed: _Passed = {}

@@ -86,7 +86,7 @@ def by_name(call: ModelCall, names: tuple[str, ...]) -> "ModelCall | dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What the cost of an input depends on."""
+    """The properties of an input that decide its cost."""
 
     shape: tuple[int, ...]
     itemsize: int

@@ -33,7 +33,7 @@ _CHAIN_LENGTH = 3
 class Stack:
     path: str
     elements: list[Named]
-    """With their paths in the model."""
+    """The elements with their paths in the model."""
     outer: "Stack | None" = None
     """The stack of stages, if this stack is part of one of its stages. If the elements do not feed one another, the
     stages are the layers.

@@ -14,7 +14,7 @@ Strategy = Literal["keep", "recompute", "offload", "swap"]
 class StrategyRecord:
     name: Strategy
     sends: Literal["", "input", "saved"] = ""
-    """What is copied to the host in forward and back in backward: nothing, the layer's input, or all tensors that
+    """The tensors that are copied to the host in forward and back in backward: none, the layer's input, or all that
     autograd saves."""
     recomputes: bool = False
     """The layer's forward runs again in backward."""

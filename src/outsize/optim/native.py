@@ -65,12 +65,12 @@ class Kernel:
         *,
         threads: int | None = None,
     ) -> None:
-        """As `rule.update`, on CPU tensors. The last of the numbers is the clipping factor."""
+        """`rule.update` on CPU tensors. The last of the numbers is the clipping factor."""
         tensors = (weight, lo, *state, *(None,) * (2 - len(state)))
         self._call(f"{rule}_{'whole' if lo is None else 'split'}", tensors, grad, numbers, threads)
 
     def segment_sums(self, grad: Tensor, sums: Tensor, *, threads: int | None = None) -> None:
-        """As `norm.segment_sums`, on CPU tensors."""
+        """`norm.segment_sums` on CPU tensors."""
         self._call("segment_sums", (sums, None, None, None), grad, (), threads)
 
 

@@ -128,7 +128,7 @@ def update(
     block: int = BLOCK,
     warps: int = WARPS,
 ) -> Any:
-    """As `rule.update`, on the current stream. Allocates nothing and waits for nothing; returns the compiled kernel."""
+    """`rule.update` on the current stream. Allocates nothing and waits for nothing; returns the compiled kernel."""
     n = weight.numel()
     s, r = (*state, None, None)[:2]
     numbers = (*numbers, *(0.0,) * (_MOST_NUMBERS - len(numbers)))
@@ -161,14 +161,14 @@ def _square(grad, mask):
 
 @triton.jit
 def _halve(s, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Of [ROWS, 2 * HALF]: the sum of the left and the right half."""
+    """The sum of the left and the right half of [ROWS, 2 * HALF]."""
     left, right = tl.split(tl.permute(tl.reshape(s, (ROWS, 2, HALF)), (0, 2, 1)))
     return left + right
 
 
 @triton.jit
 def _sum_segments(s0, s1, s2, s3, s4, s5, s6, s7, ROWS: tl.constexpr):
-    """Of the eighths of ROWS segments, [ROWS, 512] each."""
+    """The sums of ROWS segments, given as eighths of [ROWS, 512] each."""
     s0, s1, s2, s3 = s0 + s4, s1 + s5, s2 + s6, s3 + s7
     s0, s1 = s0 + s2, s1 + s3
     s = s0 + s1
@@ -210,7 +210,7 @@ def _segment_sums(grad, sums, n: tl.int64, ROWS: tl.constexpr, PART: tl.constexp
 
 
 def segment_sums(grad: Tensor, sums: Tensor) -> Any:
-    """As `norm.segment_sums`, on the current stream. Allocates nothing and waits for nothing; returns the kernel."""
+    """`norm.segment_sums` on the current stream. Allocates nothing and waits for nothing; returns the kernel."""
     with torch.cuda.device_of(grad):
         return _segment_sums[(triton.cdiv(sums.numel(), SEGMENTS),)](
             grad, sums, grad.numel(), ROWS=SEGMENTS, PART=PART, num_warps=NORM_WARPS, enable_fp_fusion=False
@@ -218,7 +218,7 @@ def segment_sums(grad: Tensor, sums: Tensor) -> Any:
 
 
 def require_working() -> None:
-    """Raises where Triton cannot compile or load a kernel: no C compiler, an unknown GPU. Touches no memory."""
+    """Raise if Triton cannot compile or load a kernel (no C compiler, an unknown GPU). Accesses no memory."""
     nothing = torch.empty(0, device="cuda")
     segment_sums(nothing, nothing)
     update("adamw", nothing, None, (nothing, nothing), nothing, (1.0,) * _MOST_NUMBERS, 1.0)

@@ -122,7 +122,7 @@ class SearchSpace:
 
     @cached_property
     def num_layers(self) -> dict[str, int]:
-        """Per strategy, how many layers support it; under `all`, the number of layers."""
+        """By strategy: how many layers support it; under `all`, the number of layers."""
         return {"all": len(self.layers)} | {
             s: sum(self.supports(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
         }

@@ -177,7 +177,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
 
 
 def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[list[tuple[list[_Op], int, bool]], int]:
-    """Per segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is
+    """By segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is
     the update.
     """
     in_backward = place.step_config.update == "in_backward"

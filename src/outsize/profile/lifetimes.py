@@ -36,7 +36,7 @@ Use = tuple[int, Role, int]
 @dataclass(slots=True, eq=False)
 class TrackedTensor:
     first: Use
-    """Where it was first seen."""
+    """The use in which it was first seen."""
     storage: TrackedStorage
     uses: list[Use] = field(default_factory=list)
     """Layer calls that made it or had it as an argument."""
@@ -232,7 +232,7 @@ class SharedTensors:
         return self._passes[strategy].tensors[tensor.first].storage.is_freed_before_peak
 
     def _frees(self, tensor: TrackedTensor) -> list[tuple[Strategy, PhaseName | None]]:
-        """By strategy, when the tensor was freed."""
+        """By strategy: when the tensor was freed."""
         return [(strategy, run.tensors[tensor.first].storage.freed) for strategy, run in self._passes.items()]
 
     def records(self, offered: Sequence[Collection[str]]) -> tuple[SharedTensor, ...]:
@@ -287,7 +287,7 @@ class SharedTensors:
         return max(in_forward) if in_forward else min(released, default=num_calls)
 
     def _unused_graphs(self, num_calls: int) -> Iterator[SharedTensor]:
-        """What graphs of layers saved and nothing used, by the forward in which it was freed."""
+        """Tensors that graphs of layers saved and nothing used, by the forward in which they were freed."""
         found: dict[int, dict[int, int]] = {}
         for tensor in self._tensors.values():
             freed = tensor.storage.freed

@@ -122,7 +122,7 @@ def with_reserve(trace: ModelTrace, num_bytes: int) -> ModelTrace:
 
 
 def _works(one: ModelTrace, other: ModelTrace, call: int) -> dict[str, Work]:
-    """By strategies that both have. A region without a Work after a strategy has that of `keep`."""
+    """The Work of strategies that both have. A region without a Work after a strategy has that of `keep`."""
     a, b = one.calls[call], other.calls[call]
     regions = (a.keys() | b.keys()) - {*one.strategies(call), *other.strategies(call)}
     found = {s: _work(a[s], b[s]) for s in one.strategies(call) if s in b}

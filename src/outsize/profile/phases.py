@@ -72,7 +72,7 @@ def _on_free(phases: "weakref.ref[Phases]", storage: TrackedStorage, _: object) 
 
 class Phases:
     def __init__(self, meter: Meter | None, device: Device, *, ahead: bool):
-        """Without a meter only seconds are measured: with the CPU `ahead` of the GPU, as in the middle of a run, or
+        """Without a meter, only seconds are measured: with the CPU `ahead` of the GPU, as in the middle of a run, or
         synchronized before each phase.
         """
         self._meter, self._device, self._ahead = meter, device, ahead

@@ -359,6 +359,6 @@ def _storages_of(tensors: list[Tensor]) -> set[int]:
 
 
 def _replacements(named: list[tuple[str, Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a layer has put among its arguments in place of these: a hidden state that is passed on in an object."""
+    """Tensors that a layer has put among its arguments in place of these: a hidden state in an object, for example."""
     now = dict(named_tensors((args, kwargs)))
     return [now[path] for path, tensor in named if path in now and now[path] is not tensor]

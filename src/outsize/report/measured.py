@@ -12,7 +12,7 @@ from outsize.schedule.actions import Kind, parse_action
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     step_seconds: float
-    """Of steps without a recording, which costs a little time."""
+    """Measured in steps without a recording, since recording takes a little time."""
     gpu_bytes: int | None
     """The peak; None if it was not measured."""
     spans: Sequence[Span]
@@ -29,7 +29,7 @@ class MeasuredStep:
     spans: tuple[StepSpan, ...]
     phases: tuple[Phase, ...]
     busy_seconds: dict[str, float]
-    """Per lane: the mean per step."""
+    """By lane: the mean per step."""
 
 
 def last_step(spans: Sequence[Span], accumulate: int) -> MeasuredStep | None:

@@ -289,5 +289,5 @@ def _data(
 
 
 def _short(seconds: float) -> float:
-    """To a picosecond, which halves the size of the page."""
+    """Round to a picosecond, which halves the size of the page."""
     return round(seconds, 12)

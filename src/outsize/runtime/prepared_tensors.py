@@ -79,13 +79,13 @@ def owner_of(tensor: Tensor) -> tuple[ParameterOwner, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Which memory of a prepared model a tensor is over."""
+    """Identifies the memory of a prepared model that a tensor is over."""
 
     owner: "weakref.ref[ParameterOwner]"
     kind: Literal["weight", "gradient"]
     name: str
     generation: int = 0
-    """Of a gradient: see `Gradients.generation`."""
+    """For a gradient; see `Gradients.generation`."""
 
     def open(self) -> ParameterOwner:
         owner = self.owner()
@@ -189,7 +189,7 @@ class _Source:
 
     original: Tensor
     memory: Tensor
-    """What replaces it in the call: over the parameter's memory, perhaps with an autograd graph."""
+    """The tensor that replaces it in the call: over the parameter's memory, perhaps with an autograd graph."""
     handle: Handle
     owner: ParameterOwner
 

@@ -1,4 +1,4 @@
-"""What a re-plan needs: whether the plan holds for a call of the model, and what passes from one plan to the next."""
+"""Parts of a re-plan: decides whether the plan holds for a model call, and carries gradients to the next plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -20,7 +20,7 @@ class StepReport:
     """The mean of a few early steps; None before they have run. On `sim`: as planned."""
     planned_step_seconds: float
     busy_seconds: dict[str, float]
-    """Per lane (compute, h2d, d2h, host) and step, of the same steps. Without `compute` if nothing leaves the GPU."""
+    """By lane: mean per step, over the same steps. Without `compute` if nothing leaves the GPU."""
     planned_busy_seconds: dict[str, float]
     slow_kernels: tuple[str, ...] = ()
     """Updates that run without a compiled kernel, and why."""

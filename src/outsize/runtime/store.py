@@ -53,7 +53,7 @@ class Store:
         self.gpu: dict[Buffer, Tensor] = {}
         self.host: dict[Buffer, Tensor] = {}
         self.slot_contents: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
-        """Per slot: the chunk whose weights it holds once the loads that were issued are done."""
+        """By slot: the chunk whose weights it holds once the issued loads are done."""
         self._addresses: dict[str, int] = {}
         self._mapped: dict[Buffer, Tensor] = {}
         """Host buffers as tensors of the device."""
@@ -197,11 +197,11 @@ class Store:
         return {key: self._part(flat, name) for key, flat in flats.items()}
 
     def gradient_view(self, name: str) -> Tensor:
-        """Where backward writes a parameter's gradient, on the device."""
+        """The memory on the device that backward writes a parameter's gradient to."""
         return self._ranges(self.place.gradient_buffer(self.chunk_of(name)), name).whole()
 
     def arrival_view(self, name: str) -> Tensor | None:
-        """Where a gradient arrives, if not in its sum."""
+        """The part of an arrival slot for a gradient; None if it arrives in its sum."""
         slot = self.place.arrivals.get(self.chunk_of(name))
         return None if slot is None else self._ranges((B.ARRIVAL, slot), name).whole()
 

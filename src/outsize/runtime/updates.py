@@ -21,7 +21,7 @@ class StepSettings:
     """The hyperparameters of one optimizer step, fixed by `step()` (or during a declared last backward)."""
 
     numbers: dict[str, Numbers]
-    """Per parameter that has a gradient."""
+    """By parameter that has a gradient."""
     clip: float
 
 
