@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers and accelerate that outsize uses, and what it is for.
+"""Every private name of torch, transformers and accelerate that outsize uses, with its purpose.
 
 These names may change in any release. Those of torch are looked up when outsize is imported, those of other libraries
 when they are first needed. One that is missing raises ImportError with its name and the versions that outsize was

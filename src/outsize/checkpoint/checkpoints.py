@@ -22,7 +22,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         """The background save in progress."""
         self._half_loaded: set[str] = set()
-        """What an interrupted load left partly old and partly new."""
+        """The parts that an interrupted load left half-loaded: partly old, partly new."""
 
     def save(
         self,

@@ -131,7 +131,7 @@ def _logit_gradient(
 
 
 def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
-    """The logits after all steps, and what the backward of each step needs."""
+    """The logits after all steps, and the values that the backward of each step needs."""
     kept: list[Any] = []
     for name, value in steps:
         if name == "to":

@@ -1,4 +1,4 @@
-"""Unmaterialized logits: a tensor subclass that records the head's product and what a model does to it before its loss.
+"""Unmaterialized logits: a tensor subclass that records the head's product and the operations on it before the loss.
 
 It records what can be computed chunk by chunk: products with a number, tanh, casts, ranges of the last dimension.
 Anything else raises, in the profiling run (the model then keeps its own loss) and in training.

@@ -19,7 +19,7 @@ class StrategyRecord:
     recomputes: bool = False
     """The layer's forward runs again in backward."""
     pin: str = ""
-    """The field of `Pins` that fixes how many layers use it. "": none, since it is what the other layers do."""
+    """The field of `Pins` that fixes how many layers use it. "": none, since all other layers use it."""
 
 
 STRATEGIES: tuple[StrategyRecord, ...] = (

@@ -127,8 +127,8 @@ class OptimizerSpec:
                 name = item if isinstance(item, str) else name_of.get(id(item))
                 if name not in left:
                     raise ConfigError(
-                        f"{type(self).__name__}: groups name parameters of the model, each once, but "
-                        f"{name or 'a parameter'} is not, or is in two groups. Compare with model.named_parameters()."
+                        f"{type(self).__name__}: groups name {name or 'a parameter'}, which is no parameter of the "
+                        "model or is in two groups. Compare with model.named_parameters()."
                     )
                 members[name] = left.pop(name)
             groups.append({**group, "params": [(name, p) for name, p in members.items() if p.requires_grad]})

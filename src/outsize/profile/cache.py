@@ -125,7 +125,7 @@ def _speed(device: Device) -> list[Any]:
 
 
 def _settings(module: nn.Module) -> list[str]:
-    """Plain attributes: what a module computes may depend on them."""
+    """Plain attributes of a module, which its output may depend on."""
     return sorted(
         f"{k}={v!r}"
         for k, v in vars(module).items()

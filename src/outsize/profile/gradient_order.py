@@ -64,9 +64,9 @@ def require_known_order(
         if first >= 0 and missed:
             raise ModelUnsupported(
                 f"{name}: its gradient is complete in the backward of {graph.call_name(first)}, not in that of "
-                f"{graph.call_name(missed[0])}, which reads it first: a value goes from one to the other by another "
-                "way than a layer's inputs and outputs. Return that value from the layer, and compute what depends on "
-                "a layer's weights in its forward."
+                f"{graph.call_name(missed[0])}, which reads it first: a value passes from one to the other "
+                "outside of the layers' inputs and outputs. Return that value from the layer, and compute what "
+                "depends on a layer's weights in its forward."
             )
         if 0 <= first < min(graph.backward_users[name]):
             raise ModelUnsupported(

@@ -183,7 +183,7 @@ class SharedTensors:
                 self._correct_peaks(tensor, layers)
 
     def _correct_holders(self, tensor: TrackedTensor) -> None:
-        """Correct what is known of a tensor's holders by when it was freed."""
+        """Correct the holders of a tensor from the time at which it was freed."""
         ran = self._passes["keep"].strategies
         uses = {use[0]: use for use in tensor.uses if use[0] in ran}
         for strategy, freed in self._frees(tensor):

@@ -229,7 +229,7 @@ class Phases:
         self._freed.append(storage)
 
     def release(self, call: int, free_device_copy: Callable[[], None]) -> None:
-        """Free what a call has sent to the host."""
+        """Free the device memory of the activations that a call has sent to the host."""
         before, now, num_freed = self._read_level(), self._now, len(self._freed)
         self._now = ("release", call)
         free_device_copy()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.hardware.lanes import LANES
-from outsize.report.step import Phase, StepSpan, phases_of
+from outsize.report.step import PassSpan, StepSpan, phases_of
 from outsize.report.trace import Span
 from outsize.schedule.actions import Kind, parse_action
 
@@ -27,7 +27,7 @@ class Measured:
 class MeasuredStep:
     seconds: float
     spans: tuple[StepSpan, ...]
-    phases: tuple[Phase, ...]
+    phases: tuple[PassSpan, ...]
     busy_seconds: dict[str, float]
     """By lane: the mean per step."""
 

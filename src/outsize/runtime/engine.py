@@ -87,7 +87,7 @@ class Engine:
                 self,
                 planned,
                 weights,
-                update_chunk=self._steps.update_work,
+                update_work=self._steps.update_work,
                 before_grad=self._steps.before_grad_access,
                 check_finite=check_finite,
             )
@@ -256,7 +256,7 @@ class Engine:
     # Reading and writing.
 
     def drain(self) -> None:
-        """Wait until all issued work is done. Memory then holds what the sequential algorithm gives."""
+        """Wait until all issued work is done. Memory then has the values of the sequential algorithm."""
         try:
             self.device.synchronize()
         finally:

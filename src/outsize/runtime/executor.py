@@ -41,11 +41,11 @@ class Executor:
         store: Store,
         device: Device,
         *,
-        update_chunk: Callable[[int, bool], Callable[[], None]],
-        add_gradient: Callable[[int], Callable[[], None]],
+        update_work: Callable[[int, bool], Callable[[], None]],
+        add_work: Callable[[int], Callable[[], None]],
     ):
-        """`update_chunk(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed;
-        `add_gradient(chunk)` that of one addition to a gradient sum.
+        """`update_work(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed;
+        `add_work(chunk)` that of one addition to a gradient sum.
         """
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.sees_calls = not place.is_plain or device.finds_races
@@ -53,7 +53,7 @@ class Executor:
         """The call whose forward or backward is open; ALL_CALLS if calls are not seen."""
         self.issued: list[str] = []
         """The actions issued since the last forward began, as text."""
-        self._update_chunk, self._add_gradient = update_chunk, add_gradient
+        self._update_work, self._add_work = update_work, add_work
         self._kind = Kind.FORWARD
         """The kind of action that runs a block call in the current pass: FORWARD or BACKWARD."""
         self._segment = Segment("none", ())
@@ -257,11 +257,11 @@ class Executor:
                 offloaded.attach_buffer(buffer)
                 return _copy(buffer, arena[: offloaded.num_bytes])
             case "add":
-                return self._add_gradient(i)
+                return self._add_work(i)
             case "update":
                 if self.place.updates_on_host(i):
                     store.invalidate(i)
-                return self._update_chunk(i, self._segment.updates_in_backward)
+                return self._update_work(i, self._segment.updates_in_backward)
             case "model":
                 raise AssertionError(f"{action} is run by the model, not issued")
 

@@ -65,7 +65,7 @@ class PlanRuntime:
         planned: PlannedModel,
         weights: Weights | None,
         *,
-        update_chunk: Callable[[int, bool], Callable[[], None]],
+        update_work: Callable[[int, bool], Callable[[], None]],
         before_grad: Callable[[], None],
         check_finite: bool = False,
     ):
@@ -90,14 +90,14 @@ class PlanRuntime:
         # collector.
         me = weakref.ref(self)
 
-        def add_gradient(chunk: int) -> Callable[[], None]:
+        def add_work(chunk: int) -> Callable[[], None]:
             runtime = me()
             assert runtime is not None
             return runtime.gradients.add(chunk)
 
         schedule = compile_schedule(self.place)
         executor = self.executor = Executor(
-            self.place, schedule, self.store, device, update_chunk=update_chunk, add_gradient=add_gradient
+            self.place, schedule, self.store, device, update_work=update_work, add_work=add_work
         )
         self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_call)
         self.access = ParameterAccess(

@@ -130,7 +130,7 @@ class StateMachine:
     # Which call is legal.
 
     def require(self, call: str, name: str = "") -> None:
-        """Raise if a call is illegal now. `name`: what the error calls it."""
+        """Raise if a call is illegal now. `name`: its name in the error."""
         rule, name = RULES[call], name or f"{call}()"
         is_attached = self.pass_state is not S.DETACHED
         if is_attached and rule.nonfinite == "raise" and (error := self._check_last_step()) is not None:

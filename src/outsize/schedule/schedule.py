@@ -181,7 +181,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
             follows = [Action(Kind.LOAD_GRADIENT, next_summed[chunk])] if chunk in next_summed else []
             updates = []
             if update and chunk not in place.updated_after_backward:
-                updates = _update_chunk(place, chunk, loaded=True)
+                updates = _one_update(place, chunk, loaded=True)
             if place.updates_on_host(chunk):
                 actions += [Action(Kind.STORE_GRADIENT, chunk), *follows, *updates]
             elif place.sends_gradient(chunk) and not update:
@@ -222,7 +222,7 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
 
 
 def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
-    actions = [action for chunk in chunks for action in _update_chunk(place, chunk, loaded=False)]
+    actions = [action for chunk in chunks for action in _one_update(place, chunk, loaded=False)]
     if not any(action.kind == Kind.LOAD_STATE for action in actions):
         return actions
     # The launching thread waits for the GPU, which waits for streamed state. So updates on the host, which overlap with
@@ -233,7 +233,7 @@ def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
     return [*first, *(action for action in actions if not place.updates_on_host(action.index)), *last]
 
 
-def _update_chunk(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
+def _one_update(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
     """`loaded`: weights, gradient and state are on the GPU already."""
     streamed, on_host, streams_state = place.streams(chunk), place.updates_on_host(chunk), place.streams_state(chunk)
     steps = (

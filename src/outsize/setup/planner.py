@@ -92,7 +92,7 @@ class Planner:
         self._batches = PlannedBatches(model, self.measure, self.solve, max_shape=request.max_shape, has_loss=has_loss)
 
     def plan(self, model: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
-        """Plan for this batch at its largest, and for earlier ones as far as they fit together."""
+        """Plan for this batch at its largest, and for as many earlier ones as fit with it."""
         return self._batches.plan(model, batch, step_config)
 
     @contextmanager
@@ -210,7 +210,7 @@ class Planner:
         return PlannedModel(graph, layout, made, chosen)
 
     def _require_same_settings(self, given: Plan) -> None:
-        """A given plan decides everything: settings beside it must not contradict it."""
+        """Refuse settings that contradict a given plan, which decides everything."""
         conflicts = [
             f"{name} is {theirs!r} in the plan and {ours!r} here"
             for name in ("update", "accumulate", "fp32_grads")

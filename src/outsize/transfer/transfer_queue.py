@@ -51,7 +51,7 @@ class Transfer:
         """Start copying the set to the host. It may be sent once."""
         originals, self._originals = self._originals, []
         if not originals:
-            raise TransferError("There is nothing to send: no tensor was packed since. Pack tensors before send().")
+            raise TransferError("No tensor was packed since the last send(). Pack tensors before send().")
         self._number = self._queue.send(self._tensors, originals)
         weakref.finalize(self, self._queue.drop, self._number).atexit = False
 
