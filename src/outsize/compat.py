@@ -111,7 +111,7 @@ def cuda() -> SimpleNamespace:
 @cache
 def transformers() -> SimpleNamespace:
     """Weights are renamed and converted between a checkpoint's files and the model; models are built without
-    initialising weights.
+    initializing weights.
     """
     return SimpleNamespace(
         get_model_conversion_mapping=find("transformers.conversion_mapping.get_model_conversion_mapping"),

@@ -1,7 +1,7 @@
 """The exceptions that outsize raises.
 
 A message names the setting or object, says what is wrong with the value found, and says what to do. outsize never
-recognises an error by its text.
+recognizes an error by its text.
 """
 
 SEVERAL_FORWARDS = (

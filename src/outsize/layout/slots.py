@@ -1,4 +1,4 @@
-"""Assigns slots: an interval colouring over the order in which items are used.
+"""Assigns slots: an interval coloring over the order in which items are used.
 
 An item needs its slot from its first to its last position, and items whose intervals overlap never share a slot.
 Weights, gradients and optimizer state that pass through the GPU are all assigned here, by planner and runtime alike.
