@@ -125,7 +125,9 @@ def signature(arguments: Any, *, is_irregular: Callable[[str, Tensor], bool] | N
 
 
 def _input(tensor: Tensor, is_irregular: bool) -> Input:
-    is_list = tensor.dim() == 1 and tensor.dtype == torch.int32  # of kernels; models have their inputs in int64
+    is_list = (
+        tensor.dim() == 1 and tensor.dtype == torch.int32
+    )  # kernels take int32 offsets; inputs of models are int64
     itemsize = tensor.element_size() if tensor.is_floating_point() else 0
     return Input(tuple(tensor.shape), itemsize, tensor.requires_grad, is_list, is_irregular)
 

@@ -120,7 +120,7 @@ def _packaged() -> ctypes.CDLL | None:
 
 
 def _compiled() -> ctypes.CDLL:
-    """The library in the cache folder, named by what went into it; without a cache, from a temporary folder."""
+    """The library in the cache folder, named by source and compiler; without a cache, from a temporary folder."""
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     name = f"updates-{fingerprint()}-{hashlib.sha256(version).hexdigest()[:8]}.so"
@@ -133,7 +133,7 @@ def _compiled() -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
         except OSError as error:
             log.debug("%s cannot be used: %s", path, error)
-    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:  # a loaded library needs its file no more
+    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:  # the file can be removed once it is loaded
         compile_library(compiler, Path(temporary) / name)
         return ctypes.CDLL(str(Path(temporary) / name))
 

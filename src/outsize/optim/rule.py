@@ -135,7 +135,7 @@ def find_gpu_kernel() -> ModuleType | str:
         from outsize.optim import triton_kernel
 
         triton_kernel.require_working()
-    except Exception as error:  # Triton fails in many ways (no compiler, an unknown GPU); torch replaces it in all
+    except Exception as error:  # many kinds: no compiler, an unknown GPU
         reason = f"Triton cannot be used: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
         log.warning("updates on the GPU run in torch, several times slower: %s", reason)
         return reason

@@ -61,7 +61,7 @@ _MOST_NUMBERS = 8
 @triton.jit
 def _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, mask, RULE: tl.constexpr):
     """One block of pointers; `mask` is None where the block is whole."""
-    # All loads before all stores: the compiler cannot know that the ranges are apart, and would wait twice for memory.
+    # All loads before all stores: the compiler must assume that ranges overlap, and would wait twice for memory.
     g, w = tl.load(grad, mask), tl.load(weight, mask)
     if s is not None:
         first = tl.load(s, mask)
@@ -91,8 +91,8 @@ def _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, 
         tl.store(lo, (bits - (high << 16)).to(tl.int16), mask)
 
 
-# `n` as one kind of number, else lengths that are 1, divisible by 16 or beyond 2**31 would each be compiled anew.
-# Floats never are.
+# Not specialized on `n`: else lengths of 1, divisible by 16 or beyond 2**31 would each compile a kernel. Triton never
+# specializes on floats.
 @triton.jit(do_not_specialize=["n"])
 def _update(
     weight,

@@ -42,7 +42,7 @@ def traced(
     """The trace of this model, batch shape and device: from the cache, or from a profiling run. `model_loss`: how the
     model computes its loss, if not in its own way.
     """
-    # No fingerprint covers the code of a loss outside of the model.
+    # The trace of a loss outside of the model is not cached, since no fingerprint covers its code.
     key = _key(model, batch, layers, device, model_loss) if loss is None else ""
     path = profile_path(key) if key else None
     if path is not None and path.exists():

@@ -198,7 +198,7 @@ class SharedTensors:
                 if self._is_freed_before_peak(tensor, strategy):
                     self._freed_early[strategy].add(uses[call])
             elif moment == "backward":
-                under = strategy if call in ran else "keep"  # a region holds it whatever strategy the layers have
+                under = strategy if call in ran else "keep"  # a region holds it under any strategy of the layers
                 others = self._other_holders.setdefault(tensor.first, {})
                 others[call] = tuple(dict.fromkeys((*others.get(call, ()), under)))
 

@@ -225,7 +225,7 @@ class ProfilingPass:
                 call, [t for t in written if t.layout == torch.strided and not self.context.is_static(t)]
             )
         with self.context.device.on_host(), self.phases.uncounted():
-            # Later layers may need what a layer writes into its arguments: nothing stands in for such a layer.
+            # A layer that writes into its arguments always runs, since later layers may need the values.
             self._stand_ins[key] = stand_in_for(inputs, outputs, argument_storages) if inputs and not added else None
         return outputs
 
@@ -233,7 +233,7 @@ class ProfilingPass:
         if self._tracks:
             self.lifetimes.layer_called(call, inputs)
         if self.is_discovery:
-            # Weights and buffers among the arguments are there for good.
+            # Weights and buffers among the arguments live until the end and are not tracked.
             others = [t for t in inputs[1:] if not self.context.is_static(t)]
             self.arguments.layer_called(call, inputs[0], others)
             self._note_input(call, inputs[0])
@@ -242,8 +242,8 @@ class ProfilingPass:
     def _key(self, call: int, layer: Layer, inputs: list[Tensor]) -> Any:
         ids = [id(t) for t in inputs]
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad, ids.index(id(t))) for t in inputs)
-        # Equal layers differ by what runs before and after them. Without grad (X-LoRA's scaling pass runs the layers so
-        # first) a layer costs something else than with a backward.
+        # Equal layers differ by the code before and after them, and by grad: X-LoRA's scaling pass first runs them
+        # without grad, at another cost.
         grad = torch.is_grad_enabled()
         key = (layer.structure, kinds, self.context.context_key(call), self._is_unmeasured, grad)
         if not self._is_unmeasured:

@@ -90,7 +90,7 @@ class Gradients:
                 grad, param.grad = param.grad, None
                 gradients = me()
                 assert gradients is not None
-                if grad is None:  # a hook of the user's has dropped it
+                if grad is None:  # a user's hook has set it to None
                     gradients.remove(name)
                 else:
                     gradients._take(name, grad, is_sum=has_others)
@@ -112,13 +112,12 @@ class Gradients:
                 grad.copy_(total.add(grad))
 
     def _take(self, name: str, grad: Tensor, *, is_sum: bool = False) -> None:
-        """`is_sum`: what accumulated before is in it already."""
+        """Take a gradient that autograd has computed. `is_sum`: it includes the earlier micro-batches already."""
         call = self._current_call()
         expected, total = self._arrival[name]
         if total is None or call not in (expected, ALL_CALLS):
-            is_shown = (
-                is_sum and name in self.accumulated
-            )  # a hook of the user's was to see the sum, which is not here yet
+            # A user's hook was shown a sum that is not in its buffer before the expected call.
+            is_shown = is_sum and name in self.accumulated
             if (
                 total is None
                 or expected is None

@@ -112,7 +112,7 @@ class PlanRuntime:
             model, self.store, drain=engine.drain_before_read, export=self.access.export, zero_grad=engine.zero_grad
         )
         self._guard = Guard(self.store)
-        # For an engine that is dropped without detach().
+        # If the engine is dropped without detach(), remove its dispatch mode.
         weakref.finalize(self.store, remove_mode, self._guard).atexit = False
         self._is_guarded = False
         # Under a dispatch mode, autograd sums the gradients of a parameter with several uses out of place. A plan that

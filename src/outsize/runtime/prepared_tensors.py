@@ -239,7 +239,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if func == functions.DATA_SET:  # `p.grad.data = ...` writes into the memory
                 return _dispatch(Tensor.copy_, args, {})
             if func in (functions.GRAD_GET, functions.GRAD_SET, functions.GRAD_DELETE):
-                return func(*args, **kwargs)  # of a leaf that the user made of it
+                return func(*args, **kwargs)  # the user has made a leaf of the tensor
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise EngineMisuse(
                 f"torch.autograd.{name}: the gradients of prepared parameters are collected by the engine. Call "

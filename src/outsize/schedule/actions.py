@@ -148,7 +148,7 @@ def _forward(place: Placement, call: int, _: bool) -> Effect:
 def _backward(place: Placement, call: int, _: bool) -> Effect:
     returned = ((B.RETURN, place.return_slot[call]),) if call in place.return_slot else ()
     completed = place.grads_completed_by.get(call, ())
-    # The sums too where gradients arrive apart from them: the first micro-batch, and users' hooks, write them.
+    # Chunks with an arrival slot have their sum here too: the first micro-batch, and users' hooks, write it.
     gradients = tuple(place.gradient_buffer(chunk) for chunk in completed)
     arrivals = tuple((B.ARRIVAL, place.arrivals[chunk]) for chunk in completed if chunk in place.arrivals)
     norms = ((B.NORMS, 0),) if gradients else ()

@@ -37,7 +37,7 @@ class Placement:
     def chunk(self, index: int) -> Chunk:
         return self.layout.chunks[index]
 
-    # The bytes of a chunk, per place.
+    # Bytes of a chunk in its buffers.
 
     def home_bytes(self, index: int) -> int:
         """Bytes of the weights in their home; a load copies as many."""

@@ -189,7 +189,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
             else:
                 actions += [*updates, *follows]
             if (state := next_streaming.get(chunk)) is not None:
-                # Of another call: after the weights that the next calls need, which are needed earlier.
+                # State for another call is loaded after the weights of the next calls, which are needed earlier.
                 is_urgent = place.grad_complete_at[state] == call
                 (actions if is_urgent else later).append(Action(Kind.LOAD_STATE, state))
         if call == last_completion:

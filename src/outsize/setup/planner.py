@@ -73,7 +73,7 @@ class Planner:
         """Where unmaterialized parameters get their values."""
         _disable_own_checkpointing(model)
         layers = find_layers(model, request.blocks)
-        if request.blocks is None:  # the profiling run decides which of the two ways to cut the model is used
+        if request.blocks is None:  # both ways to cut the model; the profiling run decides between them
             whole = find_layers(model, in_sequentials=False)
             layers = tuple({layer.name: layer for layer in (*whole, *layers)}.values())
         self.layers = layers
@@ -87,7 +87,7 @@ class Planner:
             self._require_same_settings(self._given)
             self._chunked_loss = self._given.loss_chunk > 0
         self.given_dtypes = _adopt_dtypes(model)  # last: a refusal above leaves the model's dtypes as they were
-        """Of parameters that were converted to be trained, by name."""
+        """The original dtypes of parameters that were converted for training, by name."""
         has_loss = request.loss is not None
         self._batches = PlannedBatches(model, self.measure, self.solve, max_shape=request.max_shape, has_loss=has_loss)
 
