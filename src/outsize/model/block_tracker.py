@@ -7,7 +7,7 @@ earlier one.
 
 [Note: Where calls open]
 Forward: the stem opens with the root's forward, a layer with its own. A region opens when the last layer of a list
-returns, or when a module runs that the listener knows to be in it (a batch may skip the last layer).
+returns, or when a module of the region runs, which the listener decides (a batch may skip the last layer).
 Backward: a layer opens when a gradient reaches one of its outputs, or a tensor made from them that is an input of the
 next call. That is before the layer is recomputed. The head opens when a gradient reaches an output of the root. Any
 other region opens when one reaches an input of the next layer that was made in the region, or an output of a module

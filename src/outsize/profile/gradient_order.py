@@ -40,7 +40,7 @@ def read_without_grad(model: nn.Module, graph: BlockGraph, run: ProfilingPass) -
 def require_known_order(
     model: nn.Module, graph: BlockGraph, run: ProfilingPass, readers: Mapping[int, Collection[int]]
 ) -> None:
-    """Refuse a model with a gradient that is not complete once per backward, in a call that the graph tells. `readers`:
+    """Refuse a model with a gradient that is not complete once per backward, in the call that the graph has. `readers`:
     by id of a parameter, the calls that were seen to read it.
     """
     for name, param in model.named_parameters():

@@ -60,7 +60,7 @@ def calls_to_run(keys: Mapping[int, object], always: Iterable[int], gradients: S
 
 class HiddenReads:
     """Tensors that a layer made and a later layer reads, though they are none of its arguments or attributes: they came
-    through an object that both know.
+    through an object that both refer to.
 
     How long such a tensor lives depends on what holds that object. Only a pass in which every layer keeps its
     activations measures it correctly.

@@ -64,8 +64,8 @@ class Gradients:
             if expected is not None and (apart := store.arrival_view(name)) is not None:
                 self._apart[name] = apart
         self._early: dict[str, Tensor] = {}
-        """Gradients that were complete in the backward of another call of their layer than they land in, and wait for
-        that one.
+        """Gradients that were complete in the backward of another call of their layer than the plan has. They wait for
+        the planned call.
         """
         self._handles: dict[str, list[Any]] = {}
         for name in self._names:
