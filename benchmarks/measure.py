@@ -205,7 +205,7 @@ def demand_of(place: Placement, spec: HardwareSpec) -> Demand:
         for action in segment.actions:
             lane = effect(place, action).lane
             amount = action_seconds(place, action, unit, lane)
-            if lane == "compute" and TYPES[action.kind].work in ("update", "add"):
+            if lane == "compute" and TYPES[action.kind].operation in ("update", "add"):
                 updated += amount
             else:
                 sums[lane] += amount
