@@ -185,7 +185,7 @@ def test_training_equals_the_plain_trainer(name: str, plan: str, tmp_path: Path)
     expected = trainers.train(reference)
     with trainers.closing(ours(name, tmp_path, plan)) as trainer:
         cells.assert_same(trainers.train(trainer), expected)
-        assert logged(trainer) == logged(reference), "the trial run counted for nothing"
+        assert logged(trainer) == logged(reference), "the profiling run counted for nothing"
         assert [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry] == expected.norms, (
             "the real norms are logged"
         )

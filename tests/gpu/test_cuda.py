@@ -200,7 +200,7 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
     assert streamed == sum(c.nbytes for c in engine.layout.chunks) >= weights
     assert engine.runtime.place.slots.total_bytes < weights / 4
     trial = engine.device.trial_peak_bytes  # type: ignore[attr-defined]
-    print(f"trial run at most {trial / GiB:.2f} GiB, weights {weights / GiB:.2f} GiB")
+    print(f"profiling run at most {trial / GiB:.2f} GiB, weights {weights / GiB:.2f} GiB")
     assert trial < weights / 2, "prepare itself must not hold the model on the GPU"
     losses = train(engine, "7b", 2, size=2, tokens=1024)
     print(

@@ -22,7 +22,7 @@ class Piece:
 
     name: str
     offset: int
-    """In elements."""
+    """Number of the first element."""
     numel: int
 
 
@@ -50,7 +50,7 @@ class ChunkLayout:
 
     @cached_property
     def by_call(self) -> tuple[tuple[int, ...], ...]:
-        """Per call, the chunks it uses."""
+        """By call: the chunks that it uses."""
         num_calls = 1 + max((v for c in self.chunks for v in c.calls), default=-1)
         table: list[list[int]] = [[] for _ in range(num_calls)]
         for chunk in self.chunks:
@@ -59,8 +59,8 @@ class ChunkLayout:
         return tuple(tuple(row) for row in table)
 
     @cached_property
-    def place(self) -> dict[str, tuple[int, Piece]]:
-        """Per parameter: its chunk's index and its piece."""
+    def location(self) -> dict[str, tuple[int, Piece]]:
+        """By parameter: the index of its chunk, and its piece of it."""
         return {piece.name: (chunk.index, piece) for chunk in self.chunks for piece in chunk.pieces}
 
     def used_by(self, call: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ PIECE_NUMEL = 2**20
 
 
 class ChunkUpdate(NamedTuple):
-    """How a chunk is updated. Sizes of gradient and state come from here, never from those of the weights."""
+    """How a chunk is updated, with the bytes of its gradient and state."""
 
     gradient_dtype: str
     gradient_bytes: int

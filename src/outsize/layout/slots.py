@@ -1,4 +1,4 @@
-"""Assigns slots: an interval colouring over positions in the program.
+"""Assigns slots: an interval coloring over the order in which items are used.
 
 An item needs its slot from its first to its last position, and items whose intervals overlap never share a slot.
 Weights, gradients and optimizer state that pass through the GPU are all assigned here, by planner and runtime alike.
@@ -11,7 +11,8 @@ from outsize.layout.chunks import ChunkLayout
 
 Interval = tuple[float, float]
 """The first and the last position at which an item needs its slot."""
-WHOLE_PROGRAM: Interval = (float("-inf"), float("inf"))
+ALWAYS: Interval = (float("-inf"), float("inf"))
+"""The interval of an item that never shares its slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,7 @@ class SlotMap:
 
 
 def assign_slots(intervals: Mapping[int, Interval], sizes: Mapping[int, int]) -> SlotMap:
-    """`intervals`: in the order of their first positions; WHOLE_PROGRAM, which shares its slot with nothing, may come
-    anywhere.
-    """
+    """Assign a slot to each item. `intervals`: in the order of their first positions; ALWAYS may come anywhere."""
     slot_of: dict[int, int] = {}
     slot_bytes: list[int] = []
     ends: list[float] = []  # the last position of the slot's latest item
@@ -58,7 +57,7 @@ def call_intervals(layout: ChunkLayout, chunks: Collection[int], depth: int) -> 
     intervals: dict[int, Interval] = {}
     for chunk in sorted(chunks, key=lambda c: (layout.chunks[c].calls[0], c)):
         calls = layout.chunks[chunk].calls
-        intervals[chunk] = (rank[calls[0]], rank[calls[0]] + depth) if len(calls) == 1 else WHOLE_PROGRAM
+        intervals[chunk] = (rank[calls[0]], rank[calls[0]] + depth) if len(calls) == 1 else ALWAYS
     return intervals
 
 

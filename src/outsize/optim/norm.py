@@ -1,4 +1,4 @@
-"""The norm of gradients, from elementwise operations alone: the same bits on every device, for all chunks and shards.
+"""The gradient norm, from elementwise operations alone: the same bits on every device, under every layout.
 
 The squares of a parameter's gradient are taken in fp32 and summed by halving (`s[:half] + s[half:]`, as if padded with
 zeros) in segments of SEGMENT_NUMEL elements, in the order of its memory. The sums of all segments, in the optimizer's
@@ -58,7 +58,7 @@ class GradientNorm:
         buffer = torch.zeros(halves + sums + scratch, dtype=torch.uint8) if buffer is None else buffer
         self._halves = buffer[:halves].view(torch.float64)
         self.total = self._halves[0]
-        """Of the last `measure_total`."""
+        """The norm that the last `measure_total` computed."""
         self.sums = buffer[halves : halves + sums].view(torch.float32)
         self._scratch = buffer[halves + sums : halves + sums + scratch].view(torch.float32)
         self.slices: dict[str, slice] = {}

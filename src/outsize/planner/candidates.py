@@ -4,8 +4,7 @@ decisions, bytes and a time bound.
 Layers have their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since their
 activations are freed first. A prefix of the chunks has resident weights (chunks that several calls use come first, then
 forward order). A prefix in forward order has its optimizer state on the GPU, since the next forward needs the first
-chunks first. Of the others, the first ones may have their
-state streamed, and the host updates the rest.
+chunks first. Of the others, the first ones may have their state streamed, and the host updates the rest.
 
 If only a small part of the model is trainable (adapters, a last layer), it stays on the GPU: its chunks come first
 among the weights, and counts are at least their number unless a pin is lower. The counts then determine how much of the
@@ -37,7 +36,7 @@ from outsize.schedule.plan import Decision, Home, Homes, StepConfig
 from outsize.schedule.schedule import compile_schedule
 
 DEPTHS = (0, 1, 2, 3)
-MAX_STRIDE = 8
+MAX_HOST_UPDATE_INTERVAL = 8
 MAX_MIXES = 500
 """Up to this number, all mixes of strategies are compared for the minimum memory; beyond it, those of two strategies.
 """
@@ -56,14 +55,21 @@ StrategyCounts = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
+    """A decision as numbers of chunks and layers. `SearchSpace.decision` says which ones."""
+
     resident: int
+    """Chunks with resident weights."""
     optimizer: int
+    """Chunks with their optimizer state on the GPU."""
     swap: int
     offload: int
     recompute: int
+    """Layers with each strategy. The others keep their activations."""
     depth: int
+    """Prefetch depth."""
     host_update_interval: int = 1
     streamed_state: int = 0
+    """Chunks with streamed state."""
 
     @property
     def mix(self) -> StrategyCounts:
@@ -108,7 +114,7 @@ class SearchSpace:
 
     # From candidates to decisions.
 
-    def knows(self, call: int, strategy: Strategy) -> bool:
+    def supports(self, call: int, strategy: Strategy) -> bool:
         """Whether the layer supports the strategy. An offload that sends nothing does not count."""
         return strategy in self.trace.strategies(call) and (
             strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0
@@ -116,9 +122,9 @@ class SearchSpace:
 
     @cached_property
     def num_layers(self) -> dict[str, int]:
-        """Per strategy, how many layers support it; under `all`, the number of layers."""
+        """By strategy: how many layers support it; under `all`, the number of layers."""
         return {"all": len(self.layers)} | {
-            s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
+            s: sum(self.supports(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
         }
 
     def strategies(self, mix: StrategyCounts) -> tuple[Strategy, ...] | None:
@@ -128,7 +134,7 @@ class SearchSpace:
             rest = self.layers
             order: tuple[Strategy, ...] = ("swap", "offload", "recompute")
             for strategy, count in zip(order, mix, strict=True):
-                takers = set([v for v in rest if self.knows(v, strategy)][:count])
+                takers = set([v for v in rest if self.supports(v, strategy)][:count])
                 for call in takers:
                     chosen[call] = strategy
                 rest = [v for v in rest if v not in takers]
@@ -161,7 +167,7 @@ class SearchSpace:
         )
 
     def streamed(self, optimizer: int, streamed_state: int) -> list[int]:
-        """The chunks with streamed state. Those that are larger than most come last: their state slots are too."""
+        """The chunks with streamed state. Large ones come last, since their state slots are large."""
         rest = self.state_order[optimizer:]
         usual = LARGE * statistics.median([self._weight_bytes[chunk] for chunk in rest]) if rest else 0
         return sorted(rest, key=lambda chunk: self._weight_bytes[chunk] > usual)[:streamed_state]
@@ -178,7 +184,7 @@ class SearchSpace:
 
     @cached_property
     def sizes(self) -> Placement:
-        """A placement for the bytes of chunks at each place, which are the same under every decision."""
+        """A placement to read the bytes of chunks from, which are the same under every decision."""
         return self.place(self.decision(self.plain))
 
     @property
@@ -307,7 +313,9 @@ class SearchSpace:
         )
         if self.step_config.update != "in_backward" or not host:
             return 1
-        return max(1, min(MAX_STRIDE, math.ceil(host / backward)) if backward else MAX_STRIDE)
+        return max(
+            1, min(MAX_HOST_UPDATE_INTERVAL, math.ceil(host / backward)) if backward else MAX_HOST_UPDATE_INTERVAL
+        )
 
     def _chunk_seconds(self, counts: Candidate) -> tuple[float, float, float, float]:
         key = (counts.resident, counts.optimizer, counts.depth, counts.streamed_state)

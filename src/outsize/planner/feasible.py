@@ -37,8 +37,8 @@ class Budgets:
         self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
         """The smallest prefetch depth that is allowed."""
 
-    def obeys(self, counts: Candidate) -> bool:
-        """Whether the pins and the chunks that stay on the GPU allow the candidate."""
+    def allows(self, counts: Candidate) -> bool:
+        """Whether the candidate agrees with the pins, and keeps the chunks on the GPU that always stay there."""
         pins = self.pins
         pairs = (
             (pins.n_swap, counts.swap),
@@ -207,14 +207,14 @@ class Budgets:
         if (large := self._largest_block()) is not None:
             hints.append(large)
         if with_any_host < needed:
-            hints.append(f"With more host_memory, {self._asked(with_any_host)} of GPU memory is enough.")
+            hints.append(f"With more host_memory, {self._enough_total(with_any_host)} of GPU memory is enough.")
         if self.space.num_staying:
             moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
             least = Budgets(self.space, moving, self.gpu, self.host_bytes).least_gpu()
             if least and least[0] < needed:
                 hints.append(
                     f"With trainable weights and their optimizer state on the host too, which is slower (pins "
-                    f"{moving}), {self._asked(least[0])} is enough."
+                    f"{moving}), {self._enough_total(least[0])} is enough."
                 )
         return self._too_small("gpu", needed, part, ways, hints)
 
@@ -231,11 +231,11 @@ class Budgets:
             "(blocks=['path.to.list'])."
         )
 
-    def _asked(self, gpu_bytes: int) -> str:
-        """The total GPU memory to ask for, as text. It is rounded up, unless that exceeds the memory of the GPU."""
-        asked, card = self.gpu.total_for(gpu_bytes), self.space.spec.gpu_bytes
-        enough = show_enough(asked)
-        return exact_bytes(asked) if asked <= card < parse_bytes(enough) else enough
+    def _enough_total(self, gpu_bytes: int) -> str:
+        """The total GPU memory that is enough, as text. It is rounded up, unless that exceeds the memory of the GPU."""
+        total, card = self.gpu.total_for(gpu_bytes), self.space.spec.gpu_bytes
+        enough = show_enough(total)
+        return exact_bytes(total) if total <= card < parse_bytes(enough) else enough
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
@@ -251,10 +251,10 @@ class Budgets:
             free = Budgets(self.space, Pins(), self.gpu, self.host_bytes)
             without = free.least_gpu() if resource == "gpu" else free.least_host()
             if without and without[0] < needed:
-                less = self._asked(without[0]) if resource == "gpu" else show_enough(without[0])
+                less = self._enough_total(without[0]) if resource == "gpu" else show_enough(without[0])
                 hints = [*hints, f"Without the pins ({self.pins}), {less} is enough."]
         if resource == "gpu":
-            raised, beyond = self._asked(needed), self._beyond(needed)
+            raised, beyond = self._enough_total(needed), self._beyond(needed)
             raised += f" ({beyond})" if beyond else ""
             allowed, needed = self.gpu.total_bytes, self.gpu.total_for(needed)
         else:

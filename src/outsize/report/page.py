@@ -18,7 +18,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.report.measured import Measured, MeasuredStep, last_step
-from outsize.report.step import KINDS, Phase, Step, StepSpan, describe, placement_of, step_of
+from outsize.report.step import KINDS, PassSpan, Step, StepSpan, describe, placement_of, step_of
 from outsize.schedule.actions import TYPES
 from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Plan
@@ -256,7 +256,7 @@ def _data(
     names = list(dict.fromkeys(span.name for span in spans))
     number = {name: i for i, name in enumerate(names)}
 
-    def lanes(seconds: float, spans: Iterable[StepSpan], phases: Iterable[Phase]) -> dict[str, object]:
+    def lanes(seconds: float, spans: Iterable[StepSpan], phases: Iterable[PassSpan]) -> dict[str, object]:
         shown = [
             [LANES.index(s.lane), number[s.name], _short(s.start), _short(s.end), s.step]
             for s in spans
@@ -289,5 +289,5 @@ def _data(
 
 
 def _short(seconds: float) -> float:
-    """To a picosecond, which halves the size of the page."""
+    """Round to a picosecond, which halves the size of the page."""
     return round(seconds, 12)

@@ -45,8 +45,8 @@ class TrainingHooks:
         self._fit, self._before_evaluation = fit, before_evaluation
         self._model, self._device = engine.model, engine.device
         self._found, self._layers = layers, layers
-        """The layers of the module tree, and those of them that are blocks of the plan: the trial run may have shown
-        that a list is no stack.
+        """All layers of the module tree, and those that are blocks of the plan. They differ if the profiling run has
+        shown that a list is no stack.
         """
         self._tracker = BlockTracker(self._model, self)
         self._non_layer_hooks: list[Any] = []

@@ -20,6 +20,8 @@ from outsize.schedule.placement import Placement
 
 
 class Kind(StrEnum):
+    """The kinds of actions, with the letters that plans, traces and reports show. `TYPES` describes them."""
+
     LOAD = "L"
     FORWARD = "F"
     OFFLOAD = "S"
@@ -45,12 +47,14 @@ class Action(NamedTuple):
 
 
 class Effect(NamedTuple):
+    """The lane of an action, and the buffers it reads and writes."""
+
     lane: Lane
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
 
 
-Work = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
+Operation = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
 """How the runtime performs an action. `model`: the model's own code runs it. `copy`: the first buffer read is copied to
 the first one written."""
 
@@ -60,17 +64,17 @@ class ActionType:
     label: str
     """For messages and charts, followed by the name of a block: `load the weights of`."""
     operand: Literal["call", "chunk"]
-    work: Work
+    operation: Operation
     group: str
     """The color in charts: see `BufferKind.group`."""
     effect: Callable[[Placement, int, bool], Effect]
     """Takes the operand, and whether the action belongs to a backward that updates."""
     num_bytes: Callable[[Placement, int], int]
-    """Bytes that it copies or frees; 0 for compute."""
+    """Takes the operand. Bytes that the action copies or frees; 0 for compute."""
 
     @property
     def moves_activations(self) -> bool:
-        return self.operand == "call" and self.work != "model"
+        return self.operand == "call" and self.operation != "model"
 
 
 def parse_action(word: str) -> Action:
@@ -87,7 +91,7 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
 
 def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: Lane) -> float:
     kind, i = action
-    match TYPES[kind].work:
+    match TYPES[kind].operation:
         case "model":
             work = place.work[i]
             return work.forward_seconds if kind == Kind.FORWARD else work.backward_seconds
@@ -112,14 +116,12 @@ def _host_slowdown(place: Placement, spec: HardwareSpec) -> float:
 
 
 def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
-    """CPU seconds to launch an action, and whether the CPU waits for the GPU in it. Zero where launches were not
-    measured.
-    """
+    """CPU seconds to launch an action (0 if unknown), and whether the CPU waits for the GPU in it."""
     kind, i = action
-    work = TYPES[kind].work
-    if not place.knows_issuing or work == "free":
+    operation = TYPES[kind].operation
+    if not place.has_launch_times or operation == "free":
         return 0.0, False
-    if work != "model":
+    if operation != "model":
         return spec.launch_seconds, False
     call = place.work[i]
     if kind == Kind.FORWARD:
@@ -146,7 +148,7 @@ def _forward(place: Placement, call: int, _: bool) -> Effect:
 def _backward(place: Placement, call: int, _: bool) -> Effect:
     returned = ((B.RETURN, place.return_slot[call]),) if call in place.return_slot else ()
     completed = place.grads_completed_by.get(call, ())
-    # The sums too where gradients arrive apart from them: the first micro-batch, and users' hooks, write them.
+    # Chunks with an arrival slot have their sum here too: the first micro-batch, and users' hooks, write it.
     gradients = tuple(place.gradient_buffer(chunk) for chunk in completed)
     arrivals = tuple((B.ARRIVAL, place.arrivals[chunk]) for chunk in completed if chunk in place.arrivals)
     norms = ((B.NORMS, 0),) if gradients else ()

@@ -155,7 +155,7 @@ def _check_estimate(plan: Plan, place: Placement) -> None:
 
 
 def _require(holds: bool, wrong: str, do: str = "Plan again") -> None:
-    """Raise PlanInvalid if a condition does not hold. `wrong`: what is wrong then; `do`: what the user can do."""
+    """Raise PlanInvalid if `holds` is False. `wrong`: what is wrong; `do`: what the user can do."""
     if not holds:
         raise PlanInvalid(f"plan: {wrong}. {do}.")
 

@@ -69,9 +69,9 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
         raise ConfigError(
             f"pins: for this model, {'; '.join(wrong)}. Choose a number in the range, or leave the pin out."
         )
-    asked = sum(pins.of_strategy(strategy) or 0 for strategy in PINNED_STRATEGIES)
-    if asked > layers["all"]:
+    pinned = sum(pins.of_strategy(strategy) or 0 for strategy in PINNED_STRATEGIES)
+    if pinned > layers["all"]:
         raise ConfigError(
-            f"pins: {', '.join(s.pin for s in PINNED_STRATEGIES)} add up to {asked} layers, and {layers['all']} layers "
-            "have a backward. Lower one of them."
+            f"pins: {', '.join(s.pin for s in PINNED_STRATEGIES)} add up to {pinned} layers, and {layers['all']} "
+            "layers have a backward. Lower one of them."
         )

@@ -1,6 +1,6 @@
 """Placement: every buffer that a decision allocates for the whole run, by name and size.
 
-The planner sums the sizes and the runtime allocates these buffers, so residency has one definition. A buffer's name is
+The planner sums the sizes and the runtime allocates the same buffers. A buffer's name is
 a pair such as (SLOT, 2) or (HOME, 7); actions refer to the buffers they read and write by the same names.
 """
 
@@ -37,14 +37,14 @@ class Placement:
     def chunk(self, index: int) -> Chunk:
         return self.layout.chunks[index]
 
-    # The bytes of a chunk, per place.
+    # Bytes of a chunk in its buffers.
 
     def home_bytes(self, index: int) -> int:
-        """Weights at home; what a load copies."""
+        """Bytes of the weights in their home; a load copies as many."""
         return self.chunk(index).nbytes
 
     def slot_bytes(self, index: int) -> int:
-        """Weights that compute reads, in a slot or resident."""
+        """Bytes of the weights that compute reads, in a slot or resident."""
         return self.chunk(index).nbytes
 
     def state_bytes(self, index: int) -> int:
@@ -95,7 +95,7 @@ class Placement:
         )
 
     def has_host_weights(self, index: int) -> bool:
-        """Whether the weights are streamed, or updated on the host and then copied to the device."""
+        """Whether the host holds the weights: they are streamed, or updated on the host and copied to the device."""
         return self.streams(index) or self.updates_on_host(index)
 
     @cached_property
@@ -107,7 +107,7 @@ class Placement:
         return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
-    def knows_issuing(self) -> bool:
+    def has_launch_times(self) -> bool:
         """Whether launch times were measured or estimated."""
         return any(work.forward_launch_seconds for work in self.work)
 
@@ -118,7 +118,7 @@ class Placement:
 
     @cached_property
     def grad_complete_at(self) -> dict[int, int]:
-        """Updated chunk to the call whose backward completes its gradient: autograd sums over all uses."""
+        """By updated chunk: the call in whose backward its gradient is complete, summed over all uses."""
         completes = {}
         for chunk in map(self.chunk, self.updated):
             name = chunk.pieces[0].name
@@ -139,13 +139,13 @@ class Placement:
             table.setdefault(call, []).append(chunk)
         return {call: tuple(chunks) for call, chunks in table.items()}
 
-    def is_staged(self, index: int) -> bool:
-        """Whether the gradient uses a shared staging slot and not a buffer of its own."""
+    def uses_stage(self, index: int) -> bool:
+        """Whether the gradient uses a stage, which chunks share, and not a buffer of its own on the device."""
         return self.has_host_state(index) or (self.is_updated(index) and not self.step_config.hold_gradients)
 
     @cached_property
     def stages(self) -> SlotMap:
-        sizes = {c: self.gradient_bytes(c) for c in self.grad_complete_at if self.is_staged(c)}
+        sizes = {c: self.gradient_bytes(c) for c in self.grad_complete_at if self.uses_stage(c)}
         return assign_slots(call_intervals(self.layout, sizes, STAGE_DEPTH), sizes)
 
     @cached_property
@@ -169,8 +169,8 @@ class Placement:
 
     @cached_property
     def arrivals(self) -> dict[int, int]:
-        """Chunk to the slot where its gradient arrives if earlier micro-batches have left a sum on the host. All other
-        gradients arrive in their sum. Only the compute lane uses these slots, so that block calls share them.
+        """By chunk: the arrival slot of its gradient, for gradients whose sum waits on the host. All others arrive in
+        their sum. Only the compute lane uses these slots, so block calls can share them.
         """
         if self.step_config.accumulate == 1:
             return {}
@@ -195,22 +195,22 @@ class Placement:
         ]
         return frozenset(c for i, c in enumerate(on_host) if i % self.decision.host_update_interval)
 
-    def waits_on_host(self, index: int) -> bool:
-        """Whether the gradient has a buffer of its own on the host, which holds it until its update."""
+    def has_host_gradient(self, index: int) -> bool:
+        """Whether a gradient on the host has a buffer of its own, which holds it until its update."""
         return self.step_config.hold_gradients or index in self.updated_after_backward
 
     def sends_gradient(self, index: int) -> bool:
-        """Whether the gradient is copied to the host. With streamed state, that is only for a later update."""
+        """Whether the gradient is copied to the host. With streamed state, only if it is kept there until the step."""
         return self.updates_on_host(index) or (self.has_host_state(index) and self.step_config.hold_gradients)
 
     @cached_property
-    def sending(self) -> tuple[int, ...]:
+    def sending_calls(self) -> tuple[int, ...]:
         """Calls that offload activations to the host, in forward order."""
         return tuple(v for v, w in enumerate(self.work) if w.sent_bytes and self.graph.has_backward[v])
 
     @cached_property
     def return_slot(self) -> dict[int, int]:
-        return {call: i % RETURN_SLOTS for i, call in enumerate(reversed(self.sending))}
+        return {call: i % RETURN_SLOTS for i, call in enumerate(reversed(self.sending_calls))}
 
     @cached_property
     def gpu(self) -> dict[Buffer, int]:
@@ -252,15 +252,15 @@ class Placement:
                 buffers[B.HOME, i] = self.home_bytes(i)
             if self.has_host_state(i):
                 buffers[B.HOST_STATE, i] = self.state_bytes(i)
-                if self.waits_on_host(i):
+                if self.has_host_gradient(i):
                     buffers[B.HOST_GRADIENT, i] = self.gradient_bytes(i)
         passed_through = {
             self.stages.slot_of[c]
             for c in self.grad_complete_at
-            if self.updates_on_host(c) and not self.waits_on_host(c)
+            if self.updates_on_host(c) and not self.has_host_gradient(c)
         }
         buffers.update({(B.HOST_STAGE, s): self.stages.slot_bytes[s] for s in passed_through})
-        buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending})
+        buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending_calls})
         if scratch := self._scratch_bytes(on_host=True):
             buffers[B.HOST_SCRATCH, 0] = scratch
         return buffers
@@ -280,7 +280,7 @@ class Placement:
         return total
 
     def is_pinned(self, buffer: Buffer) -> bool:
-        """Whether host memory is copied to or from the GPU, and by nothing else accessed."""
+        """Whether a host buffer is pinned and only accessed by copies to or from the GPU."""
         kind, index = buffer
         return kind.is_pinned_for_copies or (kind == B.HOST_STATE and self.streams_state(index))
 
@@ -295,12 +295,12 @@ class Placement:
         return (B.HOME if self.has_host_weights(index) else B.WEIGHTS, index)
 
     def gradient_buffer(self, index: int) -> Buffer:
-        """The buffer on the device with the sum of a gradient over the micro-batches so far."""
-        return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)
+        """The device buffer with the gradient, summed over the micro-batches so far."""
+        return (B.STAGE, self.stages.slot_of[index]) if self.uses_stage(index) else (B.GRADIENT, index)
 
     def state_slot(self, index: int) -> Buffer:
         """The buffer on the device that holds streamed state during the update."""
         return (B.STATE_SLOT, self.state_slots.slot_of[index])
 
     def host_gradient_buffer(self, index: int) -> Buffer:
-        return (B.HOST_GRADIENT, index) if self.waits_on_host(index) else (B.HOST_STAGE, self.stages.slot_of[index])
+        return (B.HOST_GRADIENT, index) if self.has_host_gradient(index) else (B.HOST_STAGE, self.stages.slot_of[index])

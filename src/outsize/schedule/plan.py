@@ -1,4 +1,4 @@
-"""Plan: a frozen record, without torch, that the planner makes and the runtime executes.
+"""Plan: what the planner decides and predicts, as a frozen record that the runtime executes. No torch.
 
 The *step_config* is given by the user (how to train). The *decision* is chosen by the search (what lives where). The
 *work* is measured. The *estimate* is the simulator's prediction. A plan file holds all four, so a run can be repeated
@@ -62,15 +62,15 @@ class StepConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     homes: tuple[Homes, ...]
-    """Per chunk."""
+    """By chunk."""
     strategies: tuple[Strategy, ...]
-    """Per call; only layers have another strategy than keep."""
+    """By call; only layers have another strategy than keep."""
     depth: int
     """Prefetch depth: how many streamed calls ahead weights are loaded. It determines the number of slots."""
     host_update_interval: int = 1
-    """With updates in backward: of the chunks that are updated on the host, in the order in which their gradients
-    complete, every n-th is updated while the backward runs. The gradients of the others are kept on the host. Their
-    updates run after the last gradient, in forward order, and overlap with the next forward."""
+    """With updates in backward, the host updates every n-th of its chunks while the backward runs, in the order in
+    which their gradients complete. It keeps the gradients of the others and updates them after the last gradient, in
+    forward order, so that these updates overlap with the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class Estimate:
     """Bytes allocated for the whole run, by kind; the rest of `gpu_bytes` is activations."""
     host_parts: dict[str, int]
     busy_seconds: dict[str, float]
-    """Per lane, in one step."""
+    """By lane, in one step."""
     peak_at: str
     """The action at the memory peak."""
     launch_bound_seconds: float = 0.0
@@ -102,7 +102,7 @@ class Plan:
     step_config: StepConfig
     decision: Decision
     work: tuple[Work, ...]
-    """Per call, under its strategy."""
+    """By call, under its strategy."""
     held_bytes: int
     gpu_budget_bytes: int
     host_budget_bytes: int
@@ -120,6 +120,6 @@ class Plan:
     is then computed from full logits.
     """
     process_overhead: ProcessOverhead = ProcessOverhead()
-    """Process overhead beside the estimate, as measured by the trial run."""
+    """Process overhead beside the estimate, as measured by the profiling run."""
     profile_keys: tuple[str, ...] = ()
     """Cache keys of the profiles that the plan uses. A run that contradicts the plan deletes these profiles."""

@@ -87,7 +87,7 @@ def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
 
 
 class _Slots:
-    """Issues each load as soon as the slot's previous user has been issued, ordered by first use."""
+    """Lists each load as soon as the slot's previous user is listed, in the order of first use."""
 
     def __init__(self, place: Placement, uses: list[int], holding: dict[int, int]):
         """`uses`: calls in the order they run. `holding`: the chunk that each slot holds at the start."""
@@ -109,7 +109,7 @@ class _Slots:
         return [Action(Kind.LOAD, chunk) for _, chunk in sorted(ready)]
 
     def used(self, position: int) -> list[int]:
-        """Drop the uses at `position`; returns their slots."""
+        """The calls up to `position` are listed. Returns the slots that this frees."""
         done = []
         for slot, queue in self._queue.items():
             if queue and queue[0][0] == position:
@@ -134,7 +134,7 @@ def _forward(place: Placement, *, offloads: bool = True) -> list[Action]:
     calls = list(range(len(place.graph.calls)))
     slots = _Slots(place, calls, {})
     actions = slots.loads(slots.all)
-    sending = set(place.sending) if offloads else set()
+    sending = set(place.sending_calls) if offloads else set()
     for position, call in enumerate(calls):
         actions.append(Action(Kind.FORWARD, call))
         if call in sending:
@@ -153,7 +153,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
     slots = _Slots(place, calls, held_after_forward(place))
     returning = [v for v in calls if v in place.return_slot]
     completing = [chunk for call in calls for chunk in place.grads_completed_by.get(call, ())]
-    # Partial sums come back through the staging slots of chunks whose gradients wait on the host.
+    # Sums of earlier micro-batches that wait on the host are loaded into the stages of their chunks.
     summed = [chunk for chunk in completing if place.sends_gradient(chunk)] if pending else []
     streaming = [chunk for chunk in completing if place.streams_state(chunk)] if update else []
     next_returning, next_summed, next_streaming = (
@@ -181,7 +181,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
             follows = [Action(Kind.LOAD_GRADIENT, next_summed[chunk])] if chunk in next_summed else []
             updates = []
             if update and chunk not in place.updated_after_backward:
-                updates = _update_chunk(place, chunk, loaded=True)
+                updates = _one_update(place, chunk, loaded=True)
             if place.updates_on_host(chunk):
                 actions += [Action(Kind.STORE_GRADIENT, chunk), *follows, *updates]
             elif place.sends_gradient(chunk) and not update:
@@ -189,7 +189,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
             else:
                 actions += [*updates, *follows]
             if (state := next_streaming.get(chunk)) is not None:
-                # Of another call: after the weights that the next calls need, which are needed earlier.
+                # State for another call is loaded after the weights of the next calls, which are needed earlier.
                 is_urgent = place.grad_complete_at[state] == call
                 (actions if is_urgent else later).append(Action(Kind.LOAD_STATE, state))
         if call == last_completion:
@@ -222,18 +222,18 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
 
 
 def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
-    actions = [action for chunk in chunks for action in _update_chunk(place, chunk, loaded=False)]
+    actions = [action for chunk in chunks for action in _one_update(place, chunk, loaded=False)]
     if not any(action.kind == Kind.LOAD_STATE for action in actions):
         return actions
-    # The thread that issues actions follows the GPU, which waits for streamed state. So the updates of the host, which
-    # run beside it, are issued first, and what waits for these updates last.
+    # The launching thread waits for the GPU, which waits for streamed state. So updates on the host, which overlap with
+    # these, are issued first, and the copies that wait for host updates last.
     on_host = [action for action in actions if place.updates_on_host(action.index)]
     first = [action for action in on_host if action.kind == Kind.UPDATE]
     last = [action for action in on_host if action.kind != Kind.UPDATE]
     return [*first, *(action for action in actions if not place.updates_on_host(action.index)), *last]
 
 
-def _update_chunk(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
+def _one_update(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
     """`loaded`: weights, gradient and state are on the GPU already."""
     streamed, on_host, streams_state = place.streams(chunk), place.updates_on_host(chunk), place.streams_state(chunk)
     steps = (

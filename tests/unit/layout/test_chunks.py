@@ -81,7 +81,7 @@ def test_any_graph_is_packed_without_gap_overlap_or_mixture(
 def test_the_tables_agree_with_the_chunks(wanted: list[Spec], order: tuple[int, ...]) -> None:
     graph = graph_of(wanted, calls=order)
     layout = pack(graph, 1000)
-    for name, (index, piece) in layout.place.items():
+    for name, (index, piece) in layout.location.items():
         assert piece in layout.chunks[index].pieces and piece.name == name
     for call in range(len(order)):
         assert layout.used_by(call) == tuple(chunk.index for chunk in layout.chunks if call in chunk.calls)
@@ -135,7 +135,7 @@ def test_c13_a_tied_parameter_is_placed_once_with_all_its_visits() -> None:
     layout = pack(
         graph_of([Spec(100, blocks=(0, 2)), Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))])
     )
-    index, _ = layout.place["p0"]
+    index, _ = layout.location["p0"]
     assert layout.chunks[index].calls == (0, 2)
     assert [piece.name for piece in layout.chunks[index].pieces] == ["p0"], (
         "what only the stem uses does not wait for the head"
@@ -152,8 +152,8 @@ def test_c13_a_block_that_runs_three_times_has_one_chunk_with_three_visits() -> 
 
 def test_c19_a_parameter_that_is_never_read_is_packed_with_the_last_call() -> None:
     layout = pack(graph_of([Spec(100, blocks=()), Spec(100, blocks=(0,)), Spec(100, blocks=(2,))]))
-    assert set(layout.place) == {"p0", "p1", "p2"}
-    assert layout.chunks[layout.place["p0"][0]].calls == (2,)
+    assert set(layout.location) == {"p0", "p1", "p2"}
+    assert layout.chunks[layout.location["p0"][0]].calls == (2,)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 import pytest
 from synthetic import Case, make_case, make_step_config, random_case, random_decision
 
-from outsize.hardware.lanes import LEAD_SECONDS, IssuedClock, copy_seconds, slowed, update_seconds
+from outsize.hardware.lanes import LEAD_SECONDS, LaunchClock, copy_seconds, slowed, update_seconds
 from outsize.model.work import Work
 from outsize.planner.memory import high_water
 from outsize.planner.simulate import Walk, simulate, step_seconds
@@ -161,7 +161,7 @@ def test_the_thread_gets_ahead_no_further_than_the_device_queues() -> None:
     """Layers of a second, and a head that is issued in no time and computes for an hour: of that hour, a tenth of a
     second is a lead.
     """
-    clock = IssuedClock(1.0)
+    clock = LaunchClock(1.0)
     clock.issue("compute", 3600.0, (), 0.0, waits=False)
     end = clock.issue("compute", 1.0, (), 2.0, waits=False)
     assert end == pytest.approx(3600 - LEAD_SECONDS + 2.0)
@@ -169,7 +169,7 @@ def test_the_thread_gets_ahead_no_further_than_the_device_queues() -> None:
 
 def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
     """A copy that waits for an update is handed over, and the copies behind it; what computes with it cannot be."""
-    clock = IssuedClock(1.0)
+    clock = LaunchClock(1.0)
     update = clock.issue("host", 5.0, (), 0.1, waits=False), clock.visible_at
     assert clock.issued == pytest.approx(0.1)
     copy = clock.issue("h2d", 1.0, [update], 0.1, waits=False), clock.visible_at
@@ -181,7 +181,7 @@ def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
     assert clock.issued == pytest.approx(6.9 + 0.1), (
         "told at 5, and no more than the queue's depth before it starts at 7"
     )
-    clock = IssuedClock(1.0)
+    clock = LaunchClock(1.0)
     late = clock.issue("h2d", 9.0, (), 0.1, waits=False), clock.visible_at
     clock.issue("compute", 1.0, [late], 0.1, waits=False)
     assert late[1] == 0.0, "what the device does, the device waits for"
@@ -293,7 +293,7 @@ def test_time_and_space_of_swap_count_the_same_bytes() -> None:
     """Trap G15: swap priced too cheap."""
     case = make_case(3)
     place = case.place(case.decide("gpu/gpu", "swap"))
-    sent = sum(place.work[v].sent_bytes for v in place.sending)
+    sent = sum(place.work[v].sent_bytes for v in place.sending_calls)
     found = estimate(case, "gpu/gpu", "swap")
     assert found.host_parts["arena"] == sent
     assert found.busy_seconds["d2h"] == pytest.approx(

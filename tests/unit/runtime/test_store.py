@@ -437,7 +437,7 @@ def test_the_state_that_detach_returns_is_not_on_the_device(optimizer: Any) -> N
 
 
 def test_planning_again_fits_a_device_that_either_plan_fits(_profiles_anew: None) -> None:
-    """Trap G12: a re-plan is a part of the lifetime, and so is its trial run."""
+    """Trap G12: a re-plan is a part of the lifetime, and so is its profiling run."""
     device, model = SimDevice(lookup("600KiB")), zoo.make("llama")
     engine = outsize.prepare(model, zoo.batch("llama"), device=device, chunk_bytes="8KiB", optimizer=SPEC)
     try:

@@ -1,4 +1,4 @@
-"""The trial run of `prepare` on a card that is too small for it, and the choice of a micro-batch on a device that is
+"""The profiling run of `prepare` on a card that is too small for it, and the choice of a micro-batch on a device that is
 there.
 """
 
@@ -22,7 +22,7 @@ from outsize.setup.request import PrepareRequest
 
 HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
 LITTLE = 600 * 1024
-"""Of 8 × 16 tokens, a plan fits; its trial run does not, and those of 4 rows and 2 do."""
+"""Of 8 × 16 tokens, a plan fits; its profiling run does not, and those of 4 rows and 2 do."""
 
 
 @pytest.mark.parametrize("accumulate", [0, -2, 1.5, True])
@@ -33,7 +33,7 @@ def test_passes_that_are_no_number_are_refused(accumulate: Any) -> None:
 
 
 class Card(SimDevice):
-    """`sim` with a limit on trial runs, as a real card has one."""
+    """`sim` with a limit on profiling runs, as a real card has one."""
 
     def __init__(self, size: str) -> None:
         super().__init__(lookup(size))
