@@ -1,14 +1,18 @@
 """What is trained of a conversation is what the assistant says, whichever way its template shows it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from outsize.base.errors import ConfigError, DataError
-from outsize.data.chat import chat_documents, messages_of
+from outsize.config.run import DatasetConfig
+from outsize.data.chat import Chats, messages_of
 from outsize.data.files import Record
-from outsize.data.rows import IGNORED
+from outsize.data.rows import IGNORED, Document
+
+SOURCE = DatasetConfig(path="data.jsonl")
 
 TWO_TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -23,9 +27,17 @@ def record(messages: Any, column: str = "messages", **more: Any) -> Record:
     return Record(fields={column: messages, **more}, place="data.jsonl:7")
 
 
-def trained(tokenizer: Any, messages: Any) -> list[str]:
+def document_of(tokenizer: Any, given: Record, *, train_on_inputs: bool = False, **source: Any) -> Document:
+    chats = Chats(
+        tokenizer=tokenizer, source=DatasetConfig(path="data.jsonl", **source), train_on_inputs=train_on_inputs
+    )
+    (document,) = chats.documents([given])
+    return document
+
+
+def trained(tokenizer: Any, messages: Any, **source: Any) -> list[str]:
     """The runs of tokens that have labels, as text."""
-    (document,) = chat_documents(tokenizer, [record(messages)])
+    document = document_of(tokenizer, record(messages), **source)
     runs: list[list[int]] = [[]]
     for token, label in zip(document.ids, document.labels, strict=True):
         assert label in (token, IGNORED)
@@ -57,13 +69,13 @@ def test_with_marks_exactly_what_is_marked_is_trained(
 
 
 def test_the_whole_is_tokenized_as_the_template_writes_it(tokenizer: Any) -> None:
-    (document,) = chat_documents(tokenizer, [record(TWO_TURNS)])
+    document = document_of(tokenizer, record(TWO_TURNS))
     assert document.ids == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
     assert document.place == "data.jsonl:7"
 
 
 def test_train_on_inputs_trains_every_token(tokenizer: Any) -> None:
-    (document,) = chat_documents(tokenizer, [record(TWO_TURNS)], train_on_inputs=True)
+    document = document_of(tokenizer, record(TWO_TURNS), train_on_inputs=True)
     assert document.labels == document.ids
 
 
@@ -81,22 +93,22 @@ def test_sharegpt_is_another_way_to_write_messages(tokenizer: Any) -> None:
         {"from": "human", "value": "Is the sea full?"},
         {"from": "gpt", "value": "Not yet. "},
     ]
-    assert messages_of(record(turns, "conversations")) == TWO_TURNS[:3]
+    assert messages_of(record(turns, "conversations"), SOURCE) == TWO_TURNS[:3]
 
 
 def test_a_column_that_is_named_is_the_only_one_looked_at() -> None:
     both = Record(fields={"talk": TWO_TURNS[:1], "messages": TWO_TURNS}, place="data.jsonl:7")
-    assert messages_of(both, "talk") == TWO_TURNS[:1]
+    assert messages_of(both, replace(SOURCE, field_messages="talk")) == TWO_TURNS[:1]
     with pytest.raises(
         DataError, match=r"data\.jsonl:7: no column 'chat'; its columns are talk, messages\. .*`field_messages`"
     ):
-        messages_of(both, "chat")
+        messages_of(both, replace(SOURCE, field_messages="chat"))
 
 
 def test_keys_without_a_value_do_not_reach_the_template() -> None:
     """Parquet gives every message every key."""
     (message,) = messages_of(
-        record([{"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}], "name": None}])
+        record([{"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}], "name": None}]), SOURCE
     )
     assert message == {"role": "assistant", "tool_calls": [{"name": "sum"}]}
 
@@ -106,7 +118,7 @@ def test_tools_reach_the_template(tokenizer_with: Callable[..., Any]) -> None:
         "{{ tools[0]['name'] }}{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt "
         "%}|{% endif %}"
     )
-    (document,) = chat_documents(tokenizer, [record(TWO_TURNS[1:3], tools=[{"name": "sum"}])])
+    document = document_of(tokenizer, record(TWO_TURNS[1:3], tools=[{"name": "sum"}]))
     assert tokenizer.decode(document.ids) == "sum|Is the sea full?|Not yet. "
 
 

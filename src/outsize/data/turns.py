@@ -1,0 +1,157 @@
+"""Finds the turns of a conversation in the text that a chat template renders.
+
+The contents are rendered once more with a private character before and after each. Without these marks the text must
+be the same; then they are the places of the contents. A turn of the assistant begins where its generation prompt ends,
+and ends where the conversation ends when rendered up to it. Templates that rewrite earlier turns (Qwen3 removes
+thoughts, Mistral moves the system prompt) are covered: only the text between two contents is compared.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outsize.data.text import Span
+
+Message = dict[str, Any]
+
+_FIRST = 0xF0000
+_MARK = re.compile("[\U000f0000-\U000ffffd]")  # a plane for private use
+_MAX_MESSAGES = 32_000
+_PARTIAL = re.compile(r"([<\[][^>\]\n]*|\w+)\Z")
+"""An incomplete token or word at the end of a common prefix."""
+_TOKEN = re.compile(r"\s*[<\[][^>\]]*[>\]]")
+
+
+class UnlocatedError(Exception):
+    """Says why turns are not found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    spans: list[Span]
+    rewritten: int | None
+    """The first message that is rendered differently when more messages follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A rendered conversation without its marks."""
+
+    text: str
+    at: dict[int, int]
+    """Where each mark was: 2 n before the content of message n, 2 n + 1 behind it."""
+
+    def last_before(self, mark: int, other: "_Marked") -> int | None:
+        """The last mark before `mark` that ends a content in both."""
+        return next((m for m in range(mark - 1, 0, -2) if m in self.at and m in other.at), None)
+
+
+def locate(
+    render: Callable[..., str], messages: Sequence[Message], text: str, wanted: Sequence[int], assistant: Sequence[int]
+) -> Located:
+    """The spans in `text` of the messages `wanted`. Of those not in `assistant`, the content.
+
+    `render(messages, prompt=False)` applies the template; with `prompt`, a generation prompt follows.
+    """
+    if _MARK.search(text) or len(messages) > _MAX_MESSAGES:
+        raise UnlocatedError("it has characters for private use, or too many messages")
+    begins = {index for index in wanted if index == 0 or index not in assistant}
+    marked = [_with_marks(message, index, begin=index in begins) for index, message in enumerate(messages)]
+    whole = _unmarked(render(marked))
+    if whole.text != text:
+        raise UnlocatedError("the template changes contents")
+    spans, differing = [], []
+    for index in wanted:
+        if index in begins and 2 * index not in whole.at:
+            raise UnlocatedError(f"the content of message {index + 1} is not rendered as it is")
+        start, prompt, same = whole.at.get(2 * index, 0), "", True
+        if index not in begins:
+            start, prompt, same = _start(render, marked, whole, index)
+        end = whole.at.get(2 * index + 1, start)
+        if index in assistant:
+            end, as_last = _end(render, marked, whole, index, prompt)
+            same = same and as_last
+        spans.append((start, max(start, end)))
+        differing += [] if same else [index]
+    return Located(spans, differing[0] if differing else None)
+
+
+def _start(render: Callable[..., str], marked: list[Message], whole: _Marked, index: int) -> tuple[int, str, bool]:
+    """Where a turn begins; its generation prompt, from the content before; whether all up to there is as prompted."""
+    before = _unmarked(render(marked[:index], prompt=True))
+    mark = before.last_before(2 * index, whole)
+    if mark is None:
+        raise UnlocatedError(f"no content is rendered before message {index + 1}")
+    at = whole.at[mark]
+    prompt = before.text[before.at[mark] :]
+    same = _common(prompt, whole.text[at:])
+    if same < len(prompt):
+        # As in templates that begin thoughts only in the generation prompt, or only in the last turn.
+        closed = _unmarked(render(marked[:index]))
+        if same <= _common(prompt, closed.text[closed.at.get(mark, len(closed.text)) :]):
+            raise UnlocatedError(f"message {index + 1} is not rendered as a continuation of its generation prompt")
+    return at + same, prompt, whole.text[: at + same].startswith(before.text)
+
+
+def _end(
+    render: Callable[..., str], marked: list[Message], whole: _Marked, index: int, prompt: str
+) -> tuple[int, bool]:
+    """Where a turn ends, and whether all up to there is rendered in the same way when the turn is the last."""
+    is_last = index == len(marked) - 1
+    after = whole if is_last else _unmarked(render(marked[: index + 1]))
+    mark = after.last_before(2 * index + 2, whole)
+    if mark is None:
+        raise UnlocatedError(f"the end of message {index + 1} is not found")
+    at = whole.at[mark]
+    tail = after.text[after.at[mark] :]
+    if prompt and tail.endswith(prompt):
+        # Command-A: a generation prompt follows each finished conversation. Both begin with the token that ends turns.
+        token = _TOKEN.match(prompt)
+        tail = tail[: len(tail) - len(prompt) + (token.end() if token else 0)]
+    same = _common(tail, whole.text[at:])
+    if same < len(tail) and mark != 2 * index + 1:
+        raise UnlocatedError(f"message {index + 1} has no content and is rendered differently when more follow")
+    return at + same, whole.text[: at + same].startswith(after.text[: after.at[mark] + len(tail)])
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common prefix, without an incomplete token at its end."""
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((n for n, (left, right) in pairs if left != right), min(len(one), len(other)))
+    if same == len(one):
+        return same
+    partial = _PARTIAL.search(one[:same])
+    return partial.start() if partial else same
+
+
+def _with_marks(message: Message, index: int, *, begin: bool) -> Message:
+    """Marks enclose the content without the spaces around it, which templates trim."""
+    content = message.get("content")
+    before, after = chr(_FIRST + 2 * index) if begin else "", chr(_FIRST + 2 * index + 1)
+    if isinstance(content, str) and content.strip():
+        return {**message, "content": _enclosed(content, before, after)}
+    if isinstance(content, list):
+        texts = [n for n, part in enumerate(content) if isinstance(part, dict) and (part.get("text") or "").strip()]
+        parts = list(content)
+        for n in {*texts[:1], *texts[-1:]}:
+            ends = (before if n == texts[0] else "", after if n == texts[-1] else "")
+            parts[n] = {**parts[n], "text": _enclosed(parts[n]["text"], *ends)}
+        return {**message, "content": parts}
+    return message
+
+
+def _enclosed(text: str, before: str, after: str) -> str:
+    core = text.strip()
+    start = text.index(core)
+    return text[:start] + before + core + after + text[start + len(core) :]
+
+
+def _unmarked(rendered: str) -> _Marked:
+    at: dict[int, int] = {}
+    for count, match in enumerate(_MARK.finditer(rendered)):
+        mark = ord(match[0]) - _FIRST
+        if mark in at:
+            raise UnlocatedError(f"the content of message {mark // 2 + 1} is rendered twice")
+        at[mark] = match.start() - count
+    return _Marked(_MARK.sub("", rendered), at)
