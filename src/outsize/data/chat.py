@@ -23,13 +23,14 @@ from outsize.data.files import Record, json_type
 from outsize.data.rows import Document
 from outsize.data.templates import template_named
 from outsize.data.text import Span, check_offsets, span_documents
-from outsize.data.turns import Message, UnlocatedError, locate
+from outsize.data.turns import Message, UnlocatedError, UnrenderedError, locate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_FIELD = "conversations"
 _OTHER_ROLES = {"human": "user", "gpt": "assistant"}
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CORRECT = "Correct or remove the record."
+_PROBE = "probe"
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,14 @@ class Chats:
             )
         if not self.train_on_inputs:
             check_offsets(self.tokenizer)
+        self._in_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    def _shows(self, content: Any) -> bool:
+        """Templates of models with images may show contents only in parts."""
+        try:
+            return _PROBE in _apply(self.tokenizer, self._template, None, [{"role": "user", "content": content}])
+        except (TemplateError, TypeError):
+            return False
 
     def documents(self, records: Sequence[Record]) -> list[Document]:
         rendered = [self._render(record) for record in records]
@@ -61,6 +70,8 @@ class Chats:
         messages = messages_of(record, self.source)
         if len(messages) > 1 and self.source.drop_system_message and messages[0]["role"] == "system":
             messages = messages[1:]
+        if self._in_parts:
+            messages = [_with_parts(message) for message in messages]
         tools = _tools_of(record)
         render = partial(_apply, self.tokenizer, self._template, tools)
         try:
@@ -97,11 +108,15 @@ class Chats:
                     "the chat template renders earlier turns differently when more messages follow (message "
                     f"{located.rewritten + 1} of {place}): every turn is trained as the whole conversation shows it",
                 )
+            if located.hidden is not None:
+                role = messages[located.hidden]["role"]
+                self._note("hidden", f"the chat template does not render the {role} message of {place}: it is left out")
             return located.spans
         except UnlocatedError as error:
             # The last turn is enough, if it continues its prompt.
             last = wanted[-1] if wanted else 0
-            if last and last in assistant and last == len(messages) - 1:
+            alone = last and not isinstance(error, UnrenderedError)
+            if alone and last in assistant and last == len(messages) - 1:
                 before = render(messages[:last], prompt=True)
                 if text.startswith(before):
                     self._note("last", f"only the last turn of {place} and others like it is trained: {error}")
@@ -186,6 +201,11 @@ def _message(given: Any, source: DatasetConfig, place: str) -> Message:
         found = f"no content among {', '.join(given)}" if content is None else f"the content is {json_type(content)}"
         raise DataError(f"{place}: {found}{'' if content is None else ', not text'}. {_CORRECT}")
     return {**message, "role": role}
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _tools_of(record: Record) -> list[Any] | None:

@@ -27,11 +27,17 @@ class UnlocatedError(Exception):
     """Says why turns are not found."""
 
 
+class UnrenderedError(UnlocatedError):
+    """The template leaves out the content of a message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Located:
     spans: list[Span]
     rewritten: int | None
     """The first message that is rendered differently when more messages follow."""
+    hidden: int | None
+    """The first message whose content is not rendered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +67,27 @@ def locate(
     whole = _unmarked(render(marked))
     if whole.text != text:
         raise UnlocatedError("the template changes contents")
+    hidden = [n for n, message in enumerate(messages) if marked[n] is not message and 2 * n + 1 not in whole.at]
     spans, differing = [], []
     for index in wanted:
+        if index in hidden:
+            raise UnrenderedError(f"the chat template does not render the content of message {index + 1} as it is")
         if index in begins and 2 * index not in whole.at:
             raise UnlocatedError(f"the content of message {index + 1} is not rendered as it is")
-        start, prompt, same = whole.at.get(2 * index, 0), "", True
+        start, same = whole.at.get(2 * index, 0), True
         if index not in begins:
-            start, prompt, same = _start(render, marked, whole, index)
+            start, same = _start(render, marked, whole, index)
         end = whole.at.get(2 * index + 1, start)
         if index in assistant:
-            end, as_last = _end(render, marked, whole, index, prompt)
+            end, as_last = _end(render, marked, whole, index)
             same = same and as_last
         spans.append((start, max(start, end)))
         differing += [] if same else [index]
-    return Located(spans, differing[0] if differing else None)
+    return Located(spans, differing[0] if differing else None, hidden[0] if hidden else None)
 
 
-def _start(render: Callable[..., str], marked: list[Message], whole: _Marked, index: int) -> tuple[int, str, bool]:
-    """Where a turn begins; its generation prompt, from the content before; whether all up to there is as prompted."""
+def _start(render: Callable[..., str], marked: list[Message], whole: _Marked, index: int) -> tuple[int, bool]:
+    """Where the generation prompt of a turn ends, and whether all up to there is as prompted."""
     before = _unmarked(render(marked[:index], prompt=True))
     mark = before.last_before(2 * index, whole)
     if mark is None:
@@ -91,12 +100,10 @@ def _start(render: Callable[..., str], marked: list[Message], whole: _Marked, in
         closed = _unmarked(render(marked[:index]))
         if same <= _common(prompt, closed.text[closed.at.get(mark, len(closed.text)) :]):
             raise UnlocatedError(f"message {index + 1} is not rendered as a continuation of its generation prompt")
-    return at + same, prompt, whole.text[: at + same].startswith(before.text)
+    return at + same, whole.text[: at + same].startswith(before.text)
 
 
-def _end(
-    render: Callable[..., str], marked: list[Message], whole: _Marked, index: int, prompt: str
-) -> tuple[int, bool]:
+def _end(render: Callable[..., str], marked: list[Message], whole: _Marked, index: int) -> tuple[int, bool]:
     """Where a turn ends, and whether all up to there is rendered in the same way when the turn is the last."""
     is_last = index == len(marked) - 1
     after = whole if is_last else _unmarked(render(marked[: index + 1]))
@@ -105,14 +112,22 @@ def _end(
         raise UnlocatedError(f"the end of message {index + 1} is not found")
     at = whole.at[mark]
     tail = after.text[after.at[mark] :]
-    if prompt and tail.endswith(prompt):
-        # Command-A: a generation prompt follows each finished conversation. Both begin with the token that ends turns.
-        token = _TOKEN.match(prompt)
-        tail = tail[: len(tail) - len(prompt) + (token.end() if token else 0)]
+    if index and len(_TOKEN.findall(tail)) > 1:
+        # Command-A: a generation prompt follows each finished message. It begins with the token that ends a turn.
+        closed, opened = _prompt(render(marked[:index]), index), _prompt(render(marked[:index], prompt=True), index)
+        token = _TOKEN.match(closed)
+        if token and len(_TOKEN.findall(closed)) > 1 and opened.startswith(closed) and tail.endswith(closed):
+            tail = tail[: len(tail) - len(closed) + token.end()]
     same = _common(tail, whole.text[at:])
     if same < len(tail) and mark != 2 * index + 1:
         raise UnlocatedError(f"message {index + 1} has no content and is rendered differently when more follow")
     return at + same, whole.text[: at + same].startswith(after.text[: after.at[mark] + len(tail)])
+
+
+def _prompt(rendered: str, index: int) -> str:
+    """What follows the last content before message `index`."""
+    before = _unmarked(rendered)
+    return before.text[before.at.get(before.last_before(2 * index, before) or 0, len(before.text)) :].lstrip()
 
 
 def _common(one: str, other: str) -> int:
@@ -133,6 +148,8 @@ def _with_marks(message: Message, index: int, *, begin: bool) -> Message:
         return {**message, "content": _enclosed(content, before, after)}
     if isinstance(content, list):
         texts = [n for n, part in enumerate(content) if isinstance(part, dict) and (part.get("text") or "").strip()]
+        if not texts:
+            return message
         parts = list(content)
         for n in {*texts[:1], *texts[-1:]}:
             ends = (before if n == texts[0] else "", after if n == texts[-1] else "")
