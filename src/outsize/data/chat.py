@@ -177,10 +177,10 @@ def messages_of(record: Record, source: DatasetConfig) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         found = "the list of messages is empty" if messages == [] else f"{json_type(messages)}, not a list of messages"
         raise DataError(f"{record.place}: {found}. {_CORRECT}")
-    return [_message(given, source, f"message {n} of {record.place}") for n, given in enumerate(messages, start=1)]
+    return [message_of(given, source, f"message {n} of {record.place}") for n, given in enumerate(messages, start=1)]
 
 
-def _message(given: Any, source: DatasetConfig, place: str) -> Message:
+def message_of(given: Any, source: DatasetConfig, place: str) -> Message:
     if not isinstance(given, dict):
         raise DataError(f"{place}: {json_type(given)}, not an object with role and content. {_CORRECT}")
     message = {key: value for key, value in given.items() if value is not None}
