@@ -4,7 +4,7 @@ To add one, add an entry to `FORMATS` and its name to `DatasetType` in config/ty
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -142,7 +142,7 @@ def _filled(text: str, values: dict[str, Any]) -> str:
     return re.sub(r"\{(instruction|input|system)\}", lambda match: str(values[match[1]] or ""), text)
 
 
-def _own_prompt(prompt: dict[str, str]) -> dict[str, Any]:
+def _own_prompt(prompt: Mapping[Any, str]) -> dict[str, Any]:
     """`type` as a mapping, with Axolotl's defaults."""
     style = _Style(
         prompt.get("system_format", "{system}"),
