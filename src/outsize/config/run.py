@@ -48,6 +48,9 @@ class DatasetConfig:
     """The column of a conversation."""
     message_property_mappings: dict[str, Text] | None = None
     """The key in the data per key of a message: `{role: from, content: value}`."""
+    message_field_role: Text | None = None
+    message_field_content: Text | None = None
+    """Axolotl's older form of `message_property_mappings`."""
     roles: dict[str, tuple[Text, ...]] | None = None
     """Other names of roles in the data: `{assistant: [bot]}`."""
     roles_to_train: tuple[Text, ...] = ("assistant",)

@@ -44,8 +44,9 @@ class Chats:
     _noted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._template = None if self.source.chat_template is None else template_named(self.source.chat_template)
-        if not (self._template or self.tokenizer.chat_template):
+        name, has_own = self.source.chat_template, bool(self.tokenizer.chat_template)
+        self._template = None if name is None else template_named(name, has_own=has_own)
+        if not (self._template or has_own):
             raise ConfigError(
                 f"The tokenizer of {self.tokenizer.name_or_path or 'this model'} has no chat template. Set "
                 "chat_template_jinja to a template or its file, or use the tokenizer of an instruct model."
@@ -184,8 +185,13 @@ def message_of(given: Any, source: DatasetConfig, place: str) -> Message:
     if not isinstance(given, dict):
         raise DataError(f"{place}: {json_type(given)}, not an object with role and content. {_CORRECT}")
     message = {key: value for key, value in given.items() if value is not None}
-    mappings = {source.template_thinking_key: source.field_thinking, **(source.message_property_mappings or {})}
-    if not source.message_property_mappings and "role" not in message and "from" in message:
+    mappings = {
+        source.template_thinking_key: source.field_thinking,
+        "role": source.message_field_role or "role",
+        "content": source.message_field_content or "content",
+        **(source.message_property_mappings or {}),
+    }
+    if "from" in message and mappings["role"] == "role" and "role" not in message:
         mappings |= {"role": "from", "content": "value"}
     moved = {key: message[name] for key, name in mappings.items() if name in message}
     renamed = {name for key, name in mappings.items() if key != name}

@@ -1,6 +1,7 @@
 """Chat templates by name, for tokenizers that have none. They mark the assistant's turns, ends included."""
 
 from outsize.base.errors import ConfigError
+from outsize.base.log import log
 
 
 def _turns(begin: str, end: str, *, assistant: str = "{{ m['role'] }}", before: str = "") -> str:
@@ -26,13 +27,17 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-def template_named(name: str) -> str | None:
-    """None: the tokenizer's own."""
-    if name.startswith("tokenizer_default"):
+def template_named(name: str, *, has_own: bool) -> str | None:
+    """None: the tokenizer's own. Names of other tools' templates mean the tokenizer's own, if it `has_own`."""
+    fallback = name.removeprefix("tokenizer_default_fallback_")
+    if has_own and (name == "tokenizer_default" or name != fallback):
         return None
-    if name not in TEMPLATES:
-        raise ConfigError(
-            f"chat_template: {name} is not among {', '.join(TEMPLATES)}. Remove the setting if the tokenizer of the "
-            "model has its template, or set chat_template_jinja to the template or its file."
-        )
-    return TEMPLATES[name]
+    if fallback in TEMPLATES:
+        return TEMPLATES[fallback]
+    if has_own:
+        log.warning("chat_template: %s is not among %s; the tokenizer's own is used", name, ", ".join(TEMPLATES))
+        return None
+    raise ConfigError(
+        f"chat_template: {name} is not among {', '.join(TEMPLATES)}, and the tokenizer has no template. Set "
+        "chat_template_jinja to the template or its file, or use the tokenizer of an instruct model."
+    )

@@ -16,6 +16,7 @@ from outsize.data.text import Span
 Message = dict[str, Any]
 
 _FIRST = 0xF0000
+_BEGINNING = -1
 _MARK = re.compile("[\U000f0000-\U000ffffd]")  # a plane for private use
 _MAX_MESSAGES = 32_000
 _PARTIAL = re.compile(r"([<\[][^>\]\n]*|\w+)\Z")
@@ -48,9 +49,12 @@ class _Marked:
     at: dict[int, int]
     """Where each mark was: 2 n before the content of message n, 2 n + 1 behind it."""
 
-    def last_before(self, mark: int, other: "_Marked") -> int | None:
-        """The last mark before `mark` that ends a content in both."""
-        return next((m for m in range(mark - 1, 0, -2) if m in self.at and m in other.at), None)
+    def anchor(self, index: int, other: "_Marked") -> int:
+        """The mark behind the last content up to message `index` that both render; if there is none, the beginning."""
+        return next((mark for mark in range(2 * index + 1, 0, -2) if mark in self.at and mark in other.at), _BEGINNING)
+
+    def behind(self, mark: int) -> str:
+        return self.text[self.at.get(mark, len(self.text)) :]
 
 
 def locate(
@@ -72,6 +76,8 @@ def locate(
     for index in wanted:
         if index in hidden:
             raise UnrenderedError(f"the chat template does not render the content of message {index + 1} as it is")
+        if index not in assistant and marked[index] is messages[index]:
+            continue  # no content
         if index in begins and 2 * index not in whole.at:
             raise UnlocatedError(f"the content of message {index + 1} is not rendered as it is")
         start, same = whole.at.get(2 * index, 0), True
@@ -81,7 +87,11 @@ def locate(
         if index in assistant:
             end, as_last = _end(render, marked, whole, index)
             same = same and as_last
-        spans.append((start, max(start, end)))
+        if any(at < start for mark, at in whole.at.items() if mark > 2 * index) or any(
+            at < end for mark, at in whole.at.items() if mark > 2 * index + 1
+        ):
+            raise UnlocatedError(f"message {index + 1} is not rendered in its place")
+        spans.append((start, end))
         differing += [] if same else [index]
     return Located(spans, differing[0] if differing else None, hidden[0] if hidden else None)
 
@@ -89,45 +99,34 @@ def locate(
 def _start(render: Callable[..., str], marked: list[Message], whole: _Marked, index: int) -> tuple[int, bool]:
     """Where the generation prompt of a turn ends, and whether all up to there is as prompted."""
     before = _unmarked(render(marked[:index], prompt=True))
-    mark = before.last_before(2 * index, whole)
-    if mark is None:
-        raise UnlocatedError(f"no content is rendered before message {index + 1}")
-    at = whole.at[mark]
-    prompt = before.text[before.at[mark] :]
-    same = _common(prompt, whole.text[at:])
+    mark = before.anchor(index - 1, whole)
+    prompt = before.behind(mark)
+    same = _common(prompt, whole.behind(mark))
     if same < len(prompt):
         # As in templates that begin thoughts only in the generation prompt, or only in the last turn.
         closed = _unmarked(render(marked[:index]))
-        if same <= _common(prompt, closed.text[closed.at.get(mark, len(closed.text)) :]):
+        if same <= _common(prompt, closed.behind(mark)):
             raise UnlocatedError(f"message {index + 1} is not rendered as a continuation of its generation prompt")
-    return at + same, whole.text[: at + same].startswith(before.text)
+    start = whole.at[mark] + same
+    return start, whole.text[:start].startswith(before.text)
 
 
 def _end(render: Callable[..., str], marked: list[Message], whole: _Marked, index: int) -> tuple[int, bool]:
     """Where a turn ends, and whether all up to there is rendered in the same way when the turn is the last."""
-    is_last = index == len(marked) - 1
-    after = whole if is_last else _unmarked(render(marked[: index + 1]))
-    mark = after.last_before(2 * index + 2, whole)
-    if mark is None:
-        raise UnlocatedError(f"the end of message {index + 1} is not found")
-    at = whole.at[mark]
-    tail = after.text[after.at[mark] :]
+    after = whole if index == len(marked) - 1 else _unmarked(render(marked[: index + 1]))
+    mark = after.anchor(index, whole)
+    tail = after.behind(mark)
     if index and len(_TOKEN.findall(tail)) > 1:
         # Command-A: a generation prompt follows each finished message. It begins with the token that ends a turn.
-        closed, opened = _prompt(render(marked[:index]), index), _prompt(render(marked[:index], prompt=True), index)
-        token = _TOKEN.match(closed)
-        if token and len(_TOKEN.findall(closed)) > 1 and opened.startswith(closed) and tail.endswith(closed):
-            tail = tail[: len(tail) - len(closed) + token.end()]
-    same = _common(tail, whole.text[at:])
+        closed, opened = (_unmarked(render(marked[:index], prompt=prompt)) for prompt in (False, True))
+        header = closed.behind(closed.anchor(index - 1, opened)).lstrip()
+        token = _TOKEN.match(header)
+        if token and len(_TOKEN.findall(header)) > 1 and opened.text.startswith(closed.text) and tail.endswith(header):
+            tail = tail[: len(tail) - len(header) + token.end()]
+    same = _common(tail, whole.behind(mark))
     if same < len(tail) and mark != 2 * index + 1:
         raise UnlocatedError(f"message {index + 1} has no content and is rendered differently when more follow")
-    return at + same, whole.text[: at + same].startswith(after.text[: after.at[mark] + len(tail)])
-
-
-def _prompt(rendered: str, index: int) -> str:
-    """What follows the last content before message `index`."""
-    before = _unmarked(rendered)
-    return before.text[before.at.get(before.last_before(2 * index, before) or 0, len(before.text)) :].lstrip()
+    return whole.at[mark] + same, whole.text.startswith(after.text[: after.at[mark] + len(tail)])
 
 
 def _common(one: str, other: str) -> int:
@@ -165,7 +164,7 @@ def _enclosed(text: str, before: str, after: str) -> str:
 
 
 def _unmarked(rendered: str) -> _Marked:
-    at: dict[int, int] = {}
+    at = {_BEGINNING: 0}
     for count, match in enumerate(_MARK.finditer(rendered)):
         mark = ord(match[0]) - _FIRST
         if mark in at:

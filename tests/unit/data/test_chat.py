@@ -171,10 +171,12 @@ def test_other_names_of_keys_and_roles_are_mapped(tokenizer: Any) -> None:
         roles={"user": ("asker",)},
         field_thinking="why",
     )
-    assert messages_of(record(talk), source) == [
+    older = replace(source, message_property_mappings=None, message_field_role="who", message_field_content="says")
+    expected = [
         {"role": "user", "content": "Is the sea full?"},
         {"role": "assistant", "content": "Not yet.", "reasoning_content": "Rivers."},
     ]
+    assert messages_of(record(talk), source) == messages_of(record(talk), older) == expected
 
 
 def test_the_system_message_can_be_dropped(tokenizer: Any) -> None:
@@ -182,14 +184,19 @@ def test_the_system_message_can_be_dropped(tokenizer: Any) -> None:
     assert document.ids == tokenizer.apply_chat_template(TWO_TURNS[1:])["input_ids"]
 
 
-def test_a_chat_template_is_taken_by_name(tokenizer_with: Callable[..., Any]) -> None:
-    chatml = trained(tokenizer_with(None), TWO_TURNS, chat_template="chatml")
-    assert chatml == ["Not yet.<|im_end|>\n", "It rises. 😀<|im_end|>\n"]
-    assert trained(tokenizer_with(), TWO_TURNS, chat_template="tokenizer_default") == trained(
-        tokenizer_with(), TWO_TURNS
-    )
+def test_a_chat_template_is_taken_by_name(tokenizer_with: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    named, own = ["Not yet.<|im_end|>\n", "It rises. 😀<|im_end|>\n"], trained(tokenizer_with(), TWO_TURNS)
+    assert own != named
+    for name in ("chatml", "tokenizer_default_fallback_chatml"):
+        assert trained(tokenizer_with(None), TWO_TURNS, chat_template=name) == named
+    assert trained(tokenizer_with(), TWO_TURNS, chat_template="chatml") == named
+    for name in ("tokenizer_default", "tokenizer_default_fallback_chatml"):
+        assert trained(tokenizer_with(), TWO_TURNS, chat_template=name) == own
+    assert not caplog.messages
+    assert trained(tokenizer_with(), TWO_TURNS, chat_template="qwen3") == own
+    assert [message for message in caplog.messages if "chat_template: qwen3 is not among chatml" in message]
     with pytest.raises(ConfigError, match=r"chat_template: qwen3 is not among chatml, .*chat_template_jinja"):
-        trained(tokenizer_with(), TWO_TURNS, chat_template="qwen3")
+        trained(tokenizer_with(None), TWO_TURNS, chat_template="qwen3")
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))

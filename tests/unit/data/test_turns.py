@@ -8,12 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outsize.base.errors import DataError
 from outsize.config.run import DatasetConfig
 from outsize.data.chat import Chats
 from outsize.data.files import Record
 from outsize.data.rows import IGNORED
+from outsize.data.turns import UnlocatedError, locate
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TALK = [
@@ -187,3 +191,68 @@ def test_a_system_message_that_is_left_out_is_reported(
     with caplog.at_level(logging.INFO, "outsize"):
         assert trained(deaf, [SYSTEM, *TALK[:2]]) == ["Not yet.<|im_end|>\n"]
     assert caplog.messages == ["the chat template does not render the system message of data.jsonl:7: it is left out"]
+
+
+# --- any contents, also such that look like the template's own text
+
+
+PIECES = (
+    "a",
+    "sun ",
+    " ",
+    "\n",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "[/INST]",
+    "<think>",
+    "</think>",
+    "é😀",
+    "<|",
+)
+CONTENTS = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
+
+
+def rendered(name: str, contents: list[str]) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation and the spans of its answers. The first content is the system's."""
+    text, spans = "", []
+    for index, content in enumerate(contents):
+        if name == "inst":
+            if index == 0:
+                continue
+            system = contents[0] + "\n" if index == len(contents) - 2 else ""
+            before, begin, after = ("", "", "<|end|>") if index % 2 == 0 else ("[INST] ", system, "[/INST]")
+            content = f" {content}" if index % 2 == 0 else content
+        else:
+            before = f"<|im_start|>{('assistant' if index % 2 == 0 else 'user') if index else 'system'}\n"
+            begin = "<think>\n\n</think>\n\n" if name == "think" and index == len(contents) - 1 else ""
+            content, after = content.strip(), "<|im_end|>\n"
+        text += before
+        start = len(text)
+        text += begin + content + after
+        if index and index % 2 == 0:
+            spans.append((start, len(text)))
+    return text, spans
+
+
+@given(
+    name=st.sampled_from(["think", "inst"]),
+    contents=st.integers(1, 3).flatmap(
+        lambda turns: st.lists(CONTENTS, min_size=2 * turns + 1, max_size=2 * turns + 1)
+    ),
+)
+def test_spans_are_right_or_refused_whatever_the_contents_are(name: str, contents: list[str]) -> None:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    compiled = environment.from_string({"think": THINKS_LAST, "inst": SYSTEM_IN_LAST}[name])
+    roles = ["system", *["user", "assistant"] * (len(contents) // 2)]
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    text, spans = rendered(name, contents)
+    answers = range(2, len(messages), 2)
+
+    def render(messages: Any, prompt: bool = False) -> str:
+        return compiled.render(messages=messages, add_generation_prompt=prompt)
+
+    assert render(messages) == text
+    try:
+        assert locate(render, messages, text, answers, answers).spans == spans
+    except UnlocatedError:
+        assert not all(content.strip() for content in contents), "only without a content, turns are not found"
