@@ -96,7 +96,12 @@ class Chats:
 
     def _is_trained(self, message: Message) -> bool:
         flag = message.get(self.source.message_field_training) if self.source.message_field_training else None
-        return message["role"] in self.source.roles_to_train if flag is None else bool(flag)
+        return message["role"] in self._roles if flag is None else bool(flag)
+
+    @cached_property
+    def _roles(self) -> set[str]:
+        """The roles that are trained, by their names in templates."""
+        return {_role_names(self.source).get(role, role) for role in self.source.roles_to_train}
 
     def _locate(
         self, render: Any, messages: list[Message], text: str, wanted: list[int], assistant: list[int], place: str
@@ -181,6 +186,10 @@ def messages_of(record: Record, source: DatasetConfig) -> list[Message]:
     return [message_of(given, source, f"message {n} of {record.place}") for n, given in enumerate(messages, start=1)]
 
 
+def _role_names(source: DatasetConfig) -> dict[str, str]:
+    return _OTHER_ROLES | {other: role for role, others in (source.roles or {}).items() for other in others}
+
+
 def message_of(given: Any, source: DatasetConfig, place: str) -> Message:
     if not isinstance(given, dict):
         raise DataError(f"{place}: {json_type(given)}, not an object with role and content. {_CORRECT}")
@@ -196,9 +205,8 @@ def message_of(given: Any, source: DatasetConfig, place: str) -> Message:
     moved = {key: message[name] for key, name in mappings.items() if name in message}
     renamed = {name for key, name in mappings.items() if key != name}
     message = {key: value for key, value in message.items() if key not in renamed} | moved
-    roles = _OTHER_ROLES | {other: role for role, others in (source.roles or {}).items() for other in others}
     role, content = message.get("role"), message.get("content")
-    role = roles.get(role, role) if isinstance(role, str) else role
+    role = _role_names(source).get(role, role) if isinstance(role, str) else role
     if role not in ROLES and role not in (source.roles or {}):
         found = f"unknown role {role!r}" if role is not None else f"no role among {', '.join(given) or 'no keys'}"
         known = f"{', '.join(ROLES)} (or human, gpt and system in `from`)"

@@ -152,7 +152,7 @@ def test_a_marked_turn_can_be_trained_with_its_end(tokenizer_with: Callable[...,
 def test_roles_to_train_names_whose_turns_are_trained(tokenizer: Any) -> None:
     """Of others than the assistant, the content: what comes before and after is the template's."""
     assert trained(tokenizer, TWO_TURNS, roles_to_train=("user",)) == ["Is the sea full?", "And the sun é?"]
-    both = trained(tokenizer, TWO_TURNS, roles_to_train=("user", "assistant"))
+    both = trained(tokenizer, TWO_TURNS, roles_to_train=("human", "gpt"))
     assert both == ["Is the sea full?", "Not yet. <|im_end|>\n", "And the sun é?", " It rises. 😀<|im_end|>\n"]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from outsize.base.errors import DataError
 from outsize.config.read import parse_config
@@ -150,9 +151,25 @@ def test_sharegpt_conversations(parts: Callable[..., Any], kind: str | None) -> 
     assert parts(record, type=kind) == [(False, prompt), (True, "No.<|im_end|>\n")]
 
 
+def test_special_tokens_that_the_tokenizer_adds_are_not_doubled(
+    tokenizer_with: Callable[..., Any], write_jsonl: Callable[..., Path]
+) -> None:
+    tokenizer = tokenizer_with()
+    begin, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|end|>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <|end|>", special_tokens=[("<|im_start|>", begin), ("<|end|>", end)]
+    )
+    for prompt in ("The sun", ""):
+        path = write_jsonl({"prompt": prompt, "completion": " rises."})
+        ((row,), _) = load_rows(tokenizer, [DatasetConfig(path=str(path))], sequence_len=64, pad_id=0)
+        assert tokenizer.decode(row["input_ids"]) == f"<|im_start|>{prompt} rises.<|end|>"
+        assert tokenizer.decode(row["labels"][row["labels"] != IGNORED]) == " rises.<|end|>"
+
+
 def test_a_token_of_prompt_and_output_is_not_trained(parts: Callable[..., Any]) -> None:
-    """` sea` is one token, as at inference it would not be."""
+    """` sea` is one token, as at inference it would not be. A space at the end of the prompt is no loss."""
     assert parts({"prompt": "the se", "completion": "a is full"}) == pair("the sea", " is full")
+    assert parts({"prompt": "the ", "completion": "sea"}) == pair("the", " sea")
 
 
 # --- without type
