@@ -35,7 +35,7 @@ from outsize.report.page import write_page
 from outsize.report.trace import write_trace
 from outsize.run.bench import training_step
 from outsize.runtime.engine import Engine
-from outsize.schedule.actions import Kind, action_seconds, effect
+from outsize.schedule.actions import TYPES, action_seconds, effect
 from outsize.schedule.check import save
 from outsize.schedule.placement import Placement
 from outsize.schedule.render import render, summary
@@ -205,7 +205,7 @@ def demand_of(place: Placement, spec: HardwareSpec) -> Demand:
         for action in segment.actions:
             lane = effect(place, action).lane
             amount = action_seconds(place, action, unit, lane)
-            if lane == "compute" and action.kind == Kind.UPDATE:
+            if lane == "compute" and TYPES[action.kind].work in ("update", "add"):
                 updated += amount
             else:
                 sums[lane] += amount

@@ -792,7 +792,7 @@ def test_an_export_gives_the_same_logits_in_a_process_that_knows_nothing_of_us(t
 
 
 EXPORTED = ("llama", "llama-untied", "gemma2", "gpt2", "mixtral", "t5", "bert")
-ALL_HOMES = [*HOMES, ("gpu", "host")]
+ALL_HOMES = [*HOMES, ("gpu", "host"), ("host", "streamed")]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from outsize.calibration.rates import ASSUMED
 from outsize.device.device import Device, Event
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.host import container_limit, free_host_bytes
-from outsize.hardware.lanes import Lane
+from outsize.hardware.lanes import REFERENCE_UPDATE_BYTES, Lane
 from outsize.hardware.machine import Machine
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
 from outsize.optim.names import default_spec
@@ -165,7 +165,7 @@ class Prober:
         self._update = _Load("host", numel, lambda: _update(state, scratch))
         rate = self._rate(self._update)
         self.found["host_adam_params_per_second"] = rate
-        self.found["host_bytes_per_second"] = _rounded(rate * RULE.layout.traffic_bytes)
+        self.found["host_bytes_per_second"] = _rounded(rate * REFERENCE_UPDATE_BYTES)
 
     # The lanes.
 

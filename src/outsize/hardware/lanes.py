@@ -36,6 +36,9 @@ LANES: tuple[Lane, ...] = tuple(LANE_FACTS)
 COPY_LANES: tuple[Lane, ...] = tuple(lane for lane, facts in LANE_FACTS.items() if facts.copy_rate)
 _COPY_RATES = {str(lane): attrgetter(facts.copy_rate) for lane, facts in LANE_FACTS.items() if facts.copy_rate}
 _UPDATE_RATES = {str(lane): attrgetter(facts.update_rate) for lane, facts in LANE_FACTS.items() if facts.update_rate}
+REFERENCE_UPDATE_BYTES = 26
+"""Bytes that the update of one parameter reads and writes under the optimizer whose rates are calibrated. Other
+optimizers' updates take time in proportion to theirs."""
 LEAD_SECONDS = 0.1
 """How far the launching thread gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B decoder,
 120 ms of an 8B one.
@@ -146,11 +149,11 @@ def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:
     return spec.launch_seconds + num_bytes / float(_COPY_RATES[lane](spec))
 
 
-def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int, traffic: float = 1.0) -> float:
-    """`traffic`: memory traffic of the optimizer's update, relative to AdamW's, whose rates the spec has."""
+def update_seconds(spec: HardwareSpec, lane: Lane, traffic_bytes: float) -> float:
+    """`traffic_bytes`: bytes that the update reads and writes."""
     if lane not in _UPDATE_RATES:
         raise ValueError(f"lane {lane!r} makes no updates. Use one of {', '.join(_UPDATE_RATES)}.")
-    return spec.launch_seconds + num_params * traffic / float(_UPDATE_RATES[lane](spec))
+    return spec.launch_seconds + traffic_bytes / REFERENCE_UPDATE_BYTES / float(_UPDATE_RATES[lane](spec))
 
 
 def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:

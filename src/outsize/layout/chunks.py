@@ -41,14 +41,6 @@ class Chunk:
     def nbytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
 
-    @property
-    def is_split(self) -> bool:
-        """bf16 weights are the upper half of a split fp32 master; fp32 weights are their own master."""
-        return self.trainable and self.dtype == "bfloat16"
-
-    def grad_bytes(self, fp32: bool) -> int:
-        return self.numel * (4 if fp32 else DTYPE_BYTES[self.dtype]) if self.trainable else 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkLayout:

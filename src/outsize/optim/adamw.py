@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outsize.layout.optimizer import ADAMW
+from outsize.layout.optimizer import OptimizerLayout
 from outsize.optim.clip import round_fp32
 from outsize.optim.rule import Master, Numbers, Rule, Scratch
 from outsize.optim.spec import ABOVE_0, AT_LEAST_0, TWO_BETAS, Check, OptimizerSpec
@@ -68,7 +68,8 @@ def _update_piece(
     master.write(w)
 
 
-RULE = Rule("adamw", ADAMW, _numbers, _update_piece)
+_LAYOUT = OptimizerLayout(name="AdamW", state=("exp_avg", "exp_avg_sq"), traffic_bytes=26, scratch_bytes_per_element=12)
+RULE = Rule("adamw", _LAYOUT, _numbers, _update_piece)
 
 
 @dataclass(frozen=True, kw_only=True)

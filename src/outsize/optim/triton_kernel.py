@@ -95,9 +95,25 @@ def _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, 
 # Floats never are.
 @triton.jit(do_not_specialize=["n"])
 def _update(
-    weight, lo, s, r, grad, n: tl.int64, h0, h1, h2, h3, h4, h5, h6, h7, clip,
-    RULE: tl.constexpr, CLIP_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weight,
+    lo,
+    s,
+    r,
+    grad,
+    n: tl.int64,
+    h0,
+    h1,
+    h2,
+    h3,
+    h4,
+    h5,
+    h6,
+    h7,
+    clip,
+    RULE: tl.constexpr,
+    CLIP_IN_MEMORY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     weight, grad = weight + start + at, grad + start + at
@@ -134,10 +150,20 @@ def update(
     numbers = (*numbers, *(0.0,) * (_MOST_NUMBERS - len(numbers)))
     with torch.cuda.device_of(weight):
         return _update[(triton.cdiv(n, block),)](
-            weight, lo, s, r, grad, n, *numbers, clip,
-            RULE=_RULES[rule], CLIP_IN_MEMORY=isinstance(clip, Tensor), BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            weight,
+            lo,
+            s,
+            r,
+            grad,
+            n,
+            *numbers,
+            clip,
+            RULE=_RULES[rule],
+            CLIP_IN_MEMORY=isinstance(clip, Tensor),
+            BLOCK=block,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
 
 
 # The norm: see norm.py. A program sums SEGMENTS segments. The first three halvings add loads of PART elements, without
@@ -193,19 +219,30 @@ def _segment_sums(grad, sums, n: tl.int64, ROWS: tl.constexpr, PART: tl.constexp
     g = grad + start + at
     if start + ROWS * 8 * PART <= n:
         s = _sum_segments(
-            _square(g, None), _square(g + PART, None), _square(g + 2 * PART, None), _square(g + 3 * PART, None),
-            _square(g + 4 * PART, None), _square(g + 5 * PART, None), _square(g + 6 * PART, None),
-            _square(g + 7 * PART, None), ROWS,
-        )  # fmt: skip
+            _square(g, None),
+            _square(g + PART, None),
+            _square(g + 2 * PART, None),
+            _square(g + 3 * PART, None),
+            _square(g + 4 * PART, None),
+            _square(g + 5 * PART, None),
+            _square(g + 6 * PART, None),
+            _square(g + 7 * PART, None),
+            ROWS,
+        )
         tl.store(sums + first + row, s)
     else:
         left = n - start
         s = _sum_segments(
-            _square(g, at < left), _square(g + PART, at + PART < left), _square(g + 2 * PART, at + 2 * PART < left),
-            _square(g + 3 * PART, at + 3 * PART < left), _square(g + 4 * PART, at + 4 * PART < left),
-            _square(g + 5 * PART, at + 5 * PART < left), _square(g + 6 * PART, at + 6 * PART < left),
-            _square(g + 7 * PART, at + 7 * PART < left), ROWS,
-        )  # fmt: skip
+            _square(g, at < left),
+            _square(g + PART, at + PART < left),
+            _square(g + 2 * PART, at + 2 * PART < left),
+            _square(g + 3 * PART, at + 3 * PART < left),
+            _square(g + 4 * PART, at + 4 * PART < left),
+            _square(g + 5 * PART, at + 5 * PART < left),
+            _square(g + 6 * PART, at + 6 * PART < left),
+            _square(g + 7 * PART, at + 7 * PART < left),
+            ROWS,
+        )
         tl.store(sums + first + row, s, row * (8 * PART) < left)
 
 

@@ -53,8 +53,17 @@ _SIMPLICITY = (
     "layers recomputed",
     "chunks streamed",
     "updates apart on the host",
+    "chunks with streamed state",
 )
 """What makes a plan less simple, in order of weight."""
+STREAMED_SHARES = (1.0, 0.75, 0.5, 0.33, 0.2, 0.1)
+"""Shares of the host-updated chunks that are tried with streamed state, before ever smaller steps around the best."""
+STREAMED_STEPS = 4
+STREAMED_TIE = 0.05
+"""Streamed state is chosen only if its predicted gain is larger than this share. It depends on how copies and updates
+share the bandwidth of host memory, which is estimated."""
+HOST_SHARE = 0.5
+"""Streamed state is considered if the host updates for at least this share of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ def search(
             f"trace: it was taken of another model ({trace.graph}) than this one ({made_for}). Profile this model."
         )
     space = SearchSpace(graph, layout, trace, step_config, spec)
-    check_pins(pins, graph, layout, space.num_layers)
+    check_pins(pins, graph, layout, space.num_layers, len(space.state_order))
     run = _Search(Budgets(space, pins, gpu, host_bytes))
     best = run.run()
     words = run.words(best)
@@ -134,6 +143,7 @@ class _Search:
         families = [plain] if self.budgets.obeys(plain) and self.budgets.fits(plain) else []
         self._try([*families, *self._families(start)], int(self.limit * FIRST_SHARE))
         self._refine()
+        self._stream_state()
         return self._best()
 
     # Candidates.
@@ -281,7 +291,7 @@ class _Search:
         """
         if (
             self.space.step_config.update != "in_backward"
-            or counts.optimizer == len(self.space.state_order)
+            or counts.optimizer + counts.streamed_state == len(self.space.state_order)
             or not self._is_close(counts)
         ):
             return
@@ -326,6 +336,36 @@ class _Search:
             if not self._try(self._neighbours(*step), self.limit, AT_A_TIME):
                 done.add(step)
 
+    def _stream_state(self) -> None:
+        """Try streamed state: the GPU updates some chunks whose state is on the host, the host the others."""
+        best = self._best()
+        most = len(self.space.state_order) - best.counts.optimizer
+        is_busy = best.estimate.busy_seconds["host"] >= HOST_SHARE * best.estimate.step_seconds
+        if self.budgets.pins.n_optimizer_streamed is not None or not is_busy:
+            return
+        numbers, step = {max(1, round(share * most)) for share in STREAMED_SHARES}, most // 8
+        for _ in range(STREAMED_STEPS):
+            candidates = [
+                counts
+                for number in sorted(numbers)
+                for counts in self._with_room(replace(best.counts, streamed_state=number))
+            ]
+            self._try(candidates, len(self.tried) + len(candidates))
+            streamed = [t for t in self.tried.values() if t.counts.streamed_state]
+            if not streamed or not step:
+                break
+            here = min(streamed, key=lambda t: t.estimate.step_seconds).counts.streamed_state
+            numbers, step = {n for n in (here - step, here + step) if 0 < n <= most}, step // 2
+
+    def _with_room(self, counts: Candidate) -> Iterator[Candidate]:
+        """The candidate itself if it fits, or those with fewer chunks, less state or fewer activations on the GPU."""
+        if self._ok(counts):
+            yield self._pace(counts)
+        else:
+            yield self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
+            yield self._spend(replace(counts, optimizer=self.budgets.optimizer[0]), ("optimizer",))
+            yield from (self._spend(counts.with_mix(mix), ("keep",)) for mix in self.budgets.bases())
+
     # Choice.
 
     def _fastest(self) -> float:
@@ -346,17 +386,19 @@ class _Search:
             counts.recompute,
             streamed,
             counts.host_update_interval,
+            counts.streamed_state,
         )
 
     def _best(self) -> _Tried:
-        limit = self._fastest() * (1 + TIE)
+        tried = list(self.tried.values())
+        unstreamed = [t for t in tried if not t.counts.streamed_state]
+        if any(t.estimate.step_seconds <= self._fastest() * (1 + STREAMED_TIE) for t in unstreamed):
+            tried = unstreamed
+        limit = min(t.estimate.step_seconds for t in tried) * (1 + TIE)
         plain = self.tried.get(self.space.plain)
         if plain and plain.estimate.step_seconds <= self._fastest() * (1 + PLAIN_TIE):
             return plain
-        return min(
-            (t for t in self.tried.values() if t.estimate.step_seconds <= limit),
-            key=lambda t: self._complexity(t.counts),
-        )
+        return min((t for t in tried if t.estimate.step_seconds <= limit), key=lambda t: self._complexity(t.counts))
 
     def words(self, best: _Tried) -> str:
         others = [t for t in self.tried.values() if t.counts != best.counts]
@@ -397,6 +439,7 @@ class _Search:
             [
                 f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU",
                 f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
+                *([f"optimizer state of {counts.streamed_state} streamed"] if counts.streamed_state else []),
                 f"layers {' + '.join(layers) or 'all keep'}",
                 f"depth {counts.depth}",
                 *([f"host_update_interval {counts.host_update_interval}"] if counts.host_update_interval > 1 else []),

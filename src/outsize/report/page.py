@@ -169,13 +169,11 @@ def _map(place: Placement, groups: list[list[Row]]) -> str:
     cells: dict[str, list[str]] = {"activations": [], "weights": [], "optimizer": []}
     for call, row in enumerate(rows):
         chunks = [place.chunk(c) for c in place.layout.used_by(call)]
-        trained = [chunk for chunk in chunks if chunk.trainable]
+        trained = [chunk.index for chunk in chunks if place.is_updated(chunk.index)]
         homes = place.decision.homes
         cells["activations"].append(f'<i class="does-{escape(row.strategy)}" data-call="{call}"></i>')
         cells["weights"].append(_home(call, [(place.slot_bytes(c.index), homes[c.index].weights) for c in chunks]))
-        cells["optimizer"].append(
-            _home(call, [(place.state_bytes(c.index), homes[c.index].optimizer) for c in trained])
-        )
+        cells["optimizer"].append(_home(call, [(place.state_bytes(c), homes[c].state) for c in trained]))
     strips = "".join(f'<span>{name}</span><div class="strip">{"".join(row)}</div>' for name, row in cells.items())
     used = dict.fromkeys(row.strategy for row in rows)
     legend = "".join(f'<li><i class="does-{escape(strategy)}"></i>{escape(strategy)}</li>' for strategy in used)

@@ -52,13 +52,16 @@ class ParameterAccess:
         moves = {
             piece.name
             for chunk in place.layout.chunks
-            if chunk.trainable or place.has_host_weights(chunk.index)
+            if place.is_updated(chunk.index) or place.has_host_weights(chunk.index)
             for piece in chunk.pieces
         }
         self._managed = [(p, type(p), prepared_class(type(p))) for name, p in store.params.items() if name in moves]
         """Parameters with their two classes: in a pass, and between passes."""
         self._split = {
-            piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces
+            piece.name
+            for chunk in place.layout.chunks
+            if place.has_split_masters(chunk.index)
+            for piece in chunk.pieces
         }
         self._is_drained = False
         self._touched: set[int] = set()

@@ -105,7 +105,7 @@ class CallPath:
                 piece for chunk in place.grads_completed_by.get(call, ()) for piece in place.chunk(chunk).pieces
             ):
                 ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
-                if ran and graph.param[piece.name].trainable:
+                if ran:
                     raise OrderMismatch(
                         f"{piece.name}: several blocks use it, and the plan completes its gradient in "
                         f"{graph.call_name(call)}, which the model skipped although it ran "

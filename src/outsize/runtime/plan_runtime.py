@@ -82,7 +82,7 @@ class PlanRuntime:
             name: i
             for i, group in enumerate(optimizer.param_groups)
             for name in group["param_names"]
-            if graph.param[name].trainable
+            if self.place.is_updated(layout.place[name][0])
         }
         self.updates = Updates(self.store, optimizer.rule, lambda: optimizer.param_groups, group_of)
         self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
@@ -117,7 +117,7 @@ class PlanRuntime:
         self._is_guarded = False
         # Under a dispatch mode, autograd sums the gradients of a parameter with several uses out of place. A plan that
         # was measured without a mode has no memory for that.
-        adds_up = any(chunk.trainable and len(chunk.calls) > 1 for chunk in layout.chunks)
+        adds_up = any(len(layout.chunks[chunk].calls) > 1 for chunk in self.place.updated)
         self._guards_backward = device.observes_by_mode or not adds_up
         self._arm_guard()
         static = {

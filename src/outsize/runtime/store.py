@@ -71,7 +71,7 @@ class Store:
                 moved.append(chunk.index)
             rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != B.HOME}
             for buffer, num_bytes in counted(rest.items(), "Allocating host memory", total=len(rest)):
-                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0].is_pinned_for_copies)
+                self.host[buffer] = device.host_empty(num_bytes, pinned=place.is_pinned(buffer))
         except BaseException:
             self.release(moved)
             raise
@@ -142,18 +142,29 @@ class Store:
             if buffer not in self._mapped:
                 self._mapped[buffer] = self.device.map_host(memory)
             memory = self._mapped[buffer]
-        fp32 = buffer[0] in _GRADIENTS and self.place.step_config.fp32_grads
-        dtype = torch.float32 if fp32 else getattr(torch, self.place.chunk(index).dtype)
-        return memory[: self.place.chunk(index).numel * dtype.itemsize].view(dtype)
+        chunk = self.place.chunk(index)
+        name = self.place.update_of(index).gradient_dtype if buffer[0] in _GRADIENTS else chunk.dtype
+        dtype: torch.dtype = getattr(torch, name)
+        return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
     def state(self, index: int) -> tuple[list[Tensor], Tensor | None]:
-        """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat."""
-        on_host = self.place.updates_on_host(index)
-        buffer = self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index]
+        """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat, in
+        their home.
+        """
+        on_host = self.place.has_host_state(index)
+        return self._as_state(index, self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index])
+
+    def state_at_update(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """The same at the update site: streamed state is in its slot."""
+        if not self.place.streams_state(index):
+            return self.state(index)
+        return self._as_state(index, self.gpu[self.place.state_slot(index)][: self.place.update_of(index).state_bytes])
+
+    def _as_state(self, index: int, buffer: Tensor) -> tuple[list[Tensor], Tensor | None]:
         n = self.place.chunk(index).numel
         count = len(self.place.step_config.optimizer.state)
         state = [buffer[4 * n * i : 4 * n * (i + 1)].view(torch.float32) for i in range(count)]
-        return state, buffer[4 * n * count :].view(torch.int16) if self.place.chunk(index).is_split else None
+        return state, buffer[4 * n * count :].view(torch.int16) if self.place.update_of(index).is_split else None
 
     def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
         ids = {id(p) for p in params}
@@ -165,7 +176,7 @@ class Store:
         return {
             c.index
             for c in place.layout.chunks
-            if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))
+            if place.has_host_weights(c.index) and (not place.is_updated(c.index) or place.has_host_state(c.index))
         }
 
     # Parameters by name, as checkpoint/parameter_store.py expects. The lanes are idle when these are called.
@@ -194,9 +205,9 @@ class Store:
         return None if slot is None else self._ranges((B.ARRIVAL, slot), name).whole()
 
     def gradient_ranges(self, name: str, *, on_device: bool = False) -> Ranges:
-        """The memory of a gradient between backward and step: on the host if it is updated there."""
+        """The memory of a gradient between backward and step."""
         index, place = self.chunk_of(name), self.place
-        buffer = place.host_gradient_buffer(index) if place.updates_on_host(index) else place.gradient_buffer(index)
+        buffer = place.host_gradient_buffer(index) if place.sends_gradient(index) else place.gradient_buffer(index)
         return self._ranges(buffer, name, on_device=on_device)
 
     def gradient(self, name: str) -> Tensor:
@@ -235,13 +246,14 @@ class Store:
         """Make a bf16 weight that was written from outside its own master: set the lower half of the master to zero,
         all of it or where `changed`.
         """
-        if not self.place.chunk(self.chunk_of(name)).trainable or "lo" not in (state := self.state_ranges(name)):
+        if not self.place.has_split_masters(self.chunk_of(name)):
             return
+        remainders = self.state_ranges(name)["lo"]
         if changed is None:
-            for lo, _ in state["lo"].parts:
+            for lo, _ in remainders.parts:
                 lo.zero_()
         else:
-            for lo, where in state["lo"].beside(changed):
+            for lo, where in remainders.beside(changed):
                 lo.masked_fill_(where.to(lo.device), 0)
 
     def refresh_copies(self, index: int) -> None:

@@ -58,13 +58,13 @@ class Updates:
 
     @torch.no_grad()
     def update_chunk(self, index: int, step: Step) -> None:
-        """Update a chunk where its optimizer lives. Its gradient is there, on the host or on the device."""
+        """Update a chunk at its update site. Its gradient and its state are there."""
         self.wait_written(index)
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
         weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
         grads = store.flat(place.host_gradient_buffer(index) if on_host else place.gradient_buffer(index), index)
-        state, lo = store.state(index)
+        state, lo = store.state_at_update(index)
         scratch = self._scratch["host" if on_host else "gpu"]
         for start, end, numbers in self._ranges(index, step):
             part = slice(start, end)
@@ -90,7 +90,7 @@ class Updates:
     def slow_kernels(self) -> tuple[str, ...]:
         """Updates of this plan that run without a compiled kernel, and why."""
         place = self._store.place
-        sites = {place.updates_on_host(chunk.index) for chunk in place.layout.chunks if chunk.trainable}
+        sites = {place.updates_on_host(chunk) for chunk in place.updated}
         is_cuda = self._store.device.torch_device.type == "cuda"
         return slow_kernels(host=True in sites or (not is_cuda and bool(sites)), gpu=is_cuda and False in sites)
 
@@ -108,7 +108,7 @@ class Updates:
         state = self.state(name)
         return (
             state
-            if self._store.place.updates_on_host(index)
+            if self._store.place.has_host_state(index)
             else {key: value.detach().cpu().clone() for key, value in state.items()}
         )
 

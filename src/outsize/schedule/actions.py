@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 from outsize.base.errors import PlanInvalid
 from outsize.hardware.lanes import Lane, copy_seconds, update_seconds
 from outsize.hardware.spec import HardwareSpec
-from outsize.layout.optimizer import ADAMW
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
@@ -30,7 +29,9 @@ class Kind(StrEnum):
     BACKWARD = "B"
     ADD = "E"
     STORE_GRADIENT = "G"
+    LOAD_STATE = "I"
     UPDATE = "U"
+    STORE_STATE = "O"
     WRITE_BACK = "W"
 
 
@@ -93,12 +94,21 @@ def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: L
         case "free":
             return 0.0
         case "add":  # reads both, writes the sum, and reads it again for the norm
-            moved = place.chunk(i).nbytes + 3 * place.gradient_bytes(i)
-            return update_seconds(spec, lane, moved // ADAMW.traffic_bytes, 1.0)
+            return update_seconds(spec, lane, place.chunk(i).nbytes + 3 * place.gradient_bytes(i))
         case "update":
-            return update_seconds(spec, lane, place.chunk(i).numel, place.step_config.optimizer.traffic)
+            seconds = update_seconds(spec, lane, place.update_of(i).traffic_bytes)
+            return seconds * _host_slowdown(place, spec) if lane == "host" else seconds
         case "copy" | "offload" | "restore":
             return copy_seconds(spec, lane, TYPES[kind].num_bytes(place, i))
+
+
+def _host_slowdown(place: Placement, spec: HardwareSpec) -> float:
+    """Updates on the host take longer where they share the DRAM bandwidth with state that is streamed."""
+    if not place.streamed_state_bytes:
+        return 1.0
+    traffic = place.host_update_bytes
+    alone = update_seconds(spec, "host", traffic) - spec.launch_seconds
+    return max(1.0, (traffic + 2 * place.streamed_state_bytes) / spec.host_bytes_per_second / alone)
 
 
 def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
@@ -152,7 +162,8 @@ def _update(place: Placement, chunk: int, update_in_backward: bool) -> Effect:
     norms = () if update_in_backward else ((B.NORMS, 0),)
     if place.updates_on_host(chunk):
         return Effect("host", (place.host_gradient_buffer(chunk), *norms), ((B.HOME, chunk),))
-    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk),))
+    state = (place.state_slot(chunk),) if place.streams_state(chunk) else ()
+    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk), *state))
 
 
 def _write_back(place: Placement, chunk: int, _: bool) -> Effect:
@@ -190,11 +201,19 @@ TYPES: dict[Kind, ActionType] = {
         lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
         Placement.gradient_bytes,
     ),
+    Kind.LOAD_STATE: ActionType(
+        "load the optimizer state of", "chunk", "copy", "optimizer",
+        lambda place, i, _: Effect("h2d", ((B.HOST_STATE, i),), (place.state_slot(i),)), Placement.state_bytes,
+    ),
     Kind.UPDATE: ActionType("update", "chunk", "update", "optimizer", _update, Placement.slot_bytes),
+    Kind.STORE_STATE: ActionType(
+        "store the optimizer state of", "chunk", "copy", "optimizer",
+        lambda place, i, _: Effect("d2h", (place.state_slot(i),), ((B.HOST_STATE, i),)), Placement.state_bytes,
+    ),
     Kind.WRITE_BACK: ActionType(
         "write the updated weights of", "chunk", "copy", "weights", _write_back, Placement.home_bytes
     ),
 }  # fmt: skip
-"""UPDATE runs where the optimizer state lives. WRITE_BACK copies to the GPU (resident weights, updated on the host) or
-to the host (streamed weights, updated on the GPU). ADD adds a gradient to the sum over earlier micro-batches, between
-LOAD_GRADIENT and STORE_GRADIENT. FREE waits for OFFLOAD, then frees the GPU memory."""
+"""UPDATE runs at the chunk's update site; streamed state is in its slot by then. WRITE_BACK copies to the GPU (resident
+weights, updated on the host) or to the host (streamed weights, updated on the GPU). ADD adds a gradient to the sum over
+earlier micro-batches, between LOAD_GRADIENT and STORE_GRADIENT. FREE waits for OFFLOAD, then frees the GPU memory."""

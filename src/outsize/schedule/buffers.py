@@ -10,7 +10,9 @@ class BufferKind(StrEnum):
     SLOT = "slot"
     """Weights of the streamed chunks that share it, one at a time."""
     STATE = "state"
-    """Optimizer state of a chunk that is updated on the GPU."""
+    """Optimizer state of a chunk whose state home is the GPU."""
+    STATE_SLOT = "state_slot"
+    """Optimizer state that is streamed to the GPU for its update; chunks share it."""
     SCRATCH = "scratch"
     GRADIENT = "gradient"
     """Gradient of a chunk, from its backward to the step."""
@@ -60,6 +62,7 @@ _GROUPS = {
     BufferKind.HOME: "weights",
     BufferKind.SLOT: "slots",
     BufferKind.STATE: "optimizer",
+    BufferKind.STATE_SLOT: "optimizer",
     BufferKind.HOST_STATE: "optimizer",
     BufferKind.SCRATCH: "optimizer",
     BufferKind.HOST_SCRATCH: "optimizer",

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from outsize.layout.chunks import Chunk, ChunkLayout
 from outsize.layout.norm import norm_parts
-from outsize.layout.slots import SlotMap, assign_slots
+from outsize.layout.optimizer import ChunkUpdate
+from outsize.layout.slots import SlotMap, assign_slots, call_intervals, turn_intervals
 from outsize.model.graph import BlockGraph
 from outsize.model.work import SharedTensor, Work
 from outsize.schedule.buffers import Buffer
@@ -18,6 +19,8 @@ from outsize.schedule.plan import Decision, StepConfig
 
 STAGE_DEPTH = 1
 """One block's gradients can be copied out while the next block's are computed."""
+STATE_DEPTH = 1
+"""One chunk's state can be copied in while the state before it is copied out."""
 RETURN_SLOTS = 2
 """One call's activations can be loaded while another's are used."""
 
@@ -45,29 +48,62 @@ class Placement:
         return self.chunk(index).nbytes
 
     def state_bytes(self, index: int) -> int:
-        return self.step_config.optimizer.state_bytes(self.chunk(index))
+        return self.update_of(index).state_bytes
 
     def gradient_bytes(self, index: int) -> int:
-        return self.chunk(index).grad_bytes(self.step_config.fp32_grads)
+        return self.update_of(index).gradient_bytes
 
     # What the decision says about a chunk.
 
     def streams(self, index: int) -> bool:
         return self.decision.homes[index].weights == "host"
 
+    @cached_property
+    def _updates(self) -> tuple[ChunkUpdate | None, ...]:
+        return tuple([self.step_config.update_of(chunk) for chunk in self.layout.chunks])
+
+    def update_of(self, index: int) -> ChunkUpdate:
+        """The update of a chunk that is not frozen."""
+        update = self._updates[index]
+        assert update is not None, f"chunk {index} is frozen"
+        return update
+
+    @cached_property
+    def updated(self) -> tuple[int, ...]:
+        """The chunks that are not frozen."""
+        return tuple([index for index, update in enumerate(self._updates) if update is not None])
+
+    def is_updated(self, index: int) -> bool:
+        return self._updates[index] is not None
+
+    def has_split_masters(self, index: int) -> bool:
+        """Whether the state has the lower halves of the chunk's fp32 masters."""
+        return self.is_updated(index) and self.update_of(index).is_split
+
+    def has_host_state(self, index: int) -> bool:
+        return self.is_updated(index) and self.decision.homes[index].state == "host"
+
     def updates_on_host(self, index: int) -> bool:
-        return self.decision.homes[index].optimizer == "host"
+        return self.is_updated(index) and self.decision.homes[index].update == "host"
+
+    def streams_state(self, index: int) -> bool:
+        """Whether optimizer state is copied to the GPU for the update, and back."""
+        return (
+            self.decision.homes[index].streams_state
+            and self.is_updated(index)
+            and self.update_of(index).state_bytes > 0
+        )
 
     def has_host_weights(self, index: int) -> bool:
         """Whether the weights are streamed, or updated on the host and then copied to the device."""
-        return self.streams(index) or (self.chunk(index).trainable and self.updates_on_host(index))
+        return self.streams(index) or self.updates_on_host(index)
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether everything lives on the GPU, nothing is recomputed and gradients are kept until the step, as in a run
         without outsize.
         """
-        stays = all(homes.weights == homes.optimizer == "gpu" for homes in self.decision.homes)
+        stays = all(homes.weights == homes.state == "gpu" for homes in self.decision.homes)
         return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
@@ -77,15 +113,14 @@ class Placement:
 
     @cached_property
     def slots(self) -> SlotMap:
-        sizes = [self.slot_bytes(chunk.index) for chunk in self.layout.chunks]
-        streamed = [c.index for c in self.layout.chunks if self.streams(c.index)]
-        return assign_slots(self.layout, streamed, self.decision.depth, sizes)
+        sizes = {c.index: self.slot_bytes(c.index) for c in self.layout.chunks if self.streams(c.index)}
+        return assign_slots(call_intervals(self.layout, sizes, self.decision.depth), sizes)
 
     @cached_property
     def grad_complete_at(self) -> dict[int, int]:
-        """Trainable chunk to the call whose backward completes its gradient: autograd sums over all uses."""
+        """Updated chunk to the call whose backward completes its gradient: autograd sums over all uses."""
         completes = {}
-        for chunk in self.layout.chunks:
+        for chunk in map(self.chunk, self.updated):
             name = chunk.pieces[0].name
             # A parameter that no call reads belongs to the last one.
             backward = (
@@ -93,7 +128,7 @@ class Placement:
                 if self.graph.users[name]
                 else [v for v in chunk.calls if self.graph.has_backward[v]]
             )
-            if chunk.trainable and backward:
+            if backward:
                 completes[chunk.index] = backward[0]
         return completes
 
@@ -106,12 +141,31 @@ class Placement:
 
     def is_staged(self, index: int) -> bool:
         """Whether the gradient uses a shared staging slot and not a buffer of its own."""
-        return self.chunk(index).trainable and (self.updates_on_host(index) or not self.step_config.hold_gradients)
+        return self.has_host_state(index) or (self.is_updated(index) and not self.step_config.hold_gradients)
 
     @cached_property
     def stages(self) -> SlotMap:
-        sizes = [self.gradient_bytes(chunk.index) for chunk in self.layout.chunks]
-        return assign_slots(self.layout, [c for c in self.grad_complete_at if self.is_staged(c)], STAGE_DEPTH, sizes)
+        sizes = {c: self.gradient_bytes(c) for c in self.grad_complete_at if self.is_staged(c)}
+        return assign_slots(call_intervals(self.layout, sizes, STAGE_DEPTH), sizes)
+
+    @cached_property
+    def in_update_order(self) -> tuple[int, ...]:
+        """The chunks that a step updates, in forward order: the next forward needs the first ones first."""
+        return tuple(sorted(self.grad_complete_at, key=lambda c: (self.chunk(c).calls[0], c)))
+
+    @cached_property
+    def state_slots(self) -> SlotMap:
+        sizes = {c: self.state_bytes(c) for c in self.in_update_order if self.streams_state(c)}
+        return assign_slots(turn_intervals(list(sizes), STATE_DEPTH), sizes)
+
+    @cached_property
+    def streamed_state_bytes(self) -> int:
+        return sum(map(self.state_bytes, self.state_slots.slot_of))
+
+    @cached_property
+    def host_update_bytes(self) -> int:
+        """Bytes that the host's updates of one step read and write."""
+        return sum(self.update_of(c).traffic_bytes for c in self.grad_complete_at if self.updates_on_host(c))
 
     @cached_property
     def arrivals(self) -> dict[int, int]:
@@ -122,7 +176,7 @@ class Placement:
             return {}
         slot_of = {}
         for chunks in self.grads_completed_by.values():
-            on_host = sorted(filter(self.updates_on_host, chunks), key=lambda c: -self.chunk(c).nbytes)
+            on_host = sorted(filter(self.sends_gradient, chunks), key=lambda c: -self.chunk(c).nbytes)
             slot_of.update({chunk: slot for slot, chunk in enumerate(on_host)})
         return slot_of
 
@@ -145,6 +199,10 @@ class Placement:
         """Whether the gradient has a buffer of its own on the host, which holds it until its update."""
         return self.step_config.hold_gradients or index in self.updated_after_backward
 
+    def sends_gradient(self, index: int) -> bool:
+        """Whether the gradient is copied to the host. With streamed state, that is only for a later update."""
+        return self.updates_on_host(index) or (self.has_host_state(index) and self.step_config.hold_gradients)
+
     @cached_property
     def sending(self) -> tuple[int, ...]:
         """Calls that offload activations to the host, in forward order."""
@@ -162,11 +220,12 @@ class Placement:
             i = chunk.index
             if not self.streams(i):
                 buffers[B.WEIGHTS, i] = self.slot_bytes(i)
-            if chunk.trainable and not self.updates_on_host(i):
+            if self.is_updated(i) and not self.has_host_state(i):
                 buffers[B.STATE, i] = self.state_bytes(i)
                 if self.step_config.hold_gradients:
                     buffers[B.GRADIENT, i] = self.gradient_bytes(i)
         buffers.update({(B.SLOT, s): size for s, size in enumerate(self.slots.slot_bytes)})
+        buffers.update({(B.STATE_SLOT, s): size for s, size in enumerate(self.state_slots.slot_bytes)})
         buffers.update({(B.STAGE, s): size for s, size in enumerate(self.stages.slot_bytes)})
         for index, slot in self.arrivals.items():
             buffers[B.ARRIVAL, slot] = max(buffers.get((B.ARRIVAL, slot), 0), self.chunk(index).nbytes)
@@ -174,9 +233,14 @@ class Placement:
             buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
         if trainable := [p.numel for p in self.graph.params if p.trainable]:
             buffers[B.NORMS, 0] = sum(norm_parts(trainable))
-        if on_gpu := [c.numel for c in self.layout.chunks if c.trainable and not self.updates_on_host(c.index)]:
-            buffers[B.SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_gpu))
+        if scratch := self._scratch_bytes(on_host=False):
+            buffers[B.SCRATCH, 0] = scratch
         return buffers
+
+    def _scratch_bytes(self, *, on_host: bool) -> int:
+        """Workspace of the updates at one site, which run one at a time."""
+        chunks = [c for c in self.updated if self.updates_on_host(c) == on_host]
+        return max((self.update_of(c).scratch_bytes for c in chunks), default=0)
 
     @cached_property
     def host(self) -> dict[Buffer, int]:
@@ -186,7 +250,7 @@ class Placement:
             i = chunk.index
             if self.has_host_weights(i):
                 buffers[B.HOME, i] = self.home_bytes(i)
-            if chunk.trainable and self.updates_on_host(i):
+            if self.has_host_state(i):
                 buffers[B.HOST_STATE, i] = self.state_bytes(i)
                 if self.waits_on_host(i):
                     buffers[B.HOST_GRADIENT, i] = self.gradient_bytes(i)
@@ -197,8 +261,8 @@ class Placement:
         }
         buffers.update({(B.HOST_STAGE, s): self.stages.slot_bytes[s] for s in passed_through})
         buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending})
-        if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:
-            buffers[B.HOST_SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_host))
+        if scratch := self._scratch_bytes(on_host=True):
+            buffers[B.HOST_SCRATCH, 0] = scratch
         return buffers
 
     @property
@@ -215,6 +279,11 @@ class Placement:
             total[str(kind)] = total.get(str(kind), 0) + size
         return total
 
+    def is_pinned(self, buffer: Buffer) -> bool:
+        """Whether host memory is copied to or from the GPU, and by nothing else accessed."""
+        kind, index = buffer
+        return kind.is_pinned_for_copies or (kind == B.HOST_STATE and self.streams_state(index))
+
     # The buffers of an action.
 
     def weights_buffer(self, index: int) -> Buffer:
@@ -228,6 +297,10 @@ class Placement:
     def gradient_buffer(self, index: int) -> Buffer:
         """The buffer on the device with the sum of a gradient over the micro-batches so far."""
         return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)
+
+    def state_slot(self, index: int) -> Buffer:
+        """The buffer on the device that holds streamed state during the update."""
+        return (B.STATE_SLOT, self.state_slots.slot_of[index])
 
     def host_gradient_buffer(self, index: int) -> Buffer:
         return (B.HOST_GRADIENT, index) if self.waits_on_host(index) else (B.HOST_STAGE, self.stages.slot_of[index])

@@ -9,36 +9,49 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outsize.hardware.spec import ProcessOverhead
-from outsize.layout.optimizer import ADAMW, OptimizerLayout
+from outsize.layout.chunks import Chunk
+from outsize.layout.optimizer import ChunkUpdate, OptimizerLayout
 from outsize.model.strategies import Strategy
 from outsize.model.work import SharedTensor, Work
 
 Home = Literal["gpu", "host"]
 UpdateMode = Literal["after_step", "in_backward"]
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """Where a chunk's weights and optimizer state live between uses."""
+    """Where a chunk's weights and optimizer state live between uses, and where the chunk is updated. A frozen chunk has
+    no state and no update; their values are then the same as `weights`.
+    """
 
     weights: Home
-    optimizer: Home
-    """The home of the optimizer state. A frozen chunk has no state; the value is then the same as `weights`."""
+    state: Home
+    update: Home
+    """The update site. State on the GPU is updated there; state on the host there, or on the GPU: it is then streamed,
+    copied to the GPU for the update and back after it."""
+
+    @property
+    def streams_state(self) -> bool:
+        return self.state != self.update
 
     def __str__(self) -> str:
-        return f"{self.weights}/{self.optimizer}"
+        return f"{self.weights}/{self.state}{f'/{self.update}' if self.streams_state else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
     """How the run trains, as the plan assumes it. Other loops stay correct; their time and memory differ."""
 
+    optimizer: OptimizerLayout
     update: UpdateMode = "after_step"
     accumulate: int = 1
     """Backward passes per step that the predicted time and memory assume."""
     fp32_grads: bool = False
-    optimizer: OptimizerLayout = ADAMW
+
+    def update_of(self, chunk: Chunk) -> ChunkUpdate | None:
+        """The update of a chunk. None for a frozen one."""
+        return self.optimizer.update_of(chunk, fp32_grads=self.fp32_grads)
 
     @property
     def hold_gradients(self) -> bool:

@@ -113,7 +113,7 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
 
     model = zoo.make("one-block")
     splits = splits_of(8, None, None)
-    for size in ("160KiB", "64MiB"):
+    for size in ("200KiB", "64MiB"):
         how: dict[str, Any] = dict(device=SimDevice(lookup(size)), **HOW)
         seconds = {}
         for split in splits:
@@ -133,4 +133,4 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
             plan.inputs["input_ids"] == (chosen.split.rows, 16) and plan.step_config.accumulate == chosen.split.passes
         )
         assert plan.step_config.update == optimizer_for(chosen.split).update and "scaled" not in plan.provenance
-        assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "160KiB")
+        assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "200KiB")
