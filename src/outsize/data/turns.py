@@ -47,7 +47,8 @@ class _Marked:
 
     text: str
     at: dict[int, int]
-    """Where each mark was: 2 n before the content of message n, 2 n + 1 behind it."""
+    """Where each mark was first: 2 n before the content of message n, 2 n + 1 behind it."""
+    repeated: set[int]
 
     def anchor(self, index: int, other: "_Marked") -> int:
         """The mark behind the last content up to message `index` that both render; if there is none, the beginning."""
@@ -71,11 +72,14 @@ def locate(
     whole = _unmarked(render(marked))
     if whole.text != text:
         raise UnlocatedError("the template changes contents")
+    if twice := [mark // 2 for mark in whole.repeated if messages[mark // 2].get("content")]:
+        raise UnlocatedError(f"the content of message {twice[0] + 1} is rendered twice")
     hidden = [n for n, message in enumerate(messages) if marked[n] is not message and 2 * n + 1 not in whole.at]
     spans, differing = [], []
     for index in wanted:
         if index in hidden:
-            raise UnrenderedError(f"the chat template does not render the content of message {index + 1} as it is")
+            what = "content" if messages[index].get("content") else "tool calls"
+            raise UnrenderedError(f"the chat template does not render the {what} of message {index + 1} as it is")
         if index not in assistant and marked[index] is messages[index]:
             continue  # no content
         if index in begins and 2 * index not in whole.at:
@@ -91,6 +95,8 @@ def locate(
             at < end for mark, at in whole.at.items() if mark > 2 * index + 1
         ):
             raise UnlocatedError(f"message {index + 1} is not rendered in its place")
+        if any(name not in text[start:end] for name in _call_names(messages[index])):
+            raise UnrenderedError(f"the chat template does not render the tool calls of message {index + 1}")
         spans.append((start, end))
         differing += [] if same else [index]
     return Located(spans, differing[0] if differing else None, hidden[0] if hidden else None)
@@ -116,10 +122,11 @@ def _end(render: Callable[..., str], marked: list[Message], whole: _Marked, inde
     after = whole if index == len(marked) - 1 else _unmarked(render(marked[: index + 1]))
     mark = after.anchor(index, whole)
     tail = after.behind(mark)
-    if index and len(_TOKEN.findall(tail)) > 1:
+    asked = max((n + 1 for n in range(index) if marked[n].get("role") == "user"), default=0)
+    if asked and len(_TOKEN.findall(tail)) > 1:
         # Command-A: a generation prompt follows each finished message. It begins with the token that ends a turn.
-        closed, opened = (_unmarked(render(marked[:index], prompt=prompt)) for prompt in (False, True))
-        header = closed.behind(closed.anchor(index - 1, opened)).lstrip()
+        closed, opened = (_unmarked(render(marked[:asked], prompt=prompt)) for prompt in (False, True))
+        header = closed.behind(closed.anchor(asked - 1, opened)).lstrip()
         token = _TOKEN.match(header)
         if token and len(_TOKEN.findall(header)) > 1 and opened.text.startswith(closed.text) and tail.endswith(header):
             tail = tail[: len(tail) - len(header) + token.end()]
@@ -140,21 +147,35 @@ def _common(one: str, other: str) -> int:
 
 
 def _with_marks(message: Message, index: int, *, begin: bool) -> Message:
-    """Marks enclose the content without the spaces around it, which templates trim."""
-    content = message.get("content")
+    """Marks enclose the content without the spaces around it, which templates trim. Without a content, a mark is behind
+    the name of the last tool call.
+    """
+    content, calls = message.get("content"), message.get("tool_calls")
     before, after = chr(_FIRST + 2 * index) if begin else "", chr(_FIRST + 2 * index + 1)
     if isinstance(content, str) and content.strip():
         return {**message, "content": _enclosed(content, before, after)}
     if isinstance(content, list):
         texts = [n for n, part in enumerate(content) if isinstance(part, dict) and (part.get("text") or "").strip()]
-        if not texts:
-            return message
         parts = list(content)
         for n in {*texts[:1], *texts[-1:]}:
             ends = (before if n == texts[0] else "", after if n == texts[-1] else "")
             parts[n] = {**parts[n], "text": _enclosed(parts[n]["text"], *ends)}
-        return {**message, "content": parts}
+        if texts:
+            return {**message, "content": parts}
+    if isinstance(calls, list) and calls and isinstance(calls[-1], dict):
+        return {**message, "tool_calls": [*calls[:-1], _named(calls[-1], after)]}
     return message
+
+
+def _call_names(message: Message) -> list[str]:
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return [str(call.get("name")) for call in calls if isinstance(call, dict)]
+
+
+def _named(call: dict[str, Any], after: str) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _named(call["function"], after)}
+    return {**call, "name": f"{call.get('name')}{after}"}
 
 
 def _enclosed(text: str, before: str, after: str) -> str:
@@ -164,10 +185,9 @@ def _enclosed(text: str, before: str, after: str) -> str:
 
 
 def _unmarked(rendered: str) -> _Marked:
-    at = {_BEGINNING: 0}
+    at, repeated = {_BEGINNING: 0}, set()
     for count, match in enumerate(_MARK.finditer(rendered)):
         mark = ord(match[0]) - _FIRST
-        if mark in at:
-            raise UnlocatedError(f"the content of message {mark // 2 + 1} is rendered twice")
-        at[mark] = match.start() - count
-    return _Marked(_MARK.sub("", rendered), at)
+        repeated |= {mark} & at.keys()
+        at.setdefault(mark, match.start() - count)
+    return _Marked(_MARK.sub("", rendered), at, repeated)

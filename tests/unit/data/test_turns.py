@@ -153,6 +153,31 @@ def test_tool_calls_without_content_are_trained(tokenizer_with: Callable[..., An
     ]
 
 
+def test_tool_calls_without_content_are_found_where_thoughts_are_removed(tokenizer_with: Callable[..., Any]) -> None:
+    thinking = CALLS.replace("{% for call", THOUGHT.replace("loop.last", "loop.index > 3") + "{% for call")
+    talk = [
+        TALK[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
+        {"role": "tool", "content": "full"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}, {"name": "run"}]},
+        {"role": "tool", "content": "look"},
+        TALK[1],
+    ]
+    calls = thinking.replace("call.name", "(call.function or call).name")
+    assert trained(tokenizer_with(calls), talk) == [
+        "<call>look</call><|im_end|>",
+        "<think>\n\n</think>\n\n<call>look</call><call>run</call><|im_end|>",
+        "Not yet.<think>\n\n</think>\n\n<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("content", ["Hm.", None])
+def test_a_template_without_tool_calls_is_refused(tokenizer: Any, content: str | None) -> None:
+    talk = [TALK[0], {"role": "assistant", "content": content or "", "tool_calls": [{"name": "look"}]}, TALK[2]]
+    with pytest.raises(DataError, match=r"data\.jsonl:7: .*does not render the tool calls of message 2"):
+        trained(tokenizer, talk)
+
+
 def test_a_conversation_that_the_assistant_begins_is_trained_from_its_content(tokenizer: Any) -> None:
     assert trained(tokenizer, TALK[1:4]) == ["Not yet.<|im_end|>\n", " It rises. <|im_end|>\n"]
 
