@@ -114,6 +114,9 @@ class Chats:
                     "the chat template renders earlier turns differently when more messages follow (message "
                     f"{located.rewritten + 1} of {place}): every turn is trained as the whole conversation shows it",
                 )
+            thoughts = messages[assistant[-1]].get(self.source.template_thinking_key) if assistant else None
+            if isinstance(thoughts, str) and thoughts.strip() not in text:
+                self._note("thoughts", f"the chat template does not render thoughts (in the last answer of {place})")
             if located.hidden is not None:
                 role = messages[located.hidden]["role"]
                 self._note("hidden", f"the chat template does not render the {role} message of {place}: it is left out")

@@ -137,6 +137,11 @@ def test_thoughts_that_are_removed_from_earlier_turns_are_not_trained(tokenizer_
     assert found == ["Not yet.<|im_end|>\n", "It rises.<|im_end|>\n", "<think>Hm.</think>They run.<|im_end|>\n"]
 
 
+def test_thoughts_that_the_template_leaves_out_are_reported(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tokenizer, [TALK[0], {**TALK[1], "reasoning_content": "Hm."}])
+    assert caplog.messages == ["the chat template does not render thoughts (in the last answer of data.jsonl:7)"]
+
+
 def test_tool_calls_without_content_are_trained(tokenizer_with: Callable[..., Any]) -> None:
     talk = [
         TALK[0],
