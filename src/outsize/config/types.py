@@ -70,6 +70,40 @@ TargetModules = Annotated[
         holds=lambda names: "all-linear" not in names,
     ),
 ]
+DatasetType = Literal[
+    "completion",
+    "pretrain",
+    "chat_template",
+    "chat_template.default",
+    "sharegpt",
+    "prompt_completion",
+    "input_output",
+    "alpaca",
+    "alpaca:instruct",
+    "alpaca:chat",
+    "alpaca:chatml",
+    "alpaca:phi",
+    "alpaca_instruct",
+    "alpaca_instruct.load_no_prompt",
+    "alpaca_chat",
+    "alpaca_chat.load_no_prompt",
+    "alpaca_w_system",
+    "alpaca_w_system.load_instruct",
+    "alpaca_w_system.load_chat",
+    "alpaca_w_system.load_open_orca",
+    "gpteacher",
+]
+"""The formats of data/formats.py."""
+PromptKey = Literal[
+    "system_prompt",
+    "field_system",
+    "field_instruction",
+    "field_input",
+    "field_output",
+    "format",
+    "no_input_format",
+    "system_format",
+]
 Checkpoint = Annotated[
     str | bool, Rule(expected="the folder of a checkpoint or true for the newest one", holds=lambda value: value != "")
 ]
