@@ -1,7 +1,7 @@
 # Targets create the virtual environment if it is missing, so `make test` and `make train` work in a clean checkout.
 #
 #   make test                      lint, types and tests
-#   make test-all                  the same with the full parity matrix
+#   make test-all                  the same with the full parity matrix and others' chat templates (downloaded by pip)
 #   make test-gpu                  the tests that need CUDA
 #   make test-compat               private names and one plan per kind of model, on the oldest supported transformers
 #   make smoke                     one minute: architecture, plan, planner, layout, one streamed plan per kind of model
@@ -86,6 +86,7 @@ smoke: $(READY)
 
 # The empty marker expression overrides the default one, which excludes `full`.
 test-all: check browser
+	$(PYTHON) tests/other_templates.py
 	$(TEST_ENV) $(PYTHON) -m pytest $(PARALLEL) -m "" $(TESTS)
 
 # One process: the tests share one GPU and measure its memory.

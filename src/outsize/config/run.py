@@ -15,11 +15,13 @@ from outsize.config.types import (
     Count,
     CountFromZero,
     CountOrShare,
+    DatasetType,
     NotNegative,
     Optimizer,
     PinName,
     PlanFile,
     Positive,
+    PromptKey,
     SaveStrategy,
     Scheduler,
     Seed,
@@ -40,15 +42,38 @@ from outsize.config.types import (
 class DatasetConfig:
     path: Text
     """A local file or folder, or a hub id. A dataset written as a string is its path."""
-    type: Literal["completion", "chat_template"] | None = None
+    type: DatasetType | None = None
     """How a row becomes tokens. None: decided by the columns."""
+    prompt: dict[PromptKey, str] | None = field(default=None, metadata={"key": "type"})
+    """The columns and the prompt of an instruction format of one's own."""
     field: Text = "text"
     """The column of a completion."""
     field_messages: Text = "messages"
     """The column of a conversation."""
+    message_property_mappings: dict[str, Text] | None = None
+    """The key in the data per key of a message: `{role: from, content: value}`."""
+    message_field_role: Text | None = None
+    message_field_content: Text | None = None
+    """Axolotl's older form of `message_property_mappings`."""
+    roles: dict[str, tuple[Text, ...]] | None = None
+    """Other names of roles in the data: `{assistant: [bot]}`."""
+    roles_to_train: tuple[Text, ...] = ("assistant",)
+    train_on_eos: Literal["all", "turn", "last", "none"] | None = None
+    """Which tokens that end turns are trained. None: what a turn's template ends it with."""
+    message_field_training: Text | None = None
+    """The key of a message that says whether it is trained."""
+    field_thinking: Text = "reasoning_content"
+    """The key of a message's thoughts in the data."""
+    template_thinking_key: Text = "reasoning_content"
+    """The key of a message's thoughts in the chat template."""
+    drop_system_message: bool = False
+    chat_template: Text | None = None
+    """A name in data/templates.py. None: the run's."""
     split: Text = "train"
     name: Text | None = None
     """The configuration of a hub dataset that has several."""
+    data_files: tuple[Text, ...] = ()
+    """Files of a folder or of a hub dataset. Empty: all."""
     ds_type: Literal["json", "jsonl", "text", "parquet"] | None = None
     """The format of local files. None: decided by their suffix."""
 

@@ -78,6 +78,40 @@ Trackers = Annotated[
 TargetModules = Annotated[
     tuple[Text, ...] | str, Rule(expected="a list of module names, or a regex of whole names", holds=bool)
 ]
+DatasetType = Literal[
+    "completion",
+    "pretrain",
+    "chat_template",
+    "chat_template.default",
+    "sharegpt",
+    "prompt_completion",
+    "input_output",
+    "alpaca",
+    "alpaca:instruct",
+    "alpaca:chat",
+    "alpaca:chatml",
+    "alpaca:phi",
+    "alpaca_instruct",
+    "alpaca_instruct.load_no_prompt",
+    "alpaca_chat",
+    "alpaca_chat.load_no_prompt",
+    "alpaca_w_system",
+    "alpaca_w_system.load_instruct",
+    "alpaca_w_system.load_chat",
+    "alpaca_w_system.load_open_orca",
+    "gpteacher",
+]
+"""The formats of data/formats.py."""
+PromptKey = Literal[
+    "system_prompt",
+    "field_system",
+    "field_instruction",
+    "field_input",
+    "field_output",
+    "format",
+    "no_input_format",
+    "system_format",
+]
 Checkpoint = Annotated[
     str | bool, Rule(expected="the folder of a checkpoint or true for the newest one", holds=lambda value: value != "")
 ]
@@ -85,5 +119,7 @@ PlanFile = Annotated[str, Rule(expected="the path of a plan file or a mapping of
 if TYPE_CHECKING:
     PinName = str
 else:
-    PinName = Literal[("n_persist", "n_buffer", *(s.pin for s in STRATEGIES if s.pin), "n_optimizer_gpu")]
+    PinName = Literal[
+        ("n_persist", "n_buffer", *(s.pin for s in STRATEGIES if s.pin), "n_optimizer_gpu", "n_optimizer_streamed")
+    ]
 """The fields of `Pins` (schedule/pins.py)."""

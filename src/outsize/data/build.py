@@ -1,19 +1,17 @@
 """Turns datasets into rows for batches, before the first step: read, tokenize, split off validation, cut, pack."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from outsize.base.errors import ConfigError, DataError
 from outsize.base.log import log
 from outsize.config.run import DatasetConfig
-from outsize.data.chat import chat_documents, check_tokenizer, is_chat
 from outsize.data.files import Record
+from outsize.data.formats import open_format
 from outsize.data.packing import PackedRows, pack
 from outsize.data.rows import Document, Excess, Rows, check_lengths, cut, split_off, trainable
 from outsize.data.sources import read
-from outsize.data.text import text_documents
 from outsize.progress import counted
 
 _RECORDS_AT_ONCE = 256
@@ -74,31 +72,13 @@ def load_rows(
 def _open(source: DatasetConfig, tokenizer: Any, train_on_inputs: bool) -> Iterator[Document]:
     records = read(source)
     first = next(records)  # reading raises if there is none
-    kind = source.type or _kind_of(first, source)
-    if kind == "chat_template":
-        check_tokenizer(tokenizer, needs_offsets=not train_on_inputs)
-        tokenize = partial(
-            chat_documents, tokenizer, field_messages=source.field_messages, train_on_inputs=train_on_inputs
-        )
-    else:
-        tokenize = partial(text_documents, tokenizer, field=source.field)
+    tokenize = open_format(first, source, tokenizer, train_on_inputs)
     return _documents(chain([first], records), tokenize)
 
 
 def _documents(records: Iterator[Record], tokenize: Callable[[list[Record]], list[Document]]) -> Iterator[Document]:
     while batch := list(islice(records, _RECORDS_AT_ONCE)):
         yield from tokenize(batch)
-
-
-def _kind_of(first: Record, source: DatasetConfig) -> str:
-    if is_chat(first, source.field_messages):
-        return "chat_template"
-    if source.field in first.fields:
-        return "completion"
-    raise DataError(
-        f"{first.place}: neither messages in {source.field_messages!r} nor text in {source.field!r}; its columns are "
-        f"{', '.join(first.fields) or 'none'}. Set `field_messages` or `field` of this dataset."
-    )
 
 
 def _require_trainable(rows: Rows, what: str) -> Rows:

@@ -46,6 +46,11 @@ def _local_records(path: Path, source: DatasetConfig) -> Iterator[Record]:
 
 
 def _files_in(folder: Path, source: DatasetConfig) -> list[Path]:
+    if source.data_files:
+        named = [folder / name for name in source.data_files]
+        if missing := [path for path in named if not path.is_file()]:
+            raise ConfigError(f"datasets: there is no file {missing[0]}. Correct `data_files` of this dataset.")
+        return named
     visible = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     return sorted(path for path in visible if source.ds_type is not None or path.suffix in READERS)
 
@@ -66,9 +71,10 @@ def _saved_records(folder: Path, source: DatasetConfig) -> Iterator[Record]:
 
 
 def _hub_records(source: DatasetConfig) -> Iterator[Record]:
-    yield from _records_of(
-        _load(source, lambda datasets: datasets.load_dataset(source.path, name=source.name, split=source.split)), source
-    )
+    options: dict[str, Any] = {"name": source.name, "split": source.split}
+    if source.data_files:
+        options["data_files"] = list(source.data_files)
+    yield from _records_of(_load(source, lambda datasets: datasets.load_dataset(source.path, **options)), source)
 
 
 def _load(source: DatasetConfig, load: Callable[[Any], Any]) -> Any:

@@ -110,7 +110,8 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
     if config.replaced_optimizer is None:
         return
     homes, optimizer = planned.plan.decision.homes, planned.plan.step_config.optimizer
-    sizes = [optimizer.state_bytes(chunk) for chunk in planned.layout.chunks]
+    updates = [optimizer.update_of(chunk, fp32_grads=False) for chunk in planned.layout.chunks]
+    sizes = [update.state_bytes if update is not None else 0 for update in updates]
     on_host = sum(size for size, home in zip(sizes, homes, strict=True) if home.optimizer == "host")
     console.print(
         f"[yellow]note[/yellow] optimizer: {config.replaced_optimizer} runs as exact {optimizer.name}. Its state takes "

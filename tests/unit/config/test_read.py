@@ -102,8 +102,8 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
         ({"datasets": [{"path": "d", "pth": "e"}]}, "datasets.0.pth: unknown key; did you mean path?"),
         ({"datasets": [{"type": "completion"}]}, "datasets.0.path: missing. Give a non-empty string."),
         (
-            {"datasets": [{"path": "d", "type": "alpaca"}]},
-            "datasets.0.type: 'alpaca' is not one of completion, chat_template.",
+            {"datasets": [{"path": "d", "train_on_eos": "first"}]},
+            "datasets.0.train_on_eos: 'first' is not one of all, turn, last, none.",
         ),
         (
             {"datasets": [{"path": "d", "ds_type": "csv"}]},

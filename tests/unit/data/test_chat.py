@@ -1,14 +1,19 @@
 """What is trained of a conversation is what the assistant says, whichever way its template shows it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from outsize.base.errors import ConfigError, DataError
-from outsize.data.chat import chat_documents, messages_of
+from outsize.config.run import DatasetConfig
+from outsize.data.chat import Chats, messages_of
 from outsize.data.files import Record
-from outsize.data.rows import IGNORED
+from outsize.data.rows import IGNORED, Document
+from outsize.data.templates import TEMPLATES
+
+SOURCE = DatasetConfig(path="data.jsonl")
 
 TWO_TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -23,9 +28,17 @@ def record(messages: Any, column: str = "messages", **more: Any) -> Record:
     return Record(fields={column: messages, **more}, place="data.jsonl:7")
 
 
-def trained(tokenizer: Any, messages: Any) -> list[str]:
+def document_of(tokenizer: Any, given: Record, *, train_on_inputs: bool = False, **source: Any) -> Document:
+    chats = Chats(
+        tokenizer=tokenizer, source=DatasetConfig(path="data.jsonl", **source), train_on_inputs=train_on_inputs
+    )
+    (document,) = chats.documents([given])
+    return document
+
+
+def trained(tokenizer: Any, messages: Any, **source: Any) -> list[str]:
     """The runs of tokens that have labels, as text."""
-    (document,) = chat_documents(tokenizer, [record(messages)])
+    document = document_of(tokenizer, record(messages), **source)
     runs: list[list[int]] = [[]]
     for token, label in zip(document.ids, document.labels, strict=True):
         assert label in (token, IGNORED)
@@ -57,13 +70,13 @@ def test_with_marks_exactly_what_is_marked_is_trained(
 
 
 def test_the_whole_is_tokenized_as_the_template_writes_it(tokenizer: Any) -> None:
-    (document,) = chat_documents(tokenizer, [record(TWO_TURNS)])
+    document = document_of(tokenizer, record(TWO_TURNS))
     assert document.ids == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
     assert document.place == "data.jsonl:7"
 
 
 def test_train_on_inputs_trains_every_token(tokenizer: Any) -> None:
-    (document,) = chat_documents(tokenizer, [record(TWO_TURNS)], train_on_inputs=True)
+    document = document_of(tokenizer, record(TWO_TURNS), train_on_inputs=True)
     assert document.labels == document.ids
 
 
@@ -81,22 +94,22 @@ def test_sharegpt_is_another_way_to_write_messages(tokenizer: Any) -> None:
         {"from": "human", "value": "Is the sea full?"},
         {"from": "gpt", "value": "Not yet. "},
     ]
-    assert messages_of(record(turns, "conversations")) == TWO_TURNS[:3]
+    assert messages_of(record(turns, "conversations"), SOURCE) == TWO_TURNS[:3]
 
 
 def test_a_column_that_is_named_is_the_only_one_looked_at() -> None:
     both = Record(fields={"talk": TWO_TURNS[:1], "messages": TWO_TURNS}, place="data.jsonl:7")
-    assert messages_of(both, "talk") == TWO_TURNS[:1]
+    assert messages_of(both, replace(SOURCE, field_messages="talk")) == TWO_TURNS[:1]
     with pytest.raises(
         DataError, match=r"data\.jsonl:7: no column 'chat'; its columns are talk, messages\. .*`field_messages`"
     ):
-        messages_of(both, "chat")
+        messages_of(both, replace(SOURCE, field_messages="chat"))
 
 
 def test_keys_without_a_value_do_not_reach_the_template() -> None:
     """Parquet gives every message every key."""
     (message,) = messages_of(
-        record([{"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}], "name": None}])
+        record([{"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}], "name": None}]), SOURCE
     )
     assert message == {"role": "assistant", "tool_calls": [{"name": "sum"}]}
 
@@ -106,25 +119,8 @@ def test_tools_reach_the_template(tokenizer_with: Callable[..., Any]) -> None:
         "{{ tools[0]['name'] }}{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt "
         "%}|{% endif %}"
     )
-    (document,) = chat_documents(tokenizer, [record(TWO_TURNS[1:3], tools=[{"name": "sum"}])])
+    document = document_of(tokenizer, record(TWO_TURNS[1:3], tools=[{"name": "sum"}]))
     assert tokenizer.decode(document.ids) == "sum|Is the sea full?|Not yet. "
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out(tokenizer_with: Callable[..., Any]) -> None:
-    """As templates of reasoning models do: only the last turn keeps its thoughts."""
-    thinking = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last "
-        "%}{{ '<think></think>' }}{% endif %}"
-        "{{ m['content'] + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% "
-        "endif %}"
-    )
-    tokenizer = tokenizer_with(thinking)
-    assert trained(tokenizer, TWO_TURNS[:3]) == ["<think></think>Not yet. <|im_end|>"]
-    with pytest.raises(
-        DataError,
-        match=r"data\.jsonl:7: .* message 3 is rendered differently when more messages follow\. .*chat_template_jinja.*generation",
-    ):
-        trained(tokenizer, TWO_TURNS)
 
 
 def test_a_template_whose_prompt_is_not_how_answers_begin_is_refused(tokenizer_with: Callable[..., Any]) -> None:
@@ -135,12 +131,90 @@ def test_a_template_whose_prompt_is_not_how_answers_begin_is_refused(tokenizer_w
         trained(tokenizer, TWO_TURNS)
 
 
-def test_a_conversation_that_the_assistant_begins_needs_marks(
-    tokenizer: Any, tokenizer_with: Callable[..., Any], marked_template: str
-) -> None:
-    with pytest.raises(DataError, match=r"data\.jsonl:7: .* begins with the assistant"):
-        trained(tokenizer, TWO_TURNS[2:3])
-    assert trained(tokenizer_with(marked_template), TWO_TURNS[2:3]) == ["Not yet. "]
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("turn", ["Not yet. <|im_end|>\n", " It rises. 😀<|im_end|>\n"]),
+        ("none", ["Not yet. ", " It rises. 😀"]),
+        ("last", ["Not yet. ", " It rises. 😀<|im_end|>\n"]),
+        ("all", ["<|im_end|>", "<|im_end|>", "Not yet. <|im_end|>\n", "<|im_end|>", " It rises. 😀<|im_end|>\n"]),
+    ],
+)
+def test_train_on_eos_says_which_ends_of_turns_are_trained(tokenizer: Any, mode: str, expected: list[str]) -> None:
+    assert trained(tokenizer, TWO_TURNS, train_on_eos=mode) == expected
+
+
+def test_a_marked_turn_can_be_trained_with_its_end(tokenizer_with: Callable[..., Any], marked_template: str) -> None:
+    tokenizer = tokenizer_with(marked_template)
+    assert trained(tokenizer, TWO_TURNS, train_on_eos="turn") == ["Not yet. <|im_end|>", " It rises. 😀<|im_end|>"]
+
+
+def test_roles_to_train_names_whose_turns_are_trained(tokenizer: Any) -> None:
+    """Of others than the assistant, the content: what comes before and after is the template's."""
+    assert trained(tokenizer, TWO_TURNS, roles_to_train=("user",)) == ["Is the sea full?", "And the sun é?"]
+    both = trained(tokenizer, TWO_TURNS, roles_to_train=("human", "gpt"))
+    assert both == ["Is the sea full?", "Not yet. <|im_end|>\n", "And the sun é?", " It rises. 😀<|im_end|>\n"]
+
+
+def test_a_message_can_say_whether_it_is_trained(tokenizer: Any) -> None:
+    messages = [dict(message) for message in TWO_TURNS]
+    messages[1]["train"], messages[2]["train"] = True, False
+    found = trained(tokenizer, messages, message_field_training="train")
+    assert found == ["Is the sea full?", " It rises. 😀<|im_end|>\n"]
+
+
+def test_other_names_of_keys_and_roles_are_mapped(tokenizer: Any) -> None:
+    talk = [{"who": "asker", "says": "Is the sea full?"}, {"who": "gpt", "says": "Not yet.", "why": "Rivers."}]
+    source = replace(
+        SOURCE,
+        message_property_mappings={"role": "who", "content": "says"},
+        roles={"user": ("asker",)},
+        field_thinking="why",
+    )
+    older = replace(source, message_property_mappings=None, message_field_role="who", message_field_content="says")
+    expected = [
+        {"role": "user", "content": "Is the sea full?"},
+        {"role": "assistant", "content": "Not yet.", "reasoning_content": "Rivers."},
+    ]
+    assert messages_of(record(talk), source) == messages_of(record(talk), older) == expected
+
+
+def test_the_system_message_can_be_dropped(tokenizer: Any) -> None:
+    document = document_of(tokenizer, record(TWO_TURNS), drop_system_message=True)
+    assert document.ids == tokenizer.apply_chat_template(TWO_TURNS[1:])["input_ids"]
+
+
+def test_a_chat_template_is_taken_by_name(tokenizer_with: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    named, own = ["Not yet.<|im_end|>\n", "It rises. 😀<|im_end|>\n"], trained(tokenizer_with(), TWO_TURNS)
+    assert own != named
+    for name in ("chatml", "tokenizer_default_fallback_chatml"):
+        assert trained(tokenizer_with(None), TWO_TURNS, chat_template=name) == named
+    assert trained(tokenizer_with(), TWO_TURNS, chat_template="chatml") == named
+    for name in ("tokenizer_default", "tokenizer_default_fallback_chatml"):
+        assert trained(tokenizer_with(), TWO_TURNS, chat_template=name) == own
+    assert not caplog.messages
+    assert trained(tokenizer_with(), TWO_TURNS, chat_template="qwen3") == own
+    assert [message for message in caplog.messages if "chat_template: qwen3 is not among chatml" in message]
+    with pytest.raises(ConfigError, match=r"chat_template: qwen3 is not among chatml, .*chat_template_jinja"):
+        trained(tokenizer_with(None), TWO_TURNS, chat_template="qwen3")
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_named_templates_begin_answers_as_they_prompt_them(tokenizer_with: Callable[..., Any], name: str) -> None:
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    tokenizer.bos_token = "<|end|>"
+    asked = tokenizer.apply_chat_template(TWO_TURNS[:2], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(TWO_TURNS[:3], tokenize=False)
+    (turn,) = trained(tokenizer, TWO_TURNS[:3])
+    assert whole == asked + turn and turn.startswith("Not yet.<")
+
+
+def test_tools_may_be_json(tokenizer_with: Callable[..., Any]) -> None:
+    tokenizer = tokenizer_with("{{ tools[0]['name'] }}{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}")
+    document = document_of(tokenizer, record(TWO_TURNS[1:3], tools='[{"name": "sum"}]'), train_on_inputs=True)
+    assert tokenizer.decode(document.ids) == "sum|Is the sea full?|Not yet. "
+    with pytest.raises(DataError, match=r"data\.jsonl:7: tools is not valid JSON"):
+        document_of(tokenizer, record(TWO_TURNS[1:3], tools="[{"))
 
 
 def test_what_a_template_refuses_is_reported_with_its_words(tokenizer_with: Callable[..., Any]) -> None:

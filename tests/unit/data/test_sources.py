@@ -30,6 +30,14 @@ def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path, write_jsonl: Call
     assert texts(path=str(tmp_path)) == ["one", "two", "three"]
 
 
+def test_data_files_names_the_files_of_a_folder(write_jsonl: Callable[..., Path]) -> None:
+    folder = write_jsonl({"text": "one"}, name="a.jsonl").parent
+    write_jsonl({"text": "two"}, name="b.jsonl")
+    assert texts(path=str(folder), data_files=("b.jsonl",)) == ["two"]
+    with pytest.raises(ConfigError, match=r"there is no file .*c\.jsonl\. Correct `data_files`"):
+        texts(path=str(folder), data_files=("b.jsonl", "c.jsonl"))
+
+
 def test_a_text_file_fills_the_field_that_is_requested(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("one")
