@@ -109,12 +109,12 @@ def _show(planned: PlannedModel, console: Console, assembled: Assembled) -> None
 def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: RunConfig) -> None:
     if config.replaced_optimizer is None:
         return
-    homes, optimizer = planned.plan.decision.homes, planned.plan.step_config.optimizer
-    updates = [optimizer.update_of(chunk, fp32_grads=False) for chunk in planned.layout.chunks]
+    homes, step_config = planned.plan.decision.homes, planned.plan.step_config
+    updates = [step_config.update_of(chunk) for chunk in planned.layout.chunks]
     sizes = [update.state_bytes if update is not None else 0 for update in updates]
-    on_host = sum(size for size, home in zip(sizes, homes, strict=True) if home.optimizer == "host")
+    on_host = sum(size for size, home in zip(sizes, homes, strict=True) if home.state == "host")
     console.print(
-        f"[yellow]note[/yellow] optimizer: {config.replaced_optimizer} runs as exact {optimizer.name}. Its state takes "
+        f"[yellow]note[/yellow] optimizer: {config.replaced_optimizer} runs as exact {step_config.optimizer.name}. Its state takes "
         f"{show_bytes(sum(sizes))}, {show_bytes(on_host)} of it in host memory.",
         highlight=False,
     )
