@@ -113,8 +113,9 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
     updates = [step_config.update_of(chunk) for chunk in planned.layout.chunks]
     sizes = [update.state_bytes if update is not None else 0 for update in updates]
     on_host = sum(size for size, home in zip(sizes, homes, strict=True) if home.state == "host")
+    name = step_config.optimizer.name
     console.print(
-        f"[yellow]note[/yellow] optimizer: {config.replaced_optimizer} runs as exact {step_config.optimizer.name}. Its state takes "
+        f"[yellow]note[/yellow] optimizer: {config.replaced_optimizer} runs as exact {name}. Its state takes "
         f"{show_bytes(sum(sizes))}, {show_bytes(on_host)} of it in host memory.",
         highlight=False,
     )
