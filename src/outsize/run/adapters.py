@@ -36,7 +36,7 @@ def adapt(built: Built, config: RunConfig) -> Built:
         task_type="SEQ_2_SEQ_LM" if built.model.config.is_encoder_decoder else "CAUSAL_LM",  # type: ignore[union-attr]
     )
     try:
-        model = peft.get_peft_model(built.model, settings)
+        model = peft.get_peft_model(built.model, settings, autocast_adapter_dtype=config.lora_fp32)
     except ValueError as error:
         raise ConfigError(
             f"lora_target_modules: {first_line(error)}. Name linear layers of the model, or use lora_target_linear: "
