@@ -20,6 +20,7 @@ from outsize.forecast.example import Images, example_batch
 from outsize.forecast.fake_weights import FakeWeights
 from outsize.hardware.spec import HardwareSpec
 from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
+from outsize.model.adapter import Adapter, add_adapter
 from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
@@ -70,6 +71,7 @@ def fake_trace(
     dtype: torch.dtype,
     chunked_loss: bool | None = None,
     images: Images | None = None,
+    adapter: Adapter | None = None,
 ) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
     """Trace a model without weights, and choose how its loss is computed. Changes the config."""
     kind = trainable_class(config)
@@ -82,7 +84,7 @@ def fake_trace(
     batch: dict[str, Tensor] = {}
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
-            built = cache(lambda: _without_values(kind, config, dtype).train())
+            built = cache(lambda: _without_values(kind, config, dtype, adapter).train())
             example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images(), model=built)
             batch, model = example.batch, built()
             layers = find_layers(model)
@@ -126,7 +128,7 @@ def _is_ours(error: Exception) -> bool:
     return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
 
 
-def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _without_values(kind: Any, config: Any, dtype: torch.dtype, adapter: Adapter | None) -> nn.Module:
     """The model without initialization: some initializers read their random values, which fake tensors do not have."""
     try:
         with compat.transformers().no_init_weights():
@@ -137,4 +139,17 @@ def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
             "the config, or install what is missing."
         ) from error
     model.tie_weights()  # part of the initialization in transformers
-    return model
+    return model if adapter is None else _adapted(model, adapter, dtype)
+
+
+def _adapted(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> nn.Module:
+    """PEFT casts new weights by exchanging tensors, which fake ones forbid: it makes them on meta, without the mode."""
+    with fake_tensor.unset_fake_temporarily():
+        wrapped = add_adapter(model, adapter, low_cpu_mem_usage=True)
+    dtype = torch.float32 if adapter.fp32 else dtype
+    for module in wrapped.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.device.type == "meta":
+                values = torch.empty(param.shape, dtype=dtype)
+                module._parameters[name] = nn.Parameter(values, requires_grad=param.requires_grad)
+    return wrapped

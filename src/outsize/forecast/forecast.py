@@ -22,6 +22,7 @@ from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
+from outsize.model.adapter import Adapter
 from outsize.model.graph import BlockGraph
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
@@ -54,6 +55,8 @@ class ForecastRequest(PlanRequest):
     dtype: str = "bfloat16"
     images: int | None = None
     image_size: int = 1024
+    adapter: Adapter | None = None
+    """None: all weights are trained."""
 
     def __post_init__(self) -> None:
         counts = ("sequence_len", "micro_batch_size", "batch_size", "accumulate")
@@ -216,6 +219,7 @@ class _OfflinePlanner:
             dtype=DTYPES[request.dtype],
             chunked_loss=request.chunked_loss,
             images=self._images,
+            adapter=request.adapter,
         )
         is_real = spec.context_bytes > 0  # `sim` counts bytes as the trace does
         return Traced(rows=rows, graph=graph, trace=added_in_place(trace, graph) if is_real else trace, loss=loss)

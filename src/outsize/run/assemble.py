@@ -59,7 +59,7 @@ _NEVER = 2**31
 """Steps between saves if only the end is saved."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
     trainer: "RunTrainer"
     tokenizer: Any
@@ -67,6 +67,8 @@ class Assembled:
     """To resume from."""
     num_rows: int
     num_eval_rows: int
+    longest_row: int
+    """Tokens of the longest row after padding to `sequence_len` or packing. The plan is for such rows."""
     chosen_by: str
     """How the micro-batch was chosen, if it was."""
 
@@ -167,12 +169,12 @@ def assemble(config: RunConfig) -> Assembled:
     if config.adapter is not None:
         built = adapt(built, config)
     collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
+    tokens = longest_row(config, [train] if evaluated is None else [train, evaluated])
     vocabulary: int = built.model.config.vocab_size  # type: ignore[union-attr, assignment]
     patience = config.early_stopping_patience
 
     def batch_of(rows: int) -> dict[str, Any]:
-        tokens, packed = config.sequence_len, config.sample_packing
-        return widest_batch(collator, rows=rows, tokens=tokens, packed=packed, vocab_size=vocabulary)
+        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
 
     trainer = RunTrainer(
         model=built.model,
@@ -190,7 +192,7 @@ def assemble(config: RunConfig) -> Assembled:
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         weights=built.weights,
         nonfinite=config.nonfinite,
-        chunked_loss=config.chunked_loss,
+        chunked_loss=_chunked_loss(config, checkpoint),
         plan_batch=batch_of(splits[0].rows),
     )
     trainer.remove_callback(PrinterCallback)
@@ -202,8 +204,30 @@ def assemble(config: RunConfig) -> Assembled:
         log.info(chosen_by)
     trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints), tuple(changed)
     return Assembled(
-        trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by
+        trainer=trainer,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        num_rows=len(train),
+        num_eval_rows=len(evaluated) if evaluated is not None else 0,
+        longest_row=tokens,
+        chosen_by=chosen_by,
     )
+
+
+def longest_row(config: RunConfig, parts: Sequence[Any]) -> int:
+    """Tokens of the longest row that the data can produce. Evaluation rows count too: the plan covers their forwards."""
+    if config.sample_packing or config.pad_to_sequence_len:
+        return config.sequence_len
+    return max(int(rows.lengths.max()) for rows in parts)
+
+
+def _chunked_loss(config: RunConfig, checkpoint: Path | None) -> bool | None:
+    """A resumed run computes its loss as before, also if other evaluation data change the size of the planned batch."""
+    splits = {"batch_size", "micro_batch_size", "gradient_accumulation_steps"}
+    if config.chunked_loss is not None or checkpoint is None or not splits.isdisjoint(config.overridden):
+        return config.chunked_loss
+    chunk = read_manifest(checkpoint).get("loss_chunk")
+    return None if chunk is None else chunk > 0
 
 
 def _splits(config: RunConfig) -> list[Split]:

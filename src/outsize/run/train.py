@@ -34,7 +34,7 @@ def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     _show_notes(config, console)
     assembled = assemble(config)
     planned = assembled.trainer.preview()
-    _show(planned, console, assembled)
+    _show(planned, console, assembled, config)
     return planned
 
 
@@ -44,7 +44,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     trainer = assembled.trainer
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
     console.print(
-        f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False
+        f"{assembled.num_rows} rows to train on{held_out}, of at most {assembled.longest_row} tokens.", highlight=False
     )
     start(assembled, config)
     engine = trainer.engine
@@ -56,7 +56,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         trainer.add_callback(progress)
         trainer.add_callback(interrupt)
         with interrupt.listening():
-            _show(engine.runtime.planned, console, assembled)
+            _show(engine.runtime.planned, console, assembled, config)
             if assembled.checkpoint is not None:
                 console.print(f"Resuming from {assembled.checkpoint}.", highlight=False)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
@@ -94,8 +94,16 @@ def _show_notes(config: RunConfig, console: Console) -> None:
         console.print(f"[yellow]note[/yellow] {note}", highlight=False)
 
 
-def _show(planned: PlannedModel, console: Console, assembled: Assembled) -> None:
-    text = render(planned.plan, planned.graph, planned.layout, {"split": assembled.chosen_by})
+def rows_text(longest_row: int, config: RunConfig) -> str:
+    """What the plan assumes about rows, if it is not `sequence_len`."""
+    if longest_row == config.sequence_len:
+        return ""
+    return f"planned for {longest_row} tokens, the longest row of the data; sequence_len is {config.sequence_len}"
+
+
+def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
+    notes = {"split": assembled.chosen_by, "rows": rows_text(assembled.longest_row, config)}
+    text = render(planned.plan, planned.graph, planned.layout, notes)
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
 
