@@ -147,9 +147,12 @@ def _adapted(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> nn.Modul
     with fake_tensor.unset_fake_temporarily():
         wrapped = add_adapter(model, adapter, low_cpu_mem_usage=True)
     dtype = torch.float32 if adapter.fp32 else dtype
+    fakes: dict[nn.Parameter, nn.Parameter] = {}
     for module in wrapped.modules():
         for name, param in module._parameters.items():
-            if param is not None and param.device.type == "meta":
-                values = torch.empty(param.shape, dtype=dtype)
-                module._parameters[name] = nn.Parameter(values, requires_grad=param.requires_grad)
+            # Trained ones too: copies that were made without the mode share storages with their originals.
+            if param is not None and (param.device.type == "meta" or param.requires_grad):
+                values = torch.empty(param.shape, dtype=dtype if param.device.type == "meta" else param.dtype)
+                fake = fakes.setdefault(param, nn.Parameter(values, requires_grad=param.requires_grad))
+                module._parameters[name] = fake
     return wrapped

@@ -16,14 +16,14 @@ class Adapter:
     """PEFT's default: adapter weights in fp32 over a bf16 base. False: in the base's dtype."""
 
 
-def lora(**settings: Any) -> Adapter:
-    """LoRA on all linear layers except the output head. `settings`: of LoraConfig."""
-    return Adapter(peft_config=import_peft().LoraConfig(**{"target_modules": "all-linear", **settings}))
+def lora(*, fp32: bool = False, **settings: Any) -> Adapter:
+    """LoRA, by default on all linear layers except the output head. `settings`: of LoraConfig."""
+    return Adapter(peft_config=_peft().LoraConfig(**{"target_modules": "all-linear", **settings}), fp32=fp32)
 
 
 def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Module:
     """Wrap the model in a PEFT model. `settings`: of `get_peft_model`."""
-    make = import_peft().get_peft_model
+    make = _peft().get_peft_model
     try:
         wrapped: nn.Module = make(model, adapter.peft_config, autocast_adapter_dtype=adapter.fp32, **settings)
         return wrapped
@@ -34,7 +34,7 @@ def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Modul
         ) from None
 
 
-def import_peft() -> Any:
+def _peft() -> Any:
     try:
         import peft
     except ImportError:

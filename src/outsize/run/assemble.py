@@ -188,7 +188,7 @@ def assemble(config: RunConfig) -> Assembled:
         host_memory=config.host_memory,
         device=config.device,
         plan=config.plan_file,
-        pins=_pins(config),
+        pins=pins_of(config),
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         weights=built.weights,
         nonfinite=config.nonfinite,
@@ -215,10 +215,17 @@ def assemble(config: RunConfig) -> Assembled:
 
 
 def longest_row(config: RunConfig, parts: Sequence[Any]) -> int:
-    """Tokens of the longest row that the data can produce. Evaluation rows count too: the plan covers their forwards."""
+    """Tokens of the longest row that the data can produce. Evaluation rows count: the plan covers their forwards."""
     if config.sample_packing or config.pad_to_sequence_len:
         return config.sequence_len
     return max(int(rows.lengths.max()) for rows in parts)
+
+
+def rows_text(longest: int, sequence_len: int) -> str:
+    """What the plan assumes about rows, if it is not `sequence_len`."""
+    if longest == sequence_len:
+        return ""
+    return f"planned for {longest} tokens, the longest row of the data; sequence_len is {sequence_len}"
 
 
 def _chunked_loss(config: RunConfig, checkpoint: Path | None) -> bool | None:
@@ -372,7 +379,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
     )
 
 
-def _pins(config: RunConfig) -> Pins | None:
+def pins_of(config: RunConfig) -> Pins | None:
     given = dict(config.pins or {})
     if config.activation_offloading is False:
         given = {**{strategy.pin: 0 for strategy in STRATEGIES if strategy.sends}, **given}

@@ -8,7 +8,7 @@ from rich.panel import Panel
 
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
-from outsize.run.assemble import Assembled, assemble, start
+from outsize.run.assemble import Assembled, assemble, rows_text, start
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import ProgressCallback
 from outsize.runtime.engine import PlannedModel
@@ -94,15 +94,8 @@ def _show_notes(config: RunConfig, console: Console) -> None:
         console.print(f"[yellow]note[/yellow] {note}", highlight=False)
 
 
-def rows_text(longest_row: int, config: RunConfig) -> str:
-    """What the plan assumes about rows, if it is not `sequence_len`."""
-    if longest_row == config.sequence_len:
-        return ""
-    return f"planned for {longest_row} tokens, the longest row of the data; sequence_len is {config.sequence_len}"
-
-
 def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
-    notes = {"split": assembled.chosen_by, "rows": rows_text(assembled.longest_row, config)}
+    notes = {"split": assembled.chosen_by, "rows": rows_text(assembled.longest_row, config.sequence_len)}
     text = render(planned.plan, planned.graph, planned.layout, notes)
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
