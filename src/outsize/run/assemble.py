@@ -25,7 +25,7 @@ from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.model.strategies import STRATEGIES
-from outsize.optim.names import OPTIMIZERS
+from outsize.optim.names import OPTIMIZERS, spec_class
 from outsize.optim.spec import OptimizerSpec
 from outsize.run.adapters import adapt
 from outsize.run.compat_checks import (
@@ -37,6 +37,8 @@ from outsize.run.compat_checks import (
     require_scheduler,
     require_vocabulary,
 )
+from outsize.run.disk import disk_need, num_steps, require_disk_space
+from outsize.run.longest_row import longest_row
 from outsize.run.resume_fingerprint import (
     FINGERPRINT_FILE,
     require_resumable,
@@ -202,6 +204,9 @@ def assemble(config: RunConfig) -> Assembled:
         config, chosen_by = _split(config, choice.split), choice.words
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
+    layout = spec_class(config.optimizer)().rule.layout
+    steps = num_steps(config, len(train))
+    require_disk_space(disk_need(built.model, arguments, layout, checkpoint, steps), arguments)
     trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints), tuple(changed)
     return Assembled(
         trainer=trainer,
@@ -212,20 +217,6 @@ def assemble(config: RunConfig) -> Assembled:
         longest_row=tokens,
         chosen_by=chosen_by,
     )
-
-
-def longest_row(config: RunConfig, parts: Sequence[Any]) -> int:
-    """Tokens of the longest row that the data can produce. Evaluation rows count: the plan covers their forwards."""
-    if config.sample_packing or config.pad_to_sequence_len:
-        return config.sequence_len
-    return max(int(rows.lengths.max()) for rows in parts)
-
-
-def rows_text(longest: int, sequence_len: int) -> str:
-    """What the plan assumes about rows, if it is not `sequence_len`."""
-    if longest == sequence_len:
-        return ""
-    return f"planned for {longest} tokens, the longest row of the data; sequence_len is {sequence_len}"
 
 
 def _chunked_loss(config: RunConfig, checkpoint: Path | None) -> bool | None:

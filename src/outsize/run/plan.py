@@ -12,7 +12,8 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.run.adapters import adapter_of
-from outsize.run.assemble import load_tokenizer, longest_row, pins_of, rows, rows_text, training_arguments
+from outsize.run.assemble import load_tokenizer, pins_of, rows, training_arguments
+from outsize.run.longest_row import longest_row, rows_text
 
 DEFAULT_HARDWARE = "rtx4090"
 

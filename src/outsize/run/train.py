@@ -8,8 +8,9 @@ from rich.panel import Panel
 
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
-from outsize.run.assemble import Assembled, assemble, rows_text, start
+from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.interrupt import Interrupt
+from outsize.run.longest_row import rows_text
 from outsize.run.progress import ProgressCallback
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.render import render

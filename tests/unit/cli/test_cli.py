@@ -16,6 +16,7 @@ from outsize.cli.doctor import Finding
 from outsize.cli.main import app
 from outsize.hardware.catalog import lookup
 from outsize.hardware.host import container_limit
+from outsize.optim.native import find_kernel
 from outsize.schedule.check import load
 
 runner = CliRunner()
@@ -272,3 +273,15 @@ def test_the_tightest_limit_of_a_container_counts(tmp_path: Path) -> None:
         "9223372036854771712\n"
     )  # version 1 says "no limit" so
     assert container_limit(tmp_path / "v1", own) is None
+
+
+def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CC", "OUTSIZE_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_kernel.cache_clear()
+    try:
+        (finding,) = doctor_module.CHECKS["C compiler"]()
+    finally:
+        find_kernel.cache_clear()
+    assert finding.state == "note" and "no C compiler found. Install one" in finding.text
