@@ -38,7 +38,6 @@ from outsize.run.compat_checks import (
     require_vocabulary,
 )
 from outsize.run.disk import disk_need, num_steps, require_disk_space
-from outsize.run.longest_row import longest_row
 from outsize.run.resume_fingerprint import (
     FINGERPRINT_FILE,
     require_resumable,
@@ -46,6 +45,7 @@ from outsize.run.resume_fingerprint import (
     resume_fingerprint,
     split_of,
 )
+from outsize.run.row_lengths import longest_row, tokens_per_row
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Choice, Split, splits_of
@@ -71,6 +71,8 @@ class Assembled:
     num_eval_rows: int
     longest_row: int
     """Tokens of the longest row after padding to `sequence_len` or packing. The plan is for such rows."""
+    tokens_per_row: float
+    """Of the average training row, without padding."""
     chosen_by: str
     """How the micro-batch was chosen, if it was."""
 
@@ -80,6 +82,7 @@ class RunTrainer(OutsizeTrainer):
 
     fingerprint: dict[str, Any]
     """See run/resume_fingerprint.py."""
+    shows_plan = False
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, changed with `--set`."""
 
@@ -215,6 +218,7 @@ def assemble(config: RunConfig) -> Assembled:
         num_rows=len(train),
         num_eval_rows=len(evaluated) if evaluated is not None else 0,
         longest_row=tokens,
+        tokens_per_row=tokens_per_row(train),
         chosen_by=chosen_by,
     )
 

@@ -13,7 +13,7 @@ from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.run.adapters import adapter_of
 from outsize.run.assemble import load_tokenizer, pins_of, rows, training_arguments
-from outsize.run.longest_row import longest_row, rows_text
+from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
 
 DEFAULT_HARDWARE = "rtx4090"
 
@@ -65,7 +65,7 @@ def _rows_of(config: RunConfig) -> tuple[int, float]:
     tokenizer = load_tokenizer(config)
     train, evaluated, _ = rows(config, tokenizer, pad_id_of(tokenizer))
     longest = longest_row(config, [train] if evaluated is None else [train, evaluated])
-    return longest, float(train.lengths.mean()) / longest
+    return longest, tokens_per_row(train) / longest
 
 
 def _machine_of(config: RunConfig) -> str | HardwareSpec | None:

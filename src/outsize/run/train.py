@@ -10,8 +10,8 @@ from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
 from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.interrupt import Interrupt
-from outsize.run.longest_row import rows_text
 from outsize.run.progress import ProgressCallback
+from outsize.run.row_lengths import rows_text
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.render import render
 
@@ -49,7 +49,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     )
     start(assembled, config)
     engine = trainer.engine
-    progress = ProgressCallback(trainer, console)
+    progress = ProgressCallback(trainer, console, assembled.tokens_per_row)
     interrupt = Interrupt(
         lambda text: console.print(f"\n{text}", highlight=False), leave=lambda: console.show_cursor(True)
     )
@@ -81,7 +81,8 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     finally:
         progress.stop()
         engine.close()
-    _print_result(outcome, config, console)
+    base = trainer.model.get_base_model() if config.adapter is not None else trainer.model
+    _print_result(outcome, config, console, type(base).__name__)
     return outcome
 
 
@@ -101,7 +102,15 @@ def _show(planned: PlannedModel, console: Console, assembled: Assembled, config:
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
 
-def _print_result(outcome: Outcome, config: RunConfig, console: Console) -> None:
+def _how_to_load(result: Path, config: RunConfig, model_class: str) -> str:
+    if config.adapter is None:
+        return f'{model_class}.from_pretrained("{result}", dtype="auto")'
+    base = f'{model_class}.from_pretrained("{config.base_model}", dtype="auto")'
+    return f'PeftModel.from_pretrained({base}, "{result}"); or as a whole model: outsize export {result} merged --merge'
+
+
+def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_class: str) -> None:
+    """`model_class`: the name of the model's class, without an adapter."""
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     if outcome.losses:
         first, last = outcome.losses[0], outcome.losses[-1]
@@ -110,10 +119,14 @@ def _print_result(outcome: Outcome, config: RunConfig, console: Console) -> None
             f"{outcome.tokens_per_second:,.0f} tokens/s"
         )
     if outcome.planned_gpu_bytes:
-        say(f"GPU     {show_bytes(outcome.gpu_peak_bytes)} at most, {show_bytes(outcome.planned_gpu_bytes)} planned")
+        of = " of the simulated GPU" if (config.device or "").startswith("sim") else ""
+        say(
+            f"GPU     {show_bytes(outcome.gpu_peak_bytes)}{of} at most, {show_bytes(outcome.planned_gpu_bytes)} planned"
+        )
     if outcome.checkpoint is not None:
         say(f"saved   {outcome.checkpoint}")
     if outcome.result is not None:
-        say(f"result  {outcome.result}, for from_pretrained")
+        say(f"result  {outcome.result}")
+        say(f"load    {_how_to_load(outcome.result, config, model_class)}")
     else:
         say("stopped before the end; continue with the same command and --resume")

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
+import outsize
 from outsize.cli import doctor as doctor_module
 from outsize.cli.doctor import Finding
 from outsize.cli.main import app
@@ -48,6 +49,19 @@ def test_help_needs_no_torch() -> None:
         env={**os.environ, "PYTHONPATH": source},
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_the_package_runs_as_a_module_and_lists_its_public_names() -> None:
+    source = str(Path(doctor_module.__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, "-m", "outsize", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    assert result.stdout == f"outsize {outsize.__version__}\n"
+    assert set(outsize.__all__) <= set(dir(outsize))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""The longest row that a run's data can produce, which its plan is for."""
+"""Lengths of the rows that a run's data produce. The plan is for the longest."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from outsize.config.run import RunConfig
+from outsize.data.packing import PackedRows
+from outsize.data.rows import Rows
 
 
 def longest_row(config: RunConfig, parts: Sequence[Any]) -> int:
@@ -18,3 +20,9 @@ def rows_text(longest: int, sequence_len: int) -> str:
     if longest == sequence_len:
         return ""
     return f"planned for {longest} tokens, the longest row of the data; sequence_len is {sequence_len}"
+
+
+def tokens_per_row(rows: Rows | PackedRows) -> float:
+    """Of the average row, without padding."""
+    documents = rows.documents if isinstance(rows, PackedRows) else rows
+    return documents.num_tokens / len(rows)
