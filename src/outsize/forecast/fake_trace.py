@@ -3,6 +3,7 @@
 import copy
 import logging
 import traceback
+import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -144,7 +145,8 @@ def _without_values(kind: Any, config: Any, dtype: torch.dtype, adapter: Adapter
 
 def _adapted(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> nn.Module:
     """PEFT casts new weights by exchanging tensors, which fake ones forbid: it makes them on meta, without the mode."""
-    with fake_tensor.unset_fake_temporarily():
+    with fake_tensor.unset_fake_temporarily(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # copies of modules_to_save read addresses
         wrapped = add_adapter(model, adapter, low_cpu_mem_usage=True)
     dtype = torch.float32 if adapter.fp32 else dtype
     fakes: dict[nn.Parameter, nn.Parameter] = {}
