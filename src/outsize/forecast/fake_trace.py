@@ -73,21 +73,26 @@ def fake_trace(
     chunked_loss: bool | None = None,
     images: Images | None = None,
     adapter: Adapter | None = None,
+    batch: dict[str, Tensor] | None = None,
 ) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
-    """Trace a model without weights, and choose how its loss is computed. Changes the config."""
+    """Trace a model without weights, and choose how its loss is computed. Changes the config. `batch`: instead of an
+    example batch.
+    """
     kind = trainable_class(config)
-    text = config.get_text_config()
-    config.use_cache = text.use_cache = False  # training does not generate
-    limit = getattr(text, "max_position_embeddings", None)
+    text_config = config.get_text_config()
+    config.use_cache = text_config.use_cache = False  # training does not generate
+    limit = getattr(text_config, "max_position_embeddings", None)
+    text = ""
     too_long = isinstance(limit, int) and tokens > limit
     torch_log = logging.getLogger(fake_tensor.__name__)
     torch_log.disabled, was = True, torch_log.disabled  # torch logs a traceback of the errors that it raises
-    batch: dict[str, Tensor] = {}
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
             built = cache(lambda: _without_values(kind, config, dtype, adapter).train())
-            example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images(), model=built)
-            batch, model = example.batch, built()
+            if batch is None:
+                images = images or Images()
+                batch, text = example_batch(kind, config, rows=rows, tokens=tokens, images=images, model=built)
+            model = built()
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(
                 model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss
@@ -102,12 +107,12 @@ def fake_trace(
     except Exception as error:
         if _is_ours(error):
             raise
-        if "pixel_values" not in batch and too_long:
+        if "pixel_values" not in (batch or ()) and too_long:
             raise ConfigError(
                 f"sequence_len {tokens} is more than the model's max_position_embeddings of {limit}, and the model "
                 f"fails: {error}. Lower sequence_len."
             ) from error
-        images_too = ", or with images as in outsize's own example batch" if "pixel_values" in batch else ""
+        images_too = ", or with images as in outsize's own example batch" if "pixel_values" in (batch or ()) else ""
         raise ModelUnsupported(
             f"{kind.__name__} cannot run on shapes alone{images_too}: it fails with {type(error).__name__}: {error}. "
             f"{_INSTEAD}"
@@ -118,7 +123,7 @@ def fake_trace(
         log.warning("sequence_len %d is more than the %s positions of %s", tokens, limit, kind.__name__)
     counted = "FLOPs, bytes and operators" if trace.counts_launches else "FLOPs and bytes"
     provenance = f"bytes of {kind.__name__} counted on fake tensors (CPU operators), seconds estimated from {counted}"
-    provenance = f"{example.text}; {provenance}" if example.text else provenance
+    provenance = f"{text}; {provenance}" if text else provenance
     inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # models compute these
     return graph, replace(trace, inputs=inputs, provenance=provenance), loss
 

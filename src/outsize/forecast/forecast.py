@@ -7,11 +7,13 @@ measures it.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outsize.base.errors import ConfigError
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
@@ -57,6 +59,8 @@ class ForecastRequest(PlanRequest):
     image_size: int = 1024
     adapter: Adapter | None = None
     """None: all weights are trained."""
+    batch_of: Callable[[int], dict[str, Tensor]] | None = None
+    """Makes the batch to plan for, by its number of rows. None: full rows without padding (forecast/example.py)."""
 
     def __post_init__(self) -> None:
         counts = ("sequence_len", "micro_batch_size", "batch_size", "accumulate")
@@ -232,6 +236,7 @@ class _OfflinePlanner:
             chunked_loss=request.chunked_loss,
             images=self._images,
             adapter=request.adapter,
+            batch=request.batch_of(rows) if request.batch_of is not None else None,
         )
         is_real = spec.context_bytes > 0  # `sim` counts bytes as the trace does
         return Traced(rows=rows, graph=graph, trace=added_in_place(trace, graph) if is_real else trace, loss=loss)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,11 +84,14 @@ def test_plan_of_a_run_file_is_for_its_model_adapter_data_and_budgets(tmp_path: 
     yaml = folders.write_run(
         tmp_path, kind="one-block", device="sim:1MiB", host_memory="1GiB", sequence_len=96, **adapter
     )
-    result = runner.invoke(app, ["plan", str(yaml), "--gpu-memory", "512KiB", "--set", "micro_batch_size=3"])
+    result = runner.invoke(app, ["plan", str(yaml), "--gpu-memory", "1000KiB", "--set", "micro_batch_size=3"])
     assert result.exit_code == 0, result.output + result.stderr
     assert "input_ids 3×47" in result.output and "2 micro-batches a step" in result.output
     assert "planned for 47 tokens, the longest row of the data; sequence_len is 96" in result.output
-    assert "of 512 KiB" in result.output and "of 1.00 GiB" in result.output and "trainable, on 1MiB" in result.output
+    assert "of 0.98 MiB" in result.output and "of 1.00 GiB" in result.output and "trainable, on 1MiB" in result.output
+    dry = runner.invoke(app, ["train", str(yaml), "--dry-run", "--set", "micro_batch_size=3"])
+    gpu = [re.search(r"(?m)^(?:│ )?GPU .* (\S+ \S+) of ", out).group(1) for out in (result.output, dry.output)]
+    assert gpu[0] == gpu[1], "masks of padding included"
     refused = runner.invoke(app, ["plan", str(yaml), "--accumulate", "2"])
     assert refused.exit_code == 2 and "--accumulate" in refused.stderr and "--set" in refused.stderr
 
