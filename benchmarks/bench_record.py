@@ -58,7 +58,7 @@ class Speed:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
     gpu_peak_bytes: int | None
-    """Allocated, after the trial run; None where device and host are one."""
+    """Allocated, after the profiling run; None where device and host are one."""
     gpu_reserved_bytes: int | None
     """By the allocator; None without one."""
     gpu_trial_bytes: int | None

@@ -44,7 +44,7 @@ def main() -> None:
     bench = complete(model=args.model, device=args.device, update="after_step", gpu_memory=args.gpu_memory)
     model, weights = random_shape(bench.model, seq=bench.seq)
     batches = random_batches(model, bench)
-    pins = Pins() if args.resident else Pins(n_persist=0, n_optimizer_gpu=0)
+    pins = Pins() if args.resident else Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0)
     engine = outsize.prepare(
         model,
         batches[0],

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.layout.optimizer import ADAMW, PIECE_NUMEL
+from outsize.layout.optimizer import PIECE_NUMEL
 from outsize.optim.adamw import RULE
 from outsize.optim.native import kernel
 from outsize.optim.rule import Master, Scratch, find_gpu_kernel, gpu_kernel, update
@@ -172,7 +172,7 @@ def measure_host(numel: int, link: Link | None) -> list[dict[str, Any]]:
 def measure_host_torch(numel: int) -> dict[str, Any]:
     """The fallback, called past the one door."""
     state = make_range(numel, "cpu")
-    scratch = Scratch(torch.empty(ADAMW.scratch_bytes(PIECE_NUMEL), dtype=torch.uint8))
+    scratch = Scratch(torch.empty(RULE.layout.scratch_bytes(PIECE_NUMEL), dtype=torch.uint8))
 
     def work() -> None:
         for at in range(0, numel, PIECE_NUMEL):
@@ -238,7 +238,7 @@ def measure_gpu(numel: int) -> list[dict[str, Any]]:
         del whole, wide
     os.environ["OUTSIZE_KERNELS"] = "torch"
     find_gpu_kernel.cache_clear()
-    scratch = Scratch(torch.empty(ADAMW.scratch_bytes(PIECE_NUMEL), dtype=torch.uint8, device="cuda"))
+    scratch = Scratch(torch.empty(RULE.layout.scratch_bytes(PIECE_NUMEL), dtype=torch.uint8, device="cuda"))
     say(
         "torch",
         gpu_seconds(

@@ -35,7 +35,7 @@ from outsize.report.page import write_page
 from outsize.report.trace import write_trace
 from outsize.run.bench import training_step
 from outsize.runtime.engine import Engine
-from outsize.schedule.actions import Kind, action_seconds, effect
+from outsize.schedule.actions import TYPES, action_seconds, effect
 from outsize.schedule.check import save
 from outsize.schedule.placement import Placement
 from outsize.schedule.render import render, summary
@@ -205,7 +205,7 @@ def demand_of(place: Placement, spec: HardwareSpec) -> Demand:
         for action in segment.actions:
             lane = effect(place, action).lane
             amount = action_seconds(place, action, unit, lane)
-            if lane == "compute" and action.kind == Kind.UPDATE:
+            if lane == "compute" and TYPES[action.kind].operation in ("update", "add"):
                 updated += amount
             else:
                 sums[lane] += amount
@@ -264,7 +264,7 @@ def _prediction(engine: Engine, memory: Memory) -> Prediction:
     alone = [chunk for chunk in place.layout.chunks if not place.has_host_weights(chunk.index)]
     passing = max((chunk.nbytes * piece.numel // chunk.numel for chunk in alone for piece in chunk.pieces), default=0)
     homes = place.parts(place.host).get("home", 0)
-    # Libraries are there by then if there was a trial run; with a trace from the cache they come with the first step.
+    # Libraries are loaded by then if there was a profiling run; with a cached trace, the first step loads them.
     loaded = process_overhead.host_bytes if memory.gpu_trial_bytes else memory.host_before_bytes
     return Prediction(
         fingerprint=fingerprint(plan),

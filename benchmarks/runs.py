@@ -125,7 +125,7 @@ class Watch:
             self.lines.append((time.perf_counter() - self.started, line.rstrip()))
             print(f"{self.lines[-1][0]:7.1f} {line.rstrip()[:200]}", flush=True)
             if not self.trial_gpu_mib and STEP.search(line):
-                self.trial_gpu_mib, self.gpu_mib = self.gpu_mib, 0  # what the trial run took is told apart
+                self.trial_gpu_mib, self.gpu_mib = self.gpu_mib, 0  # what the profiling run took is told apart
                 if at_first_step is not None:
                     at_first_step()
             if kill_after is not None and kill_after in line:

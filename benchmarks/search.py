@@ -20,8 +20,8 @@ from outsize.forecast.fake_trace import fake_trace
 from outsize.hardware.catalog import lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
+from outsize.optim.adamw import AdamW
 from outsize.planner.search import search
-from outsize.schedule.plan import StepConfig
 
 GiB = 2**30
 
@@ -51,7 +51,7 @@ def main() -> None:
                     layout,
                     trace,
                     spec,
-                    StepConfig(accumulate=accumulate),
+                    AdamW().step_config(accumulate),
                     gpu=GpuBudget(total_bytes=gpu * GiB),
                     host_bytes=4000 * GiB,
                 )

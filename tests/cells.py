@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import zoo
+from synthetic import make_homes
 from torch import nn
 
 from outsize.base.records import fingerprint
@@ -35,7 +36,7 @@ from outsize.profile.tracer import Tracer  # noqa: F401 - for tests of models of
 from outsize.reference import AdamW as Reference
 from outsize.runtime.engine import Engine, PlannedModel
 from outsize.schedule.placement import Placement
-from outsize.schedule.plan import FORMAT, Decision, Homes, Plan, StepConfig
+from outsize.schedule.plan import FORMAT, Decision, Plan, StepConfig
 from outsize.schedule.schedule import compile_schedule
 
 STEPS = 3
@@ -61,7 +62,7 @@ def uniform(
     """The same for every chunk and every layer that can have it. With updates in backward, those of every second chunk
     come after it.
     """
-    homes = tuple(Homes(weights=weights, optimizer=optimizer if c.trainable else weights) for c in layout.chunks)  # type: ignore[arg-type]
+    homes = tuple(make_homes(weights, optimizer, chunk.trainable) for chunk in layout.chunks)
     strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.calls)))
     return Decision(homes=homes, strategies=strategies, depth=depth, host_update_interval=host_update_interval)  # type: ignore[arg-type]
 
@@ -264,7 +265,7 @@ class Cell:
     frozen: Literal["none", "scattered", "prefix"] = "none"
     strategy: Strategy = "keep"
     weights: Literal["gpu", "host"] = "gpu"
-    optimizer: Literal["gpu", "host"] = "gpu"
+    optimizer: Literal["gpu", "host", "streamed"] = "gpu"
     depth: int = 1
     clip: bool = False
     accumulate: int = 1

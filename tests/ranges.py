@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.layout.optimizer import ADAMW
 from outsize.optim import adamw, lion, sgd
 from outsize.optim.adamw import RULE
 from outsize.optim.native import find_kernel
@@ -138,7 +137,7 @@ def kernels(which: str) -> Iterator[None]:
 
 def step(state: Range, hyper: Numbers, clip: float | Tensor, *, piece: int = 10_007) -> None:
     """One update where the range lies. Pieces (of torch's kernel) with a ragged end."""
-    buffer = torch.empty(ADAMW.scratch_bytes(piece), dtype=torch.uint8, device=state.weight.device)
+    buffer = torch.empty(RULE.layout.scratch_bytes(piece), dtype=torch.uint8, device=state.weight.device)
     update(
         RULE, state.weight, state.lo, (state.m, state.v), state.grad, numbers=hyper, clip=clip, scratch=Scratch(buffer)
     )

@@ -1,4 +1,4 @@
-"""Models that exist as numbers alone: graphs, traces and machines for tests of the planner. No torch.
+"""Models that exist as numbers alone: graphs, traces and machines for tests of the planner.
 
 `make_graph` and `make_trace` give a decoder of plausible proportions; `random_case` an odd small one (uneven blocks,
 tied and frozen parameters, strategies missing here and there), the same for the same seed.
@@ -7,6 +7,7 @@ tied and frozen parameters, strategies missing here and there), the same for the
 import dataclasses
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from outsize.base.records import fingerprint
 from outsize.hardware.catalog import lookup
@@ -14,11 +15,25 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import Block, BlockGraph, Param
 from outsize.model.work import SharedTensor, Work
+from outsize.optim.adamw import RULE
 from outsize.profile.trace import ModelTrace
 from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Decision, Homes, StepConfig
 
 MACHINE = lookup("64MiB")
+
+
+def make_step_config(**how: Any) -> StepConfig:
+    return StepConfig(optimizer=RULE.layout, **how)
+
+
+def make_homes(weights: str, optimizer: str, is_trainable: bool = True) -> Homes:
+    """`optimizer`: `gpu` and `host` are state home and update site; `streamed` is state on the host, updated on the GPU."""
+    state, update = {"streamed": ("host", "gpu")}.get(optimizer, (optimizer, optimizer))
+    if not is_trainable:
+        state = update = weights
+    return Homes(weights=weights, state=state, update=update)  # type: ignore[arg-type]
+
 
 NOTHING = Work(
     forward_seconds=0.0,
@@ -38,7 +53,7 @@ class Case:
     graph: BlockGraph
     layout: ChunkLayout
     trace: ModelTrace
-    step_config: StepConfig = StepConfig()
+    step_config: StepConfig = StepConfig(optimizer=RULE.layout)
     spec: HardwareSpec = MACHINE
 
     def place(self, decision: Decision) -> Placement:
@@ -52,15 +67,16 @@ class Case:
         depth: int = 0,
         host_update_interval: int = 1,
     ) -> Decision:
-        """`homes` per chunk or for all (`host/gpu`: weights/optimizer); `strategies` per call or for all layers."""
+        """`homes` per chunk or for all (`host/gpu`: weights/optimizer; `host/streamed`: streamed state); `strategies` per call or for all layers."""
         per_chunk = [homes] * len(self.layout.chunks) if isinstance(homes, str) else homes
         if isinstance(strategies, str):
             strategies = [
                 strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.calls))
             ]
-        split = [text.split("/") for text in per_chunk]
-        pairs = [(w, o if chunk.trainable else w) for (w, o), chunk in zip(split, self.layout.chunks, strict=True)]
-        both = tuple(Homes(weights=w, optimizer=o) for w, o in pairs)  # type: ignore[arg-type]
+        both = tuple(
+            make_homes(*text.split("/"), chunk.trainable)
+            for text, chunk in zip(per_chunk, self.layout.chunks, strict=True)
+        )
         return Decision(
             homes=both, strategies=tuple(strategies), depth=depth, host_update_interval=host_update_interval
         )  # type: ignore[arg-type]
@@ -172,7 +188,9 @@ def make_case(
     graph = make_graph(num_layers, num_chunks, **graph_options)  # type: ignore[arg-type]
     largest = max(param.nbytes for param in graph.params)
     layout = pack(graph, chunk_bytes=min(p.nbytes for p in graph.params) if num_chunks > 1 else largest)
-    return Case(graph=graph, layout=layout, trace=make_trace(graph), step_config=step_config or StepConfig(), spec=spec)
+    return Case(
+        graph=graph, layout=layout, trace=make_trace(graph), step_config=step_config or make_step_config(), spec=spec
+    )
 
 
 def random_case(seed: int, *, max_layers: int = 3) -> Case:
@@ -262,7 +280,7 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
         held_bytes=rng.choice([0, 64, 4096]),
         provenance="random",
     )
-    step_config = StepConfig(
+    step_config = make_step_config(
         update=rng.choice(["after_step", "in_backward"]),
         accumulate=rng.choice([1, 1, 2]),
         fp32_grads=rng.random() < 0.3,
@@ -275,6 +293,9 @@ def random_case(seed: int, *, max_layers: int = 3) -> Case:
 def random_decision(case: Case, seed: int) -> Decision:
     """Any legal decision, not only those the search would look at."""
     rng = random.Random(seed)
-    homes = [rng.choice(["gpu/gpu", "gpu/host", "host/gpu", "host/host"]) for _ in case.layout.chunks]
+    homes = [
+        rng.choice([f"{w}/{o}" for w in ("gpu", "host") for o in ("gpu", "host", "streamed")])
+        for _ in case.layout.chunks
+    ]
     strategies = [rng.choice(case.trace.strategies(v)) for v in range(len(case.graph.calls))]
     return case.decide(homes, strategies, rng.randint(0, 3), rng.randint(1, 3))

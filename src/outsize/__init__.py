@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SGD", "AdamW", "Lion", "Pins", "plan", "prepare"]
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "AdamW": "outsize.optim.adamw",
     "Lion": "outsize.optim.lion",
     "Pins": "outsize.schedule.pins",
@@ -39,9 +39,9 @@ def _imported(name: str) -> ModuleType:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'outsize' has no attribute {name!r}")
-    return getattr(_imported(_HOMES[name]), name)
+    return getattr(_imported(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

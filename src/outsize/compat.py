@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers and accelerate that outsize uses, and what it is for.
+"""Every private name of torch, transformers and accelerate that outsize uses, with its purpose.
 
 These names may change in any release. Those of torch are looked up when outsize is imported, those of other libraries
 when they are first needed. One that is missing raises ImportError with its name and the versions that outsize was
@@ -111,7 +111,7 @@ def cuda() -> SimpleNamespace:
 @cache
 def transformers() -> SimpleNamespace:
     """Weights are renamed and converted between a checkpoint's files and the model; models are built without
-    initialising weights.
+    initializing weights.
     """
     return SimpleNamespace(
         get_model_conversion_mapping=find("transformers.conversion_mapping.get_model_conversion_mapping"),

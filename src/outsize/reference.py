@@ -22,7 +22,7 @@ from outsize.optim.split import join, split
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What all have in common. A subclass makes the new master and state of a parameter (`_new`)."""
+    """Base class. A subclass computes the new master and state of a parameter (`_new`)."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype, which would make moments and remainders of bf16 parameters bf16:
-        # take them once more, as they were saved.
+        # torch casts state to the parameter's dtype, so moments and lower halves of bf16 parameters would become bf16.
+        # Set them again, as they were saved.
         ids = (i for group in state_dict["param_groups"] for i in group["params"])
         for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 self.state[p][key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
             if p.dtype == torch.bfloat16 and (state := self.state.get(p)) and "lo" not in state:
-                # Of torch's own optimizer: its bf16 state is fp32 here, exactly, and the weight is its own master.
+                # State of torch's own optimizer. Its bf16 values become fp32, exactly; the weight is its own master.
                 state.update({key: state[key].float() for key in self.state_names})
                 state["lo"] = torch.zeros_like(p, dtype=torch.int16)
 

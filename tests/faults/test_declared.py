@@ -2,6 +2,7 @@
 loaded back.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from threaded import ThreadedCpu
 
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, UpdateFailed
 from outsize.runtime.engine import Engine
+from outsize.runtime.prepared_tensors import PreparedParameter
 from outsize.runtime.updates import Updates
 
 PLANS = {"plain": {"weights": "gpu", "optimizer": "gpu"}, "streamed": {"weights": "host", "optimizer": "host"}}
@@ -137,6 +139,8 @@ def test_a_failed_update_on_another_thread_can_be_made_up_for_by_one_load(
         (("gpu", "host"), "recompute", "in_backward", 1, 3),
         (("gpu", "host"), "offload", "after_step", 2, 1),
         (("host", "gpu"), "swap", "after_step", 1, 1),
+        (("gpu", "streamed"), "keep", "after_step", 2, 1),
+        (("host", "streamed"), "offload", "in_backward", 2, 1),
     ],
 )
 def test_copies_and_updates_on_threads_of_their_own_give_the_plain_loops_bits(
@@ -158,3 +162,56 @@ def test_copies_and_updates_on_threads_of_their_own_give_the_plain_loops_bits(
         cells.run(cell, ThreadedCpu(), decision=lambda *planned: cells.uniform(*planned, **how), chunk_bytes=4096),
         cells.expected(cell),
     )
+
+
+@pytest.mark.parametrize("optimizer", ["host", "streamed"])
+def test_gradients_edited_between_micro_batches_are_complete_when_copies_and_norms_read_them(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm of edited gradients was taken on the host while the sums of the last backward were on their way."""
+    cell = Cell(kind=KIND, dtype="bf16", weights="host", optimizer=optimizer, accumulate=2, clip=True)
+
+    def editing(model: torch.nn.Module) -> Any:
+        backwards = itertools.count()
+
+        def after(what: str) -> None:
+            if what == "backward" and next(backwards) % 2 == 0:
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)
+
+        return after
+
+    model, device = cell.model(), ThreadedCpu()
+    expected = cells.plain(model, cells.batches(KIND, 3), spec=cell.spec, accumulate=2, after=editing(model))
+    with cells.closing(cells.prepare(cell, device, chunk_bytes=4096)) as engine:
+        cells.assert_same(cells.train_cell(cell, engine, after=editing(engine.model)), expected)
+        # On CUDA an edit is a kernel, which a copy to the device on another lane does not wait for.
+        engine.model(**zoo.batch(KIND)).loss.backward()
+        editing(engine.model)("backward")
+        loss = engine.model(**zoo.batch(KIND)).loss
+        loads: list[list[str]] = []
+        issued, synchronize = engine.runtime.executor, device.synchronize
+        monkeypatch.setattr(
+            device,
+            "synchronize",
+            lambda: (loads.append([name for name in issued.issued if name[0] == "Q"]), synchronize()),
+        )
+        loss.backward()
+        assert loads == [[]] and any(name[0] == "Q" for name in issued.issued)
+
+
+def test_a_backward_that_fails_beside_a_failed_update_leaves_no_parameter_in_the_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any) -> None:
+        raise UpdateFailed("no luck")
+
+    with cells.closing(prepare("streamed")) as engine:
+        loss = engine.model(**zoo.batch(KIND)).loss
+        hook = next(p for p in engine.model.parameters() if p.requires_grad).register_hook(fail)
+        with monkeypatch.context() as patch, pytest.raises(UpdateFailed):
+            patch.setattr(engine.device, "synchronize", fail)
+            loss.backward()
+        hook.remove()
+        assert all(isinstance(param, PreparedParameter) for param in engine.model.parameters())

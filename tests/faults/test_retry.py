@@ -33,7 +33,7 @@ def running_out(model: nn.Module, *, at: int, times: int = 1, in_backward: bool 
 
     def fail() -> None:
         if "__deepcopy__" not in vars(model):
-            return  # a trial run, not training
+            return  # a profiling run, not training
         calls.append(len(calls))
         if at <= calls[-1] < at + times:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -33,7 +33,7 @@ from outsize.base.errors import BadFile, EngineMisuse, SaveFailed
 from outsize.checkpoint.contents import STATE
 from outsize.checkpoint.folder import MANIFEST, newest, read_manifest
 from outsize.checkpoint.model_files import INDEX, SINGLE
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 from outsize.runtime.engine import Engine
 
 CELL = Cell(kind="llama", dtype="bf16", weights="host", optimizer="host")
@@ -505,7 +505,9 @@ def rewrite(folder: Path, file: str, change: Callable[[dict[str, torch.Tensor]],
     tensors = load_file(folder / file)
     change(tensors)
     (folder / file).unlink()
-    with TensorFile.create(folder / file, {name: Spec.of(tensor) for name, tensor in tensors.items()}, {}) as made:
+    with TensorFile.create(
+        folder / file, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, {}
+    ) as made:
         for name, tensor in tensors.items():
             made.write(name, tensor)
     remanifest(folder, lambda facts: facts["files"].update({file: (folder / file).stat().st_size}))
@@ -792,7 +794,7 @@ def test_an_export_gives_the_same_logits_in_a_process_that_knows_nothing_of_us(t
 
 
 EXPORTED = ("llama", "llama-untied", "gemma2", "gpt2", "mixtral", "t5", "bert")
-ALL_HOMES = [*HOMES, ("gpu", "host")]
+ALL_HOMES = [*HOMES, ("gpu", "host"), ("host", "streamed")]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 
 def test_activations_that_do_not_fit_their_arena_are_an_error_that_names_the_block() -> None:
     """Trap A21: never kept on the device with a log line. Forced by a hook that makes the layer save more than in the
-    trial run.
+    profiling run.
     """
     model = zoo.make("gemma2")
     engine = cells.prepare_by_hand(model, zoo.batch("gemma2", size=2, tokens=16), spec=SPEC, strategy="swap")

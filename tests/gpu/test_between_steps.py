@@ -3,6 +3,7 @@ bits as a plain loop.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ SHAPE = {
 }
 PINS = {
     "resident": Pins(),
-    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=4, n_swap=0, n_offload=0),
+    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0, n_checkpoint=4, n_swap=0, n_offload=0),
     "streamed, updated on the gpu": Pins(n_persist=0, n_swap=0, n_offload=0),
-    "resident, updated on the host": Pins(n_optimizer_gpu=0, n_checkpoint=0),
+    "resident, updated on the host": Pins(n_optimizer_gpu=0, n_optimizer_streamed=0, n_checkpoint=0),
+    "state streamed": Pins(n_persist=2, n_optimizer_gpu=0, n_optimizer_streamed=6, n_swap=0, n_offload=0),
 }
 SPEC = outsize.AdamW(lr=1e-3, weight_decay=0.1)
 torch_clip_grad_norm_ = nn.utils.clip_grad_norm_
@@ -159,6 +161,35 @@ def edit(model: nn.Module) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_are_read_and_edited(pins: str, dtype: torch.dtype) -> None:
     assert_same_run(pins, edit, nothing, dtype)
+
+
+@pytest.mark.parametrize("pins", PINS)
+def test_gradients_edited_between_micro_batches_are_clipped_by_their_norm(pins: str) -> None:
+    """An edit of a gradient on the host is a kernel, and copies on other lanes read and write the same memory."""
+
+    def run(model: nn.Module, optimizer: Any, norm: Callable[[], torch.Tensor]) -> list[float]:
+        norms = []
+        for seed in range(4):
+            model(**batch(2 * seed)).loss.backward()
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+            model(**batch(2 * seed + 1)).loss.backward()
+            optimizer.step()
+            norms.append(float(norm()))
+            optimizer.zero_grad()
+        return norms
+
+    plain, model = make(torch.bfloat16).cuda(), make(torch.bfloat16)
+    reference = Reference(plain.named_parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=0.1)
+    engine = outsize.prepare(
+        model, batch(0), optimizer=replace(SPEC, max_grad_norm=0.1), pins=PINS[pins], accumulate=2,
+        chunk_bytes="256KiB", chunked_loss=False, gpu_memory="4GiB",
+    )  # fmt: skip
+    wanted = run(plain, reference, lambda: reference.grad_norm)
+    assert run(model, engine.optimizer, lambda: engine.grad_norm) == wanted
+    engine.detach()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs.cpu()), name
 
 
 def test_a_walk_leaves_no_device_memory_behind() -> None:

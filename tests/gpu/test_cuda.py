@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outsize
 from outsize.device.arena import pinned_arena
 from outsize.device.choose import choose_device
-from outsize.layout.optimizer import ADAMW
 from outsize.optim.adamw import RULE
 from outsize.optim.rule import Scratch, update
 from outsize.runtime.engine import Engine
@@ -126,7 +125,7 @@ def test_the_torch_kernel_gives_the_same_bits_on_gpu_and_cpu() -> None:
     for step in (1, 2, 3):
         hyper = RULE.numbers(dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1), step)
         for state, device in ((host, "cpu"), (card, "cuda")):
-            scratch = Scratch(torch.empty(ADAMW.scratch_bytes(1 << 18), dtype=torch.uint8, device=device))
+            scratch = Scratch(torch.empty(RULE.layout.scratch_bytes(1 << 18), dtype=torch.uint8, device=device))
             weight, lo, *moments = state
             update(RULE, weight, lo, moments, grad.to(device), numbers=hyper, clip=0.37109375, scratch=scratch)
     for ours, theirs in zip(card, host, strict=True):
@@ -142,8 +141,10 @@ def test_three_very_different_plans_give_the_same_bits() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         plans = {
-            "streamed": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_offload=16, n_buffer=2),
-            "mixed": outsize.Pins(n_persist=8, n_optimizer_gpu=6, n_checkpoint=4, n_offload=4, n_swap=3),
+            "streamed": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0, n_offload=16, n_buffer=2),
+            "mixed": outsize.Pins(
+                n_persist=8, n_optimizer_gpu=6, n_optimizer_streamed=4, n_checkpoint=4, n_offload=4, n_swap=3
+            ),
             "resident": outsize.Pins(n_swap=0, n_offload=0, n_checkpoint=0),
         }
         seen = {}
@@ -199,7 +200,7 @@ def test_a_7b_shape_starts_and_trains_under_24_gib_without_ever_being_whole_on_t
     assert streamed == sum(c.nbytes for c in engine.layout.chunks) >= weights
     assert engine.runtime.place.slots.total_bytes < weights / 4
     trial = engine.device.trial_peak_bytes  # type: ignore[attr-defined]
-    print(f"trial run at most {trial / GiB:.2f} GiB, weights {weights / GiB:.2f} GiB")
+    print(f"profiling run at most {trial / GiB:.2f} GiB, weights {weights / GiB:.2f} GiB")
     assert trial < weights / 2, "prepare itself must not hold the model on the GPU"
     losses = train(engine, "7b", 2, size=2, tokens=1024)
     print(

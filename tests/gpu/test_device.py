@@ -27,6 +27,9 @@ def limited() -> Any:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+ON_HOST = outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0)
+
+
 def own_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("outsize-")]
 
@@ -34,9 +37,7 @@ def own_threads() -> list[str]:
 @pytest.mark.parametrize("end", ["detach", "close"])
 def test_the_memory_limit_and_the_threads_end_with_the_engine(end: str, limited: float) -> None:
     model, batch = zoo.make("llama", torch.bfloat16), zoo.batch("llama")
-    engine = outsize.prepare(
-        model, batch, device="cuda", gpu_memory="4GiB", pins=outsize.Pins(n_persist=0, n_optimizer_gpu=0)
-    )
+    engine = outsize.prepare(model, batch, device="cuda", gpu_memory="4GiB", pins=ON_HOST)
     model(**batch).loss.backward()
     engine.optimizer.step()
     assert own_threads() and torch.cuda.get_per_process_memory_fraction() < 0.1

@@ -157,7 +157,7 @@ def test_unfreezing_and_a_mask_that_appears() -> None:
     reference = outsize.reference.AdamW(plain.parameters(), lr=1e-2)
     losses = loop(plain, reference)
     model = make()
-    pins = outsize.Pins(n_persist=0, n_optimizer_gpu=0)
+    pins = outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0)
     engine = outsize.prepare(
         model,
         cells.batches("llama-untied", 1)[0],

@@ -19,9 +19,12 @@ pytestmark = pytest.mark.gpu
 
 PLANS: dict[str, dict[str, Any]] = {
     "resident": {},
-    "streamed": {"pins": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_offload=2)},
+    "streamed": {"pins": outsize.Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0, n_offload=2)},
     "on the GPU, weights streamed": {"pins": outsize.Pins(n_persist=0, n_optimizer_gpu=10, n_checkpoint=2)},
-    "weights on the GPU, updated on the host": {"pins": outsize.Pins(n_persist=8, n_optimizer_gpu=0)},
+    "state streamed": {"pins": outsize.Pins(n_persist=4, n_optimizer_gpu=0, n_optimizer_streamed=10)},
+    "weights on the GPU, updated on the host": {
+        "pins": outsize.Pins(n_persist=8, n_optimizer_gpu=0, n_optimizer_streamed=0)
+    },
 }
 
 

@@ -32,7 +32,10 @@ SHAPE = {
 }
 PINS = {
     "resident": Pins(),
-    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_checkpoint=6, n_swap=0, n_offload=0),
+    "streamed": Pins(n_persist=0, n_optimizer_gpu=0, n_optimizer_streamed=0, n_checkpoint=6, n_swap=0, n_offload=0),
+    "streamed state": Pins(
+        n_persist=2, n_optimizer_gpu=0, n_optimizer_streamed=6, n_checkpoint=6, n_swap=0, n_offload=0
+    ),
     "mixed": Pins(n_persist=2, n_optimizer_gpu=6, n_offload=3, n_checkpoint=1, n_swap=1, n_buffer=3),
 }
 

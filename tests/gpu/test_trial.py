@@ -1,4 +1,4 @@
-"""The trial run on a real GPU: what it measures does not depend on how much room it has, and it knows when Python is
+"""The profiling run on a real GPU: what it measures does not depend on how much room it has, and it knows when Python is
 slower than the card.
 """
 

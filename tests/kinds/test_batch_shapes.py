@@ -421,7 +421,7 @@ def test_gradients_reach_inputs_and_what_made_them(form: str, budget: str) -> No
     for tokens in (
         6,
         10,
-    ):  # the larger one is planned for in a trial run, which must not use up the graph behind the prompt
+    ):  # the larger one is planned for in a profiling run, which must not use up the graph behind the prompt
         assert torch.equal(gradients(model, tokens), expected[tokens])
     engine.zero_grad()
     engine.detach()

@@ -18,6 +18,7 @@ import zoo
 from cells import Outcome, Traced
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from synthetic import make_homes
 from torch import Tensor, nn
 
 import outsize
@@ -31,7 +32,7 @@ from outsize.model.strategies import Strategy
 from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import Engine
-from outsize.schedule.plan import Decision, Homes, UpdateMode
+from outsize.schedule.plan import Decision, UpdateMode
 
 STEPS = 3
 CHUNK_BYTES = 4 * 1024
@@ -123,8 +124,7 @@ def base_streams(
 ) -> Decision:
     """What trains stays; layers take the strategies in turn, as far as they know them."""
     homes = tuple(
-        Homes(weights="gpu", optimizer="gpu") if chunk.trainable else Homes(weights="host", optimizer="host")
-        for chunk in layout.chunks
+        make_homes("gpu", "gpu") if chunk.trainable else make_homes("host", "host") for chunk in layout.chunks
     )
     wanted = [strategies[call % len(strategies)] for call in range(len(graph.calls))]
     return Decision(

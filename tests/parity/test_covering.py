@@ -18,11 +18,11 @@ from parity.covering import covering
 
 STEPS = 3
 """The first has no moments, the second has, the third is like all that follow."""
-NUM_CELLS = 12
+NUM_CELLS = 13
 FACTORS: dict[str, tuple[Any, ...]] = {
     "strategy": ("keep", "recompute", "offload", "swap"),
     "weights": ("gpu", "host"),
-    "optimizer": ("gpu", "host"),
+    "optimizer": ("gpu", "host", "streamed"),
     "clip": (False, True),
     "accumulate": (1, 3),
     "dtype": ("fp32", "bf16"),

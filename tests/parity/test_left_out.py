@@ -502,7 +502,7 @@ def test_nor_in_a_forward_without_grad(order: str) -> None:
         for way in ("012/012", "2/2", "02/12"):
             engine.runtime.drop_guard()
             assert torch.equal(engine.model(**inputs(1, way))["loss"], plain(**inputs(1, way))["loss"])
-        with pytest.raises(OrderMismatch, match=r"a forward without grad left it or .* out"):
+        with pytest.raises(OrderMismatch, match=r"a forward without grad skipped it or"):
             engine.model(**inputs(1, order))
 
 

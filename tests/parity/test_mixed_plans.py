@@ -14,12 +14,13 @@ import cells
 import pytest
 import zoo
 from cells import Cell
+from synthetic import make_homes
 
 from outsize.layout.chunks import ChunkLayout, pack
 from outsize.model.graph import BlockGraph
 from outsize.profile.trace import ModelTrace
 from outsize.schedule.placement import Placement
-from outsize.schedule.plan import Decision, Homes, StepConfig
+from outsize.schedule.plan import Decision
 from outsize.schedule.schedule import compile_schedule
 
 NUM_PLANS = 3
@@ -41,7 +42,7 @@ def random_decision(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *
     homes = []
     for chunk in layout.chunks:
         weights = rng.choice(("gpu", "host"))
-        homes.append(Homes(weights=weights, optimizer=rng.choice(("gpu", "host")) if chunk.trainable else weights))
+        homes.append(make_homes(weights, rng.choice(("gpu", "host", "streamed")), chunk.trainable))
     strategies = tuple(rng.choice(trace.strategies(call)) for call in range(len(graph.calls)))
     return Decision(homes=tuple(homes), strategies=strategies, depth=rng.randrange(4))
 
@@ -49,7 +50,7 @@ def random_decision(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *
 def _place(cell: Cell, layout: ChunkLayout, decision: Decision) -> Placement:
     graph, trace = cell.traced()
     work = trace.works(decision.strategies)
-    return Placement(graph, layout, decision, StepConfig(accumulate=cell.accumulate), work, trace.shared)
+    return Placement(graph, layout, decision, cell.spec.step_config(cell.accumulate), work, trace.shared)
 
 
 def _differ(one: Placement, other: Placement) -> bool:

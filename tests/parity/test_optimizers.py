@@ -26,6 +26,8 @@ PLANS: list[dict[str, Any]] = [
     dict(weights="host", optimizer="gpu", strategy="keep", max_grad_norm=cells.MAX_GRAD_NORM),
     dict(weights="gpu", optimizer="gpu", strategy="swap", accumulate=2, fp32_grads=True),
     dict(weights="host", optimizer="host", strategy="swap", accumulate=2, max_grad_norm=cells.MAX_GRAD_NORM),
+    dict(weights="host", optimizer="streamed", strategy="keep", accumulate=2, max_grad_norm=cells.MAX_GRAD_NORM),
+    dict(weights="gpu", optimizer="streamed", strategy="recompute", update="in_backward", device="sim:1GiB"),
 ]
 STEPS = 3
 

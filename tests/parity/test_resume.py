@@ -201,7 +201,7 @@ ROUTES: dict[str, tuple[Plan, Plan]] = {
         {
             "device": "sim:64MiB",
             "weights": "host",
-            "optimizer": "host",
+            "optimizer": "streamed",
             "strategy": "swap",
             "depth": 2,
             "chunk_bytes": 4096,
@@ -429,7 +429,9 @@ def test_weights_alone_may_be_saved_and_loaded(name: str, tmp_path: Path) -> Non
             assert other.num_steps == 3
 
 
-@pytest.mark.parametrize(("weights", "optimizer"), [("host", "host"), ("host", "gpu"), ("gpu", "host"), ("gpu", "gpu")])
+@pytest.mark.parametrize(
+    ("weights", "optimizer"), [("host", "host"), ("host", "gpu"), ("gpu", "host"), ("gpu", "gpu"), ("gpu", "streamed")]
+)
 def test_an_evaluation_right_after_loading_reads_what_was_loaded(weights: str, optimizer: str, tmp_path: Path) -> None:
     """The hazard: a slot still holds the chunk's old weights, and a forward without grad does not load what its slot
     holds.

@@ -1,7 +1,7 @@
 """TRL's SFTTrainer with our mixin equals the plain SFTTrainer with the reference optimizer: losses, weights, moments
 and TRL's own metrics, to the bit.
 
-The loss is made outside of the model (TRL's fused head gives log-probabilities), so the trial run goes through TRL's
+The loss is made outside of the model (TRL's fused head gives log-probabilities), so the profiling run goes through TRL's
 own code.
 """
 
@@ -108,7 +108,7 @@ def test_training_equals_the_plain_sft_trainer(
     with trainers.closing(ours(tmp_path, model=llama(case.get("dtype", torch.float32)), plan=plan, **given)) as trainer:
         cells.assert_same(trainers.train(trainer), expected)
         assert {"loss", "mean_token_accuracy", "entropy", "num_tokens"} <= trainers.logged(trainer)[0].keys()
-        assert trainers.logged(trainer) == trainers.logged(reference), "the trial run counted for nothing"
+        assert trainers.logged(trainer) == trainers.logged(reference), "the profiling run counted for nothing"
         rows, tokens = trainer.engine.plan.inputs["input_ids"]
         assert (rows, tokens) == ((1, 96) if trainer.args.packing else (2, 48))
     parity_cell((name, plan))

@@ -42,6 +42,9 @@ PLANS = [
     Cell(kind="plain", strategy="keep", weights="host", optimizer="gpu", update="in_backward"),
     Cell(kind="plain", strategy="offload", weights="gpu", optimizer="host", update="in_backward", frozen="scattered"),
     Cell(kind="plain", strategy="swap", weights="gpu", optimizer="gpu", update="declared", accumulate=3),
+    Cell(kind="plain", weights="host", optimizer="streamed", depth=0, accumulate=3, clip=True),
+    Cell(kind="plain", strategy="swap", weights="host", optimizer="streamed", update="in_backward", accumulate=2),
+    Cell(kind="plain", weights="gpu", optimizer="streamed", update="in_backward", dtype="bf16"),
     Cell(kind="looped", strategy="swap", weights="host", optimizer="host", depth=0, accumulate=3),
     Cell(kind="llama", strategy="swap", weights="host", optimizer="host", depth=0),
 ]
@@ -104,7 +107,7 @@ def waits_of(cell: Cell, seed: int | None) -> frozenset[str]:
 
 
 # F forward, B backward, L load weights, S send and P bring back activations, R let go of them, G gradient to the host,
-# Q partial sum to the device, E add to it, U update, W write updated weights.
+# Q partial sum to the device, E add to it, I load and O store streamed state, U update, W write updated weights.
 CLASSES = (
     "B<G",
     "B<L",
@@ -115,18 +118,22 @@ CLASSES = (
     "G<B",
     "G<E",
     "G<U",
+    "I<O",
     "L<B",
     "L<F",
     "L<U",
     "L<W",
+    "O<U",
     "P<B",
     "P<S",
     "Q<G",
+    "Q<U",
     "R<S",
     "S<F",
     "U<B",
     "U<E",
     "U<G",
+    "U<I",
     "U<L",
     "W<U",
 )

@@ -242,7 +242,7 @@ def _show(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
 
 
 class _RngAndAutocastState:
-    """What a forward depends on besides its inputs: random state, default device and autocast. They are not set in
+    """The random state, default device and autocast that a forward depends on beside its inputs. They are not set in
     autograd's threads.
     """
 

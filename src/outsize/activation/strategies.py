@@ -15,7 +15,7 @@ from outsize.activation.recompute import run_and_compare, run_checkpointed
 from outsize.compat import storage_id
 from outsize.model.strategies import Strategy
 from outsize.model.tensors import map_tensors, tensors_in
-from outsize.transfer.offloaded_tensors import Handle, OffloadedTensors
+from outsize.transfer.offloaded_tensors import OffloadedTensors, PackedTensor
 from outsize.transfer.transfer_queue import Transfer
 
 Forward = Callable[..., Any]
@@ -23,7 +23,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 IsStatic = Callable[[Tensor], bool]
 Offloaded = OffloadedTensors | Transfer
-"""Where a layer packs the tensors that are copied to the host: by a plan, or by a TransferQueue."""
+"""Collects the tensors of a layer that are copied to the host: by a plan, or by a TransferQueue."""
 
 
 def keep(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
@@ -98,15 +98,15 @@ def swap(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_
     hidden, others = ({storage_id(t.untyped_storage()) for t in some} for some in (inputs[:1], inputs[1:]))
     shared = others - hidden
 
-    def pack(tensor: Tensor) -> Tensor | Handle:
+    def pack(tensor: Tensor) -> Tensor | PackedTensor:
         if tensor.layout != torch.strided or tensor.device != device:
             return tensor
         storage = tensor.untyped_storage()
         is_sent = storage.nbytes() and storage_id(storage) not in shared and not is_static(tensor)
         return offloaded.pack(tensor) if is_sent else tensor
 
-    def unpack(saved: Tensor | Handle) -> Tensor:
-        return offloaded.unpack(saved) if isinstance(saved, Handle) else saved
+    def unpack(saved: Tensor | PackedTensor) -> Tensor:
+        return offloaded.unpack(saved) if isinstance(saved, PackedTensor) else saved
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)

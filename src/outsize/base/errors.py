@@ -1,7 +1,7 @@
 """The exceptions that outsize raises.
 
 A message names the setting or object, says what is wrong with the value found, and says what to do. outsize never
-recognises an error by its text.
+recognizes an error by its text.
 """
 
 SEVERAL_FORWARDS = (
@@ -10,7 +10,7 @@ SEVERAL_FORWARDS = (
     "the GPU, make all forwards in the forward of one module and prepare that module (class Pair). docs/loops.md has "
     "an example of each."
 )
-"""What to do instead of several training forwards before one backward."""
+"""The alternatives to several training forwards before one backward, for messages."""
 
 
 class OutsizeError(Exception):

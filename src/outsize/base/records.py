@@ -26,7 +26,7 @@ _SHOWN_CHARS, _SHOWN_PROBLEMS = 80, 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What the values of a field must satisfy beyond their type."""
+    """A condition on the values of a field, beyond their type."""
 
     expected: str = ""
     """What a value must be, for error messages: `a positive integer`. Empty: what the type says."""
@@ -65,7 +65,7 @@ def fingerprint(record: Any) -> str:
 
 
 def from_json(cls: type[R], data: Any, *, where: str = "") -> R:
-    """The record that `to_json` wrote. Fields that are missing get their defaults: the file may be older than they are.
+    """Read the record that `to_json` wrote. Missing fields get their defaults: the file may be older than a field.
 
     `where` names the file or object in messages.
     """
@@ -108,7 +108,7 @@ class Reader:
         rules: Mapping[str, Rule] | None = None,
     ) -> dict[str, Any]:
         """Values of the fields that are given and valid. `spelled`: how the user wrote a key, if not by its name.
-        `rules`: of fields whose hints have none.
+        `rules`: for fields whose type hints have none.
         """
         schema, values = _schema(record), {}
         for key, item in data.items():
@@ -250,7 +250,7 @@ def _schema(record: type) -> _Schema:
 
 
 def _field_for(data: Any, names: list[str], hints: dict[str, Any]) -> str:
-    """Of the fields that one key fills: the one for mappings if `data` is a mapping, otherwise the other."""
+    """Choose between the fields that one key fills: the one for mappings if `data` is a mapping, else the other."""
     if len(names) > 1:
         for name in names:
             takes_mapping = any(typing.get_origin(arg) is dict for arg in typing.get_args(hints[name]))
@@ -265,7 +265,7 @@ def _unknown(label: str, key: str, names: list[str]) -> str:
 
 
 def _noun(hint: Any) -> str:
-    """What a value of the hint is, for readers of YAML."""
+    """The kind of value that a type hint means, in the words of YAML."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return args[1].expected or _noun(args[0])

@@ -50,7 +50,7 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """For readers: three significant digits."""
+    """A size for readers, with three significant digits."""
     fitting = [
         (unit, num_bytes / factor)
         for unit, factor in _FACTORS.items()
@@ -61,7 +61,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def show_enough(num_bytes: int) -> str:
-    """For readers, rounded up: passing the text back as a size is enough."""
+    """A size for readers, rounded up, so that the text can be passed back as a budget that is enough."""
     text = show_bytes(num_bytes)
     number, unit = text.split(" ")
     decimals = len(number.partition(".")[2])

@@ -26,7 +26,7 @@ from outsize.calibration.rates import ASSUMED
 from outsize.device.device import Device, Event
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.host import container_limit, free_host_bytes
-from outsize.hardware.lanes import Lane
+from outsize.hardware.lanes import REFERENCE_UPDATE_BYTES, Lane
 from outsize.hardware.machine import Machine
 from outsize.hardware.spec import CONTEXT_BYTES, HardwareSpec
 from outsize.optim.names import default_spec
@@ -37,7 +37,7 @@ MiB = 2**20
 RULE = default_spec().rule
 NUMBERS = RULE.numbers(default_spec(lr=1e-6).defaults, 1000)
 STATE_BYTES = 14
-"""Per updated parameter: weight and its low bits, two moments, gradient."""
+"""Bytes per updated parameter: weight with its lower half, two moments, gradient."""
 OPERATOR_SHARE = 0.85
 """Share of a plain copy's bytes per second that operators on activations reach. Fitted to layers of 1B to 8B on the
 H200: 3.45 TB/s of 4.1.
@@ -45,7 +45,7 @@ H200: 3.45 TB/s of 4.1.
 LAUNCHED_OPERATORS = 350
 """Operators of a model that take as long to launch as the probe's six hundred: 25 µs each on a machine with 8.7 ms."""
 _MAX_CONTEXT_BYTES = 2048 * MiB
-"""More than that belongs to another process on the GPU."""
+"""More than that includes memory of another process on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +53,12 @@ class Sizes:
     """Sizes of the measurements. The defaults exceed every cache."""
 
     window_seconds: float = 0.25
-    """Per measurement."""
+    """Duration of one measurement."""
     state_numel: int = 2**26
     """Parameters of one update, about a chunk of several layers. Smaller ones are slower, by 6 % at a quarter of it."""
     copy_bytes: int = 256 * MiB
     gemms: tuple[tuple[int, int, int], ...] = ((8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336))
-    """Tokens, in, out."""
+    """Tokens, input features, output features."""
     layer: tuple[int, int, int, int] = (2, 2048, 3072, 8192)
     """Rows, tokens, hidden, intermediate."""
 
@@ -165,7 +165,7 @@ class Prober:
         self._update = _Load("host", numel, lambda: _update(state, scratch))
         rate = self._rate(self._update)
         self.found["host_adam_params_per_second"] = rate
-        self.found["host_bytes_per_second"] = _rounded(rate * RULE.layout.traffic_bytes)
+        self.found["host_bytes_per_second"] = _rounded(rate * REFERENCE_UPDATE_BYTES)
 
     # The lanes.
 
@@ -337,5 +337,5 @@ def _training_state(numel: int, empty: Callable[[int], Tensor]) -> list[Tensor]:
 
 
 def _rounded(value: float) -> float:
-    """To four digits: no rate is steadier."""
+    """Round to four digits, since rates vary more than that."""
     return float(f"{value:.4g}")

@@ -7,7 +7,7 @@ A probe is a machine's YAML file in the cache folder (OUTSIZE_CACHE; empty turns
 a torch version and a number of cores, which it records. A file of another driver or torch is stale and ignored.
 
 The rates of training steps lie beside it, under the same identity. They override the probe because training
-runs the lanes as plans do, and a probe only for a moment. Each run moves a rate half-way, so one odd run does not spoil
+uses the lanes as plans do, a probe only for a moment. Each run moves a rate half-way, so one odd run does not spoil
 the plans after it.
 """
 
@@ -46,13 +46,13 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """What measured rates are valid for."""
+    """The machine and software that measured rates are valid for."""
 
     gpu: str
     driver: str
     torch: str
     cores: int
-    """That torch and host updates may use."""
+    """Cores that torch and host updates may use."""
 
 
 def machine_spec(identity: Identity, *, gpu_bytes: int, host_bytes: int) -> HardwareSpec:
@@ -143,7 +143,7 @@ class StepRates:
     rates: dict[str, float]
     """Some of CALIBRATED_RATES."""
     date: str
-    """Of the last run that changed them."""
+    """Date of the last run that changed the rates."""
 
 
 def _step_rates_path(probe: Path) -> Path:

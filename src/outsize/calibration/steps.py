@@ -1,7 +1,8 @@
 """Timing of a few early training steps: they are compared with the plan lane by lane, and the rates they show are saved
 for later plans.
 
-Nothing waits for this. The lanes record their times, which are read one or more steps later, when the device has them.
+Nothing waits for the timing. The lanes record their times, which are read one or more steps later, when the device has
+finished the steps.
 Only steps that did exactly what the plan says are used. After an evaluation, another number of micro-batches, a second
 engine on the same device or a save, later steps are timed instead. A timeline that a user records takes precedence.
 """
@@ -28,7 +29,7 @@ the second starts after such a step.
 """
 TIMED_STEPS = 2
 LAST_STEP = 20
-"""A run that has not followed its plan until then is not timed any more."""
+"""After this step, a run is not timed any more."""
 MIN_BUSY_SHARE = 0.05
 """Share of the step that a lane must be busy for its rate to be saved."""
 _MARK = "step"
@@ -41,12 +42,12 @@ class StepTiming:
 
     first: int
     last: int
-    """Engine step numbers."""
+    """Numbers of the first and the last timed step."""
     step_seconds: float
     busy_seconds: dict[str, float]
-    """Per lane and step. Without `compute` under a plan whose block calls are not seen (Placement.is_plain)."""
+    """By lane, per step. Without `compute` under a plan whose block calls are not seen (Placement.is_plain)."""
 
-    def beside(self, plan: Plan) -> str:
+    def compared_with(self, plan: Plan) -> str:
         """One log line. Lanes without work are left out."""
         planned = plan.estimate
         lanes = [
@@ -137,7 +138,7 @@ class StepCalibration:
         self.timing = StepTiming(
             first=self._last - TIMED_STEPS + 1, last=self._last, step_seconds=seconds / TIMED_STEPS, busy_seconds=busy
         )
-        log.info("%s", self.timing.beside(self._plan))
+        log.info("%s", self.timing.compared_with(self._plan))
         if self._device.saves_calibration:
             save_step_rates(self._rates(spans, seconds), self._device.identity, self._device.spec)
 

@@ -11,7 +11,7 @@ from outsize.base.errors import EngineMisuse
 from outsize.base.log import log
 from outsize.checkpoint.contents import Contents, add_state, describe, weights_of
 from outsize.checkpoint.folder import StagedDir
-from outsize.checkpoint.loading import Checkpoint
+from outsize.checkpoint.loading import CheckpointReader
 from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.saving import Saving
@@ -22,7 +22,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         """The background save in progress."""
         self._half_loaded: set[str] = set()
-        """What an interrupted load left partly old and partly new."""
+        """The parts that an interrupted load left half-loaded: partly old, partly new."""
 
     def save(
         self,
@@ -80,7 +80,7 @@ class Checkpoints:
 
     def load(self, folder: Path, trained: TrainedModel, *, only_model: bool) -> int:
         """Return the number of optimizer steps that the checkpoint was saved after."""
-        with contextlib.closing(Checkpoint(folder)) as checkpoint:
+        with contextlib.closing(CheckpointReader(folder)) as checkpoint:
             checkpoint.require_values(trained)
             if not only_model:
                 checkpoint.require_state(trained)

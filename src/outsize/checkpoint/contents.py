@@ -13,7 +13,7 @@ from torch import Tensor
 from outsize.checkpoint.model_files import Conversion, ModelFiles
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.ranges import Ranges
-from outsize.checkpoint.tensorfile import Spec
+from outsize.checkpoint.tensorfile import TensorSpec
 
 STATE = "state.safetensors"
 NO_CHUNK = -1
@@ -40,12 +40,12 @@ class Item:
 class Contents:
     """All tensors of a folder, by file and by chunk."""
 
-    specs: dict[str, dict[str, Spec]] = field(default_factory=dict)
+    specs: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     items: dict[int, list[Item]] = field(default_factory=dict)
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Parameter or buffer to the file and key of its value, unconverted."""
 
-    def add(self, chunk: int, file: str, key: str, spec: Spec, ranges: Callable[[], Ranges]) -> None:
+    def add(self, chunk: int, file: str, key: str, spec: TensorSpec, ranges: Callable[[], Ranges]) -> None:
         self.specs.setdefault(file, {})[key] = spec
         self.items.setdefault(chunk, []).append(Item(file, key, ranges))
 

@@ -1,4 +1,4 @@
-"""Checkpoint: reads a complete checkpoint by parameter name into the model's memory, under any plan.
+"""CheckpointReader: reads a complete checkpoint by parameter name into the model's memory, under any plan.
 
 Names, shapes and dtypes are compared first, so a checkpoint of another model changes nothing.
 """
@@ -14,13 +14,13 @@ from outsize.checkpoint.contents import STATE, state_key
 from outsize.checkpoint.folder import MANIFEST, read_manifest
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.ranges import Ranges
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 
 _SHOWN = 4
-"""How many differences an error lists."""
+"""The most differences that an error lists."""
 
 
-class Checkpoint:
+class CheckpointReader:
     def __init__(self, folder: Path):
         self.folder = folder
         facts = read_manifest(folder)
@@ -61,7 +61,7 @@ class Checkpoint:
         wrong = [f"it has no {name}" for name in sorted(trained.saved_names - self.values.keys())]
         wrong += [f"it has {name}, which is not in the model" for name in sorted(self.values.keys() - tensors.keys())]
         for name in sorted(self.values.keys() & tensors.keys()):
-            wrong += self._differences(name, *self.values[name], Spec.of(tensors[name]))
+            wrong += self._differences(name, *self.values[name], TensorSpec.of(tensors[name]))
         self._refuse(wrong)
 
     def require_state(self, trained: TrainedModel) -> None:
@@ -85,7 +85,7 @@ class Checkpoint:
             )
         self._refuse(wrong)
 
-    def _differences(self, what: str, file: str, key: str, here: Spec) -> list[str]:
+    def _differences(self, what: str, file: str, key: str, here: TensorSpec) -> list[str]:
         entry = self._file(file).entries.get(key)
         if entry is None:
             return [f"{file} has no {key}"]

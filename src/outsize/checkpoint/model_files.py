@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outsize import compat
 from outsize.base.log import log
-from outsize.checkpoint.tensorfile import Spec
+from outsize.checkpoint.tensorfile import TensorSpec
 from outsize.compat import storage_id
 
 INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    files: Mapping[str, Mapping[str, Spec]]
+    files: Mapping[str, Mapping[str, TensorSpec]]
     """File name to its keys."""
     source: Mapping[str, str]
     """Key to the name in the model's state dict, for tensors that are stored unconverted."""
@@ -68,7 +68,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
             log.warning("%s is not saved: it is in the state dict, but is neither a parameter nor a buffer", name)
     if not isinstance(model, PreTrainedModel):
         first: dict[int, str] = {}
-        keys = {name: Spec.of(t) for name, t in metas.items() if first.setdefault(id(owner[name]), name) == name}
+        keys = {name: TensorSpec.of(t) for name, t in metas.items() if first.setdefault(id(owner[name]), name) == name}
         return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), None)
 
     from huggingface_hub import split_state_dict_into_shards_factory
@@ -89,12 +89,14 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
         get_storage_id=lambda tensor: storage_id(tensor.untyped_storage()),
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
     )
-    files = {file: {key: Spec.of(stored[key]) for key in keys} for file, keys in split.filename_to_tensors.items()}
+    files = {
+        file: {key: TensorSpec.of(stored[key]) for key in keys} for file, keys in split.filename_to_tensors.items()
+    }
     source = {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
     unconverted = set(source.values())
     conversions = _conversions(
         {name: tensor for name, tensor in kept.items() if name not in unconverted},
-        {key: Spec.of(tensor) for key, tensor in stored.items() if key not in source},
+        {key: TensorSpec.of(tensor) for key, tensor in stored.items() if key not in source},
         lambda tensors: private.revert_weight_conversion(model, tensors),
     )
     index = (
@@ -109,7 +111,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
 
 
 def _conversions(
-    inputs: Tensors, wanted: dict[str, Spec], convert: Callable[[Tensors], Tensors]
+    inputs: Tensors, wanted: dict[str, TensorSpec], convert: Callable[[Tensors], Tensors]
 ) -> tuple[Conversion, ...]:
     """One conversion per input if each input alone gives its keys (the experts of a layer), so that only one input at a
     time exists in both forms. Otherwise one for all inputs.
@@ -119,7 +121,7 @@ def _conversions(
         alone = {name: convert({name: meta}) for name, meta in inputs.items()}
     except Exception as why:  # a conversion that needs several inputs may raise anything
         log.debug("weights are converted all at once: %s", why)
-    made = [(key, Spec.of(tensor)) for part in alone.values() for key, tensor in part.items()]
+    made = [(key, TensorSpec.of(tensor)) for part in alone.values() for key, tensor in part.items()]
     if len(made) == len(wanted) and dict(made) == wanted:
         return tuple(Conversion((name,), tuple(part), convert) for name, part in alone.items())
     return (Conversion(tuple(inputs), tuple(wanted), convert),)

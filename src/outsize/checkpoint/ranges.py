@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Ranges:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Ranges":
-        """A tensor for writing: a copy if it is not contiguous."""
+        """Ranges over a tensor, to write it to a file; over a copy if it is not contiguous."""
         return cls(tuple(tensor.shape), None, ((tensor.reshape(-1), 0),))
 
     @property
-    def spec(self) -> Spec:
-        return Spec(self.parts[0][0].dtype, self.shape)
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.parts[0][0].dtype, self.shape)
 
     def whole(self, *, owns: bool = False) -> Tensor:
         """The tensor in its shape: a view if one range holds it, else a copy on the CPU. `owns`: behind a storage of
@@ -42,14 +42,14 @@ class Ranges:
         flat = own_storage(flat) if owns else flat
         return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
 
-    def beside(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each range with the same elements of a tensor that has this shape, or expands to it."""
+    def matching(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each range with the matching elements of a tensor that has this shape, or expands to it."""
         tensor = tensor.expand(self.shape)
         flat = (tensor if self.stride is None else tensor.permute(memory_order(self.stride))).reshape(-1)
         return ((part, flat[first : first + part.numel()]) for part, first in self.parts)
 
     def copy_(self, value: Tensor) -> None:
-        for part, new in self.beside(value):
+        for part, new in self.matching(value):
             part.copy_(new)
 
     def write(self, file: TensorFile, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Saving: one save in progress.
+"""Saving: one save in progress, in the background or not.
 
 Tensors are written directly from the buffers that hold them. Those on the GPU are written at once, one after the other.
 A thread may write those in host memory during training, chunk by chunk in the order of use; the next update of a chunk

@@ -54,12 +54,12 @@ _DAMAGED = "It is damaged or truncated: get it again."
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Spec":
+    def of(cls, tensor: Tensor) -> "TensorSpec":
         return cls(tensor.dtype, tuple(tensor.shape))
 
     @property
@@ -68,10 +68,10 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    spec: Spec
+class StoredTensor:
+    spec: TensorSpec
     start: int
-    """Byte of the file."""
+    """First byte in the file."""
 
     @property
     def end(self) -> int:
@@ -91,7 +91,7 @@ class TensorFile:
             ) from None
 
     @classmethod
-    def create(cls, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> "TensorFile":
+    def create(cls, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> "TensorFile":
         """Create a file of its final size. Every tensor must be written once."""
         file = cls.__new__(cls)
         header, file.entries = _layout(specs, metadata)
@@ -173,7 +173,7 @@ class TensorFile:
         self._close()
 
 
-def _layout(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+def _layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, StoredTensor]]:
     order = sorted(specs, key=lambda name: (-_RANK[specs[name].dtype], name))
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -186,12 +186,12 @@ def _layout(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[byt
     header = len(text).to_bytes(8, "little") + text
     entries, at = {}, len(header)
     for name in order:
-        entries[name] = Entry(specs[name], at)
+        entries[name] = StoredTensor(specs[name], at)
         at = entries[name].end
     return header, entries
 
 
-def _read_header(fd: int, path: Path) -> dict[str, Entry]:
+def _read_header(fd: int, path: Path) -> dict[str, StoredTensor]:
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
@@ -203,12 +203,12 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"its header cannot be read ({type(error).__name__}: {error})"
         raise BadFile(f"{path} is not a safetensors file: {found}. {_DAMAGED}") from None
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     at = 8 + length
     for name, (dtype, shape, begin, end) in sorted(rows.items(), key=lambda item: item[1][2:]):
         if dtype not in _DTYPES:
             raise BadFile(f"{path}: {name} has the dtype {dtype}, which torch does not have. Convert it to another.")
-        entries[name] = Entry(Spec(_DTYPES[dtype], shape), at)
+        entries[name] = StoredTensor(TensorSpec(_DTYPES[dtype], shape), at)
         if begin != at - 8 - length or end - begin != entries[name].spec.nbytes or min(shape, default=0) < 0:
             found = f"{name} has bytes {begin} to {end} for {shape} of {dtype}, after byte {at - 8 - length}"
             raise BadFile(f"{path}: its tensors do not follow each other: {found}. {_DAMAGED}")
@@ -228,7 +228,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _pread(fd: int, into: memoryview, start: int) -> str | None:
-    """Return what went wrong, or None."""
+    """Returns the error as text, or None."""
     done = 0
     while done < len(into):
         try:

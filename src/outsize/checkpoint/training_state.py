@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import BadFile, SaveFailed
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 from outsize.device.device import Device
 from outsize.device.rng import HostRng
 
@@ -22,7 +22,7 @@ def save_rng(folder: Path, device: Device) -> None:
     tensors = {"numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)), "torch": host.torch}
     if (own := device.rng_state()) is not None:
         tensors["device"] = own.cpu()
-    with TensorFile.create(folder / _RNG_TENSORS, {name: Spec.of(t) for name, t in tensors.items()}, {}) as file:
+    with TensorFile.create(folder / _RNG_TENSORS, {name: TensorSpec.of(t) for name, t in tensors.items()}, {}) as file:
         for name, tensor in tensors.items():
             file.write(name, tensor)
     facts = {"python": host.python, "numpy": [kind, int(position), int(has_gauss), float(gauss)]}

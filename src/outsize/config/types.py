@@ -77,5 +77,7 @@ PlanFile = Annotated[str, Rule(expected="the path of a plan file or a mapping of
 if TYPE_CHECKING:
     PinName = str
 else:
-    PinName = Literal[("n_persist", "n_buffer", *(s.pin for s in STRATEGIES if s.pin), "n_optimizer_gpu")]
+    PinName = Literal[
+        ("n_persist", "n_buffer", *(s.pin for s in STRATEGIES if s.pin), "n_optimizer_gpu", "n_optimizer_streamed")
+    ]
 """The fields of `Pins` (schedule/pins.py)."""

@@ -1,4 +1,4 @@
-"""Host memory for a whole run: anonymous pages of the exact size, huge pages where possible, touched by all cores.
+"""Host memory for a whole run: anonymous pages of the exact size, huge where possible, first written by all cores.
 
 Torch's own allocators create pages of 4 KiB when they are first written, which slows the first step. Its pinned
 allocator rounds up to a power of two and pins on one core (88 GiB took 57 s on the H200 machine; these pages take 1.2 s

@@ -119,16 +119,16 @@ class Device(ABC):
         return 0
 
     def count_anew(self) -> None:  # noqa: B027 - `cuda` measures it when the first engine opens
-        """Tensors of earlier engines that are alive now (a loss, outputs, values that a model keeps on itself) are
-        overhead of the next one.
+        """Count memory from zero. Tensors of earlier engines that are still alive (a loss, outputs, values that a model
+        keeps on itself) count as overhead of the next engine.
         """
 
     def process_overhead(self) -> ProcessOverhead:
-        """Memory beside tensors that the profiling run which has just ended left in use."""
+        """Process overhead that the last profiling run left in use."""
         return ProcessOverhead()
 
     def expect(self, process_overhead: ProcessOverhead) -> None:  # noqa: B027 - only some devices have any
-        """Count on this process overhead of the model. The profile may come from an earlier process."""
+        """Expect this process overhead, even if this process has not caused it yet: the profile may be a cached one."""
 
     def limit(self, num_bytes: int) -> None:  # noqa: B027 - only some devices enforce it
         """Limit the device memory of this process until `lift_limit`."""
@@ -246,7 +246,7 @@ class Device(ABC):
         self.lift_limit()
 
     def watching(self, on: bool) -> None:  # noqa: B027
-        """Model code runs from now on, or has ended: `sim` counts its allocations."""
+        """Model code begins or ends to run. `sim` counts its allocations."""
 
     def on_host(self) -> AbstractContextManager[None]:
         """Allocations within the block are host memory."""

@@ -187,14 +187,14 @@ class Observer(TorchDispatchMode):
         weakref.finalize(storage, _released, weakref.ref(self), key)
 
     def begin_anew(self) -> None:
-        """Count from zero: what is alive now is no longer in `live_bytes`, but in `earlier_bytes`."""
+        """Count from zero: storages that are alive now count in `earlier_bytes` and not in `live_bytes`."""
         self._earlier |= self._alive
         self._alive = {}
         self.live_bytes = self.peak_bytes = 0
 
     @property
     def earlier_bytes(self) -> int:
-        """Of storages from before `begin_anew`, as far as they are still alive."""
+        """Bytes of storages from before `begin_anew` that are still alive."""
         return sum(self._earlier.values())
 
     def _count(

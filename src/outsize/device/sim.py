@@ -125,7 +125,7 @@ class SimDevice(CpuDevice):
         )
 
     def limit(self, num_bytes: int) -> None:
-        """Limit a profiling run to this much beside the budgets of engines: it may run another engine's model too."""
+        """Limit a profiling run to this much, beside the budgets of attached engines, whose models it may also run."""
         self.budget_bytes = min(self.spec.gpu_bytes, num_bytes + sum(self.budgets.values()))
 
     def lift_limit(self) -> None:
@@ -196,7 +196,7 @@ class SimDevice(CpuDevice):
 
 
 class AbsentDevice(SimDevice):
-    """A machine that is planned for without being present. Unlike on `sim`, launching operators takes time."""
+    """A machine that is planned for but not present. Unlike on `sim`, launching operators takes time."""
 
     def __init__(self, spec: HardwareSpec):
         super().__init__(spec)

@@ -18,7 +18,7 @@ Lane = Literal["compute", "h2d", "d2h", "host"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneFacts:
     words: str
-    """In the plan's text, log lines, reports and on the report page."""
+    """The lane in plan texts, log lines, reports and on the report page."""
     copy_rate: str = ""
     """Field of HardwareSpec with the bytes per second of copies. Empty: the lane makes none."""
     update_rate: str = ""
@@ -31,15 +31,17 @@ LANE_FACTS: dict[Lane, LaneFacts] = {
     "d2h": LaneFacts(words="copies to the host", copy_rate="d2h_bytes_per_second"),
     "host": LaneFacts(words="CPU updates", update_rate="host_adam_params_per_second"),
 }
-"""Every lane. What is not in this table is no lane: using it raises."""
+"""All lanes. Any other name raises."""
 LANES: tuple[Lane, ...] = tuple(LANE_FACTS)
 COPY_LANES: tuple[Lane, ...] = tuple(lane for lane, facts in LANE_FACTS.items() if facts.copy_rate)
 _COPY_RATES = {str(lane): attrgetter(facts.copy_rate) for lane, facts in LANE_FACTS.items() if facts.copy_rate}
 _UPDATE_RATES = {str(lane): attrgetter(facts.update_rate) for lane, facts in LANE_FACTS.items() if facts.update_rate}
+REFERENCE_UPDATE_BYTES = 26
+"""Bytes that the update of one parameter reads and writes under the optimizer whose rates are calibrated. Other
+optimizers' updates take time in proportion to theirs."""
 LEAD_SECONDS = 0.1
-"""How far the launching thread gets ahead of the device, which queues about a thousand launches: 40 ms of a 1B decoder,
-120 ms of an 8B one.
-"""
+"""Run-ahead: how far the launching thread gets ahead of the device, which queues about a thousand launches (40 ms of a
+1B decoder, 120 ms of an 8B one)."""
 
 
 def require_lane(lane: str) -> Lane:
@@ -54,23 +56,24 @@ def lane_words(lane: str) -> str:
 
 
 class LaneClock:
-    """When each lane is free, and how long it was busy. Launching takes no time."""
+    """Records when each lane is free, and how long it was busy. Launching takes no time."""
 
     def __init__(self) -> None:
         self.free: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.visible_at = 0.0
-        """When the device had received the action issued last. Before, only a thread can wait for that action."""
+        """When the device had received the action issued last. Until then, only a thread can wait for it."""
 
     def run(self, lane: Lane, seconds: float, after: Iterable[float] = ()) -> float:
         """Put work on a lane; returns when it ends."""
         return self._put(lane, max((self.free[lane], *after)), seconds)
 
     def issue(
-        self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool
+        self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], launch_seconds: float, *, waits: bool
     ) -> float:
-        """Put work on a lane that takes a thread `issue` seconds to launch; returns when it ends. `after`: when what it
-        needs ends, and when the device received that. `waits`: the work contains a host sync."""
+        """Put work on a lane; returns when it ends. `launch_seconds`: CPU time to launch it. `after`: of each action it
+        waits for, when it ends and when the device has received it. `waits`: the work contains a host sync.
+        """
         return self.run(lane, seconds, (end for end, _ in after))
 
     def wait(self) -> None:
@@ -87,11 +90,11 @@ class LaneClock:
         return max(self.free.values())
 
 
-class IssuedClock(LaneClock):
+class LaunchClock(LaneClock):
     """A LaneClock with the launching thread: no action starts before that thread reaches it, nor ends before it is
     launched.
 
-    [Note: The thread that issues] One thread launches the work of all lanes. It runs the model's Python, and for a
+    [Note: The launching thread] One thread launches the work of all lanes. It runs the model's Python, and for a
     small layer that takes longer than the GPU's compute. It takes longer still while the host updates, because the
     cores are shared. It runs ahead of the device, by at most LEAD_SECONDS, until it must wait: at a host sync (most
     transformers' decoders look at their position ids), at the end of a step that reads its norm, and at compute that
@@ -103,11 +106,11 @@ class IssuedClock(LaneClock):
         super().__init__()
         self.issued = 0.0
         """When the thread has launched everything so far."""
-        self._busy_issue = launch_slowdown
+        self._launch_slowdown = launch_slowdown
         self._held: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
 
     def issue(
-        self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], issue: float, *, waits: bool
+        self, lane: Lane, seconds: float, after: Iterable[tuple[float, float]], launch_seconds: float, *, waits: bool
     ) -> float:
         after = tuple(after)
         visible_at = max((visible_at for _, visible_at in after), default=0.0)
@@ -118,7 +121,9 @@ class IssuedClock(LaneClock):
             self.issued = start
         elif lane == "compute" and start - LEAD_SECONDS > self.issued:
             self.issued = start - LEAD_SECONDS
-        self.issued += slowed(issue, seconds if waits else 0.0, self.free["host"] - self.issued, self._busy_issue)
+        self.issued += slowed(
+            launch_seconds, seconds if waits else 0.0, self.free["host"] - self.issued, self._launch_slowdown
+        )
         end = self._put(lane, start, max(seconds, self.issued - start))
         if lane != "compute":
             self._held[lane] = end if lane == "host" else max(self._held[lane], visible_at)
@@ -129,15 +134,15 @@ class IssuedClock(LaneClock):
         self.issued = max(self.issued, self.free["compute"])
 
 
-def slowed(issue: float, computing: float, busy: float, launch_slowdown: float) -> float:
+def slowed(launch_seconds: float, computing: float, busy: float, launch_slowdown: float) -> float:
     """Launch seconds while the host updates for another `busy` seconds. Only the part that does not wait for the
     device (`computing`) is slowed down.
     """
-    python = max(0.0, issue - computing)
+    python = max(0.0, launch_seconds - computing)
     extra = (launch_slowdown - 1.0) * python
     if busy < python + extra:
         extra = max(0.0, busy) * (1.0 - 1.0 / launch_slowdown)
-    return issue + extra
+    return launch_seconds + extra
 
 
 def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:
@@ -146,15 +151,15 @@ def copy_seconds(spec: HardwareSpec, lane: Lane, num_bytes: int) -> float:
     return spec.launch_seconds + num_bytes / float(_COPY_RATES[lane](spec))
 
 
-def update_seconds(spec: HardwareSpec, lane: Lane, num_params: int, traffic: float = 1.0) -> float:
-    """`traffic`: memory traffic of the optimizer's update, relative to AdamW's, whose rates the spec has."""
+def update_seconds(spec: HardwareSpec, lane: Lane, traffic_bytes: float) -> float:
+    """`traffic_bytes`: bytes that the update reads and writes."""
     if lane not in _UPDATE_RATES:
         raise ValueError(f"lane {lane!r} makes no updates. Use one of {', '.join(_UPDATE_RATES)}.")
-    return spec.launch_seconds + num_params * traffic / float(_UPDATE_RATES[lane](spec))
+    return spec.launch_seconds + traffic_bytes / REFERENCE_UPDATE_BYTES / float(_UPDATE_RATES[lane](spec))
 
 
 def compute_seconds(spec: HardwareSpec, flops: float, num_bytes: int) -> float:
-    """Of one operator, by the roofline: the longer of arithmetic and memory traffic. A layer is the sum of its
-    operators, which run one after another.
+    """Seconds of one operator by the roofline model: the longer of arithmetic and memory traffic. A layer is the sum of
+    its operators, which run one after another.
     """
     return max(flops / spec.flops, num_bytes / spec.gpu_bytes_per_second)

@@ -21,7 +21,7 @@ class ProcessOverhead:
     workspace_bytes: int = 0
     """Allocated and kept by libraries."""
     host_bytes: int = 0
-    """Of the process: Python, libraries, the driver."""
+    """Host memory of the process: Python, libraries, the driver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

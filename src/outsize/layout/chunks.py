@@ -22,7 +22,7 @@ class Piece:
 
     name: str
     offset: int
-    """In elements."""
+    """Number of the first element."""
     numel: int
 
 
@@ -41,14 +41,6 @@ class Chunk:
     def nbytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
 
-    @property
-    def is_split(self) -> bool:
-        """bf16 weights are the upper half of a split fp32 master; fp32 weights are their own master."""
-        return self.trainable and self.dtype == "bfloat16"
-
-    def grad_bytes(self, fp32: bool) -> int:
-        return self.numel * (4 if fp32 else DTYPE_BYTES[self.dtype]) if self.trainable else 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkLayout:
@@ -58,7 +50,7 @@ class ChunkLayout:
 
     @cached_property
     def by_call(self) -> tuple[tuple[int, ...], ...]:
-        """Per call, the chunks it uses."""
+        """By call: the chunks that it uses."""
         num_calls = 1 + max((v for c in self.chunks for v in c.calls), default=-1)
         table: list[list[int]] = [[] for _ in range(num_calls)]
         for chunk in self.chunks:
@@ -67,8 +59,8 @@ class ChunkLayout:
         return tuple(tuple(row) for row in table)
 
     @cached_property
-    def place(self) -> dict[str, tuple[int, Piece]]:
-        """Per parameter: its chunk's index and its piece."""
+    def location(self) -> dict[str, tuple[int, Piece]]:
+        """By parameter: the index of its chunk, and its piece of it."""
         return {piece.name: (chunk.index, piece) for chunk in self.chunks for piece in chunk.pieces}
 
     def used_by(self, call: int) -> tuple[int, ...]:

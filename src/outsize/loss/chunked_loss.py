@@ -1,8 +1,8 @@
 """The loss of a language model in chunks of tokens, without code for any model family.
 
 While a `ChunkedLossPatch` is attached and on, the output embedding returns unmaterialized logits (logits.py), and the
-model's `loss_function` computes the loss from them chunk by chunk (cross_entropy.py). There is no list of models that
-allow this: the profiling run shows it, and the plan says it.
+model's `loss_function` computes the loss from them chunk by chunk (cross_entropy.py). The profiling run tries whether a
+model allows this, and the plan records the result.
 """
 
 import functools
@@ -116,7 +116,7 @@ class ChunkedLossPatch:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As ForCausalLMLoss of transformers."""
+        """Takes the arguments of transformers' ForCausalLMLoss and computes the same loss."""
         if not isinstance(logits, Logits):
             given = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return self._own_loss(logits, labels, vocab_size, **given, **kwargs)

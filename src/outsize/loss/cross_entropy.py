@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-Step = tuple[Literal["mul", "div", "tanh", "to"], Any]
-"""What a model does to its logits before the loss. The operand is a number, None or a dtype."""
+LogitStep = tuple[Literal["mul", "div", "tanh", "to"], Any]
+"""An operation on the logits before the loss. The operand is a number, None or a dtype."""
 
 CHUNK_BYTES = 512 * 2**20
 MIN_TOKENS = 1024
@@ -36,7 +36,7 @@ def cross_entropy(
     targets: Tensor,
     *,
     chunk: int,
-    steps: Sequence[Step] = (),
+    steps: Sequence[LogitStep] = (),
     ignore_index: int = -100,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
@@ -60,12 +60,12 @@ class _CrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         chunk: int,
-        steps: Sequence[Step],
+        steps: Sequence[LogitStep],
         ignore_index: int,
         num_items: Tensor | float | None,
     ) -> Tensor:
         counts = targets != ignore_index
-        number = _number(counts, num_items)
+        number = _divisor(counts, num_items)
         shares = torch.where(counts, 1 / number, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
         targets = torch.where(counts, targets, 0)
         losses = torch.empty_like(shares)
@@ -101,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
 
-def _number(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
+def _divisor(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
     """The divisor of the sum, in fp32."""
     if num_items is None:
         return counts.sum().float()
@@ -110,7 +110,9 @@ def _number(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
     return torch.full((), num_items, dtype=torch.float32, device=counts.device)
 
 
-def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shares: Tensor, losses: Tensor) -> Tensor:
+def _logit_gradient(
+    logits: Tensor, steps: Sequence[LogitStep], targets: Tensor, shares: Tensor, losses: Tensor
+) -> Tensor:
     """The gradient of one chunk's logits, in their memory; writes each token's loss to `losses`. With
     bf16 logits, allocates one fp32 tensor of their size.
     """
@@ -128,8 +130,8 @@ def _logit_gradient(logits: Tensor, steps: Sequence[Step], targets: Tensor, shar
     return _undo(steps, kept, grad)
 
 
-def _apply(steps: Sequence[Step], logits: Tensor) -> tuple[Tensor, list[Any]]:
-    """The logits after all steps, and what the backward of each step needs."""
+def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
+    """The logits after all steps, and the values that the backward of each step needs."""
     kept: list[Any] = []
     for name, value in steps:
         if name == "to":
@@ -143,7 +145,7 @@ def _apply(steps: Sequence[Step], logits: Tensor) -> tuple[Tensor, list[Any]]:
     return logits, kept
 
 
-def _undo(steps: Sequence[Step], kept: list[Any], grad: Tensor) -> Tensor:
+def _undo(steps: Sequence[LogitStep], kept: list[Any], grad: Tensor) -> Tensor:
     for (name, value), saved in zip(reversed(steps), reversed(kept), strict=True):
         if name == "to":
             grad = grad.to(saved)

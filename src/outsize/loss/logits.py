@@ -1,4 +1,4 @@
-"""Unmaterialized logits: a tensor subclass that records the head's product and what a model does to it before its loss.
+"""Unmaterialized logits: a tensor subclass that records the head's product and the operations on it before the loss.
 
 It records what can be computed chunk by chunk: products with a number, tanh, casts, ranges of the last dimension.
 Anything else raises, in the profiling run (the model then keeps its own loss) and in training.
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse
 from outsize.compat import make_wrapper_subclass, parse_to, tree_leaves, without_torch_function
-from outsize.loss.cross_entropy import Step, cross_entropy
+from outsize.loss.cross_entropy import LogitStep, cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""In which logits are made. Not fp16: gradients are made before a loss scale could reach them, and would vanish."""
+"""Dtypes of logits. Not fp16: their gradients are computed with the loss, before it is scaled, and would underflow."""
 _FACTS = {
     "dim", "ndimension", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__",
 }  # fmt: skip
@@ -44,7 +44,7 @@ class Product:
     """None after the loss is computed, so that a reference to the outputs does not keep activations."""
     head: nn.Linear
     dtype: torch.dtype
-    """Of the product: under autocast not the weight's."""
+    """Dtype of the product; under autocast it is not the weight's."""
 
     def logits(self) -> "Logits":
         assert self.hidden is not None
@@ -56,8 +56,8 @@ class Logits(Tensor):
 
     _product: Product
     _columns: slice
-    """The range of the vocabulary that is left."""
-    _steps: tuple[Step, ...]
+    """The range of the vocabulary that indexing has selected."""
+    _steps: tuple[LogitStep, ...]
 
     @staticmethod
     def __new__(
@@ -67,7 +67,7 @@ class Logits(Tensor):
         rows: torch.Size,
         columns: slice,
         dtype: torch.dtype,
-        steps: tuple[Step, ...] = (),
+        steps: tuple[LogitStep, ...] = (),
     ) -> "Logits":
         made: Logits = make_wrapper_subclass(cls, (*rows, columns.stop - columns.start), dtype=dtype, device=device)
         made._product, made._columns, made._steps = product, columns, steps
@@ -109,7 +109,7 @@ class Logits(Tensor):
             return self._cast(dtype or self.dtype) if device in (None, self.device) else None
         return self._narrowed(args[0]) if name == "__getitem__" else None
 
-    def _then(self, *steps: Step, dtype: torch.dtype | None = None, columns: slice | None = None) -> "Logits":
+    def _then(self, *steps: LogitStep, dtype: torch.dtype | None = None, columns: slice | None = None) -> "Logits":
         return Logits(
             self._product,
             self.device,
@@ -142,7 +142,7 @@ class Logits(Tensor):
         return self._then(columns=slice(first + start, first + stop))
 
     def loss(self, targets: Tensor, *, ignore_index: int, num_items: Tensor | float | None, chunk: int) -> Tensor:
-        """The loss for targets that are shifted already. Can be computed once."""
+        """The loss for targets that are already shifted. Can be computed only once."""
         product, hidden = self._product, self._product.hidden
         if hidden is None:
             raise LogitsNotMaterialized("a second loss of the same logits")

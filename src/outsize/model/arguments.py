@@ -1,5 +1,5 @@
-"""The arguments of a call with their tensors moved to a device. What a forward writes into a list, dict or object among
-them is written to the caller's too.
+"""The arguments of a call with their tensors moved to a device. A forward's writes into a list, dict or object among
+them are applied to the caller's objects too.
 """
 
 import weakref
@@ -13,7 +13,7 @@ from outsize.model.tensors import items_of, with_items
 _Get = Callable[[], Any]
 _Move = Callable[[Tensor], Tensor]
 _Passed = dict[int, tuple[Any, Any]]
-"""By id: a value of the caller, and what is passed in its place."""
+"""By id of a value of the caller: the value, and the one that is passed instead."""
 
 
 class MovedArguments:
@@ -22,7 +22,7 @@ class MovedArguments:
 
     def __init__(self, move: _Move, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._originals: dict[int, tuple[_Get, Any]] = {}
-        """By id of what is passed: a getter of it, and the original."""
+        """By id of a passed container: its getter, and the original."""
         self._copies: list[tuple[Any, Any, dict[Any, _Get]]] = []
         """Containers of the caller, with the copy that is passed and the items that the copy had."""
         passed: _Passed = {}

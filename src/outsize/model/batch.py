@@ -1,5 +1,5 @@
-"""A batch as a call of a model, and what its cost depends on: which inputs it has, their shapes, and whether a mask
-masks something.
+"""A batch as a call of a model, and the properties that its cost depends on: which inputs it has, their shapes, and
+whether a mask masks something.
 
 [Note: When a batch fits] A plan holds for the profiled batches, and for every batch that needs no more than one of
 them: the same inputs, no larger dimension, no wider dtype, no gradient into an input that had none, no mask that masks
@@ -20,7 +20,7 @@ from outsize.model.tensors import named_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """The arguments of one call of a model."""
 
     args: tuple[Any, ...] = ()
@@ -29,16 +29,16 @@ class Call:
     """Why a batch is passed as one argument, not as `model(**batch)` or `model(*batch)`."""
 
 
-def as_call(model: nn.Module, batch: Any) -> Call:
+def as_call(model: nn.Module, batch: Any) -> ModelCall:
     """The call of a model with a batch: `model(**batch)` for a mapping and `model(*batch)` for a sequence if its
     forward accepts that, else `model(batch)`. Raises ConfigError if it accepts neither."""
-    if isinstance(batch, Call):
+    if isinstance(batch, ModelCall):
         return batch
-    ways = [Call(args=(batch,))]
+    ways = [ModelCall(args=(batch,))]
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        ways.insert(0, Call(kwargs=dict(batch)))
+        ways.insert(0, ModelCall(kwargs=dict(batch)))
     elif isinstance(batch, (tuple, list)):
-        ways.insert(0, Call(args=tuple(batch)))
+        ways.insert(0, ModelCall(args=tuple(batch)))
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a forward that is not written in Python
@@ -74,19 +74,19 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def arguments_of(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
+def arguments_of(call: ModelCall, names: tuple[str, ...]) -> dict[str, Any]:
     """Arguments by name, positional ones without a name by number. `names`: from `positional_names`."""
     return {**{names[i] if i < len(names) else str(i): value for i, value in enumerate(call.args)}, **call.kwargs}
 
 
-def by_name(call: Call, names: tuple[str, ...]) -> "Call | dict[str, Any]":
+def by_name(call: ModelCall, names: tuple[str, ...]) -> "ModelCall | dict[str, Any]":
     """The arguments as a dict for `model(**batch)`, or the call itself if some have no names."""
     return arguments_of(call, names) if len(call.args) <= len(names) else call
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What the cost of an input depends on."""
+    """The properties of an input that decide its cost."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -99,7 +99,7 @@ class Input:
     tokens.
     """
     is_of_unknown_kind: bool = False
-    """Only its shape is known: not whether it is required, nor which flags were set with it."""
+    """Only its shape is known: not whether a batch must have it, nor which flags were set with it."""
 
     def covers(self, other: "Input") -> bool:
         """Whether `other` costs no more. Does not look at `is_irregular`."""
@@ -125,7 +125,9 @@ def signature(arguments: Any, *, is_irregular: Callable[[str, Tensor], bool] | N
 
 
 def _input(tensor: Tensor, is_irregular: bool) -> Input:
-    is_list = tensor.dim() == 1 and tensor.dtype == torch.int32  # of kernels; models have their inputs in int64
+    is_list = (
+        tensor.dim() == 1 and tensor.dtype == torch.int32
+    )  # kernels take int32 offsets; inputs of models are int64
     itemsize = tensor.element_size() if tensor.is_floating_point() else 0
     return Input(tuple(tensor.shape), itemsize, tensor.requires_grad, is_list, is_irregular)
 
@@ -156,7 +158,7 @@ def looks_irregular(name: str, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profiled batch: its inputs, and those of the model calls that its loss made."""
+    """The signatures of a profiled batch and of the model calls that its loss made."""
 
     batch: Signature
     signatures: tuple[Signature, ...]
@@ -171,7 +173,7 @@ def covers(measured: Iterable[Signature], given: Signature) -> bool:
 
 
 def fits(measured: Iterable[Signature], arguments: Any) -> bool:
-    """The same for the arguments of a call. Values are read only if the result depends on them."""
+    """`covers` for the arguments of a call. Reads their values only if the result depends on them."""
     given = signature(arguments, is_irregular=lambda name, tensor: False)
     tensors = dict(named_tensors(arguments))
     known: dict[str, bool] = {}

@@ -7,7 +7,7 @@ earlier one.
 
 [Note: Where calls open]
 Forward: the stem opens with the root's forward, a layer with its own. A region opens when the last layer of a list
-returns, or when a module runs that the listener knows to be in it (a batch may skip the last layer).
+returns, or when a module of the region runs, which the listener decides (a batch may skip the last layer).
 Backward: a layer opens when a gradient reaches one of its outputs, or a tensor made from them that is an input of the
 next call. That is before the layer is recomputed. The head opens when a gradient reaches an output of the root. Any
 other region opens when one reaches an input of the next layer that was made in the region, or an output of a module
@@ -20,7 +20,7 @@ the next forward finds the pass still open and reports it.
 
 [Note: Side outputs] A layer may store a value with a gradient elsewhere than in its outputs (an auxiliary loss on
 `self`), for the root to use. A gradient then reaches the layer's nodes before it reaches an output. The discovery pass
-finds such values by following the graph from the root's outputs as far as the layers. If there are any, every pass does
+finds such values by following the graph from the root's outputs back to the layers. If there are any, every pass does
 so, and their nodes open the layer too.
 """
 
@@ -52,7 +52,7 @@ class Listener(Protocol):
         ...
 
     def call_of_module(self, module: nn.Module, call: int) -> int:
-        """Decides which call a module with weights, outside of layers, runs in. `call`: the open call."""
+        """Decides in which call a module with weights runs that is outside of layers. `call`: the open call."""
         ...
 
     def forward_enters(self, call: int, layer: int | None) -> None:

@@ -111,8 +111,8 @@ def _first_line(error: Exception) -> str:
 
 
 def trainable_class(config: Any) -> Any:
-    """The class that the config names, if it can be trained; of a config that names none, or the model without a head,
-    the language model of that kind.
+    """The class that the config names, if it can be trained. If it names none, or the model without a head: the
+    language model of that kind.
     """
     import transformers
     from transformers.models.auto.modeling_auto import (
@@ -124,15 +124,14 @@ def trainable_class(config: Any) -> Any:
 
     names = config.architectures or []
     tables = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
-    if (
-        config.is_encoder_decoder
-    ):  # whose decoder alone, as the table of language models has it of Whisper, is another model
+    # The table of language models may have the decoder alone, as of Whisper, which is another model.
+    if config.is_encoder_decoder:
         tables = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     named = [getattr(transformers, name, None) for name in names]
     known = [table.get(type(config), None) for table in tables]
     bare = MODEL_MAPPING.get(type(config), None)
-    # A head that cannot be trained so, or is not known, is not exchanged for another: whoever names one does not mean
-    # the language model.
+    # A config that names a head means that head. If it is unknown, or cannot be trained with these inputs, the model is
+    # refused and not replaced by the language model.
     has_head = any(kind is None or kind not in (bare if isinstance(bare, tuple) else (bare,)) for kind in named)
     for kind in named if has_head else [*named, *known]:
         if kind is not None and {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys():

@@ -43,7 +43,7 @@ def find_layers(
     if paths is None and in_sequentials:
         try:
             return _layers(find_stacks(model))
-        except ConfigError:  # modules that several Sequentials share
+        except ConfigError:  # several Sequentials share modules
             return find_layers(model, in_sequentials=False)
     return _layers(list(_named_lists(model, paths)) if paths is not None else find_stacks(model, in_sequentials=False))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import BadFile, ModelUnsupported
-from outsize.checkpoint.tensorfile import Spec
+from outsize.checkpoint.tensorfile import TensorSpec
 
 _SECTIONS = ("quantization_config", "compression_config")
 _DO = (
@@ -79,7 +79,7 @@ def refuse_quantized_folder(folder: Path) -> None:
 
 
 def refuse_quantized_tensors(
-    stored: Mapping[str, tuple[Path, Spec]], params: Mapping[str, Tensor], known: Collection[str]
+    stored: Mapping[str, tuple[Path, TensorSpec]], params: Mapping[str, Tensor], known: Collection[str]
 ) -> None:
     """Refuse files with scales of weights, or with weights in 8-bit or integer storage.
 

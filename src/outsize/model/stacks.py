@@ -7,7 +7,7 @@ A container is an nn.ModuleList or nn.Sequential. There is no table of model fam
 - An nn.Sequential is a stack if a class of modules with several weighted parts repeats in it (the blocks of a ViT, of a
   stage of a ResNet), or if it is a long chain of single modules with much of the model's weights (VGG, a plain MLP). A
   small MLP is none.
-- Modules that cannot be called (a ModuleList or ModuleDict in a list) are replaced by what is in them.
+- Modules that cannot be called (a ModuleList or ModuleDict in a list) are replaced by the modules in them.
 - If one element has much of the model's weights, and most of those in containers in which modules repeat, it is a
   stage: the elements of its containers are the layers. The profiling run checks that these feed one another
   (profile/tracer.py): experts do not, and belong to one layer.
@@ -33,15 +33,15 @@ _CHAIN_LENGTH = 3
 class Stack:
     path: str
     elements: list[Named]
-    """With their paths in the model."""
+    """The elements with their paths in the model."""
     outer: "Stack | None" = None
-    """The stack of stages that this one is part of a stage of. The stages are the layers if these elements turn out not
-    to feed one another.
+    """The stack of stages, if this stack is part of one of its stages. If the elements do not feed one another, the
+    stages are the layers.
     """
 
 
 def find_stacks(model: nn.Module, *, in_sequentials: bool = True) -> list[Stack]:
-    """In the order of the tree. `in_sequentials`: also those in an nn.Sequential that is in no list.
+    """The stacks in the order of the tree. `in_sequentials`: also those in an nn.Sequential that is in no list.
 
     A Sequential with elements that are in a layer of another stack, or have one in them, is none:
     `nn.Sequential(*self.layers)` beside the ModuleList.
@@ -177,8 +177,8 @@ def _parts_of_stage(module: nn.Module, name: str, base: str) -> list[Named]:
 
 
 def _elements(container: nn.Module, path: str) -> list[Named]:
-    """Of a Sequential, those with weights, each once; of a ModuleList all. What cannot be called is replaced by what is
-    in it.
+    """The elements of a container: of a Sequential those with weights, each once; of a ModuleList all. An element that
+    cannot be called is replaced by the modules in it.
     """
     found: list[Named] = []
     for name, child in container._modules.items():

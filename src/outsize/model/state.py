@@ -27,7 +27,7 @@ class _Entry:
     is_buffer: bool
     value: Any
     copy: Tensor | None
-    """Of a tensor's values. None if they are not known (fake tensors) or the value is a plain one."""
+    """Copy of a tensor's values. None if they are unknown (fake tensors) or the value is no tensor."""
     version: int
 
     def now(self) -> Any:
@@ -156,7 +156,7 @@ def generators_of(model: nn.Module) -> Iterator[torch.Generator]:
 
 
 def _version(tensor: Tensor) -> int:
-    """The number of writes. Tensors made in inference mode do not count them."""
+    """The number of writes to a tensor. 0 for one made in inference mode, which does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -175,5 +175,5 @@ def _is_same(one: list[Any], two: list[Any]) -> bool:
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
-    """Bit for bit, except NaNs."""
+    """Whether two tensors are equal bit for bit; NaNs count as equal."""
     return one.shape == two.shape and bool(torch.equal(one, two) or torch.equal(one.nan_to_num(), two.nan_to_num()))

@@ -1,7 +1,7 @@
 """The activation strategies: what happens to a layer's activations between forward and backward. No torch.
 
-The profiler, the planner, pins, the configuration and the plan table derive from `STRATEGIES`. The function that runs a
-layer under a strategy is in activation/strategies.py.
+Profiler, runtime, pins, configuration and plan table derive from `STRATEGIES`; the planner's candidates name each
+strategy (planner/candidates.py). The function that runs a layer under a strategy is in activation/strategies.py.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Strategy = Literal["keep", "recompute", "offload", "swap"]
 class StrategyRecord:
     name: Strategy
     sends: Literal["", "input", "saved"] = ""
-    """What is copied to the host in forward and back in backward: nothing, the layer's input, or all tensors that
+    """The tensors that are copied to the host in forward and back in backward: none, the layer's input, or all that
     autograd saves."""
     recomputes: bool = False
     """The layer's forward runs again in backward."""
     pin: str = ""
-    """The field of `Pins` that fixes how many layers use it. "": none, since it is what the other layers do."""
+    """The field of `Pins` that fixes how many layers use it. "": none, since all other layers use it."""
 
 
 STRATEGIES: tuple[StrategyRecord, ...] = (

@@ -71,7 +71,7 @@ def with_grad(value: Any) -> list[Tensor]:
 
 
 def all_with_grad(value: Any) -> list[Tensor]:
-    """The same, also in attributes of any other object: a model may return a class of its own."""
+    """`with_grad`, also for tensors in attributes of other objects: a model may return a class of its own."""
     found: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}
     todo = [value]

@@ -70,8 +70,8 @@ def convert(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite, in one pass: aminmax propagates NaN and allocates nothing. 16 GB/s of bf16
-    on one CPU core.
+    """Whether no value is NaN or infinite, in one pass (16 GB/s of bf16 on one CPU core): aminmax propagates NaN and
+    allocates nothing.
     """
     if tensor.dtype not in _CHECKED or tensor.numel() == 0:
         return True

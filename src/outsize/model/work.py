@@ -13,7 +13,7 @@ from typing import Literal
 class Work:
     forward_seconds: float
     backward_seconds: float
-    """With the recomputed forward."""
+    """Includes the recomputed forward."""
     forward_peak_bytes: int
     """The most memory in use during the phase."""
     forward_delta_bytes: int

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outsize.layout.optimizer import ADAMW
+from outsize.layout.optimizer import OptimizerLayout
 from outsize.optim.clip import round_fp32
-from outsize.optim.rule import Master, Numbers, Rule, Scratch
+from outsize.optim.rule import Master, Numbers, Scratch, UpdateRule
 from outsize.optim.spec import ABOVE_0, AT_LEAST_0, TWO_BETAS, Check, OptimizerSpec
 
 
@@ -68,12 +68,13 @@ def _update_piece(
     master.write(w)
 
 
-RULE = Rule("adamw", ADAMW, _numbers, _update_piece)
+_LAYOUT = OptimizerLayout(name="AdamW", state=("exp_avg", "exp_avg_sq"), traffic_bytes=26, scratch_bytes_per_element=12)
+RULE = UpdateRule("adamw", _LAYOUT, _numbers, _update_piece)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerSpec):
-    """AdamW with exact fp32 masters, wherever they live."""
+    """AdamW with fp32 master weights."""
 
     checks: ClassVar[dict[str, Check]] = {
         "lr": AT_LEAST_0, "betas": TWO_BETAS, "eps": ABOVE_0, "weight_decay": AT_LEAST_0,
@@ -84,5 +85,5 @@ class AdamW(OptimizerSpec):
     weight_decay: float = 0.01
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         return RULE

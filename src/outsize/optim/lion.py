@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outsize.layout.optimizer import OptimizerLayout
 from outsize.optim.clip import round_fp32
-from outsize.optim.rule import Master, Numbers, Rule, Scratch
+from outsize.optim.rule import Master, Numbers, Scratch, UpdateRule
 from outsize.optim.spec import AT_LEAST_0, TWO_BETAS, Check, OptimizerSpec
 
 
@@ -54,12 +54,12 @@ def _update_piece(
 
 
 _LAYOUT = OptimizerLayout(name="Lion", state=("exp_avg",), traffic_bytes=18, scratch_bytes_per_element=12)
-RULE = Rule("lion", _LAYOUT, _numbers, _update_piece)
+RULE = UpdateRule("lion", _LAYOUT, _numbers, _update_piece)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(OptimizerSpec):
-    """Lion with exact fp32 masters, wherever they live. Its learning rate is 3 to 10 times smaller than AdamW's."""
+    """Lion with fp32 master weights. Its learning rate is 3 to 10 times smaller than AdamW's."""
 
     checks: ClassVar[dict[str, Check]] = {"lr": AT_LEAST_0, "betas": TWO_BETAS, "weight_decay": AT_LEAST_0}
 
@@ -67,5 +67,5 @@ class Lion(OptimizerSpec):
     betas: tuple[float, float] = (0.9, 0.99)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         return RULE

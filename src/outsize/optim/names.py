@@ -1,4 +1,4 @@
-"""The optimizers by name, without torch: settings are checked before it is imported."""
+"""The optimizers by name. No torch: settings are checked before torch is imported."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ OPTIMIZERS = {
 }
 """By module of this package: the class of its spec, and its names in other libraries (`TrainingArguments(optim=)`)."""
 DEFAULT = "adamw"
-"""The optimizer of users who name none."""
+"""The optimizer if the user names none."""
 
 
 def find_name(name: str) -> str | None:

@@ -1,11 +1,12 @@
-/* Optimizer updates over a flat range, one pass: with AdamW 26 bytes a parameter move instead of a hundred and more.
+/* Optimizer updates over a flat range in one pass: AdamW moves 26 bytes per parameter, torch kernels over a hundred.
  *
- * The sequence of operations is that of the torch kernels, to the bit: no contraction (-ffp-contract=off), no fast-math, correctly rounded division and
- * root (IEEE instructions; never through errno or a library). Nothing here knows torch or Python: pointers, a length, a few numbers.
+ * The operations are those of the torch forms, to the bit: no contraction (-ffp-contract=off), no fast-math, correctly
+ * rounded division and root (IEEE instructions, never errno or a library). This file does not depend on torch or
+ * Python: functions take pointers, a length and a few numbers.
  *
- * The threads are our own, and sleep between calls. Those of OpenMP spin for some 8 ms after every call (measured: 11 ms of processor time for
- * 2.8 ms of work), on cores that the main thread and the driver need; what stops them is an environment variable that libgomp reads when it is
- * first loaded, which is by torch.
+ * The threads are our own and sleep between calls. OpenMP's threads spin for about 8 ms after every call (measured:
+ * 11 ms of processor time for 2.8 ms of work), on cores that the main thread and the driver need. Only an environment
+ * variable turns this off, and libgomp reads it when torch loads it.
  */
 #include <fenv.h>
 #include <math.h>
@@ -15,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What this was made from, so that a library left over from another source is not used (see build.py). */
+/* Fingerprint of the source, so that a library built from another source is not used (see build.py). */
 #ifndef SOURCE
 #define SOURCE "unknown"
 #endif
@@ -23,7 +24,7 @@ const char *made_from(void) { return SOURCE; }
 
 #define NUMBERS 9 /* at most, with the clipping factor, which comes last */
 
-/* Which instructions the machine has is found out when it runs. */
+/* Compiled for several instruction sets; the loader chooses the best one that the machine has. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define BEST __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -49,8 +50,8 @@ static inline uint32_t to_bits(float value) {
 static inline float of_bf16(uint16_t half) { return of_bits((uint32_t)half << 16); }
 static inline float of_fp32(float value) { return value; }
 
-/* The rules. Each makes `next` of the master `w` and the clipped gradient `g`, with state s[i], r[i] and numbers h: see
- * adamw.py, lion.py, sgd.py. */
+/* The update rules. Each computes `next`, the new master, from the master `w`, the clipped gradient `g`, the state
+ * s[i], r[i] and the numbers h: see adamw.py, lion.py, sgd.py. */
 #define ADAMW                                                  \
     const float g = gradient * h[8];                           \
     const float first = (s[i] * h[0]) + (g * h[2]);            \
@@ -90,21 +91,22 @@ typedef struct {
 
 typedef void (*step_of)(const range *, int64_t at, int64_t n);
 
-/* One call of `run`. Whoever lets go of it last frees it: a helper may come after the call has returned, and finds nothing left to do. */
+/* One call of `run`. The last thread that releases it frees it: a helper thread may join after the call has returned,
+ * and finds no piece left. */
 typedef struct {
     range r;
     step_of step;
-    _Atomic int64_t next, left; /* where the next free piece begins; pieces that are not done */
+    _Atomic int64_t next, left; /* start of the next free piece; number of unfinished pieces */
     _Atomic int holders;
     pthread_mutex_t lock;
     pthread_cond_t done;
 } call;
 
-/* Helpers sleep here between calls. The first call makes them; they end with the process. */
+/* Helper threads sleep here between calls. The first call creates them; they end with the process. */
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    call *open; /* wants helpers; 0: none does */
+    call *open; /* the call that helpers may join; 0: none */
     int wanted, helpers;
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0};
 
@@ -115,7 +117,7 @@ static void release(call *c) {
     free(c);
 }
 
-/* Each thread takes the next piece when it is done with one: where one is held up, the others do its work. */
+/* Each thread takes the next piece when it has finished one, so a delayed thread leaves its share to the others. */
 static void work(call *c) {
     for (;;) {
         const int64_t at = atomic_fetch_add(&c->next, PIECE);
@@ -130,7 +132,7 @@ static void work(call *c) {
 }
 
 static void *help(void *unused) {
-    fesetenv(FE_DFL_ENV); /* a new thread has what its maker has */
+    fesetenv(FE_DFL_ENV); /* a new thread inherits the environment of its creator */
     for (;;) {
         pthread_mutex_lock(&pool.lock);
         while (pool.wanted == 0) pthread_cond_wait(&pool.wake, &pool.lock);
@@ -144,7 +146,7 @@ static void *help(void *unused) {
     return unused;
 }
 
-/* With the pool's lock held. A helper that cannot be made is not missed. */
+/* Called with the pool's lock held. If a helper cannot be created, the other threads do its work. */
 static void make_helpers(int count) {
     pthread_attr_t attributes;
     pthread_t thread;
@@ -155,7 +157,7 @@ static void make_helpers(int count) {
     pthread_attr_destroy(&attributes);
 }
 
-/* A second call at the same time, from another thread, gets no helpers. */
+/* A concurrent second call, from another thread, gets no helpers. */
 static void open_for_helpers(call *c, int count) {
     if (count < 1) return;
     pthread_mutex_lock(&pool.lock);
@@ -177,7 +179,7 @@ static void close_for_helpers(call *c) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* A forked child has no helpers, and perhaps a lock that nobody will open. */
+/* A forked child has no helpers, and perhaps a lock that no thread of it will release. */
 static void forget_helpers(void) {
     pthread_mutex_init(&pool.lock, 0);
     pthread_cond_init(&pool.wake, 0);
@@ -187,7 +189,7 @@ static void forget_helpers(void) {
 
 __attribute__((constructor)) static void set_up(void) { pthread_atfork(0, 0, forget_helpers); }
 
-/* Returns 0, or -1 where there is no memory for the call itself. */
+/* Returns 0, or -1 if there is no memory for the call. */
 static int run(step_of step, range r, int threads) {
     const int64_t pieces = (r.n + PIECE - 1) / PIECE;
     fenv_t before;
@@ -201,7 +203,7 @@ static int run(step_of step, range r, int threads) {
     pthread_mutex_init(&c->lock, 0);
     pthread_cond_init(&c->done, 0);
     open_for_helpers(c, (int)(threads < pieces ? threads : pieces) - 1);
-    /* The default environment, also where somebody made denormals zero. */
+    /* The default environment, even if a library has set denormals to zero. */
     fegetenv(&before);
     fesetenv(FE_DFL_ENV);
     work(c);
@@ -221,7 +223,7 @@ static int run(step_of step, range r, int threads) {
         return run(name##_at, it, threads);                                                                                \
     }
 
-/* A split master: hi is the weight, lo the rest of it (see split.py). A NaN keeps no payload. */
+/* A split master: hi is the weight, lo the lower half (see split.py). A NaN keeps no payload. */
 #define SPLIT(name, RULE, type, widen)                                                                                     \
     BEST static void name##_piece(uint16_t *restrict hi, int16_t *restrict lo, float *restrict s, float *restrict r,       \
                                   const type *restrict grad, int64_t n, const float *restrict h) {                         \
@@ -271,7 +273,8 @@ KERNELS(lion, LION)
 KERNELS(sgd, SGD)
 KERNELS(sgd_momentum, SGD_MOMENTUM)
 
-/* Sums of the squares of segments of a gradient, by halving: see norm.py. The tail of the last segment counts as zeros. A piece is whole segments. */
+/* Sums of the squares of a gradient's segments, by halving (see norm.py). The rest of the last segment counts as zeros.
+ * A piece consists of whole segments. */
 #define SEGMENT 4096
 #define HALVE(half)                                                                                                        \
     for (int i = 0; i < half; i++) x[i] += x[i + half];

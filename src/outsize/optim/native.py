@@ -1,8 +1,8 @@
 """The C kernels of optimizer updates and of the gradient norm: compiled with the package, else when first used and kept
 in the cache folder.
 
-Without a compiler there is none, which is logged once; `rule.py` then does the same in torch, to the same bits and
-several times slower. OUTSIZE_KERNELS=torch asks for that. Calls go without the interpreter's lock.
+Without a compiler there is no kernel, which is logged once. `rule.py` then computes the same bits in torch, several
+times slower; OUTSIZE_KERNELS=torch forces that. Calls release the GIL.
 """
 
 import ctypes
@@ -26,11 +26,11 @@ from outsize.optim.build import compile_library, find_compiler, fingerprint
 
 _PACKAGE = Path(__file__).parent
 _SPARE_CORES = 2
-"""Left to the thread that issues work and to the driver."""
+"""Cores left to the launching thread and to the driver."""
 
 
 _Numbers = ctypes.c_float * 9
-"""As many as any rule has, and the clipping factor."""
+"""The scalars of a rule (the longest list), then the clipping factor."""
 
 
 class Kernel:
@@ -41,9 +41,10 @@ class Kernel:
 
     def _function(self, name: str) -> Any:
         if (function := self._functions.get(name)) is None:
-            function = self._functions[name] = getattr(self._library, name)
+            function = getattr(self._library, name)
             function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, _Numbers, ctypes.c_int]
             function.restype = ctypes.c_int
+            self._functions[name] = function  # last: another thread may find it from here on
         return function
 
     def _call(
@@ -65,16 +66,16 @@ class Kernel:
         *,
         threads: int | None = None,
     ) -> None:
-        """As `rule.update`, on CPU tensors. The last of the numbers is the clipping factor."""
+        """`rule.update` on CPU tensors. The last of the numbers is the clipping factor."""
         tensors = (weight, lo, *state, *(None,) * (2 - len(state)))
         self._call(f"{rule}_{'whole' if lo is None else 'split'}", tensors, grad, numbers, threads)
 
     def segment_sums(self, grad: Tensor, sums: Tensor, *, threads: int | None = None) -> None:
-        """As `norm.segment_sums`, on CPU tensors."""
+        """`norm.segment_sums` on CPU tensors."""
         self._call("segment_sums", (sums, None, None, None), grad, (), threads)
 
 
-def torch_is_asked_for() -> bool:
+def forces_torch() -> bool:
     value = os.environ.get("OUTSIZE_KERNELS", "")
     if value not in ("", "torch"):
         raise ConfigError(f"OUTSIZE_KERNELS={value} is unknown. Set it to torch, or unset it.")
@@ -84,7 +85,7 @@ def torch_is_asked_for() -> bool:
 @cache
 def find_kernel() -> Kernel | str:
     """The kernel, or why it cannot be used."""
-    if torch_is_asked_for():
+    if forces_torch():
         return "OUTSIZE_KERNELS=torch"
     try:
         return Kernel(_packaged() or _compiled())
@@ -120,7 +121,7 @@ def _packaged() -> ctypes.CDLL | None:
 
 
 def _compiled() -> ctypes.CDLL:
-    """The library in the cache folder, named by what went into it; without a cache, from a temporary folder."""
+    """The library in the cache folder, named by source and compiler; without a cache, from a temporary folder."""
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     name = f"updates-{fingerprint()}-{hashlib.sha256(version).hexdigest()[:8]}.so"
@@ -133,7 +134,7 @@ def _compiled() -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
         except OSError as error:
             log.debug("%s cannot be used: %s", path, error)
-    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:  # a loaded library needs its file no more
+    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:  # the file can be removed once it is loaded
         compile_library(compiler, Path(temporary) / name)
         return ctypes.CDLL(str(Path(temporary) / name))
 

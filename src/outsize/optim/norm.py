@@ -1,4 +1,4 @@
-"""The norm of gradients, from elementwise operations alone: the same bits on every device, for all chunks and shards.
+"""The gradient norm, from elementwise operations alone: the same bits on every device, under every layout.
 
 The squares of a parameter's gradient are taken in fp32 and summed by halving (`s[:half] + s[half:]`, as if padded with
 zeros) in segments of SEGMENT_NUMEL elements, in the order of its memory. The sums of all segments, in the optimizer's
@@ -58,18 +58,21 @@ class GradientNorm:
         buffer = torch.zeros(halves + sums + scratch, dtype=torch.uint8) if buffer is None else buffer
         self._halves = buffer[:halves].view(torch.float64)
         self.total = self._halves[0]
-        """Of the last `measure_total`."""
+        """The norm that the last `measure_total` computed."""
         self.sums = buffer[halves : halves + sums].view(torch.float32)
         self._scratch = buffer[halves + sums : halves + sums + scratch].view(torch.float32)
         self.slices: dict[str, slice] = {}
         end = 0
         for name, numel in numels.items():
             self.slices[name] = slice(end, end := end + num_segments(numel))
+        # Made once: `measure` runs for every parameter in backward, where each microsecond of Python counts.
+        self._sums_of = {name: self.sums[part] for name, part in self.slices.items()}
+        sizes = [self._halves.numel() >> i for i in range(1, self._halves.numel().bit_length())]
+        self._halvings = [(self._halves[:size], self._halves[size : 2 * size]) for size in sizes]
 
-    @torch.no_grad()
     def measure(self, name: str, grad: Tensor) -> None:
-        """Take the segment sums of a gradient, whose elements are dense in memory."""
-        segment_sums(grad.as_strided((grad.numel(),), (1,)), self.sums[self.slices[name]], self._scratch)
+        """Take the segment sums of a gradient, whose elements are dense in memory. It must not require grad."""
+        segment_sums(grad.as_strided((grad.numel(),), (1,)), self._sums_of[name], self._scratch)
 
     @torch.no_grad()
     def measure_total(self, without: Iterable[str]) -> Tensor:
@@ -80,16 +83,15 @@ class GradientNorm:
         first, second = self.sums[:half], self.sums[half:]
         self._halves.zero_()[: first.numel()].copy_(first)
         self._halves[: second.numel()].add_(second)
-        while half > 1:
-            half //= 2
-            self._halves[:half].add_(self._halves[half : 2 * half])
+        for left, right in self._halvings:
+            left.add_(right)
         # torch's root on the CPU is not correctly rounded.
         return self.total.sqrt_() if self.total.is_cuda else self.total.fill_(math.sqrt(float(self.total)))
 
 
 def not_finite(sums: Tensor, slices: Mapping[str, slice]) -> list[str]:
     """Parameters whose gradient is not finite, from segment sums on the host."""
-    finite = torch.isfinite(sums)
-    if bool(finite.all()):
+    if math.isfinite(float(sums.sum())):  # no square is negative. In one pass: this is asked once a step
         return []
+    finite = torch.isfinite(sums)
     return [name for name, part in slices.items() if not bool(finite[part].all())]

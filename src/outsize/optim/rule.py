@@ -1,10 +1,10 @@
-"""Rule: the arithmetic of one elementwise optimizer, and the dispatch to its kernels.
+"""UpdateRule: the arithmetic of one elementwise optimizer, and the dispatch to its kernels.
 
 A rule is a fixed sequence of IEEE operations, which its C kernel (native.c), its Triton kernel (triton_kernel.py), its
 plain torch form and its class in outsize.reference all follow: the same bits everywhere. In torch that means one call
 per operation. Never `alpha=`, addcmul, addcdiv, lerp (they fuse: 8-23 % of values differ), nor division by a Python
 number (CUDA multiplies by the reciprocal), nor `torch.sqrt` in fp32 (1 ulp off in 20 % of values on CPU): the root is
-taken in fp64, which is correctly rounded once brought back.
+taken in fp64 and rounded to fp32, which gives the correctly rounded root.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outsize.base.log import log
 from outsize.layout.optimizer import PIECE_NUMEL, OptimizerLayout
-from outsize.optim.native import find_kernel, kernel, torch_is_asked_for
+from outsize.optim.native import find_kernel, forces_torch, kernel
 from outsize.optim.split import join_into, split_into
 
 Numbers = tuple[float, ...]
@@ -47,7 +47,7 @@ class Scratch:
         self.value = buffer[8 * n : 12 * n].view(torch.float32)
 
     def first(self, numel: int) -> "Scratch":
-        """The beginning of it."""
+        """The first `numel` elements of every part."""
         part = object.__new__(Scratch)
         part.numel = numel
         for name in ("wide", "other", "third", "mask", "value"):
@@ -62,32 +62,34 @@ class Master:
         self.weight, self.lo, self._mask = weight, lo, mask
 
     def read(self, out: Tensor) -> Tensor:
-        """The fp32 values: in `out`, or the weights themselves."""
+        """The fp32 values: written to `out` for bf16 weights; fp32 weights themselves."""
         if self.lo is None:
             return self.weight
         join_into(self.weight, self.lo, out=out)
         return out
 
     def write(self, values: Tensor) -> None:
-        """`values` came from `read`, and hold nothing afterwards."""
+        """Store new fp32 values. `values` is the tensor that `read` returned; its content is lost."""
         if self.lo is not None:
             split_into(values, hi=self.weight, lo=self.lo, mask=self._mask)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class UpdateRule:
     name: str
-    """Of its functions in native.c and triton_kernel.py."""
+    """The name of its kernels in native.c and triton_kernel.py."""
     layout: OptimizerLayout
     numbers: Callable[[Mapping[str, Any], int], Numbers]
-    """Of a param_group and the number of the update, which begins at 1. In the order in which kernels take them."""
+    """Computes the scalars of a step from a param_group and the number of the update (from 1), in the order in which
+    kernels take them."""
     update_piece: Callable[[Master, Sequence[Tensor], Tensor, Numbers, float | Tensor, Scratch], None]
-    """In plain torch, of weights, state tensors, gradient, numbers, clipping factor. Allocates nothing."""
+    """The update in plain torch. Takes weights, state tensors, gradient, numbers, clipping factor and workspace.
+    Allocates nothing."""
 
 
 @torch.no_grad()
 def update(
-    rule: Rule,
+    rule: UpdateRule,
     weight: Tensor,
     lo: Tensor | None,
     state: Sequence[Tensor],
@@ -127,13 +129,13 @@ def update(
 @cache
 def find_gpu_kernel() -> ModuleType | str:
     """triton_kernel.py, or why it cannot be used."""
-    if torch_is_asked_for():
+    if forces_torch():
         return "OUTSIZE_KERNELS=torch"
     try:
         from outsize.optim import triton_kernel
 
-        triton_kernel.prove()
-    except Exception as error:  # Triton fails in many ways (no compiler, an unknown GPU); torch replaces it in all
+        triton_kernel.require_working()
+    except Exception as error:  # many kinds: no compiler, an unknown GPU
         reason = f"Triton cannot be used: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
         log.warning("updates on the GPU run in torch, several times slower: %s", reason)
         return reason

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outsize.layout.optimizer import OptimizerLayout
 from outsize.optim.clip import round_fp32
-from outsize.optim.rule import Master, Numbers, Rule, Scratch
+from outsize.optim.rule import Master, Numbers, Scratch, UpdateRule
 from outsize.optim.spec import AT_LEAST_0, BELOW_1, TRUE_OR_FALSE, Check, OptimizerSpec
 
 
@@ -53,13 +53,13 @@ def _update_piece(
 
 _PLAIN = OptimizerLayout(name="SGD", state=(), traffic_bytes=10, scratch_bytes_per_element=12)
 _MOMENTUM = OptimizerLayout(name="SGD", state=("momentum_buffer",), traffic_bytes=18, scratch_bytes_per_element=12)
-RULE = Rule("sgd", _PLAIN, _numbers, _update_piece)
-MOMENTUM_RULE = Rule("sgd_momentum", _MOMENTUM, _numbers_of_momentum, _update_piece)
+RULE = UpdateRule("sgd", _PLAIN, _numbers, _update_piece)
+MOMENTUM_RULE = UpdateRule("sgd_momentum", _MOMENTUM, _numbers_of_momentum, _update_piece)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec):
-    """SGD with exact fp32 masters, wherever they live. Without momentum in any group there is no state."""
+    """SGD with fp32 master weights. Without momentum in any group there is no state."""
 
     checks: ClassVar[dict[str, Check]] = {
         "lr": AT_LEAST_0, "momentum": BELOW_1, "nesterov": TRUE_OR_FALSE, "weight_decay": AT_LEAST_0,
@@ -69,6 +69,6 @@ class SGD(OptimizerSpec):
     nesterov: bool = False
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         momenta = [self.momentum, *(group.get("momentum", 0.0) for group in self.groups)]
         return MOMENTUM_RULE if any(momenta) else RULE

@@ -1,4 +1,5 @@
-"""OptimizerSpec: what a user asks for. One subclass per optimizer: `outsize.AdamW`, `outsize.SGD`, `outsize.Lion`.
+"""OptimizerSpec: the optimizer settings of a user, one subclass per optimizer (`outsize.AdamW`, `outsize.SGD`,
+`outsize.Lion`).
 
 A subclass names its hyperparameters and its rule (optim/rule.py). optim/names.py lists them all.
 """
@@ -11,11 +12,11 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
-from outsize.optim.rule import Rule
+from outsize.optim.rule import UpdateRule
 from outsize.schedule.plan import StepConfig, UpdateMode
 
 Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and what is."""
+"""Tests a value, and describes the allowed values in errors."""
 
 
 def is_number(value: Any) -> bool:
@@ -39,10 +40,10 @@ _COMMON: dict[str, Check] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """Exact fp32 masters, wherever they live."""
+    """Settings of an optimizer with fp32 master weights. Base class of `outsize.AdamW` and the others."""
 
     checks: ClassVar[dict[str, Check]]
-    """Of its hyperparameters, each of which a group may set."""
+    """By name of a hyperparameter. A group may set each of them."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -62,7 +63,7 @@ class OptimizerSpec:
     """
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         raise NotImplementedError
 
     def step_config(self, accumulate: int) -> StepConfig:
@@ -98,7 +99,7 @@ class OptimizerSpec:
         return _problems(self.checks, settings)
 
     def require_valid_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise if a scheduler or a loop has set what no step can be made with."""
+        """Raise if a scheduler or a loop has set an invalid hyperparameter."""
         for i, group in enumerate(groups):
             if len(group["params"]) != len(group["param_names"]):
                 raise ConfigError(
@@ -126,8 +127,8 @@ class OptimizerSpec:
                 name = item if isinstance(item, str) else name_of.get(id(item))
                 if name not in left:
                     raise ConfigError(
-                        f"{type(self).__name__}: groups name parameters of the model, each once, but "
-                        f"{name or 'a parameter'} is not, or is in two groups. Compare with model.named_parameters()."
+                        f"{type(self).__name__}: groups name {name or 'a parameter'}, which is no parameter of the "
+                        "model or is in two groups. Compare with model.named_parameters()."
                     )
                 members[name] = left.pop(name)
             groups.append({**group, "params": [(name, p) for name, p in members.items() if p.requires_grad]})

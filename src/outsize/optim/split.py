@@ -1,4 +1,4 @@
-"""fp32 masters in two halves: `hi`, a bf16 value that is the weight itself, and `lo`, a 16-bit remainder.
+"""fp32 masters in two halves: `hi`, a bf16 value that is the weight itself, and `lo`, the lower 16 bits.
 
 `hi` is the master rounded to bf16 with ties away from zero, h = (bits + 0x8000) >> 16, and lo = bits - (h << 16): a
 bijection on all fp32 values (tools/split_exhaustive.c checks all of them). Nearest-even is not: its ties need 17

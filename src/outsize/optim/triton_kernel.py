@@ -1,11 +1,11 @@
 """Optimizer updates and the norm of a flat range in GPU memory, one pass each in Triton. With AdamW 26 bytes a
 parameter move once (28 with fp32 gradients).
 
-Imported only where it is used: a CPU machine has no triton. Its operations are those of native.c, to
-the bit. What makes it so, as read in the PTX that Triton 3.6 makes: `enable_fp_fusion=False` keeps LLVM from
-contracting a*b+c and has every multiplication written as `mul.rn`, which ptxas may not contract either; `div_rn` and
-`sqrt_rn` become `div.rn` and `sqrt.rn`; nothing carries `.ftz`, so denormals stay. bf16 is widened and the master split
-by integer arithmetic. tests/gpu/test_kernels.py reads the PTX again, and compares the bits.
+Imported only where it is used: a CPU machine has no triton. The kernels compute the same bits as native.c. The
+PTX of Triton 3.6 shows why: `enable_fp_fusion=False` keeps LLVM from contracting a*b+c and writes every multiplication
+as `mul.rn`, which ptxas may not contract either; `div_rn` and `sqrt_rn` become `div.rn` and `sqrt.rn`; no instruction
+has `.ftz`, so denormals stay. Integer arithmetic widens bf16 and splits the master. tests/gpu/test_kernels.py checks
+the PTX and the bits.
 """
 
 # mypy: allow-untyped-defs
@@ -24,7 +24,7 @@ BLOCK = 1024
 WARPS = 8
 
 
-# The rules: see adamw.py, lion.py, sgd.py. Of the master, the clipped gradient and the state, the new master and state.
+# The rules (see adamw.py, lion.py, sgd.py): from master, clipped gradient and state to the new master and state.
 
 
 @triton.jit
@@ -61,7 +61,7 @@ _MOST_NUMBERS = 8
 @triton.jit
 def _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, mask, RULE: tl.constexpr):
     """One block of pointers; `mask` is None where the block is whole."""
-    # All loads before all stores: the compiler cannot know that the ranges are apart, and would wait twice for memory.
+    # All loads before all stores: the compiler must assume that ranges overlap, and would wait twice for memory.
     g, w = tl.load(grad, mask), tl.load(weight, mask)
     if s is not None:
         first = tl.load(s, mask)
@@ -91,13 +91,29 @@ def _update_block(weight, lo, s, r, grad, h0, h1, h2, h3, h4, h5, h6, h7, clip, 
         tl.store(lo, (bits - (high << 16)).to(tl.int16), mask)
 
 
-# `n` as one kind of number, else lengths that are 1, divisible by 16 or beyond 2**31 would each be compiled anew.
-# Floats never are.
+# Not specialized on `n`: else lengths of 1, divisible by 16 or beyond 2**31 would each compile a kernel. Triton never
+# specializes on floats.
 @triton.jit(do_not_specialize=["n"])
 def _update(
-    weight, lo, s, r, grad, n: tl.int64, h0, h1, h2, h3, h4, h5, h6, h7, clip,
-    RULE: tl.constexpr, CLIP_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weight,
+    lo,
+    s,
+    r,
+    grad,
+    n: tl.int64,
+    h0,
+    h1,
+    h2,
+    h3,
+    h4,
+    h5,
+    h6,
+    h7,
+    clip,
+    RULE: tl.constexpr,
+    CLIP_IN_MEMORY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     weight, grad = weight + start + at, grad + start + at
@@ -128,16 +144,26 @@ def update(
     block: int = BLOCK,
     warps: int = WARPS,
 ) -> Any:
-    """As `rule.update`, on the current stream. Allocates nothing and waits for nothing; returns the compiled kernel."""
+    """`rule.update` on the current stream. Allocates nothing and waits for nothing; returns the compiled kernel."""
     n = weight.numel()
     s, r = (*state, None, None)[:2]
     numbers = (*numbers, *(0.0,) * (_MOST_NUMBERS - len(numbers)))
     with torch.cuda.device_of(weight):
         return _update[(triton.cdiv(n, block),)](
-            weight, lo, s, r, grad, n, *numbers, clip,
-            RULE=_RULES[rule], CLIP_IN_MEMORY=isinstance(clip, Tensor), BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            weight,
+            lo,
+            s,
+            r,
+            grad,
+            n,
+            *numbers,
+            clip,
+            RULE=_RULES[rule],
+            CLIP_IN_MEMORY=isinstance(clip, Tensor),
+            BLOCK=block,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
 
 
 # The norm: see norm.py. A program sums SEGMENTS segments. The first three halvings add loads of PART elements, without
@@ -161,14 +187,14 @@ def _square(grad, mask):
 
 @triton.jit
 def _halve(s, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Of [ROWS, 2 * HALF]: the sum of the left and the right half."""
+    """The sum of the left and the right half of [ROWS, 2 * HALF]."""
     left, right = tl.split(tl.permute(tl.reshape(s, (ROWS, 2, HALF)), (0, 2, 1)))
     return left + right
 
 
 @triton.jit
 def _sum_segments(s0, s1, s2, s3, s4, s5, s6, s7, ROWS: tl.constexpr):
-    """Of the eighths of ROWS segments, [ROWS, 512] each."""
+    """The sums of ROWS segments, given as eighths of [ROWS, 512] each."""
     s0, s1, s2, s3 = s0 + s4, s1 + s5, s2 + s6, s3 + s7
     s0, s1 = s0 + s2, s1 + s3
     s = s0 + s1
@@ -193,32 +219,43 @@ def _segment_sums(grad, sums, n: tl.int64, ROWS: tl.constexpr, PART: tl.constexp
     g = grad + start + at
     if start + ROWS * 8 * PART <= n:
         s = _sum_segments(
-            _square(g, None), _square(g + PART, None), _square(g + 2 * PART, None), _square(g + 3 * PART, None),
-            _square(g + 4 * PART, None), _square(g + 5 * PART, None), _square(g + 6 * PART, None),
-            _square(g + 7 * PART, None), ROWS,
-        )  # fmt: skip
+            _square(g, None),
+            _square(g + PART, None),
+            _square(g + 2 * PART, None),
+            _square(g + 3 * PART, None),
+            _square(g + 4 * PART, None),
+            _square(g + 5 * PART, None),
+            _square(g + 6 * PART, None),
+            _square(g + 7 * PART, None),
+            ROWS,
+        )
         tl.store(sums + first + row, s)
     else:
         left = n - start
         s = _sum_segments(
-            _square(g, at < left), _square(g + PART, at + PART < left), _square(g + 2 * PART, at + 2 * PART < left),
-            _square(g + 3 * PART, at + 3 * PART < left), _square(g + 4 * PART, at + 4 * PART < left),
-            _square(g + 5 * PART, at + 5 * PART < left), _square(g + 6 * PART, at + 6 * PART < left),
-            _square(g + 7 * PART, at + 7 * PART < left), ROWS,
-        )  # fmt: skip
+            _square(g, at < left),
+            _square(g + PART, at + PART < left),
+            _square(g + 2 * PART, at + 2 * PART < left),
+            _square(g + 3 * PART, at + 3 * PART < left),
+            _square(g + 4 * PART, at + 4 * PART < left),
+            _square(g + 5 * PART, at + 5 * PART < left),
+            _square(g + 6 * PART, at + 6 * PART < left),
+            _square(g + 7 * PART, at + 7 * PART < left),
+            ROWS,
+        )
         tl.store(sums + first + row, s, row * (8 * PART) < left)
 
 
 def segment_sums(grad: Tensor, sums: Tensor) -> Any:
-    """As `norm.segment_sums`, on the current stream. Allocates nothing and waits for nothing; returns the kernel."""
+    """`norm.segment_sums` on the current stream. Allocates nothing and waits for nothing; returns the kernel."""
     with torch.cuda.device_of(grad):
         return _segment_sums[(triton.cdiv(sums.numel(), SEGMENTS),)](
             grad, sums, grad.numel(), ROWS=SEGMENTS, PART=PART, num_warps=NORM_WARPS, enable_fp_fusion=False
         )
 
 
-def prove() -> None:
-    """Raises where Triton cannot compile or load a kernel: no C compiler, an unknown GPU. Touches no memory."""
+def require_working() -> None:
+    """Raise if Triton cannot compile or load a kernel (no C compiler, an unknown GPU). Accesses no memory."""
     nothing = torch.empty(0, device="cuda")
     segment_sums(nothing, nothing)
     update("adamw", nothing, None, (nothing, nothing), nothing, (1.0,) * _MOST_NUMBERS, 1.0)

@@ -4,19 +4,20 @@ decisions, bytes and a time bound.
 Layers have their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since their
 activations are freed first. A prefix of the chunks has resident weights (chunks that several calls use come first, then
 forward order). A prefix in forward order has its optimizer state on the GPU, since the next forward needs the first
-chunks first.
+chunks first. Of the others, the first ones may have their state streamed, and the host updates the rest.
 
 If only a small part of the model is trainable (adapters, a last layer), it stays on the GPU: its chunks come first
 among the weights, and counts are at least their number unless a pin is lower. The counts then determine how much of the
 frozen weights is resident.
 
-Bytes are the sum of three independent parts: weights (resident, depth), optimizer (optimizer, host_update_interval) and
-activations (the strategies). Each part is computed once per value with Placement, slots and ledger. The search asserts
-that the sum equals the estimate of the finished plan.
+Bytes are the sum of three independent parts: weights (resident, depth), optimizer (optimizer, streamed_state,
+host_update_interval) and activations (the strategies). Each part is computed once per value with Placement, slots and
+ledger. The search asserts that the sum equals the estimate of the finished plan.
 """
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,18 +25,18 @@ from functools import cached_property
 from outsize.hardware.lanes import copy_seconds, update_seconds
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
-from outsize.layout.slots import assign_slots
+from outsize.layout.slots import assign_slots, call_intervals
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import Strategy
 from outsize.planner.memory import activation_peak
 from outsize.profile.trace import ModelTrace
 from outsize.schedule.pins import Pins
 from outsize.schedule.placement import Placement
-from outsize.schedule.plan import Decision, Homes, StepConfig
+from outsize.schedule.plan import Decision, Home, Homes, StepConfig
 from outsize.schedule.schedule import compile_schedule
 
 DEPTHS = (0, 1, 2, 3)
-MAX_STRIDE = 8
+MAX_HOST_UPDATE_INTERVAL = 8
 MAX_MIXES = 500
 """Up to this number, all mixes of strategies are compared for the minimum memory; beyond it, those of two strategies.
 """
@@ -45,19 +46,30 @@ STAYING_SHARE = 0.1
 Together these take at most eight times the trainable weights (bf16 with fp32 gradients: 16 bytes a parameter, not 2),
 which is less than the frozen weights. On the host, they would add small copies and host updates to every block."""
 
+LARGE = 1.5
+"""A chunk of more than this multiple of the median's bytes is large."""
+
 StrategyCounts = tuple[int, int, int]
 """Numbers of layers that swap, offload, recompute; the others keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
+    """A decision as numbers of chunks and layers. `SearchSpace.decision` says which ones."""
+
     resident: int
+    """Chunks with resident weights."""
     optimizer: int
+    """Chunks with their optimizer state on the GPU."""
     swap: int
     offload: int
     recompute: int
+    """Layers with each strategy. The others keep their activations."""
     depth: int
+    """Prefetch depth."""
     host_update_interval: int = 1
+    streamed_state: int = 0
+    """Chunks with streamed state."""
 
     @property
     def mix(self) -> StrategyCounts:
@@ -75,10 +87,11 @@ class SearchSpace:
         self.layers = [
             v for v, b in enumerate(graph.calls) if graph.blocks[b].kind == "layer" and graph.has_backward[v]
         ]
+        self.updates = [step_config.update_of(chunk) for chunk in layout.chunks]
         self.state_order = sorted(
-            (c.index for c in layout.chunks if c.trainable), key=lambda c: (layout.chunks[c].calls[0], c)
+            (c for c, update in enumerate(self.updates) if update), key=lambda c: (layout.chunks[c].calls[0], c)
         )
-        staying = set(self.state_order if _is_small(layout) else [])
+        staying = set(self.state_order if self._trains_little() else [])
         self.num_staying = len(staying)
         """How many chunks of `weight_order` and of `state_order` are on the GPU in every plan without pins: all
         trainable ones, or none.
@@ -89,14 +102,19 @@ class SearchSpace:
         )
         self._mixes: dict[StrategyCounts, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
-        self._states: dict[tuple[int, int], tuple[int, int]] = {}
-        self._homes: dict[int, list[int]] = {}
+        self._states: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._homes: dict[tuple[int, int], list[int]] = {}
         self._activations: dict[StrategyCounts, tuple[int, int]] = {}
-        self._lanes: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
+        self._lanes: dict[tuple[int, int, int, int], tuple[float, float, float, float]] = {}
+
+    def _trains_little(self) -> bool:
+        """Whether the trainable weights are a small part of the model."""
+        trained = sum(self._weight_bytes[chunk] for chunk in self.state_order)
+        return trained <= STAYING_SHARE * sum(self._weight_bytes.values())
 
     # From candidates to decisions.
 
-    def knows(self, call: int, strategy: Strategy) -> bool:
+    def supports(self, call: int, strategy: Strategy) -> bool:
         """Whether the layer supports the strategy. An offload that sends nothing does not count."""
         return strategy in self.trace.strategies(call) and (
             strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0
@@ -104,9 +122,9 @@ class SearchSpace:
 
     @cached_property
     def num_layers(self) -> dict[str, int]:
-        """Per strategy, how many layers support it; under `all`, the number of layers."""
+        """By strategy: how many layers support it; under `all`, the number of layers."""
         return {"all": len(self.layers)} | {
-            s: sum(self.knows(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
+            s: sum(self.supports(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
         }
 
     def strategies(self, mix: StrategyCounts) -> tuple[Strategy, ...] | None:
@@ -116,7 +134,7 @@ class SearchSpace:
             rest = self.layers
             order: tuple[Strategy, ...] = ("swap", "offload", "recompute")
             for strategy, count in zip(order, mix, strict=True):
-                takers = set([v for v in rest if self.knows(v, strategy)][:count])
+                takers = set([v for v in rest if self.supports(v, strategy)][:count])
                 for call in takers:
                     chosen[call] = strategy
                 rest = [v for v in rest if v not in takers]
@@ -129,21 +147,30 @@ class SearchSpace:
 
     def decision(self, counts: Candidate) -> Decision:
         resident = set(self.weight_order[: counts.resident])
-        on_gpu = set(self.state_order[: counts.optimizer])
-        homes = {
-            (w, o): Homes(weights="gpu" if w else "host", optimizer="gpu" if o else "host")
-            for w in (False, True)
-            for o in (False, True)
-        }
-        pairs = ((c.index in resident, c.index in (on_gpu if c.trainable else resident)) for c in self.layout.chunks)
+        sites: dict[int, tuple[Home, Home]] = dict.fromkeys(self.state_order, ("host", "host"))
+        sites.update(dict.fromkeys(self.streamed(counts.optimizer, counts.streamed_state), ("host", "gpu")))
+        sites.update(dict.fromkeys(self.state_order[: counts.optimizer], ("gpu", "gpu")))
+        known: dict[tuple[Home, Home, Home], Homes] = {}
+        homes = []
+        for chunk in range(len(self.layout.chunks)):
+            weights: Home = "gpu" if chunk in resident else "host"
+            state, update = sites.get(chunk, (weights, weights))
+            key = (weights, state, update)
+            homes.append(known.setdefault(key, Homes(weights=weights, state=state, update=update)))
         strategies = self.strategies(counts.mix)
         assert strategies is not None, f"no such mix of strategies: {counts}"
         return Decision(
-            homes=tuple(homes[pair] for pair in pairs),
+            homes=tuple(homes),
             strategies=strategies,
             depth=counts.depth,
             host_update_interval=counts.host_update_interval,
         )
+
+    def streamed(self, optimizer: int, streamed_state: int) -> list[int]:
+        """The chunks with streamed state. Large ones come last, since their state slots are large."""
+        rest = self.state_order[optimizer:]
+        usual = LARGE * statistics.median([self._weight_bytes[chunk] for chunk in rest]) if rest else 0
+        return sorted(rest, key=lambda chunk: self._weight_bytes[chunk] > usual)[:streamed_state]
 
     def place(self, decision: Decision) -> Placement:
         return Placement(
@@ -157,7 +184,7 @@ class SearchSpace:
 
     @cached_property
     def sizes(self) -> Placement:
-        """A placement for the bytes of chunks at each place, which are the same under every decision."""
+        """A placement to read the bytes of chunks from, which are the same under every decision."""
         return self.place(self.decision(self.plain))
 
     @property
@@ -172,56 +199,66 @@ class SearchSpace:
     def gpu_bytes(self, counts: Candidate) -> int:
         return (
             self.weights(counts.resident, counts.depth)[0]
-            + self.states(counts.optimizer, counts.host_update_interval)[0]
+            + self.states(counts.optimizer, counts.host_update_interval, counts.streamed_state)[0]
             + self.activations(counts.mix)[0]
         )
 
     def host_bytes(self, counts: Candidate) -> int:
         return (
-            self.home_bytes(counts.resident, counts.optimizer)
-            + self.states(counts.optimizer, counts.host_update_interval)[1]
+            self.home_bytes(counts.resident, counts.optimizer, counts.streamed_state)
+            + self.states(counts.optimizer, counts.host_update_interval, counts.streamed_state)[1]
             + self.activations(counts.mix)[1]
         )
 
     @cached_property
-    def _slot_bytes(self) -> list[int]:
-        return [self.sizes.slot_bytes(chunk.index) for chunk in self.layout.chunks]
+    def _slot_bytes(self) -> dict[int, int]:
+        return {chunk.index: self.sizes.slot_bytes(chunk.index) for chunk in self.layout.chunks}
 
     def weights(self, resident: int, depth: int) -> tuple[int, int]:
         """GPU bytes of weights, resident and in slots; and those of the slots alone."""
         key = (resident, depth)
         if key not in self._weights:
             sizes = self._slot_bytes
-            slots = assign_slots(self.layout, self.weight_order[resident:], depth, sizes).total_bytes
+            intervals = call_intervals(self.layout, self.weight_order[resident:], depth)
+            slots = assign_slots(intervals, sizes).total_bytes
             self._weights[key] = slots + sum(sizes[c] for c in self.weight_order[:resident]), slots
         return self._weights[key]
 
-    def states(self, optimizer: int, host_update_interval: int = 1) -> tuple[int, int]:
+    @cached_property
+    def _weight_bytes(self) -> dict[int, int]:
+        return {chunk.index: chunk.nbytes for chunk in self.layout.chunks}
+
+    def states(self, optimizer: int, host_update_interval: int = 1, streamed_state: int = 0) -> tuple[int, int]:
         """GPU and host bytes of optimizer state, gradients and update workspace."""
-        key = (optimizer, host_update_interval)
+        key = (optimizer, host_update_interval, streamed_state)
         if key not in self._states:
             # With all weights resident there are no slots, and these bytes depend on the optimizer's homes alone.
-            place = self.place(
-                self.decision(replace(self.plain, optimizer=optimizer, host_update_interval=host_update_interval))
+            counts = replace(
+                self.plain,
+                optimizer=optimizer,
+                host_update_interval=host_update_interval,
+                streamed_state=streamed_state,
             )
+            place = self.place(self.decision(counts))
             gpu, host = place.parts(place.gpu), place.parts(place.host)
             self._states[key] = (
-                sum(gpu.get(kind, 0) for kind in ("state", "gradient", "stage", "arrival", "scratch")),
+                sum(gpu.get(kind, 0) for kind in ("state", "state_slot", "gradient", "stage", "arrival", "scratch")),
                 sum(size for kind, size in host.items() if kind not in ("home", "arena")),
             )
         return self._states[key]
 
-    def home_bytes(self, resident: int, optimizer: int) -> int:
+    def home_bytes(self, resident: int, optimizer: int, streamed_state: int) -> int:
         """Host bytes of weights that are streamed or updated on the host."""
-        if optimizer not in self._homes:
+        key = (optimizer, streamed_state)
+        if key not in self._homes:
             home_bytes = self.sizes.home_bytes
-            updated_there = set(self.state_order[optimizer:])
+            updated_there = {*self.state_order[optimizer:]} - {*self.streamed(optimizer, streamed_state)}
             leaves = itertools.accumulate(
                 (0 if c in updated_there else home_bytes(c) for c in self.weight_order), initial=0
             )
             total = sum(map(home_bytes, self.weight_order))
-            self._homes[optimizer] = [total - gone for gone in leaves]
-        return self._homes[optimizer][resident]
+            self._homes[key] = [total - gone for gone in leaves]
+        return self._homes[key][resident]
 
     def activations(self, mix: StrategyCounts) -> tuple[int, int]:
         """GPU and host bytes of everything that does not belong to a chunk: activations at their peak, return slots,
@@ -256,7 +293,7 @@ class SearchSpace:
         work, spec, again = self.trace.works(strategies), self.spec, self.step_config.accumulate
         sent = [w.sent_bytes for v, w in enumerate(work) if w.sent_bytes and self.graph.has_backward[v]]
         backward = sum(w.backward_seconds for v, w in enumerate(work) if self.graph.has_backward[v])
-        compute, h2d, d2h, host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)
+        compute, h2d, d2h, host = self._chunk_seconds(counts)
         return max(
             compute + again * (sum(w.forward_seconds for w in work) + backward),
             h2d + again * sum(copy_seconds(spec, "h2d", n) for n in sent),
@@ -270,21 +307,39 @@ class SearchSpace:
         """
         strategies = self.strategies(counts.mix)
         assert strategies is not None
-        host = self._chunk_seconds(counts.resident, counts.optimizer, counts.depth)[3]
+        host = self._chunk_seconds(counts)[3]
         backward = sum(
             w.backward_seconds for v, w in enumerate(self.trace.works(strategies)) if self.graph.has_backward[v]
         )
         if self.step_config.update != "in_backward" or not host:
             return 1
-        return max(1, min(MAX_STRIDE, math.ceil(host / backward)) if backward else MAX_STRIDE)
+        return max(
+            1, min(MAX_HOST_UPDATE_INTERVAL, math.ceil(host / backward)) if backward else MAX_HOST_UPDATE_INTERVAL
+        )
 
-    def _chunk_seconds(self, resident: int, optimizer: int, depth: int) -> tuple[float, float, float, float]:
-        key = (resident, optimizer, depth)
+    def _chunk_seconds(self, counts: Candidate) -> tuple[float, float, float, float]:
+        key = (counts.resident, counts.optimizer, counts.depth, counts.streamed_state)
         if key not in self._lanes:
-            streamed, on_gpu = set(self.weight_order[resident:]), set(self.state_order[:optimizer])
+            streamed = set(self.weight_order[counts.resident :])
+            streamed_state = set(self.streamed(counts.optimizer, counts.streamed_state))
+            on_gpu = streamed_state.union(self.state_order[: counts.optimizer])
             compute = h2d = d2h = host = 0.0
+            traffic = 0
             again = self.step_config.accumulate
-            for index, load, send, grad_in, grad_out, gpu_update, host_update, has_backward in self._costs:
+            is_late = self.step_config.update == "after_step"
+            for cost in self._costs:
+                (
+                    index,
+                    load,
+                    send,
+                    grad_in,
+                    grad_out,
+                    gpu_update,
+                    host_update,
+                    has_backward,
+                    update_bytes,
+                    state_bytes,
+                ) = cost
                 if index in streamed:
                     h2d += again * (load + (load if has_backward else 0.0))
                 if gpu_update:
@@ -292,31 +347,38 @@ class SearchSpace:
                         compute += gpu_update
                         if index in streamed:
                             d2h += send
-                            h2d += load if self.step_config.update == "after_step" else 0.0
+                            h2d += load if is_late else 0.0
+                        if index in streamed_state:
+                            d2h += copy_seconds(self.spec, "d2h", state_bytes) + (again - (not is_late)) * grad_out
+                            h2d += copy_seconds(self.spec, "h2d", state_bytes) + (again - (not is_late)) * grad_in
+                            traffic += 2 * state_bytes
                     else:
                         host += host_update
+                        traffic += update_bytes
                         d2h += again * grad_out
                         h2d += (again - 1) * grad_in + (0.0 if index in streamed else load)
             # Backward does not load the chunks that forward leaves in the slots.
-            held = again * self.weights(resident, depth)[1] / self.spec.h2d_bytes_per_second
+            held = again * self.weights(counts.resident, counts.depth)[1] / self.spec.h2d_bytes_per_second
             launches = again * len(streamed) * self.spec.launch_seconds
+            if streamed_state and host:
+                host = max(host, traffic / self.spec.host_bytes_per_second)
             self._lanes[key] = compute, max(0.0, h2d - held - launches), d2h, host
         return self._lanes[key]
 
     @cached_property
-    def _costs(self) -> list[tuple[int, float, float, float, float, float, float, bool]]:
+    def _costs(self) -> list[tuple[int, float, float, float, float, float, float, bool, int, int]]:
         rows = []
         for chunk in self.layout.chunks:
             backward = any(self.graph.has_backward[v] for v in chunk.calls)
-            completes = chunk.trainable and backward
-            home, grad = self.sizes.home_bytes(chunk.index), self.sizes.gradient_bytes(chunk.index)
+            update = self.updates[chunk.index] if backward else None
+            home, grad = self.sizes.home_bytes(chunk.index), self.sizes.gradient_bytes(chunk.index) if update else 0
             load, send = copy_seconds(self.spec, "h2d", home), copy_seconds(self.spec, "d2h", home)
             grad_in, grad_out = copy_seconds(self.spec, "h2d", grad), copy_seconds(self.spec, "d2h", grad)
             gpu_update, host_update = (
-                update_seconds(self.spec, lane, chunk.numel, self.step_config.optimizer.traffic) if completes else 0.0
-                for lane in ("compute", "host")
+                update_seconds(self.spec, lane, update.traffic_bytes) if update else 0.0 for lane in ("compute", "host")
             )
-            rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward))
+            sizes = (update.traffic_bytes, update.state_bytes) if update else (0, 0)
+            rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward, *sizes))
         return rows
 
     # Candidates under pins.
@@ -352,9 +414,3 @@ class SearchSpace:
             for mix in dict.fromkeys(found)
             if all(n <= m for n, m in zip(mix, most, strict=True)) and self.strategies(mix) is not None
         )
-
-
-def _is_small(layout: ChunkLayout) -> bool:
-    """Whether the trainable weights are a small part of the model."""
-    trained = sum(chunk.nbytes for chunk in layout.chunks if chunk.trainable)
-    return trained <= STAYING_SHARE * sum(chunk.nbytes for chunk in layout.chunks)

@@ -27,38 +27,45 @@ class Budgets:
         every, trainable = len(space.weight_order), len(space.state_order)
         # Chunks that stay on the GPU are the lower bound. A pin overrides it and may move them to the host.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
+        self.streamed_state = pins.n_optimizer_streamed or 0
+        most = trainable - self.streamed_state
         self.optimizer = (
-            (space.num_staying, trainable)
+            (min(space.num_staying, most), most)
             if pins.n_optimizer_gpu is None
             else (pins.n_optimizer_gpu, pins.n_optimizer_gpu)
         )
         self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
         """The smallest prefetch depth that is allowed."""
 
-    def obeys(self, counts: Candidate) -> bool:
-        """Whether the pins and the chunks that stay on the GPU allow the candidate."""
+    def allows(self, counts: Candidate) -> bool:
+        """Whether the candidate agrees with the pins, and keeps the chunks on the GPU that always stay there."""
         pins = self.pins
         pairs = (
             (pins.n_swap, counts.swap),
             (pins.n_offload, counts.offload),
             (pins.n_checkpoint, counts.recompute),
             (pins.n_buffer, counts.depth + 1),
+            (pins.n_optimizer_streamed, counts.streamed_state),
         )
         bounded = ((self.resident, counts.resident), (self.optimizer, counts.optimizer))
-        return all(low <= count <= high for (low, high), count in bounded) and all(
-            pin is None or pin == count for pin, count in pairs
+        return (
+            all(low <= count <= high for (low, high), count in bounded)
+            and all(pin is None or pin == count for pin, count in pairs)
+            and counts.optimizer + counts.streamed_state <= len(self.space.state_order)
         )
 
     def fits(self, counts: Candidate) -> bool:
         return self.space.gpu_bytes(counts) <= self.gpu_bytes and self.space.host_bytes(counts) <= self.host_bytes
 
+    def _candidate(self, resident: int, optimizer: int, mix: StrategyCounts, depth: int) -> Candidate:
+        counts = Candidate(resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=depth)
+        return replace(counts.with_mix(mix), streamed_state=self.streamed_state)
+
     def cheapest_candidate(self, mix: StrategyCounts, depth: int) -> Candidate | None:
         """A candidate with little on the GPU that fits the budgets. A quick heuristic: None does not mean that none
         fits.
         """
-        least = Candidate(
-            resident=self.resident[0], optimizer=self.optimizer[0], swap=0, offload=0, recompute=0, depth=depth
-        ).with_mix(mix)
+        least = self._candidate(self.resident[0], self.optimizer[0], mix, depth)
         for first, second in (("optimizer", "resident"), ("resident", "optimizer")):
             counts = least
             for name in (first, second):
@@ -88,12 +95,12 @@ class Budgets:
         space = self.space
         rows = []
         for optimizer in range(self.optimizer[0], self.optimizer[1] + 1):
-            gpu, host = space.states(optimizer)
+            gpu, host = space.states(optimizer, streamed_state=self.streamed_state)
             for resident in range(self.resident[0], self.resident[1] + 1):
                 rows.append(
                     (
                         gpu + space.weights(resident, self.depth)[0],
-                        host + space.home_bytes(resident, optimizer),
+                        host + space.home_bytes(resident, optimizer, self.streamed_state),
                         (resident, optimizer),
                     )
                 )
@@ -109,10 +116,7 @@ class Budgets:
                     continue
                 found = (host, gpu) if gpu_limit is not None else (gpu, host)
                 if best is None or found < best[:2]:
-                    counts = Candidate(
-                        resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=self.depth
-                    ).with_mix(mix)
-                    best = (*found, counts)
+                    best = (*found, self._candidate(resident, optimizer, mix, self.depth))
         return None if best is None else (best[0], best[2])
 
     def least_gpu(self, *, any_host: bool = False, host_bytes: int | None = None) -> tuple[int, Candidate] | None:
@@ -122,15 +126,7 @@ class Budgets:
             return None
         # Weights, states and activations each at their own minimum. This is the minimum if it fits the host.
         space = self.space
-        counts = Candidate(
-            resident=self._least_resident,
-            optimizer=self._least_optimizer,
-            swap=0,
-            offload=0,
-            recompute=0,
-            depth=self.depth,
-        )
-        counts = counts.with_mix(min(self._mixes)[2])
+        counts = self._candidate(self._least_resident, self._least_optimizer, min(self._mixes)[2], self.depth)
         if any_host or space.host_bytes(counts) <= allowed:
             return space.gpu_bytes(counts), counts
         return self._minimum(allowed, None)
@@ -143,7 +139,7 @@ class Budgets:
     @property
     def _least_optimizer(self) -> int:
         sizes = [self.space.sizes.state_bytes(c) for c in self.space.state_order]
-        return _least(self.optimizer, sizes, lambda n: self.space.states(n)[0])
+        return _least(self.optimizer, sizes, lambda n: self.space.states(n, streamed_state=self.streamed_state)[0])
 
     def least_host(self) -> tuple[int, Candidate] | None:
         return self._minimum(None, self.gpu_bytes)
@@ -211,14 +207,14 @@ class Budgets:
         if (large := self._largest_block()) is not None:
             hints.append(large)
         if with_any_host < needed:
-            hints.append(f"With more host_memory, {self._asked(with_any_host)} of GPU memory is enough.")
+            hints.append(f"With more host_memory, {self._enough_total(with_any_host)} of GPU memory is enough.")
         if self.space.num_staying:
             moving = replace(self.pins, n_persist=0, n_optimizer_gpu=0)
             least = Budgets(self.space, moving, self.gpu, self.host_bytes).least_gpu()
             if least and least[0] < needed:
                 hints.append(
                     f"With trainable weights and their optimizer state on the host too, which is slower (pins "
-                    f"{moving}), {self._asked(least[0])} is enough."
+                    f"{moving}), {self._enough_total(least[0])} is enough."
                 )
         return self._too_small("gpu", needed, part, ways, hints)
 
@@ -235,11 +231,11 @@ class Budgets:
             "(blocks=['path.to.list'])."
         )
 
-    def _asked(self, gpu_bytes: int) -> str:
-        """The total GPU memory to ask for, as text. It is rounded up, unless that exceeds the memory of the GPU."""
-        asked, card = self.gpu.total_for(gpu_bytes), self.space.spec.gpu_bytes
-        enough = show_enough(asked)
-        return exact_bytes(asked) if asked <= card < parse_bytes(enough) else enough
+    def _enough_total(self, gpu_bytes: int) -> str:
+        """The total GPU memory that is enough, as text. It is rounded up, unless that exceeds the memory of the GPU."""
+        total, card = self.gpu.total_for(gpu_bytes), self.space.spec.gpu_bytes
+        enough = show_enough(total)
+        return exact_bytes(total) if total <= card < parse_bytes(enough) else enough
 
     def _beyond(self, gpu_bytes: int) -> str:
         spec = self.space.spec
@@ -255,10 +251,10 @@ class Budgets:
             free = Budgets(self.space, Pins(), self.gpu, self.host_bytes)
             without = free.least_gpu() if resource == "gpu" else free.least_host()
             if without and without[0] < needed:
-                less = self._asked(without[0]) if resource == "gpu" else show_enough(without[0])
+                less = self._enough_total(without[0]) if resource == "gpu" else show_enough(without[0])
                 hints = [*hints, f"Without the pins ({self.pins}), {less} is enough."]
         if resource == "gpu":
-            raised, beyond = self._asked(needed), self._beyond(needed)
+            raised, beyond = self._enough_total(needed), self._beyond(needed)
             raised += f" ({beyond})" if beyond else ""
             allowed, needed = self.gpu.total_bytes, self.gpu.total_for(needed)
         else:

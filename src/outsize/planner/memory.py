@@ -21,12 +21,12 @@ class HighWater:
     """The action at the memory peak, such as `F3` or `B3`; `rest` if no activation adds to the permanent buffers."""
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """Bytes of activations before, during and after one action."""
 
     action: Action
     opens: int
-    here: int
+    peak: int
     """The peak during the action."""
     closes: int
 
@@ -48,8 +48,8 @@ def activation_peak(schedule: Schedule, place: Placement, held_bytes: int) -> tu
     return peak, at
 
 
-def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[Entry]:
-    """The activation bytes of one micro-batch at every action that changes them.
+def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[LedgerEntry]:
+    """The activation bytes of one micro-batch before, during and after every action that changes them.
 
     Updates and copies allocate nothing, so one forward and any one backward are enough.
     """
@@ -67,17 +67,17 @@ def ledger(schedule: Schedule, place: Placement, held_bytes: int) -> Iterator[En
             here = opens + cost.forward_peak_bytes
             if call == last:
                 level -= held_bytes + freed_forward.get(last + 1, 0)  # the forward returns
-            yield Entry(action, opens, here, level)
+            yield LedgerEntry(action, opens, here, level)
         elif kind == Kind.FREE:
             opens, level = level, level - work[call].released_bytes - freed_by_release.get(call, 0)
-            yield Entry(action, opens, opens, level)
+            yield LedgerEntry(action, opens, opens, level)
     for action in schedule.backwards[0].actions:
         kind, call = action
         if kind == Kind.BACKWARD:
             cost = work[call]
             level -= freed_early.get(call, 0)
             opens, level = level, level + cost.backward_delta_bytes - freed_backward.get(call, 0)
-            yield Entry(action, opens, opens + cost.backward_peak_bytes, level)
+            yield LedgerEntry(action, opens, opens + cost.backward_peak_bytes, level)
 
 
 def _lifetimes(place: Placement) -> tuple[dict[int, int], ...]:

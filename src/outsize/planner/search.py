@@ -19,7 +19,7 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.planner.candidates import DEPTHS, MAX_STRIDE, Candidate, SearchSpace
+from outsize.planner.candidates import DEPTHS, MAX_HOST_UPDATE_INTERVAL, Candidate, SearchSpace
 from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
@@ -53,8 +53,17 @@ _SIMPLICITY = (
     "layers recomputed",
     "chunks streamed",
     "updates apart on the host",
+    "chunks with streamed state",
 )
-"""What makes a plan less simple, in order of weight."""
+"""Properties that make a plan less simple, most important first."""
+STREAMED_SHARES = (1.0, 0.75, 0.5, 0.33, 0.2, 0.1)
+"""Shares of the host-updated chunks that are tried with streamed state, before ever smaller steps around the best."""
+STREAMED_STEPS = 4
+STREAMED_TIE = 0.05
+"""Streamed state is chosen only if its predicted gain is larger than this share. It depends on how copies and updates
+share the bandwidth of host memory, which is estimated."""
+HOST_SHARE = 0.5
+"""Streamed state is considered if the host updates for at least this share of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ def search(
             f"trace: it was taken of another model ({trace.graph}) than this one ({made_for}). Profile this model."
         )
     space = SearchSpace(graph, layout, trace, step_config, spec)
-    check_pins(pins, graph, layout, space.num_layers)
+    check_pins(pins, graph, layout, space.num_layers, len(space.state_order))
     run = _Search(Budgets(space, pins, gpu, host_bytes))
     best = run.run()
     words = run.words(best)
@@ -131,15 +140,16 @@ class _Search:
         start = self.budgets.start()
         plain = self.space.plain
         # The plain run comes first, so that it is always among the simulated candidates.
-        families = [plain] if self.budgets.obeys(plain) and self.budgets.fits(plain) else []
+        families = [plain] if self.budgets.allows(plain) and self.budgets.fits(plain) else []
         self._try([*families, *self._families(start)], int(self.limit * FIRST_SHARE))
         self._refine()
+        self._stream_state()
         return self._best()
 
     # Candidates.
 
     def _families(self, start: Candidate) -> Iterator[Candidate]:
-        """The first candidates: from little GPU memory up, in every order of priority."""
+        """The first candidates. From one with little GPU memory, the budget is spent in every order of priority."""
         yield start
         depths = DEPTHS if self.budgets.pins.n_buffer is None else (self.budgets.depth,)
         for mix, depth in itertools.product(dict.fromkeys([*self.budgets.bases(), start.mix]), depths):
@@ -151,7 +161,7 @@ class _Search:
                     yield self._spend(floor, order)
 
     def _spend(self, counts: Candidate, order: Iterable[str]) -> Candidate:
-        """Spend the GPU budget on each use in turn, as far as it goes."""
+        """Spend the GPU budget on each use in turn, until it is used up."""
         for name in order:
             steps = self._room(counts, name)
             low, high = 0, len(steps) - 1
@@ -161,10 +171,10 @@ class _Search:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self._ok(steps[middle]) else (low, middle)
             counts = steps[low]
-        return self._pace(self._tidy(counts))
+        return self._with_host_update_interval(self._without_unused_depth(counts))
 
     def _room(self, counts: Candidate, name: str) -> "_Steps":
-        """The candidates with more and more memory for one use."""
+        """Candidates with increasing memory for one use (`resident`, `optimizer` or `keep`)."""
         if name == "keep":
             pins = self.budgets.pins
             takers = [
@@ -176,20 +186,20 @@ class _Search:
         high = (self.budgets.resident if name == "resident" else self.budgets.optimizer)[1]
         return _Steps(counts, [(name, 1, max(0, high - getattr(counts, name)))])
 
-    def _tidy(self, counts: Candidate) -> Candidate:
+    def _without_unused_depth(self, counts: Candidate) -> Candidate:
         """Set depth to 0 if nothing is streamed."""
         if counts.resident == len(self.space.weight_order) and self.budgets.pins.n_buffer is None:
             return replace(counts, depth=0)
         return counts
 
-    def _pace(self, counts: Candidate) -> Candidate:
+    def _with_host_update_interval(self, counts: Candidate) -> Candidate:
         """Set host_update_interval to the host's update rate, if the gradients that wait fit the host budget."""
         paced = replace(counts, host_update_interval=self.space.host_update_interval(counts))
         return paced if self.budgets.fits(paced) else replace(counts, host_update_interval=1)
 
     def _ok(self, counts: Candidate) -> bool:
         return (
-            self.space.strategies(counts.mix) is not None and self.budgets.obeys(counts) and self.budgets.fits(counts)
+            self.space.strategies(counts.mix) is not None and self.budgets.allows(counts) and self.budgets.fits(counts)
         )
 
     def _neighbours(self, counts: Candidate, share: float) -> Iterator[Candidate]:
@@ -247,7 +257,7 @@ class _Search:
                 continue
             walked += 1
             self._simulate(counts)
-            self._find_stride(counts)
+            self._find_host_update_interval(counts)
         return self._best().counts != before
 
     def _ranked(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -272,23 +282,27 @@ class _Search:
         assert (estimate.gpu_bytes, estimate.host_bytes) == (
             self.space.gpu_bytes(counts),
             self.space.host_bytes(counts),
-        ), "two accounts of one plan"
+        ), "the candidate's bytes differ from those of its plan"
         self.tried[counts] = _Tried(counts, decision, estimate)
 
-    def _find_stride(self, counts: Candidate) -> None:
+    def _find_host_update_interval(self, counts: Candidate) -> None:
         """Simulate larger, then smaller values of host_update_interval while they are faster. The best value depends on
         when gradients complete, which only a simulation shows.
         """
         if (
             self.space.step_config.update != "in_backward"
-            or counts.optimizer == len(self.space.state_order)
+            or counts.optimizer + counts.streamed_state == len(self.space.state_order)
             or not self._is_close(counts)
         ):
             return
         for way in (1, -1):
             here = counts
             there = replace(here, host_update_interval=here.host_update_interval + way)
-            while 1 <= there.host_update_interval <= MAX_STRIDE and len(self.tried) < self.limit and self._ok(there):
+            while (
+                1 <= there.host_update_interval <= MAX_HOST_UPDATE_INTERVAL
+                and len(self.tried) < self.limit
+                and self._ok(there)
+            ):
                 if there not in self.tried:
                     self._simulate(there)
                 if self._seconds(there) >= self._seconds(here):
@@ -326,6 +340,36 @@ class _Search:
             if not self._try(self._neighbours(*step), self.limit, AT_A_TIME):
                 done.add(step)
 
+    def _stream_state(self) -> None:
+        """Try streamed state: the GPU updates some chunks whose state is on the host, the host the others."""
+        best = self._best()
+        most = len(self.space.state_order) - best.counts.optimizer
+        is_busy = best.estimate.busy_seconds["host"] >= HOST_SHARE * best.estimate.step_seconds
+        if self.budgets.pins.n_optimizer_streamed is not None or not is_busy:
+            return
+        numbers, step = {max(1, round(share * most)) for share in STREAMED_SHARES}, most // 8
+        for _ in range(STREAMED_STEPS):
+            candidates = [
+                counts
+                for number in sorted(numbers)
+                for counts in self._with_room(replace(best.counts, streamed_state=number))
+            ]
+            self._try(candidates, len(self.tried) + len(candidates))
+            streamed = [t for t in self.tried.values() if t.counts.streamed_state]
+            if not streamed or not step:
+                break
+            here = min(streamed, key=lambda t: t.estimate.step_seconds).counts.streamed_state
+            numbers, step = {n for n in (here - step, here + step) if 0 < n <= most}, step // 2
+
+    def _with_room(self, counts: Candidate) -> Iterator[Candidate]:
+        """The candidate itself if it fits, or those with fewer chunks, less state or fewer activations on the GPU."""
+        if self._ok(counts):
+            yield self._with_host_update_interval(counts)
+        else:
+            yield self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
+            yield self._spend(replace(counts, optimizer=self.budgets.optimizer[0]), ("optimizer",))
+            yield from (self._spend(counts.with_mix(mix), ("keep",)) for mix in self.budgets.bases())
+
     # Choice.
 
     def _fastest(self) -> float:
@@ -346,17 +390,19 @@ class _Search:
             counts.recompute,
             streamed,
             counts.host_update_interval,
+            counts.streamed_state,
         )
 
     def _best(self) -> _Tried:
-        limit = self._fastest() * (1 + TIE)
+        tried = list(self.tried.values())
+        unstreamed = [t for t in tried if not t.counts.streamed_state]
+        if any(t.estimate.step_seconds <= self._fastest() * (1 + STREAMED_TIE) for t in unstreamed):
+            tried = unstreamed
+        limit = min(t.estimate.step_seconds for t in tried) * (1 + TIE)
         plain = self.tried.get(self.space.plain)
         if plain and plain.estimate.step_seconds <= self._fastest() * (1 + PLAIN_TIE):
             return plain
-        return min(
-            (t for t in self.tried.values() if t.estimate.step_seconds <= limit),
-            key=lambda t: self._complexity(t.counts),
-        )
+        return min((t for t in tried if t.estimate.step_seconds <= limit), key=lambda t: self._complexity(t.counts))
 
     def words(self, best: _Tried) -> str:
         others = [t for t in self.tried.values() if t.counts != best.counts]
@@ -397,6 +443,7 @@ class _Search:
             [
                 f"weights {counts.resident} of {len(self.space.weight_order)} chunks on the GPU",
                 f"optimizer {counts.optimizer} of {len(self.space.state_order)}",
+                *([f"optimizer state of {counts.streamed_state} streamed"] if counts.streamed_state else []),
                 f"layers {' + '.join(layers) or 'all keep'}",
                 f"depth {counts.depth}",
                 *([f"host_update_interval {counts.host_update_interval}"] if counts.host_update_interval > 1 else []),

@@ -7,14 +7,14 @@ the `sim` device does the same with its own hazards and clock, so both give the 
 the last write and the last use of every buffer and does not derive minimal waits: a wait that follows from other waits
 cannot change a start. Both forms give equal floats, which a test checks.
 
-Launch times are measured by the trial run on a GPU, or estimated for another machine. The launching thread then has a
-clock too: see [Note: The thread that issues] in hardware/lanes.py. Without launch times, and on `sim`, launching takes
+Launch times are measured by the profiling run on a GPU, or estimated for another machine. The launching thread then has
+a clock too: see [Note: The launching thread] in hardware/lanes.py. Without launch times, and on `sim`, launching takes
 no time.
 """
 
 from collections.abc import Iterable, Iterator
 
-from outsize.hardware.lanes import LANES, LEAD_SECONDS, IssuedClock, LaneClock, slowed
+from outsize.hardware.lanes import LANES, LEAD_SECONDS, LaneClock, LaunchClock, slowed
 from outsize.hardware.spec import HardwareSpec
 from outsize.planner.memory import high_water
 from outsize.schedule.actions import Action, Effect, Kind, action_seconds, effect, launch
@@ -40,7 +40,7 @@ class Walk:
 
     def __init__(self, place: Placement, spec: HardwareSpec):
         self.place, self.spec = place, spec
-        self.clock = IssuedClock(spec.launch_slowdown) if place.knows_issuing else LaneClock()
+        self.clock = LaunchClock(spec.launch_slowdown) if place.has_launch_times else LaneClock()
         self.ends: dict[Token, float] = {}
         self._visible_at: dict[Token, float] = {}
         self._hazards = Hazards()
@@ -56,9 +56,9 @@ class Walk:
                 action_seconds(self.place, action, self.spec, touched.lane),
                 *launch(self.place, action, self.spec),
             )
-        (lane, reads, writes), seconds, issue, thread_waits = self._known[key]
+        (lane, reads, writes), seconds, launch_seconds, thread_waits = self._known[key]
         after = [(self.ends[token], self._visible_at[token]) for token in self._hazards.before(lane, reads, writes)]
-        end = self.clock.issue(lane, seconds, after, issue, waits=thread_waits)
+        end = self.clock.issue(lane, seconds, after, launch_seconds, waits=thread_waits)
         token = self._hazards.after(lane, reads, writes)
         self.ends[token], self._visible_at[token] = end, self.clock.visible_at
         return end
@@ -109,7 +109,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
     """Seconds from the end of one step's last backward to that of the next, the busy seconds of each lane in that time,
     and the launch-bound part of compute."""
     segments, num_buffers = _compile(place, schedule, spec)
-    has_thread, launch_slowdown = place.knows_issuing, spec.launch_slowdown
+    has_thread, launch_slowdown = place.has_launch_times, spec.launch_slowdown
     wrote = [0.0] * num_buffers
     used = [0.0] * num_buffers  # last read or write
     visible_written, visible_used = [0.0] * num_buffers, [0.0] * num_buffers
@@ -122,7 +122,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
         for ops, last_backward, is_update in segments:
             if has_thread and is_update:
                 issued = max(issued, free[_COMPUTE])
-            for number, (lane, reads, writes, seconds, issue, thread_waits) in enumerate(ops):
+            for number, (lane, reads, writes, seconds, launch_seconds, thread_waits) in enumerate(ops):
                 start = free[lane]
                 for buffer in reads:
                     if wrote[buffer] > start:
@@ -148,9 +148,9 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
                     elif lane == _COMPUTE and start - LEAD_SECONDS > issued:
                         issued = start - LEAD_SECONDS
                     issued += (
-                        slowed(issue, seconds if thread_waits else 0.0, free[_HOST] - issued, launch_slowdown)
+                        slowed(launch_seconds, seconds if thread_waits else 0.0, free[_HOST] - issued, launch_slowdown)
                         if free[_HOST] > issued
-                        else issue
+                        else launch_seconds
                     )
                     if issued - start > seconds:
                         if lane == _COMPUTE:
@@ -177,7 +177,7 @@ def step_seconds(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tu
 
 
 def _compile(place: Placement, schedule: Schedule, spec: HardwareSpec) -> tuple[list[tuple[list[_Op], int, bool]], int]:
-    """Per segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is
+    """By segment of a step: its actions as numbers, which of them is the last backward (-1: none), and whether it is
     the update.
     """
     in_backward = place.step_config.update == "in_backward"

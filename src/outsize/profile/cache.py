@@ -42,7 +42,7 @@ def traced(
     """The trace of this model, batch shape and device: from the cache, or from a profiling run. `model_loss`: how the
     model computes its loss, if not in its own way.
     """
-    # No fingerprint covers the code of a loss outside of the model.
+    # The trace of a loss outside of the model is not cached, since no fingerprint covers its code.
     key = _key(model, batch, layers, device, model_loss) if loss is None else ""
     path = profile_path(key) if key else None
     if path is not None and path.exists():
@@ -114,7 +114,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
 
 
 def _speed(device: Device) -> list[Any]:
-    """What the seconds of a trace depend on. Its bytes do not depend on the device or its memory."""
+    """The part of the key for the seconds of a trace. Its bytes do not depend on the device or its memory."""
     spec = device.spec
     return [
         device.kind,
@@ -125,7 +125,7 @@ def _speed(device: Device) -> list[Any]:
 
 
 def _settings(module: nn.Module) -> list[str]:
-    """Plain attributes: what a module computes may depend on them."""
+    """Plain attributes of a module, which its output may depend on."""
     return sorted(
         f"{k}={v!r}"
         for k, v in vars(module).items()
@@ -134,7 +134,7 @@ def _settings(module: nn.Module) -> list[str]:
 
 
 class _Described:
-    """Stands for a tensor without its values."""
+    """A tensor in a key, by shape and dtype and without its values."""
 
     def __init__(self, tensor: torch.Tensor):
         self._text = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"

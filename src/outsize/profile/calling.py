@@ -1,4 +1,4 @@
-"""Calls a model with a batch, and finds the loss in its outputs."""
+"""Calls a model with a batch, and computes the loss from its outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ModelUnsupported
-from outsize.model.batch import Call, arguments_of, as_call
+from outsize.model.batch import ModelCall, arguments_of, as_call
 from outsize.model.tensors import all_with_grad, named_tensors
 
 Loss = Callable[[nn.Module, Any], Tensor | None]
@@ -35,5 +35,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 def batch_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     """Shapes by path: `input_ids`, `features.input_ids`; positional inputs by their number."""
-    arguments = arguments_of(batch, ()) if isinstance(batch, Call) else (batch,) if isinstance(batch, Tensor) else batch
+    arguments = (
+        arguments_of(batch, ()) if isinstance(batch, ModelCall) else (batch,) if isinstance(batch, Tensor) else batch
+    )
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(arguments)}

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType, MethodType
 from torch import nn
 
 _TORCH_PACKAGES = ("torch", "builtins", "typing", "abc")
-"""Covered by the version of torch in the key."""
+"""Packages whose code the version of torch stands for."""
 
 
 def fingerprint_code(model: nn.Module) -> str:
@@ -43,8 +43,8 @@ def _patched_functions(model: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _of_class(cls: type) -> str:
-    """Of its source file, which has the functions that it calls too, and of its methods, for classes without a file (a
-    notebook) and patched ones.
+    """Fingerprint of the class's source file, which also has functions that it calls, and of its methods, for classes
+    without a file (a notebook) and patched ones.
     """
     return _of_file(cls) + "".join(
         sorted(_of_function(value) for value in vars(cls).values() if isinstance(value, FunctionType))
@@ -65,7 +65,7 @@ def _of_path(path: str, _modified: int) -> str:
 
 
 def _of_function(function: FunctionType, depth: int = 4) -> str:
-    """Its code, with the plain values and functions in its defaults and closure, which the result may depend on."""
+    """Fingerprint of a function: its code, and the plain values and functions in its defaults and closure."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     held = [_of_value(value, depth) for value in defaults]
     for cell in function.__closure__ or ():

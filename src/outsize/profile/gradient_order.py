@@ -1,4 +1,4 @@
-"""In which call's backward the gradient of each parameter is complete, as the profiling run sees it.
+"""Determines in which call's backward the gradient of each parameter is complete, from the profiling run.
 
 [Note: Weights that some calls read] A layer that runs several times may read a weight in some of its calls only,
 depending on the data: an expert. In the plan its gradient is complete in the first call of the layer, which is the last
@@ -17,7 +17,7 @@ from outsize.profile.profiling_pass import ProfilingPass
 
 
 def read_without_grad(model: nn.Module, graph: BlockGraph, run: ProfilingPass) -> tuple[tuple[int, str], ...]:
-    """Calls that have a backward, each with the trainable parameters of its block that it adds no gradient to.
+    """Pairs of a call that has a backward and a trainable parameter of its block to which it adds no gradient.
 
     A teacher's pass under no_grad may share a call with the start of the student's. A layer that runs without grad may
     be followed by code with grad. A module that layers share may have parts for each of them. A call whose backward
@@ -40,7 +40,7 @@ def read_without_grad(model: nn.Module, graph: BlockGraph, run: ProfilingPass) -
 def require_known_order(
     model: nn.Module, graph: BlockGraph, run: ProfilingPass, readers: Mapping[int, Collection[int]]
 ) -> None:
-    """Refuse a model with a gradient that is not complete once per backward, in a call that the graph tells. `readers`:
+    """Refuse a model with a gradient that is not complete once per backward, in the call that the graph has. `readers`:
     by id of a parameter, the calls that were seen to read it.
     """
     for name, param in model.named_parameters():
@@ -64,9 +64,9 @@ def require_known_order(
         if first >= 0 and missed:
             raise ModelUnsupported(
                 f"{name}: its gradient is complete in the backward of {graph.call_name(first)}, not in that of "
-                f"{graph.call_name(missed[0])}, which reads it first: a value goes from one to the other by another "
-                "way than a layer's inputs and outputs. Return that value from the layer, and compute what depends on "
-                "a layer's weights in its forward."
+                f"{graph.call_name(missed[0])}, which reads it first: a value passes from one to the other "
+                "outside of the layers' inputs and outputs. Return that value from the layer, and compute what "
+                "depends on a layer's weights in its forward."
             )
         if 0 <= first < min(graph.backward_users[name]):
             raise ModelUnsupported(

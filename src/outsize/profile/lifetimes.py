@@ -27,7 +27,7 @@ from outsize.base.errors import ModelUnsupported
 from outsize.compat import node_number, saved_tensors_hooks_in_force, storage_id
 from outsize.model.strategies import STRATEGY, Strategy
 from outsize.model.work import Role, SharedTensor
-from outsize.profile.phases import Moment, Phases, TrackedStorage
+from outsize.profile.phases import PhaseName, Phases, TrackedStorage
 
 Use = tuple[int, Role, int]
 """A block call, and the number of a tensor among its arguments, outputs, ..."""
@@ -36,7 +36,7 @@ Use = tuple[int, Role, int]
 @dataclass(slots=True, eq=False)
 class TrackedTensor:
     first: Use
-    """Where it was first seen."""
+    """The use in which it was first seen."""
     storage: TrackedStorage
     uses: list[Use] = field(default_factory=list)
     """Layer calls that made it or had it as an argument."""
@@ -129,7 +129,7 @@ class Lifetimes:
         return not record.sends and storage_id(storage) in self._saved and self._saved[storage_id(storage)]() is storage
 
     def layer_sent(self, call: int, is_sent: Callable[[torch.UntypedStorage], bool]) -> None:
-        """All that a layer sends to the host is known."""
+        """Called once all tensors that a layer copies to the host are known. `is_sent`: whether it copies a storage."""
         self.sent |= {
             use for use, ref in self._uses.get(call, ()) if (storage := ref()) is not None and is_sent(storage)
         }
@@ -183,7 +183,7 @@ class SharedTensors:
                 self._correct_peaks(tensor, layers)
 
     def _correct_holders(self, tensor: TrackedTensor) -> None:
-        """Correct what is known of a tensor's holders by when it was freed."""
+        """Correct the holders of a tensor from the time at which it was freed."""
         ran = self._passes["keep"].strategies
         uses = {use[0]: use for use in tensor.uses if use[0] in ran}
         for strategy, freed in self._frees(tensor):
@@ -198,7 +198,7 @@ class SharedTensors:
                 if self._is_freed_before_peak(tensor, strategy):
                     self._freed_early[strategy].add(uses[call])
             elif moment == "backward":
-                under = strategy if call in ran else "keep"  # a region holds it whatever strategy the layers have
+                under = strategy if call in ran else "keep"  # a region holds it under any strategy of the layers
                 others = self._other_holders.setdefault(tensor.first, {})
                 others[call] = tuple(dict.fromkeys((*others.get(call, ()), under)))
 
@@ -231,8 +231,8 @@ class SharedTensors:
     def _is_freed_before_peak(self, tensor: TrackedTensor, strategy: Strategy) -> bool:
         return self._passes[strategy].tensors[tensor.first].storage.is_freed_before_peak
 
-    def _frees(self, tensor: TrackedTensor) -> list[tuple[Strategy, Moment | None]]:
-        """By strategy, when the tensor was freed."""
+    def _frees(self, tensor: TrackedTensor) -> list[tuple[Strategy, PhaseName | None]]:
+        """By strategy: when the tensor was freed."""
         return [(strategy, run.tensors[tensor.first].storage.freed) for strategy, run in self._passes.items()]
 
     def records(self, offered: Sequence[Collection[str]]) -> tuple[SharedTensor, ...]:
@@ -287,7 +287,7 @@ class SharedTensors:
         return max(in_forward) if in_forward else min(released, default=num_calls)
 
     def _unused_graphs(self, num_calls: int) -> Iterator[SharedTensor]:
-        """What graphs of layers saved and nothing used, by the forward in which it was freed."""
+        """Tensors that graphs of layers saved and nothing used, by the forward in which they were freed."""
         found: dict[int, dict[int, int]] = {}
         for tensor in self._tensors.values():
             freed = tensor.storage.freed

@@ -1,4 +1,4 @@
-"""One trace for several batches: a plan that fits it fits each of them. No torch.
+"""Merges the traces of several batches: a plan that fits the merged trace fits each batch. No torch.
 
 The memory of a step is a ledger (planner/memory.py): a level that rises and falls from phase to phase. Rises are taken
 from the batch that raises it most, falls from the batch that lowers it least. So the level of the merged trace is never
@@ -28,7 +28,7 @@ def merged(one: ModelTrace, other: ModelTrace) -> ModelTrace | None:
 
 
 def _shared(one: tuple[SharedTensor, ...], other: tuple[SharedTensor, ...]) -> tuple[SharedTensor, ...]:
-    """Each tensor for as long as it lives in either trace, or for ever."""
+    """The shared tensors of both traces, each for as long as it lives in either trace."""
     a, b = ({(t.call, t.role, t.number, t.allocated_in): t for t in tensors} for tensors in (one, other))
     found = [_longer(a[key], b[key]) for key in a if key in b]
     # A tensor of only one of them counts as allocated and never freed. What unused graphs save is short-lived.
@@ -122,7 +122,7 @@ def with_reserve(trace: ModelTrace, num_bytes: int) -> ModelTrace:
 
 
 def _works(one: ModelTrace, other: ModelTrace, call: int) -> dict[str, Work]:
-    """By strategies that both have. A region without a Work after a strategy has that of `keep`."""
+    """The Work of strategies that both have. A region without a Work after a strategy has that of `keep`."""
     a, b = one.calls[call], other.calls[call]
     regions = (a.keys() | b.keys()) - {*one.strategies(call), *other.strategies(call)}
     found = {s: _work(a[s], b[s]) for s in one.strategies(call) if s in b}

@@ -30,7 +30,7 @@ class Phase:
     launch_seconds: float = 0.0
     """CPU time to launch its kernels."""
     ran_ahead: bool = False
-    """All of it was launched before the GPU began it."""
+    """The CPU launched all of it before the GPU began it."""
     syncs_host: bool = False
     """The CPU waited for the GPU in it."""
 
@@ -43,7 +43,7 @@ class ForwardPhase(Phase):
     """Allocations of tracked storages that `delta_bytes` does not include."""
 
 
-Moment = tuple[Literal["forward", "release", "backward"], int]
+PhaseName = tuple[Literal["forward", "release", "backward"], int]
 """The forward of a call, the release of its offloaded activations, or its backward."""
 
 
@@ -54,10 +54,10 @@ class TrackedStorage:
     """The call whose forward allocated it, if that forward's phase does not count it; -1 if it does."""
     saved_by: int = -1
     """Only the graph of this call holds it. It is tracked only if it is freed in the forward of a later call."""
-    freed: Moment | None = None
+    freed: PhaseName | None = None
     """`forward`: it was freed before the peak of that call's forward, or before that forward began."""
     peak_when_freed: int = 0
-    """What the meter had as peak then."""
+    """The meter's peak at that time."""
     is_freed_after_peak: bool = False
     """It was freed in the forward before the one that `freed` names, after the peak of that forward."""
     is_freed_before_peak: bool = False
@@ -72,14 +72,14 @@ def _on_free(phases: "weakref.ref[Phases]", storage: TrackedStorage, _: object) 
 
 class Phases:
     def __init__(self, meter: Meter | None, device: Device, *, ahead: bool):
-        """Without a meter only seconds are measured: with the CPU `ahead` of the GPU, as in the middle of a run, or
+        """Without a meter, only seconds are measured: with the CPU `ahead` of the GPU, as in the middle of a run, or
         synchronized before each phase.
         """
         self._meter, self._device, self._ahead = meter, device, ahead
         self.forward: list[ForwardPhase] = []
         self.backward: dict[int, Phase] = {}
         self.held_bytes = 0
-        self._now: Moment = ("forward", 0)
+        self._now: PhaseName = ("forward", 0)
         self._freed: list[TrackedStorage] = []
         """Since the open phase began, or since the last one ended."""
         self._freed_in_last_forward: list[TrackedStorage] = []
@@ -229,7 +229,7 @@ class Phases:
         self._freed.append(storage)
 
     def release(self, call: int, free_device_copy: Callable[[], None]) -> None:
-        """Free what a call has sent to the host."""
+        """Free the device memory of the activations that a call has sent to the host."""
         before, now, num_freed = self._read_level(), self._now, len(self._freed)
         self._now = ("release", call)
         free_device_copy()
@@ -240,7 +240,7 @@ class Phases:
         del self._freed[num_freed:]
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """A context for operators that are not the model's."""
+        """A context for operators that are not the model's: they do not count."""
         return self._meter.paused() if isinstance(self._meter, Observer) else nullcontext()
 
     def _read_level(self) -> int:

@@ -114,7 +114,7 @@ class PlacedWeights:
                 )
 
     def _is_written(self, param: nn.Parameter) -> bool:
-        """Whether its values differ from those before. The version alone does not show it: the same values may have
+        """Whether its values differ from before. The version alone does not show it: the same values may have
         been written (PEFT's parametrizations).
         """
         if param in self._saved:

@@ -38,7 +38,7 @@ def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
         param.grad = None
     cached = turn_caches_off(model)
     layerdrop = _turn_layerdrop_off(model)
-    # As the engine does in training: casts of weights are made where they are used, and freed there.
+    # As in training: casts of weights are made where they are used, and freed there.
     autocast_cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -53,7 +53,7 @@ def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
             for module, name, buffer, data, saved in buffers:
                 module._buffers[name] = buffer
                 buffer.data = data
-                # Expanded buffers are skipped: they cannot be written, neither by the model nor here.
+                # Expanded buffers are skipped: they cannot be written, by the model or by this code.
                 if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
                     buffer.copy_(saved)
         torch.set_autocast_cache_enabled(autocast_cache)

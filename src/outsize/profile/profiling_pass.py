@@ -30,12 +30,12 @@ from outsize.transfer.offloaded_tensors import OffloadedTensors
 
 
 class PassContext(Protocol):
-    """What a pass needs from the tracer."""
+    """The part of a Tracer that a pass uses."""
 
     layers: tuple[Layer, ...]
     device: Device
     spill_device: torch.device
-    """Where activations are copied that a strategy sends to the host."""
+    """The device that activations are copied to under offload and swap."""
 
     progress: Bar
     """Counts the calls of all passes."""
@@ -51,26 +51,26 @@ class PassContext(Protocol):
     def is_static(self, tensor: Tensor) -> bool: ...
 
     def context_key(self, call: int) -> Any:
-        """What runs before a layer and after it. Code before it may hold its input, and code after it is measured with
-        it.
+        """Identifies the code before and after a layer call: code before it may hold its input, and code after it is
+        measured with it.
         """
         ...
 
     def note_arguments(self, call: int, tensors: list[Tensor]) -> None: ...
 
     def may_run_twice(self, layer: Layer) -> bool:
-        """Backward may run its forward again."""
+        """Whether backward may run the layer's forward again."""
         ...
 
     def has_backward(self, call: int) -> bool:
-        """A plan chooses a strategy for it. Otherwise it runs as with `keep`, and what it allocates is freed in
-        forward.
+        """Whether the call has a backward, and so a strategy. Otherwise it runs as with `keep`, and its allocations are
+        freed in forward.
         """
         ...
 
     def must_run(self, call: int) -> bool:
-        """It may not be skipped, since other work is measured with it: what runs after it, or the gradient of a weight
-        that calls share.
+        """Whether the call may not be skipped, since other work is measured with it: the code after it, or the gradient
+        of a weight that calls share.
         """
         ...
 
@@ -225,7 +225,7 @@ class ProfilingPass:
                 call, [t for t in written if t.layout == torch.strided and not self.context.is_static(t)]
             )
         with self.context.device.on_host(), self.phases.uncounted():
-            # Later layers may need what a layer writes into its arguments: nothing stands in for such a layer.
+            # A layer that writes into its arguments always runs, since later layers may need the values.
             self._stand_ins[key] = stand_in_for(inputs, outputs, argument_storages) if inputs and not added else None
         return outputs
 
@@ -233,7 +233,7 @@ class ProfilingPass:
         if self._tracks:
             self.lifetimes.layer_called(call, inputs)
         if self.is_discovery:
-            # Weights and buffers among the arguments are there for good.
+            # Weights and buffers among the arguments live until the end and are not tracked.
             others = [t for t in inputs[1:] if not self.context.is_static(t)]
             self.arguments.layer_called(call, inputs[0], others)
             self._note_input(call, inputs[0])
@@ -242,8 +242,8 @@ class ProfilingPass:
     def _key(self, call: int, layer: Layer, inputs: list[Tensor]) -> Any:
         ids = [id(t) for t in inputs]
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad, ids.index(id(t))) for t in inputs)
-        # Equal layers differ by what runs before and after them. Without grad (X-LoRA's scaling pass runs the layers so
-        # first) a layer costs something else than with a backward.
+        # Equal layers differ by the code before and after them, and by grad: X-LoRA's scaling pass first runs them
+        # without grad, at another cost.
         grad = torch.is_grad_enabled()
         key = (layer.structure, kinds, self.context.context_key(call), self._is_unmeasured, grad)
         if not self._is_unmeasured:
@@ -359,6 +359,6 @@ def _storages_of(tensors: list[Tensor]) -> set[int]:
 
 
 def _replacements(named: list[tuple[str, Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a layer has put among its arguments in place of these: a hidden state that is passed on in an object."""
+    """Tensors that a layer has put among its arguments in place of these: a hidden state in an object, for example."""
     now = dict(named_tensors((args, kwargs)))
     return [now[path] for path, tensor in named if path in now and now[path] is not tensor]

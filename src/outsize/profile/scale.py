@@ -1,4 +1,4 @@
-"""A trace at another number of rows, on the line through two measured traces. No torch.
+"""Scales a trace to another number of rows, along the line through two measured traces. No torch.
 
 Rows of a batch are independent, so the bytes and seconds of a call have a part per row and a fixed part, and two sizes
 determine both. Where a number is the maximum of two such sums (a weight's gradient is larger than the activations of
@@ -21,7 +21,7 @@ made launch times 1.8 times as long.
 _SECONDS = ("forward_seconds", "backward_seconds")
 _SIZES = ("forward_peak_bytes", "backward_peak_bytes", "sent_bytes", "released_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
-"""May be negative."""
+"""Fields of Work that may be negative."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class _Line:
 
 
 def _structure(trace: ModelTrace) -> tuple[object, ...]:
-    """All that does not depend on the number of rows."""
+    """The parts of a trace that do not depend on the number of rows."""
     calls = [trace.strategies(v) for v in range(len(trace.calls))]
     # Whether a tensor is freed before or after the peak of a call does depend on rows.
     shared = [replace(tensor, num_bytes=0, freed_in=0, freed_early_in=()) for tensor in trace.shared]

@@ -3,8 +3,8 @@
 The gradient of a weight that several calls use lives from the backward of its last user to that of its first. The users
 between them hold both the sum so far and their own part. The same holds for a tensor that several layers have as a
 further argument (encoder states, keys and values of an earlier layer), until the backward of the call that made it. So
-a call can stand for others only if it has the same position among the users. And wherever one user runs, the first and
-the last run too: without them no sum begins, or none is kept.
+a call can stand for others only if it has the same position among the users. If one user runs in a profiling pass,
+the first and the last must run too: the first one in backward order begins the sum, the last one ends it.
 """
 
 import weakref
@@ -60,7 +60,7 @@ def calls_to_run(keys: Mapping[int, object], always: Iterable[int], gradients: S
 
 class HiddenReads:
     """Tensors that a layer made and a later layer reads, though they are none of its arguments or attributes: they came
-    through an object that both know.
+    through an object that both refer to.
 
     How long such a tensor lives depends on what holds that object. Only a pass in which every layer keeps its
     activations measures it correctly.

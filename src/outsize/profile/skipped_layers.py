@@ -1,4 +1,4 @@
-"""What a layer that a profiling pass skips returns in place of its outputs."""
+"""Makes the outputs of layers that a profiling pass skips."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -25,9 +25,9 @@ class ModelTrace:
     counts_launches: bool = False
     """Launch times were counted by operators, not measured."""
     process_overhead: ProcessOverhead = ProcessOverhead()
-    """Of the profiling run. A plan from a cached trace meets all of it in its first step."""
+    """Process overhead of the profiling run. With a cached trace, it arises only in the first step."""
     notes: tuple[str, ...] = ()
-    """What a user should know of the model: which blocks cannot be recomputed, and why. Each is logged once per
+    """Notes for the user: which blocks cannot be recomputed, and why. Each is logged once per
     prepare.
     """
     profile_keys: tuple[str, ...] = ()

@@ -76,12 +76,12 @@ class Tracer:
         weights: Weights | None = None,
         loss: Loss | None = None,
     ):
-        """`weights`: where the values of unmaterialized parameters are read from. `loss`: makes the loss if the
-        training loop does not use the model's own.
+        """`weights`: the source of values of unmaterialized parameters. `loss`: computes the loss if the training loop
+        does not use the model's own.
         """
         self.model, self.batch, self.layers, self.device, self.loss = model, batch, layers, device, loss
-        # Allocations between two calls are not measured, so the device can hold what is sent. Then the host needs no
-        # memory for it.
+        # Allocations between two calls are not measured, so the device itself can hold offloaded activations, and the
+        # host needs no memory for them.
         self.spill_device = device.torch_device
         self.progress = Bar("Profiling the model")
         self.bound_attributes: dict[str, BoundAttributes] = {}
@@ -210,7 +210,7 @@ class Tracer:
             if not self.compares:
                 raise
         self.progress.done = done
-        gc.collect()  # as in _measure
+        gc.collect()  # the exception's frames held activations, as in _measure
         self.compares = False
         return self._discover()
 
@@ -273,7 +273,7 @@ class Tracer:
             lists = [self._list_of(discovery, call) for call in pair]
             ends = [each for each in lists if each not in continued]
             dropped.update(ends[:1] if lists[0] != lists[1] else [])
-        # Nor is a cell of single modules a stack that runs repeatedly, as often as the data says.
+        # A cell of single modules that runs several times is no stack either: the data decides how often it runs.
         num_calls = Counter(discovery.layer_of)
         repeated = [layer for i, layer in enumerate(self.layers) if num_calls[i] > 1 and not is_composite(layer.module)]
         lists = [layer.stack for layer in repeated]
@@ -325,7 +325,7 @@ class Tracer:
 
     def _time(self, strategy: Strategy) -> ProfilingPass:
         """Time a strategy with the CPU running ahead and, on devices that run apart from the CPU, in a second pass that
-        is synchronized before each phase. See [Note: The thread that issues] in hardware/lanes.py.
+        is synchronized before each phase. See [Note: The launching thread] in hardware/lanes.py.
         """
         run = ProfilingPass(self, strategy, None, ahead=True)
         self._run_once(run, BlockTracker(self.model, run))

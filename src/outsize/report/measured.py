@@ -1,10 +1,10 @@
-"""A measured step, cut as a predicted one: from the end of one step's last backward to the end of the next one's."""
+"""A measured step, delimited as a predicted one: from the end of one last backward to the end of the next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.hardware.lanes import LANES
-from outsize.report.step import Phase, StepSpan, phases_of
+from outsize.report.step import PassSpan, StepSpan, phases_of
 from outsize.report.trace import Span
 from outsize.schedule.actions import Kind, parse_action
 
@@ -12,11 +12,11 @@ from outsize.schedule.actions import Kind, parse_action
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     step_seconds: float
-    """Of steps without a recording, which costs a little time."""
+    """Measured in steps without a recording, since recording takes a little time."""
     gpu_bytes: int | None
     """The peak; None if it was not measured."""
     spans: Sequence[Span]
-    """Of a few whole steps and nothing else; empty without a recording."""
+    """Spans of a few whole steps; empty without a recording."""
     where: str
     """The device, for readers."""
     tokens_per_second: float | None = None
@@ -27,9 +27,9 @@ class Measured:
 class MeasuredStep:
     seconds: float
     spans: tuple[StepSpan, ...]
-    phases: tuple[Phase, ...]
+    phases: tuple[PassSpan, ...]
     busy_seconds: dict[str, float]
-    """Per lane: the mean per step."""
+    """By lane: the mean per step."""
 
 
 def last_step(spans: Sequence[Span], accumulate: int) -> MeasuredStep | None:

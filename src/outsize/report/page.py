@@ -18,7 +18,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.report.measured import Measured, MeasuredStep, last_step
-from outsize.report.step import KINDS, Phase, Step, StepSpan, describe, placement_of, step_of
+from outsize.report.step import KINDS, PassSpan, Step, StepSpan, describe, placement_of, step_of
 from outsize.schedule.actions import TYPES
 from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Plan
@@ -169,13 +169,11 @@ def _map(place: Placement, groups: list[list[Row]]) -> str:
     cells: dict[str, list[str]] = {"activations": [], "weights": [], "optimizer": []}
     for call, row in enumerate(rows):
         chunks = [place.chunk(c) for c in place.layout.used_by(call)]
-        trained = [chunk for chunk in chunks if chunk.trainable]
+        trained = [chunk.index for chunk in chunks if place.is_updated(chunk.index)]
         homes = place.decision.homes
         cells["activations"].append(f'<i class="does-{escape(row.strategy)}" data-call="{call}"></i>')
         cells["weights"].append(_home(call, [(place.slot_bytes(c.index), homes[c.index].weights) for c in chunks]))
-        cells["optimizer"].append(
-            _home(call, [(place.state_bytes(c.index), homes[c.index].optimizer) for c in trained])
-        )
+        cells["optimizer"].append(_home(call, [(place.state_bytes(c), homes[c].state) for c in trained]))
     strips = "".join(f'<span>{name}</span><div class="strip">{"".join(row)}</div>' for name, row in cells.items())
     used = dict.fromkeys(row.strategy for row in rows)
     legend = "".join(f'<li><i class="does-{escape(strategy)}"></i>{escape(strategy)}</li>' for strategy in used)
@@ -258,7 +256,7 @@ def _data(
     names = list(dict.fromkeys(span.name for span in spans))
     number = {name: i for i, name in enumerate(names)}
 
-    def lanes(seconds: float, spans: Iterable[StepSpan], phases: Iterable[Phase]) -> dict[str, object]:
+    def lanes(seconds: float, spans: Iterable[StepSpan], phases: Iterable[PassSpan]) -> dict[str, object]:
         shown = [
             [LANES.index(s.lane), number[s.name], _short(s.start), _short(s.end), s.step]
             for s in spans
@@ -291,5 +289,5 @@ def _data(
 
 
 def _short(seconds: float) -> float:
-    """To a picosecond, which halves the size of the page."""
+    """Round to a picosecond, which halves the size of the page."""
     return round(seconds, 12)

@@ -23,7 +23,7 @@ from outsize.schedule.plan import Plan
 from outsize.schedule.schedule import Schedule, compile_schedule
 
 KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
-"""Kinds of memory that is allocated for the whole run. Activations and transients are on top of it."""
+"""Groups of memory that is allocated for the whole run. Activations and transients are on top of it."""
 
 
 class StepSpan(NamedTuple):
@@ -51,7 +51,7 @@ class Moment(NamedTuple):
     """The action's peak above that. Its position within the action is unknown."""
 
 
-class Phase(NamedTuple):
+class PassSpan(NamedTuple):
     name: str
     start: float
     end: float
@@ -64,7 +64,7 @@ class Step:
     """By lane and time: those of this step, and those of its neighbours that run during it."""
     moments: tuple[Moment, ...]
     """Without gaps from 0 to `seconds`."""
-    phases: tuple[Phase, ...]
+    phases: tuple[PassSpan, ...]
     allocated: dict[str, int]
     """Bytes by kind, for the whole run."""
 
@@ -143,8 +143,8 @@ def _moments(
         entry = entries.get(span.name)
         if entry is not None:
             level = entry.opens
-        if end > start or (entry is not None and entry.here > level):
-            yield Moment(span.name, start, end, level, entry.here - level if entry is not None else 0)
+        if end > start or (entry is not None and entry.peak > level):
+            yield Moment(span.name, start, end, level, entry.peak - level if entry is not None else 0)
         if entry is not None:
             level = entry.closes
         time = max(time, end)
@@ -152,19 +152,19 @@ def _moments(
         yield Moment("", time, seconds, level, 0)
 
 
-def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[Phase]:
+def phases_of(computed: list[StepSpan], seconds: float) -> Iterator[PassSpan]:
     """Forward and backward of each micro-batch, and the updates before the first."""
     own = [span for span in computed if span.step == 0 and span.end <= seconds * (1 + 1e-9)]
-    own = [span for span in own if TYPES[parse_action(span.name).kind].work == "model"]
-    found: list[Phase] = []
+    own = [span for span in own if TYPES[parse_action(span.name).kind].operation == "model"]
+    found: list[PassSpan] = []
     for span in own:
         name = "forward" if parse_action(span.name).kind == Kind.FORWARD else "backward"
         if found and found[-1].name == name:
-            found[-1] = Phase(name, found[-1].start, span.end)
+            found[-1] = PassSpan(name, found[-1].start, span.end)
         else:
-            found.append(Phase(name, span.start, span.end))
+            found.append(PassSpan(name, span.start, span.end))
     if found and found[0].start > seconds * 1e-6:
-        yield Phase("update", 0.0, found[0].start)
+        yield PassSpan("update", 0.0, found[0].start)
     yield from found
 
 

@@ -38,7 +38,7 @@ class ParameterAccess:
         store: Store,
         gradients: Gradients,
         *,
-        stage: Callable[[], EngineState],
+        pass_state: Callable[[], EngineState],
         drain: Callable[[], None],
         before_write: Callable[[], None],
         before_grad: Callable[[], None],
@@ -47,18 +47,22 @@ class ParameterAccess:
         read of `.grad` must see.
         """
         self._store, self.gradients = store, gradients
-        self._stage, self._drain, self._before_write, self.before_grad = stage, drain, before_write, before_grad
+        self._pass_state, self._drain = pass_state, drain
+        self._before_write, self.before_grad = before_write, before_grad
         place = store.place
         moves = {
             piece.name
             for chunk in place.layout.chunks
-            if chunk.trainable or place.has_host_weights(chunk.index)
+            if place.is_updated(chunk.index) or place.has_host_weights(chunk.index)
             for piece in chunk.pieces
         }
         self._managed = [(p, type(p), prepared_class(type(p))) for name, p in store.params.items() if name in moves]
         """Parameters with their two classes: in a pass, and between passes."""
         self._split = {
-            piece.name for chunk in place.layout.chunks if chunk.trainable and chunk.is_split for piece in chunk.pieces
+            piece.name
+            for chunk in place.layout.chunks
+            if place.has_split_masters(chunk.index)
+            for piece in chunk.pieces
         }
         self._is_drained = False
         self._touched: set[int] = set()
@@ -83,8 +87,8 @@ class ParameterAccess:
             param.__class__ = between_passes
 
     def apply_user_writes(self) -> None:
-        """Wait for the user's operators and copy what they wrote to every copy of a weight. Runs before the engine
-        reads or writes weights.
+        """Wait for the user's operators, and apply their writes to every copy of a weight. Runs before the engine reads
+        or writes weights.
         """
         self._is_drained = False
         for name, (tensor, version) in self._exported.items():
@@ -109,7 +113,7 @@ class ParameterAccess:
     def synchronize(self) -> None:
         if not self._is_drained:
             self._drain()
-            self._is_drained = self._stage() in (EngineState.IDLE, EngineState.HELD)
+            self._is_drained = self._pass_state() in (EngineState.IDLE, EngineState.HELD)
 
     def open(self, handle: Handle) -> None:
         name, found = handle.name, owner_of(self._store.params[handle.name])
@@ -127,7 +131,7 @@ class ParameterAccess:
             self._touched.add(self._chunk_of(name))
 
     def _chunk_of(self, name: str) -> int:
-        return self._store.place.layout.place[name][0]
+        return self._store.place.layout.location[name][0]
 
     def weight(self, name: str) -> Tensor:
         """The memory that holds a parameter's value, as a tensor on the device."""
@@ -137,7 +141,7 @@ class ParameterAccess:
             return self._store.value(name, on_device=True)
 
     def loaded_weight(self, name: str) -> Tensor | None:
-        """The parameter's own memory on the device if it holds the value now: the module is called by itself."""
+        """The parameter's own memory on the device, if it holds the value now. For modules called by themselves."""
         index, store = self._chunk_of(name), self._store
         if index in self._touched or (
             store.place.streams(index) and store.slot_contents[store.place.slots.slot_of[index]] != index
@@ -183,18 +187,18 @@ class ParameterAccess:
         for name, old in before.items():
             changed = old != value(name)
             if bool(changed.any()):
-                self._store.clear_remainders(name, changed)
+                self._store.clear_lower_halves(name, changed)
         return result
 
     def _require_writable(self, name: str) -> None:
-        if self._stage() is EngineState.HELD:
+        if self._pass_state() is EngineState.HELD:
             raise EngineMisuse(
                 f"{name}: it was written between a forward and its backward, which still needs the old value. "
                 "Write weights after backward, or after step()."
             )
 
     def written(self, name: str) -> None:
-        """An operator that is not known to write has written a weight: the whole weight becomes its own master."""
+        """Record that an operator of unknown effect has written a weight: the whole weight becomes its own master."""
         self._require_writable(name)
         self._written_unseen(name)
 
@@ -202,7 +206,7 @@ class ParameterAccess:
         self._touched.add(self._chunk_of(name))
         if name in self._split:
             self._drain()
-            self._store.clear_remainders(name)
+            self._store.clear_lower_halves(name)
 
     def hand_out(self, memory: Tensor, handle: Handle) -> PreparedTensor:
         made = prepared(memory, handle)

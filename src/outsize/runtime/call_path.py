@@ -18,7 +18,7 @@ def order_mismatch(graph: BlockGraph, what: str, expected: Action | None, found:
     """`what`: forward or backward. `expected`: None for its end."""
     wanted = f"{expected} ({graph.call_name(expected.index)})" if expected else f"the end of {what}"
     return OrderMismatch(
-        f"The model takes another path than in prepare's trial run: the plan's next action in {what} is {wanted}, "
+        f"The model takes another path than in prepare's profiling run: the plan's next action in {what} is {wanted}, "
         f"and the model {found}. Prepare it with a batch that takes this path."
     )
 
@@ -31,30 +31,30 @@ class CallPath:
             self._calls_of.setdefault(self._graph.call_name(call), []).append(call)
         self._open = -1
         """The open call of this forward."""
-        self._left_out: set[int] = set()
-        """Calls that this training forward has passed over."""
+        self._skipped: set[int] = set()
+        """Calls that this training forward has skipped."""
         self._known_jumps: set[tuple[int, int]] = set()
         self._readers: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        """By id of a module: the calls that read all of its own parameters that are read at all, and those that read
-        any of them."""
+        """By id of a module: the calls that read all of its own parameters (except those that no call reads), and the
+        calls that read any of them."""
         self.is_new = False
-        """The forward has left out blocks, or read a module, in a way that no forward before it did."""
+        """Whether the forward has skipped blocks, or read a module, as no forward before it did."""
 
     def begin_forward(self) -> None:
         self._open = -1
-        self._left_out.clear()
+        self._skipped.clear()
 
     # Training forwards.
 
     def call_of_layer(self, layer: str) -> int:
-        """The next call of a layer. If the plan has no further one: the next call at all, which is another layer's and
-        which `enter` refuses.
+        """The next call of a layer. If the plan has no further call of it: the next call of any block, which `enter`
+        then refuses.
         """
         return self._jump_to(self._next_call_of(layer, default=self._open + 1))
 
     def call_of_module(self, module: nn.Module) -> int:
         """The call that reads a module outside of layers: the open one, or a later one if the layer before that was
-        left out.
+        skipped.
         """
         if id(module) not in self._readers:
             own = {id(param) for param in module._parameters.values()}
@@ -72,40 +72,40 @@ class CallPath:
 
     def enter(self, call: int, layer: str | None) -> None:
         """Open a call. `layer`: the name of the layer that runs, None for a region. Raises OrderMismatch if the plan
-        has another block there, or if a call that reads weights outside of their modules is left out: nothing shows
-        when such a region begins, and its weights may not have been loaded.
+        has another block there, or if a call that reads weights outside of their modules is skipped: no hook shows
+        when such a region begins, so its weights may not have been loaded.
         """
         planned = self._graph.blocks[self._graph.calls[call]] if call < len(self._graph.calls) else None
         if planned is None or (planned.name != layer if planned.kind == "layer" else layer is not None):
             raise self._mismatch(call, f"ran {layer or 'past its last layer'}")
         first, ran = self._open + 1, f"ran {Action(Kind.FORWARD, call)} ({self._graph.call_name(call)})"
-        self._leave_out_before(call, ran)
+        self._skip_before(call, ran)
         if call > first and call in self._graph.reads_outside_module and planned.kind != "layer":
             raise self._mismatch(first, f"{ran}, part of it perhaps earlier")
         self._open = call
 
     def end_forward(self) -> None:
-        """Raise OrderMismatch if the calls that were left out do not allow a backward."""
-        self._leave_out_before(len(self._graph.calls), "ended its forward without it")
+        """Raise OrderMismatch if the skipped calls do not allow a backward."""
+        self._skip_before(len(self._graph.calls), "ended its forward without it")
         self._require_completing_calls()
 
-    def _leave_out_before(self, call: int, found: str) -> None:
+    def _skip_before(self, call: int, found: str) -> None:
         for skipped in range(self._open + 1, call):
             if skipped in self._graph.reads_outside_module:
                 raise self._mismatch(skipped, found)
-            self._left_out.add(skipped)
+            self._skipped.add(skipped)
 
     def _require_completing_calls(self) -> None:
         """Raise OrderMismatch if a gradient would complete in an earlier call than the plan has: it would overwrite
-        another gradient in its staging slot.
+        another gradient in its stage.
         """
         graph, place = self._graph, self._place
-        for call in self._left_out:
+        for call in self._skipped:
             for piece in (
                 piece for chunk in place.grads_completed_by.get(call, ()) for piece in place.chunk(chunk).pieces
             ):
-                ran = [user for user in graph.backward_users[piece.name] if user not in self._left_out]
-                if ran and graph.param[piece.name].trainable:
+                ran = [user for user in graph.backward_users[piece.name] if user not in self._skipped]
+                if ran:
                     raise OrderMismatch(
                         f"{piece.name}: several blocks use it, and the plan completes its gradient in "
                         f"{graph.call_name(call)}, which the model skipped although it ran "
@@ -137,12 +137,12 @@ class CallPath:
         self._require_reads_seen(len(self._graph.calls))
 
     def _require_reads_seen(self, before: int) -> None:
-        """Refuse to leave out a call that reads weights outside of their modules, or the call before it."""
+        """Refuse to skip a call that reads weights outside of their modules, or the call before it."""
         if passed := [call for call in self._graph.reads_outside_module if self._open < call < before]:
             name, previous = (self._graph.call_name(call) for call in (passed[0], passed[0] - 1))
             raise OrderMismatch(
-                f"{name} reads weights outside of their modules, and a forward without grad left it or {previous} out. "
-                "Leave neither out, or read the weights inside of the forward of their module."
+                f"{name} reads weights outside of their modules, and a forward without grad skipped it or {previous}. "
+                "Run both, or read the weights inside of the forward of their module."
             )
 
     def chunks_of_layer(self, name: str) -> tuple[int, ...]:

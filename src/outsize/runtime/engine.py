@@ -22,7 +22,7 @@ from outsize.checkpoint.checkpoints import Checkpoints
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.device.device import Device
 from outsize.layout.chunks import ChunkLayout
-from outsize.model.batch import Call, positional_names
+from outsize.model.batch import ModelCall, positional_names
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights, convert, is_finite
@@ -87,7 +87,7 @@ class Engine:
                 self,
                 planned,
                 weights,
-                update_chunk=self._steps.update_work,
+                update_work=self._steps.update_work,
                 before_grad=self._steps.before_grad_access,
                 check_finite=check_finite,
             )
@@ -145,7 +145,7 @@ class Engine:
                 log.warning(problem, lost[0], len(lost))
         return saved
 
-    def give_way(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         """End the engine for another one: the model is a plain one with its trained weights; an open pass is dropped.
         `reason`: for errors of later calls.
         """
@@ -256,7 +256,7 @@ class Engine:
     # Reading and writing.
 
     def drain(self) -> None:
-        """Wait until all issued work is done. Memory then holds what the sequential algorithm gives."""
+        """Wait until all issued work is done. Memory then has the values of the sequential algorithm."""
         try:
             self.device.synchronize()
         finally:
@@ -404,7 +404,7 @@ class Engine:
 
     def _fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Re-plan before a batch that the plan does not hold for, and when parameters were unfrozen."""
-        call = Call(args, kwargs)
+        call = ModelCall(args, kwargs)
         if needs_new_plan(self.runtime, call, self._names):
             self.replan(call, self.plan.step_config)
 

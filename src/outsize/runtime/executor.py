@@ -1,13 +1,13 @@
 """Executor: runs the schedule of a plan with tensors.
 
 Before a block call runs, the executor issues everything that the schedule lists before it, in order, on the device's
-lanes. Waits come from Hazards alone. A forward may leave blocks out (a batch without images, LayerDrop), and a backward
-those that no gradient reaches: their loads, gradient copies and updates are issued all the same, and what they would
-have computed or offloaded is passed over. A call that is not ahead in the segment raises OrderMismatch. Forwards
-without grad follow a segment of their own, but may take any path.
+lanes. Waits come from Hazards alone. A forward may skip blocks (a batch without images, LayerDrop), and a backward
+skips those that no gradient reaches. Their loads, gradient copies and updates are still issued; their forward, backward
+and offload are not. A call that is not ahead in the segment raises OrderMismatch. Forwards without grad follow a
+segment of their own, but may take any path.
 
 Under a plain plan (Placement.is_plain) nothing is issued between calls, so the model has no hooks on its layers and
-runs as without an engine; updates in backward come at its end. A device that finds races has the hooks all the same.
+runs as without an engine; updates in backward are issued at its end. A device that finds races keeps the hooks.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from outsize.transfer.lane_queue import LaneQueue
 from outsize.transfer.offloaded_tensors import OffloadedTensors, own_items
 
 ALL_CALLS = -1
-"""In place of a call, in a pass that does not distinguish its calls."""
+"""Stands for the open call in a pass whose block calls are not seen (`Executor.sees_calls` is False)."""
 
 
 class Executor:
@@ -41,26 +41,26 @@ class Executor:
         store: Store,
         device: Device,
         *,
-        update_chunk: Callable[[int, bool], Callable[[], None]],
-        add_gradient: Callable[[int], Callable[[], None]],
+        update_work: Callable[[int, bool], Callable[[], None]],
+        add_work: Callable[[int], Callable[[], None]],
     ):
-        """`update_chunk(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed;
-        `add_gradient(chunk)` that of one addition to a gradient sum.
+        """`update_work(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed;
+        `add_work(chunk)` that of one addition to a gradient sum.
         """
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.sees_calls = not place.is_plain or device.finds_races
         self.current_call: int | None = None
-        """The call whose forward or backward is open; ALL_CALLS where they are not seen."""
+        """The call whose forward or backward is open; ALL_CALLS if calls are not seen."""
         self.issued: list[str] = []
         """The actions issued since the last forward began, as text."""
-        self._update_chunk, self._add_gradient = update_chunk, add_gradient
+        self._update_work, self._add_work = update_work, add_work
         self._kind = Kind.FORWARD
-        """Of the block calls that the current pass runs: FORWARD or BACKWARD."""
+        """The kind of action that runs a block call in the current pass: FORWARD or BACKWARD."""
         self._segment = Segment("none", ())
         self._next = 0
         """Position of the next action in the segment."""
-        self._left_out: set[int] = set()
-        """Calls that this forward, or its backward, has passed over."""
+        self._skipped: set[int] = set()
+        """Calls that this forward, or its backward, has skipped."""
         self._without_grad: set[int] = set()
         """Calls that ran without grad in this forward, though the plan has a backward for them."""
         self._offloaded: dict[int, OffloadedTensors] = {}
@@ -81,14 +81,14 @@ class Executor:
     def begin_forward(self) -> None:
         self._start(Kind.FORWARD, "forward")
         self.issued = []
-        self._left_out.clear()
+        self._skipped.clear()
         self._without_grad.clear()
 
     def begin_backward(self, *, pending: bool, update: bool) -> None:
         self._start(Kind.BACKWARD, backward_name(pending=pending, update=update))
 
     def enter(self, call: int) -> None:
-        """Issue everything that the segment lists before this call, and begin it. The calls between are left out."""
+        """Issue everything that the segment lists before this call, and begin it. Calls in between are skipped."""
         if not self.sees_calls:
             self.current_call = ALL_CALLS
             return
@@ -98,7 +98,7 @@ class Executor:
             if expected is None or action not in self._segment.actions[self._next :]:
                 graph, what = self.place.graph, "forward" if self._kind == Kind.FORWARD else "backward"
                 raise order_mismatch(graph, what, expected, f"ran {action} ({graph.call_name(call)})")
-            self._left_out.add(expected.index)
+            self._skipped.add(expected.index)
         self._next += 1
         if self._kind == Kind.BACKWARD:
             # A forward without grad may have loaded other chunks into the slots since.
@@ -118,7 +118,7 @@ class Executor:
     def _finish_segment(self) -> None:
         self.lanes.end()
         while self.sees_calls and (missing := self._walk_to_call()) is not None:
-            self._left_out.add(missing.index)
+            self._skipped.add(missing.index)
         if not self.sees_calls and self._segment.updates_in_backward:
             for action in self._segment.actions:
                 if action.kind == Kind.UPDATE:
@@ -127,21 +127,21 @@ class Executor:
         self.lanes.drop_old_events()
 
     def _walk_to_call(self) -> Action | None:
-        """Issue what comes before the next call of this pass, without what is left out. None at the end of the
-        segment.
+        """Issue the actions before the next call of this pass, except those of skipped calls. Returns that call's
+        action, or None at the end of the segment.
         """
         while self._next < len(self._segment.actions):
             action = self._segment.actions[self._next]
             does = TYPES[action.kind]
-            is_left_out = (does.operand == "call" and action.index in self._left_out) or (
+            is_skipped = (does.operand == "call" and action.index in self._skipped) or (
                 does.moves_activations and self._has_no_saved_tensors(action.index)
             )
-            if action.kind == self._kind and not is_left_out:
+            if action.kind == self._kind and not is_skipped:
                 return action
-            if is_left_out and action.kind == Kind.BACKWARD:
+            if is_skipped and action.kind == Kind.BACKWARD:
                 # Its updates follow, and a forward without grad may have loaded other chunks into its slots since.
                 self.ensure(self.place.layout.used_by(action.index))
-            if not is_left_out:
+            if not is_skipped:
                 self._issue(action)
             self._next += 1
         return None
@@ -158,7 +158,7 @@ class Executor:
         return self._offloaded[call]
 
     def runs_without_grad(self, call: int) -> None:
-        """In this forward the call saves no activations and offloads none."""
+        """Record that the call runs without grad in this forward: it saves and offloads no activations."""
         self._without_grad.add(call)
 
     def update(self) -> None:
@@ -185,8 +185,8 @@ class Executor:
     def enter_evaluation(self, call: int, chunks: tuple[int, ...]) -> None:
         """Begin a call of a forward without grad, which reads these chunks.
 
-        Loads follow the segment `evaluate`, so that weights are prefetched. The forward may leave calls out, whose
-        loads are then left out too, or go back: chunks that are not in their slots are loaded here.
+        Loads follow the segment `evaluate`, so that weights are prefetched. The forward may skip calls, whose loads are
+        then skipped too, or go back: chunks that are not in their slots are loaded now.
         """
         self.lanes.end()
         position = self._position_in_evaluation.get(call, -1)
@@ -239,7 +239,7 @@ class Executor:
     def _work(self, action: Action, touches: Effect) -> Callable[[], Any]:
         store, i = self.store, action.index
         does = TYPES[action.kind]
-        match does.work:
+        match does.operation:
             case "copy":
                 kind, slot = touches.writes[0]
                 if kind == B.SLOT:
@@ -257,22 +257,22 @@ class Executor:
                 offloaded.attach_buffer(buffer)
                 return _copy(buffer, arena[: offloaded.num_bytes])
             case "add":
-                return self._add_gradient(i)
+                return self._add_work(i)
             case "update":
                 if self.place.updates_on_host(i):
                     store.invalidate(i)
-                return self._update_chunk(i, self._segment.updates_in_backward)
+                return self._update_work(i, self._segment.updates_in_backward)
             case "model":
                 raise AssertionError(f"{action} is run by the model, not issued")
 
     def _has_no_saved_tensors(self, call: int) -> bool:
         """Whether a call that offloads has saved no activations: it ran without grad, or its input needed none because
-        the trained blocks before it were left out.
+        the trained blocks before it were skipped.
         """
         if call in self._without_grad:
             return True
         offloaded = self._offloaded.get(call)
-        return offloaded is not None and not offloaded.num_bytes and bool(self._left_out)
+        return offloaded is not None and not offloaded.num_bytes and bool(self._skipped)
 
     def _sent(self, call: int) -> OffloadedTensors:
         """The offloaded activations of a call. Raises EngineMisuse if it has none, or more than the plan has."""
@@ -281,7 +281,7 @@ class Executor:
         if offloaded is None or not 0 < size <= planned:
             name = self.place.graph.call_name(call)
             raise EngineMisuse(
-                f"{name}: it saved {show_bytes(size)} of activations to send to the host, and the plan has more than 0 "
+                f"{name}: it saved {show_bytes(size)} of activations to offload, and the plan has more than 0 "
                 f"and at most {show_bytes(planned)}. Prepare the model with the batch shape that it trains on "
                 "(max_shape=...)."
             )

@@ -1,8 +1,9 @@
-"""Takes gradients from autograd as they arrive, adds them up on the device, and keeps the sums of their squares.
+"""Gradients: takes gradients from autograd as they arrive, accumulates them on the device, and keeps the sums of their
+squares.
 
 After a backward the gradient is in the engine's own buffers; `p.grad` reads it from there (access.py), until
-zero_grad(). The squares of each parameter's sum so far are summed at once, on the device (optim/norm.py): chunks, homes
-and the order of arrival do not enter the bits of the norm.
+zero_grad(). When a gradient has arrived, the squares of its accumulated sum are summed on the device (optim/norm.py).
+The bits of the norm do not depend on chunks, homes or the order of arrival.
 """
 
 import weakref
@@ -33,7 +34,7 @@ class Gradients:
         cleared since.
         """
         self.is_applied = False
-        """A step has used what has accumulated."""
+        """Whether a step has used the accumulated gradients."""
         self.is_consumed = False
         """The last step was made in its backward, which kept no gradients, and zero_grad() was not called since."""
         self._generation = 0
@@ -42,29 +43,29 @@ class Gradients:
         self._handed_out: set[str] = set()
         """Gradients that the user may have edited since their norm was taken."""
         self._zeroed: set[str] = set()
-        """After zero_grad(set_to_none=False): gradients that are zero, if anybody looks."""
+        """After zero_grad(set_to_none=False): gradients that read as zero. Their memory is not written yet."""
         self._assigned: dict[str, tuple[Tensor, int]] = {}
-        """What the user assigned to `p.grad`, and its version. In torch it is the gradient's memory, so changes of
-        either reach the other.
+        """The tensor that the user assigned to `p.grad`, and its version. In torch it is the gradient's memory, so a
+        change of one is copied to the other.
         """
         self._arrival: dict[str, tuple[int | None, Tensor | None]] = {}
-        """In whose backward the gradient of a parameter comes, and where its sum is: the same bytes in every step.
-        A frozen path has neither.
+        """By parameter: the call in whose backward its gradient is complete, and the memory of its sum, which is the
+        same in every step. Both None for a parameter that gets no gradient.
         """
         self._apart: dict[str, Tensor] = {}
-        """Where gradients arrive that an action adds to the sum of earlier micro-batches."""
+        """Arrival slots: an action adds the gradient there to the sum of earlier micro-batches."""
         self._arrived: set[str] = set()
-        """Those of the running backward that are not added yet."""
+        """Gradients in arrival slots that are not added yet."""
         self._has_sums = False
-        """The running backward is not the first of its step."""
+        """Whether earlier micro-batches of the step have left sums."""
         for name in self._names:
-            expected = store.place.grad_complete_at.get(store.place.layout.place[name][0])
+            expected = store.place.grad_complete_at.get(store.place.layout.location[name][0])
             self._arrival[name] = expected, store.gradient_view(name) if expected is not None else None
             if expected is not None and (apart := store.arrival_view(name)) is not None:
                 self._apart[name] = apart
         self._early: dict[str, Tensor] = {}
-        """Gradients that were complete in the backward of another call of their layer than they land in, and wait for
-        that one.
+        """Gradients that were complete in the backward of another call of their layer than the plan has. They wait for
+        the planned call.
         """
         self._handles: dict[str, list[Any]] = {}
         for name in self._names:
@@ -89,7 +90,7 @@ class Gradients:
                 grad, param.grad = param.grad, None
                 gradients = me()
                 assert gradients is not None
-                if grad is None:  # a hook of the user's has dropped it
+                if grad is None:  # a user's hook has set it to None
                     gradients.remove(name)
                 else:
                     gradients._take(name, grad, is_sum=has_others)
@@ -111,13 +112,12 @@ class Gradients:
                 grad.copy_(total.add(grad))
 
     def _take(self, name: str, grad: Tensor, *, is_sum: bool = False) -> None:
-        """`is_sum`: what accumulated before is in it already."""
+        """Take a gradient that autograd has computed. `is_sum`: it includes the earlier micro-batches already."""
         call = self._current_call()
         expected, total = self._arrival[name]
         if total is None or call not in (expected, ALL_CALLS):
-            is_shown = (
-                is_sum and name in self.accumulated
-            )  # a hook of the user's was to see the sum, which is not here yet
+            # A user's hook was shown a sum that is not in its buffer before the expected call.
+            is_shown = is_sum and name in self.accumulated
             if (
                 total is None
                 or expected is None
@@ -171,17 +171,19 @@ class Gradients:
         return self._has_sums
 
     def _is_earlier_call(self, call: int, expected: int) -> bool:
-        """Of the same layer, whose backward comes before that of the call where the gradient completes."""
+        """Whether it is a call of the same layer whose backward runs before that of the expected call."""
         calls = self._store.place.graph.calls
         return call > expected and calls[call] == calls[expected]
 
     def enters(self, call: int) -> None:
-        """The backward of a call begins: gradients that wait for it land."""
+        """The backward of a call begins. Add the gradients that were complete earlier and wait for it."""
         for name in [name for name in self._early if self._arrival[name][0] == call]:
             self._take(name, self._early.pop(name))
 
     def require_complete(self, call: int) -> None:
-        """The backward goes on with this call: no gradient waits for one that was left out."""
+        """Raise OrderMismatch if a gradient waits for a call that the backward has skipped. `call`: the one that
+        begins.
+        """
         for name in self._early:
             expected = self._arrival[name][0]
             if expected is not None and expected > call:
@@ -213,7 +215,7 @@ class Gradients:
 
     @property
     def waiting(self) -> bool:
-        """Gradients have accumulated that no step has used yet."""
+        """Whether gradients have accumulated that no step has used yet."""
         return bool(self.accumulated) and not self.is_applied
 
     # What users do with `p.grad` between passes. The lanes are idle.
@@ -248,7 +250,7 @@ class Gradients:
         self._zeroed.clear()
 
     def _pull_assigned(self, name: str) -> None:
-        """The user may have changed the tensor that was assigned to `p.grad`."""
+        """Copy the tensor that the user assigned to `p.grad` to the gradient's memory, if it has changed."""
         tensor, version = self._assigned.get(name, (None, 0))
         if tensor is not None and tensor._version != version:
             self._assigned[name] = (tensor, tensor._version)
@@ -271,6 +273,11 @@ class Gradients:
     @property
     def has_assigned(self) -> bool:
         return bool(self._assigned)
+
+    @property
+    def has_handed_out(self) -> bool:
+        """Users may have written gradients since they were cleared."""
+        return bool(self._handed_out)
 
     def assign(self, name: str, value: Tensor) -> None:
         """`p.grad = value`."""
@@ -307,15 +314,13 @@ class Gradients:
         self._replaced[name] = self._replaced.get(name, 0) + 1
 
     def scale(self, factor: float) -> None:
-        """Multiply what has accumulated, in place."""
+        """Multiply the accumulated gradients, in place."""
         with torch.no_grad():
             for name in sorted(self.accumulated):
                 self.hand_out(name).mul_(factor)
 
     def hook_before_ours(self, name: str, register: Callable[[], Any]) -> Any:
-        """Register a user's post-accumulate hook so that it runs while `param.grad` still holds the gradient: ours
-        takes it away.
-        """
+        """Register a user's post-accumulate hook before ours, which clears `param.grad`."""
         ours = self._handles.pop(name, None)
         for handle in ours or ():
             handle.remove()
@@ -325,24 +330,26 @@ class Gradients:
         return theirs
 
     def norm(self) -> Tensor:
-        """The global norm of what has accumulated: a float64 scalar on the device, overwritten by the next call."""
-        self.pull_assigned()
-        for name in sorted(self._handed_out & self.accumulated):
-            self._norm.measure(name, self._store.gradient(name))
+        """The norm of all accumulated gradients: a float64 scalar on the device, overwritten by the next call."""
+        if self._handed_out:  # includes all that were assigned
+            self._store.device.synchronize()  # a backward since may still be sending sums to the host
+            self.pull_assigned()
+            for name in sorted(self._handed_out & self.accumulated):
+                self._norm.measure(name, self._store.gradient(name))
         return self._norm.measure_total(without=[name for name in self._names if name not in self.accumulated])
 
     def not_finite(self) -> Callable[[], list[str]]:
-        """Which of the gradients that have accumulated are not finite, once somebody asks: until then nothing is waited
-        for.
+        """Returns a function that lists the accumulated gradients that are not finite. Only its call waits for the
+        device.
         """
-        # Nothing here refers to `self`: whoever keeps the question would keep device memory.
+        # The function does not refer to `self`: a caller that keeps it would keep device memory.
         sums, slices = self._store.device.fetch(self._norm.sums), self._norm.slices
         accumulated = frozenset(self.accumulated)
         return lambda: [name for name in not_finite(sums(), slices) if name in accumulated]
 
     def error(self, names: list[str], state: str = "Weights and optimizer are untouched") -> NonFiniteGradient:
         place = self._store.place
-        blocks = {place.graph.call_name(place.chunk(place.layout.place[name][0]).calls[0]) for name in names}
+        blocks = {place.graph.call_name(place.chunk(place.layout.location[name][0]).calls[0]) for name in names}
         more = f", and {len(names) - 1} more parameters" if len(names) > 1 else ""
         return NonFiniteGradient(
             f"{names[0]}: its gradient is not finite (block {', '.join(sorted(blocks))}{more}). Lower the learning "
@@ -350,7 +357,7 @@ class Gradients:
         )
 
     def pending(self, name: str) -> Tensor:
-        """An accumulated gradient, where it waits. The lanes are idle."""
+        """An accumulated gradient between backward and step. The lanes are idle."""
         return self._store.gradient(name)
 
     def restore(self, pending: dict[str, Tensor]) -> None:
@@ -362,7 +369,7 @@ class Gradients:
                 self.accumulated.add(name)
 
     def discard(self, *, to_zero: bool = False) -> None:
-        """`to_zero`: they are zero from now on, and not absent."""
+        """Discard the accumulated gradients. `to_zero`: they then read as zero and not as None."""
         self._zeroed = self._zeroed | self.accumulated if to_zero else set()
         self.accumulated.clear()
         self._handed_out.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
-from outsize.optim.rule import Rule
+from outsize.optim.rule import UpdateRule
 from outsize.optim.spec import OptimizerSpec
 
 
@@ -62,7 +62,7 @@ class _State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
 
 
 class OwnsState(Protocol):
-    """What the optimizer needs of the engine."""
+    """The part of an engine that its optimizer uses."""
 
     def step(self) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
@@ -84,7 +84,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._state = _State(self)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         return self.spec.rule
 
     @property

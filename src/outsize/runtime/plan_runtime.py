@@ -65,7 +65,7 @@ class PlanRuntime:
         planned: PlannedModel,
         weights: Weights | None,
         *,
-        update_chunk: Callable[[int, bool], Callable[[], None]],
+        update_work: Callable[[int, bool], Callable[[], None]],
         before_grad: Callable[[], None],
         check_finite: bool = False,
     ):
@@ -82,7 +82,7 @@ class PlanRuntime:
             name: i
             for i, group in enumerate(optimizer.param_groups)
             for name in group["param_names"]
-            if graph.param[name].trainable
+            if self.place.is_updated(layout.location[name][0])
         }
         self.updates = Updates(self.store, optimizer.rule, lambda: optimizer.param_groups, group_of)
         self._frozen = [(name, param) for name, param in self.store.params.items() if name not in group_of]
@@ -90,20 +90,20 @@ class PlanRuntime:
         # collector.
         me = weakref.ref(self)
 
-        def add_gradient(chunk: int) -> Callable[[], None]:
+        def add_work(chunk: int) -> Callable[[], None]:
             runtime = me()
             assert runtime is not None
             return runtime.gradients.add(chunk)
 
         schedule = compile_schedule(self.place)
         executor = self.executor = Executor(
-            self.place, schedule, self.store, device, update_chunk=update_chunk, add_gradient=add_gradient
+            self.place, schedule, self.store, device, update_work=update_work, add_work=add_work
         )
         self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_call)
         self.access = ParameterAccess(
             self.store,
             self.gradients,
-            stage=lambda: state.pass_state,
+            pass_state=lambda: state.pass_state,
             drain=engine.drain_before_read,
             before_write=engine.finish_saving,
             before_grad=before_grad,
@@ -112,12 +112,12 @@ class PlanRuntime:
             model, self.store, drain=engine.drain_before_read, export=self.access.export, zero_grad=engine.zero_grad
         )
         self._guard = Guard(self.store)
-        # For an engine that is dropped without detach().
+        # If the engine is dropped without detach(), remove its dispatch mode.
         weakref.finalize(self.store, remove_mode, self._guard).atexit = False
         self._is_guarded = False
         # Under a dispatch mode, autograd sums the gradients of a parameter with several uses out of place. A plan that
         # was measured without a mode has no memory for that.
-        adds_up = any(chunk.trainable and len(chunk.calls) > 1 for chunk in layout.chunks)
+        adds_up = any(len(layout.chunks[chunk].calls) > 1 for chunk in self.place.updated)
         self._guards_backward = device.observes_by_mode or not adds_up
         self._arm_guard()
         static = {
@@ -165,7 +165,7 @@ class PlanRuntime:
         self._is_guarded = False
 
     def release(self, *, keep: bool = True) -> None:
-        """A plain model on the CPU again; without `keep`, an unmaterialized one."""
+        """Make the model a plain one on the CPU again; without `keep`, an unmaterialized one."""
         self.drop_guard()
         self.access.release()
         if self.planned.loss is not None:
@@ -178,7 +178,7 @@ class PlanRuntime:
 
 
 class RuntimeOwner(Protocol):
-    """What the engine's parts need of the engine. Parts that outlive a plan read `runtime` at each use."""
+    """The part of an engine that its components use. Components that outlive a plan read `runtime` at each use."""
 
     model: nn.Module
     device: Device

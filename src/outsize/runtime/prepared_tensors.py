@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class ParameterOwner(Protocol):
-    """The engine's side of a prepared parameter. `name` is the parameter's."""
+    """The part of an engine that a prepared parameter uses. `name`: the parameter's name."""
 
     def open(self, handle: "Handle") -> None:
         """Wait until the memory of a handle can be read. Raises StaleParameter if it is no longer the parameter's."""
@@ -51,7 +51,7 @@ class ParameterOwner(Protocol):
         """Run an operator that writes these weights."""
 
     def written(self, name: str) -> None:
-        """An operator that is not known to write has written this weight."""
+        """Record that an operator of unknown effect has written this weight."""
 
     def hand_out(self, memory: Tensor, handle: "Handle") -> "PreparedTensor": ...
     def add_gradient_hook(self, name: str, register: Callable[[], Any]) -> Any: ...
@@ -79,13 +79,13 @@ def owner_of(tensor: Tensor) -> tuple[ParameterOwner, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Which memory of a prepared model a tensor is over."""
+    """Identifies the memory of a prepared model that a tensor is over."""
 
     owner: "weakref.ref[ParameterOwner]"
     kind: Literal["weight", "gradient"]
     name: str
     generation: int = 0
-    """Of a gradient: see `Gradients.generation`."""
+    """For a gradient; see `Gradients.generation`."""
 
     def open(self) -> ParameterOwner:
         owner = self.owner()
@@ -157,7 +157,7 @@ def prepared(memory: Tensor, handle: Handle) -> PreparedTensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory as an ordinary tensor, synchronized."""
+    """The same memory as an ordinary tensor, after the updates in flight."""
     if isinstance(tensor, PreparedParameter) and (owner := owner_of(tensor)) is not None:
         return owner[0].weight(owner[1])
     if isinstance(tensor, PreparedTensor):
@@ -189,7 +189,7 @@ class _Source:
 
     original: Tensor
     memory: Tensor
-    """What replaces it in the call: over the parameter's memory, perhaps with an autograd graph."""
+    """The tensor that replaces it in the call: over the parameter's memory, perhaps with an autograd graph."""
     handle: Handle
     owner: ParameterOwner
 
@@ -239,7 +239,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if func == functions.DATA_SET:  # `p.grad.data = ...` writes into the memory
                 return _dispatch(Tensor.copy_, args, {})
             if func in (functions.GRAD_GET, functions.GRAD_SET, functions.GRAD_DELETE):
-                return func(*args, **kwargs)  # of a leaf that the user made of it
+                return func(*args, **kwargs)  # the user has made a leaf of the tensor
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise EngineMisuse(
                 f"torch.autograd.{name}: the gradients of prepared parameters are collected by the engine. Call "

@@ -26,7 +26,7 @@ from outsize.runtime.prepared_tensors import owner_of
 
 
 class Clips(Protocol):
-    """What clipping needs of an engine."""
+    """The part of an engine that clipping uses."""
 
     model: nn.Module
     optimizer: EngineOptimizer
@@ -58,7 +58,7 @@ def install(engine: Clips) -> None:
 
 
 def uninstall(engine: Clips | None = None) -> None:
-    """None: an engine was collected."""
+    """`engine`: None if one was garbage-collected."""
     if engine is not None:
         _engines.discard(engine)
     if not _engines and _handles:

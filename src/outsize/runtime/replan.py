@@ -1,4 +1,4 @@
-"""What a re-plan needs: whether the plan holds for a call of the model, and what passes from one plan to the next."""
+"""Parts of a re-plan: decides whether the plan holds for a model call, and carries gradients to the next plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse
 from outsize.base.log import log
-from outsize.model.batch import Call, arguments_of, fits
+from outsize.model.batch import ModelCall, arguments_of, fits
 from outsize.model.tensors import named_tensors
 from outsize.runtime.plan_runtime import PlanRuntime
 
 
-def needs_new_plan(runtime: PlanRuntime, call: Call, names: tuple[str, ...]) -> bool:
+def needs_new_plan(runtime: PlanRuntime, call: ModelCall, names: tuple[str, ...]) -> bool:
     """Whether the plan does not hold for a call (see [Note: When a batch fits] in model/batch.py), or parameters were
     unfrozen. `names`: the arguments of the model's forward.
     """

@@ -20,7 +20,7 @@ class StepReport:
     """The mean of a few early steps; None before they have run. On `sim`: as planned."""
     planned_step_seconds: float
     busy_seconds: dict[str, float]
-    """Per lane (compute, h2d, d2h, host) and step, of the same steps. Without `compute` if nothing leaves the GPU."""
+    """By lane: mean per step, over the same steps. Without `compute` if nothing leaves the GPU."""
     planned_busy_seconds: dict[str, float]
     slow_kernels: tuple[str, ...] = ()
     """Updates that run without a compiled kernel, and why."""
@@ -45,17 +45,17 @@ class StepReport:
         lines = [
             f"{self.num_steps} steps in {show_seconds(self.seconds)}; device peak {show_bytes(self.gpu_peak_bytes)}, "
             f"planned {show_bytes(self.planned_gpu_bytes)}, budget {show_bytes(self.gpu_budget_bytes)}",
-            _beside("a step", self.step_seconds, self.planned_step_seconds),
+            _compared("a step", self.step_seconds, self.planned_step_seconds),
         ]
         for lane in LANES:
             if self.planned_busy_seconds.get(lane):
                 lines.append(
-                    _beside(f"  {lane_words(lane)}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane])
+                    _compared(f"  {lane_words(lane)}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane])
                 )
         return "\n".join([*lines, *self.slow_kernels])
 
 
-def _beside(what: str, found: float | None, planned: float) -> str:
+def _compared(what: str, found: float | None, planned: float) -> str:
     return (
         f"{what:<20} {show_seconds(found) if found is not None else 'not measured':<12}  planned "
         f"{show_seconds(planned)}"

@@ -26,7 +26,7 @@ OOM_MARGIN_SHARE = 0.04
 
 
 class Retriable(RuntimeOwner, Protocol):
-    """What a retry needs of an engine."""
+    """The part of an engine that a retry uses."""
 
     @property
     def plan(self) -> Plan: ...

@@ -12,7 +12,7 @@ at most one state of its weights and gradients (UPDATED_UNCONFIRMED to FAILED). 
     retry                   FORWARD, HELD or BACKWARD -> IDLE (roll_back), then a re-plan and the same forward again
     skipped step            IDLE -> IDLE, gradients discarded
 
-`close()` and `give_way()` roll back an open pass and end the engine in any state.
+`close()` and `end()` roll back an open pass and end the engine in any state.
 """
 
 from collections.abc import Callable
@@ -63,8 +63,8 @@ class CallRule:
     rolls_back: frozenset[EngineState] = UNFINISHED
     """Passes that the call rolls back before it is checked. HELD: only if the outputs of the forward were dropped."""
     nonfinite: Literal["raise", "warn", "ignore"] = "ignore"
-    """What it does if the last step, made in backward, used a gradient that is not finite. Only here is that read from
-    the device, so that no step waits for it."""
+    """What the call does if the last step, made in backward, used a gradient that is not finite. Only such calls read
+    this from the device, so that no step waits for it."""
 
 
 RULES = {
@@ -98,7 +98,7 @@ REFUSALS = {
     S.HALF_UPDATED: "{name} needs a complete backward, and the last one failed in {block} after it had updated some "
     "weights. Load weights and optimizer state from the last checkpoint.",
 }
-"""What a refused call raises, by state. FAILED has the message of the failure; HELD is for a training forward."""
+"""By state: the message of a refused call. FAILED has the message of the failure; HELD is for a training forward."""
 BETWEEN_STEPS = (
     "{name} is only possible between steps, and the engine is {state}. Finish the backward first, or drop its outputs."
 )
@@ -130,7 +130,7 @@ class StateMachine:
     # Which call is legal.
 
     def require(self, call: str, name: str = "") -> None:
-        """Raise if a call is illegal now. `name`: what the error calls it."""
+        """Raise if a call is illegal now. `name`: its name in the error."""
         rule, name = RULES[call], name or f"{call}()"
         is_attached = self.pass_state is not S.DETACHED
         if is_attached and rule.nonfinite == "raise" and (error := self._check_last_step()) is not None:
@@ -142,7 +142,7 @@ class StateMachine:
             log.warning("%s", error)
 
     def error(self, state: EngineState, call: str = "", name: str = "") -> OutsizeError:
-        """What a call raises in a state that it is illegal in."""
+        """The error of a call in a state in which it is illegal."""
         if state is S.FAILED:
             return UpdateFailed(self._failure)
         text = BETWEEN_STEPS if state is S.HELD and call != "forward" else REFUSALS.get(state, BETWEEN_STEPS)

@@ -1,4 +1,4 @@
-"""Steps: when and with which numbers a step updates the weights.
+"""Steps: when a step updates the weights, and with which hyperparameters.
 
 *After step* (the default): gradients are kept until `step()`, which fixes the hyperparameters and the clipping factor,
 issues the updates and returns. *In backward*: inside `last_backward()` chunks are updated once their gradients are
@@ -16,7 +16,7 @@ from outsize.base.log import log
 from outsize.optim.clip import clip_factor
 from outsize.optim.spec import OptimizerSpec
 from outsize.runtime.plan_runtime import RuntimeOwner
-from outsize.runtime.updates import Step
+from outsize.runtime.updates import StepSettings
 
 
 class Steps:
@@ -24,9 +24,9 @@ class Steps:
         self._spec, self._engine, self._state = spec, engine, engine.state
         self._updates_in_backward = False
         """Inside `last_backward()`, under settings that allow updates in backward."""
-        self._updated: dict[int, Step] = {}
+        self._updated: dict[int, StepSettings] = {}
         """The updates that a backward has made, by chunk, until `step()` counts them."""
-        self._step: Step | None = None
+        self._step: StepSettings | None = None
         self._clip_at: float | None = None
         """The argument of `clip_grad_norm_`. The gradients are clipped when they are read, or by the step."""
 
@@ -42,7 +42,7 @@ class Steps:
             self._updates_in_backward = False
 
     def begin_backward(self) -> bool:
-        """Whether the backward that begins updates weights."""
+        """A backward begins. Returns whether it updates weights."""
         self.apply_clipping()
         if self._updates_in_backward:
             self._state.require("last_backward")
@@ -55,12 +55,12 @@ class Steps:
         return self._updates_in_backward
 
     def update_work(self, chunk: int, in_backward: bool) -> Callable[[], None]:
-        """The update of one chunk, with its numbers fixed now: it may run later, on another thread."""
+        """The work of updating one chunk, with its hyperparameters fixed now: it may run later, on another thread."""
         runtime = self._engine.runtime
         if in_backward:
             accumulated = {piece.name for piece in runtime.place.chunk(chunk).pieces} & runtime.gradients.accumulated
             self._state.update_in_backward()
-            self._updated[chunk] = runtime.updates.plan_step(accumulated, 1.0)
+            self._updated[chunk] = runtime.updates.fix_settings(accumulated, 1.0)
         step = self._updated[chunk] if in_backward else self._step
         assert step is not None
         state, updates, pieces = self._state, runtime.updates, runtime.place.chunk(chunk).pieces
@@ -114,7 +114,7 @@ class Steps:
             state.skip_step()
             log.warning("step %d skipped: %s", state.num_steps, str(error))
             return
-        self._step = runtime.updates.plan_step(gradients.accumulated, clip_factor(norm, clip_at))
+        self._step = runtime.updates.fix_settings(gradients.accumulated, clip_factor(norm, clip_at))
         runtime.updates.count(self._step)
         runtime.executor.update()
         gradients.is_applied = True

@@ -1,12 +1,13 @@
 """Store: the memory of a prepared model. Allocates the buffers that the placement names, moves parameters into them,
 and reads and writes parameters by name.
 
-[Note: The places of a chunk]
-- home: the weights between uses, if the chunk streams or is updated on the host. On the host.
-- weights: the weights of a resident chunk, on the GPU. Between uses they are read here if the chunk has no home.
-- slot: GPU memory that streamed chunks pass through. One chunk at a time uses it.
-- state: state tensors of the optimizer and the lower halves of split masters, where the chunk is updated.
-- gradient: where backward writes the gradient: a buffer of its own, or a stage from which it is copied to the host.
+[Note: The buffers of a chunk] (schedule/buffers.py lists all kinds)
+- HOME: the weights in host memory, if the chunk is streamed or updated on the host. Between uses they are read here.
+- WEIGHTS: the weights of a resident chunk, on the GPU. Between uses they are read here if the chunk has no HOME.
+- SLOT: GPU memory that streamed chunks pass through. One chunk at a time uses it.
+- STATE, HOST_STATE: state tensors of the optimizer and the lower halves of split masters, in the state home.
+- GRADIENT, STAGE: where backward writes the gradient: a buffer of its own, or a stage from which it is copied to the
+  host.
 
 A parameter's `.data` is set once, to a view of `weights` or of a slot. After that only the flat buffers are written.
 """
@@ -52,7 +53,7 @@ class Store:
         self.gpu: dict[Buffer, Tensor] = {}
         self.host: dict[Buffer, Tensor] = {}
         self.slot_contents: dict[int, int | None] = dict.fromkeys(range(len(place.slots.slot_bytes)))
-        """Per slot: the chunk whose weights it holds once the loads that were issued are done."""
+        """By slot: the chunk whose weights it holds once the issued loads are done."""
         self._addresses: dict[str, int] = {}
         self._mapped: dict[Buffer, Tensor] = {}
         """Host buffers as tensors of the device."""
@@ -71,7 +72,7 @@ class Store:
                 moved.append(chunk.index)
             rest = {buffer: num_bytes for buffer, num_bytes in place.host.items() if buffer[0] != B.HOME}
             for buffer, num_bytes in counted(rest.items(), "Allocating host memory", total=len(rest)):
-                self.host[buffer] = device.host_empty(num_bytes, pinned=buffer[0].is_pinned_for_copies)
+                self.host[buffer] = device.host_empty(num_bytes, pinned=place.is_pinned(buffer))
         except BaseException:
             self.release(moved)
             raise
@@ -123,7 +124,7 @@ class Store:
 
     def _part(self, flat: Tensor, name: str) -> Ranges:
         """A parameter's elements among those of its chunk."""
-        _, piece = self.place.layout.place[name]
+        _, piece = self.place.layout.location[name]
         part = flat[piece.offset : piece.offset + piece.numel]
         return Ranges(self.place.graph.param[name].shape, self._strides[name], ((part, 0),))
 
@@ -142,22 +143,33 @@ class Store:
             if buffer not in self._mapped:
                 self._mapped[buffer] = self.device.map_host(memory)
             memory = self._mapped[buffer]
-        fp32 = buffer[0] in _GRADIENTS and self.place.step_config.fp32_grads
-        dtype = torch.float32 if fp32 else getattr(torch, self.place.chunk(index).dtype)
-        return memory[: self.place.chunk(index).numel * dtype.itemsize].view(dtype)
+        chunk = self.place.chunk(index)
+        name = self.place.update_of(index).gradient_dtype if buffer[0] in _GRADIENTS else chunk.dtype
+        dtype: torch.dtype = getattr(torch, name)
+        return memory[: chunk.numel * dtype.itemsize].view(dtype)
 
     def state(self, index: int) -> tuple[list[Tensor], Tensor | None]:
-        """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat."""
-        on_host = self.place.updates_on_host(index)
-        buffer = self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index]
+        """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat, in
+        their home.
+        """
+        on_host = self.place.has_host_state(index)
+        return self._as_state(index, self.host[B.HOST_STATE, index] if on_host else self.gpu[B.STATE, index])
+
+    def state_at_update(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """The same at the update site: streamed state is in its state slot."""
+        if not self.place.streams_state(index):
+            return self.state(index)
+        return self._as_state(index, self.gpu[self.place.state_slot(index)][: self.place.update_of(index).state_bytes])
+
+    def _as_state(self, index: int, buffer: Tensor) -> tuple[list[Tensor], Tensor | None]:
         n = self.place.chunk(index).numel
         count = len(self.place.step_config.optimizer.state)
         state = [buffer[4 * n * i : 4 * n * (i + 1)].view(torch.float32) for i in range(count)]
-        return state, buffer[4 * n * count :].view(torch.int16) if self.place.chunk(index).is_split else None
+        return state, buffer[4 * n * count :].view(torch.int16) if self.place.update_of(index).is_split else None
 
     def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
         ids = {id(p) for p in params}
-        return tuple({self.place.layout.place[name][0] for name, p in self.params.items() if id(p) in ids})
+        return tuple({self.place.layout.location[name][0] for name, p in self.params.items() if id(p) in ids})
 
     def host_chunks(self) -> set[int]:
         """Chunks whose weights and state are in host memory."""
@@ -165,13 +177,13 @@ class Store:
         return {
             c.index
             for c in place.layout.chunks
-            if place.has_host_weights(c.index) and (not c.trainable or place.updates_on_host(c.index))
+            if place.has_host_weights(c.index) and (not place.is_updated(c.index) or place.has_host_state(c.index))
         }
 
     # Parameters by name, as checkpoint/parameter_store.py expects. The lanes are idle when these are called.
 
     def chunk_of(self, name: str) -> int:
-        return self.place.layout.place[name][0]
+        return self.place.layout.location[name][0]
 
     def ranges(self, name: str, *, on_device: bool = False) -> Ranges:
         """The memory of a parameter's value between uses. `on_device`: as tensors of the device."""
@@ -185,18 +197,18 @@ class Store:
         return {key: self._part(flat, name) for key, flat in flats.items()}
 
     def gradient_view(self, name: str) -> Tensor:
-        """Where backward writes a parameter's gradient, on the device."""
+        """The memory on the device that backward writes a parameter's gradient to."""
         return self._ranges(self.place.gradient_buffer(self.chunk_of(name)), name).whole()
 
     def arrival_view(self, name: str) -> Tensor | None:
-        """Where a gradient arrives, if not in its sum."""
+        """The part of an arrival slot for a gradient; None if it arrives in its sum."""
         slot = self.place.arrivals.get(self.chunk_of(name))
         return None if slot is None else self._ranges((B.ARRIVAL, slot), name).whole()
 
     def gradient_ranges(self, name: str, *, on_device: bool = False) -> Ranges:
-        """The memory of a gradient between backward and step: on the host if it is updated there."""
+        """The memory of a gradient between backward and step."""
         index, place = self.chunk_of(name), self.place
-        buffer = place.host_gradient_buffer(index) if place.updates_on_host(index) else place.gradient_buffer(index)
+        buffer = place.host_gradient_buffer(index) if place.sends_gradient(index) else place.gradient_buffer(index)
         return self._ranges(buffer, name, on_device=on_device)
 
     def gradient(self, name: str) -> Tensor:
@@ -216,36 +228,37 @@ class Store:
             for name in names:
                 loaded[self.chunk_of(name)] = None
                 read(name, self.ranges(name))
-                self.clear_remainders(name)
+                self.clear_lower_halves(name)
         finally:
             for index in loaded:
                 self.refresh_copies(index)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Set parameters to new values. Where one differs from the weight, it becomes the master too."""
+        """Set parameters to new values. An element that changes becomes its own master weight."""
         with torch.no_grad(), self.device.on_host():
             for name, value in values.items():
                 weight = self.value(name)
-                self.clear_remainders(name, weight != value.to(weight.device, weight.dtype))
+                self.clear_lower_halves(name, weight != value.to(weight.device, weight.dtype))
                 self.ranges(name).copy_(value)
             for index in {self.chunk_of(name) for name in values}:
                 self.refresh_copies(index)
 
-    def clear_remainders(self, name: str, changed: Tensor | None = None) -> None:
+    def clear_lower_halves(self, name: str, changed: Tensor | None = None) -> None:
         """Make a bf16 weight that was written from outside its own master: set the lower half of the master to zero,
         all of it or where `changed`.
         """
-        if not self.place.chunk(self.chunk_of(name)).trainable or "lo" not in (state := self.state_ranges(name)):
+        if not self.place.has_split_masters(self.chunk_of(name)):
             return
+        lower_half = self.state_ranges(name)["lo"]
         if changed is None:
-            for lo, _ in state["lo"].parts:
+            for lo, _ in lower_half.parts:
                 lo.zero_()
         else:
-            for lo, where in state["lo"].beside(changed):
+            for lo, where in lower_half.matching(changed):
                 lo.masked_fill_(where.to(lo.device), 0)
 
     def refresh_copies(self, index: int) -> None:
-        """Bring what was written to a chunk's home to its resident weights, and mark slots that hold it as stale."""
+        """Copy a chunk's home to its resident weights, if it has both, and mark slots that hold the chunk as stale."""
         if (B.HOME, index) in self.host and (B.WEIGHTS, index) in self.gpu:
             with torch.no_grad(), self.device.on_host():
                 self.gpu[B.WEIGHTS, index].copy_(self.host[B.HOME, index])
@@ -258,7 +271,7 @@ class Store:
                 self.slot_contents[slot] = None
 
     def replaced(self) -> str | None:
-        """The name of a parameter of the model that was exchanged, added or removed since it was prepared."""
+        """The name of a parameter that was exchanged, added or removed since the model was prepared."""
         for path, own, params in self._tables:
             if len(own) != len(params):
                 name = next(iter(own.keys() ^ params.keys()))

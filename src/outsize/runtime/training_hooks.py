@@ -45,8 +45,8 @@ class TrainingHooks:
         self._fit, self._before_evaluation = fit, before_evaluation
         self._model, self._device = engine.model, engine.device
         self._found, self._layers = layers, layers
-        """The layers of the module tree, and those of them that are blocks of the plan: the trial run may have shown
-        that a list is no stack.
+        """All layers of the module tree, and those that are blocks of the plan. They differ if the profiling run has
+        shown that a list is no stack.
         """
         self._tracker = BlockTracker(self._model, self)
         self._non_layer_hooks: list[Any] = []
@@ -265,6 +265,8 @@ class TrainingHooks:
             if gradients.has_assigned:
                 self._device.synchronize()
                 gradients.pull_assigned()
+            if gradients.has_handed_out:
+                self._device.synchronize()  # before copies read what operators have written to gradients on the host
             self._device.watching(True)
             runtime.access.begin_pass()
             state.begin_backward()
@@ -320,9 +322,11 @@ class TrainingHooks:
         self._state.roll_back(failed_in=runtime.executor.call_text())
         self._steps.roll_back()
         runtime.gradients.forget_early()
-        runtime.executor.roll_back()
-        self._device.watching(False)
-        runtime.access.end_pass()
+        try:
+            runtime.executor.roll_back()  # raises if an update has failed
+        finally:
+            self._device.watching(False)
+            runtime.access.end_pass()
 
     def _outputs_are_held(self) -> bool:
         return self._alive() is not None

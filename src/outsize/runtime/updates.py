@@ -11,26 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.optim.rule import Numbers, Rule, Scratch, slow_kernels, update
+from outsize.optim.rule import Numbers, Scratch, UpdateRule, slow_kernels, update
 from outsize.runtime.store import Store
 from outsize.schedule.buffers import BufferKind as B
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What one optimizer step does, fixed at the moment of `step()` (or of a declared last backward)."""
+class StepSettings:
+    """The hyperparameters of one optimizer step, fixed by `step()` (or during a declared last backward)."""
 
     numbers: dict[str, Numbers]
-    """Per parameter that has a gradient."""
+    """By parameter that has a gradient."""
     clip: float
 
 
 class Updates:
-    def __init__(self, store: Store, rule: Rule, groups: Callable[[], list[dict]], group_of: dict[str, int]):
+    def __init__(self, store: Store, rule: UpdateRule, groups: Callable[[], list[dict]], group_of: dict[str, int]):
         """`groups` gives the live param_groups; `group_of` says which one a parameter is in."""
         self._store, self._rule, self._groups, self._group_of = store, rule, groups, group_of
         self.wait_written: Callable[[int], None] = lambda index: None
-        """Returns once nobody reads a chunk's weights and state any more: a save may be on its way."""
+        """Blocks until a background save has written a chunk's weights and state."""
         self.steps: dict[str, int] = dict.fromkeys(group_of, 0)
         """Updates made so far, per parameter."""
         self._scratch = {
@@ -39,7 +39,7 @@ class Updates:
             if buffer is not None
         }
 
-    def plan_step(self, names: set[str], clip: float) -> Step:
+    def fix_settings(self, names: set[str], clip: float) -> StepSettings:
         """Fix the hyperparameters for the next update of these parameters."""
         groups = self._groups()
         made: dict[tuple[int, int], Numbers] = {}
@@ -49,22 +49,22 @@ class Updates:
             if key not in made:
                 made[key] = self._rule.numbers(groups[key[0]], key[1])
             numbers[name] = made[key]
-        return Step(numbers, clip)
+        return StepSettings(numbers, clip)
 
-    def count(self, step: Step) -> None:
-        """The step is made: later ones are later."""
+    def count(self, step: StepSettings) -> None:
+        """Count the step for each of its parameters."""
         for name in step.numbers:
             self.steps[name] += 1
 
     @torch.no_grad()
-    def update_chunk(self, index: int, step: Step) -> None:
-        """Update a chunk where its optimizer lives. Its gradient is there, on the host or on the device."""
+    def update_chunk(self, index: int, step: StepSettings) -> None:
+        """Update a chunk at its update site, where its gradient and its state are."""
         self.wait_written(index)
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
         weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
         grads = store.flat(place.host_gradient_buffer(index) if on_host else place.gradient_buffer(index), index)
-        state, lo = store.state(index)
+        state, lo = store.state_at_update(index)
         scratch = self._scratch["host" if on_host else "gpu"]
         for start, end, numbers in self._ranges(index, step):
             part = slice(start, end)
@@ -72,7 +72,7 @@ class Updates:
             args = self._rule, weights[part], of_lo, of_state, grads[part]
             update(*args, numbers=numbers, clip=step.clip, scratch=scratch)
 
-    def _ranges(self, index: int, step: Step) -> list[tuple[int, int, Numbers]]:
+    def _ranges(self, index: int, step: StepSettings) -> list[tuple[int, int, Numbers]]:
         ranges: list[tuple[int, int, Numbers]] = []
         touching = False
         for piece in self._store.place.chunk(index).pieces:
@@ -90,7 +90,7 @@ class Updates:
     def slow_kernels(self) -> tuple[str, ...]:
         """Updates of this plan that run without a compiled kernel, and why."""
         place = self._store.place
-        sites = {place.updates_on_host(chunk.index) for chunk in place.layout.chunks if chunk.trainable}
+        sites = {place.updates_on_host(chunk) for chunk in place.updated}
         is_cuda = self._store.device.torch_device.type == "cuda"
         return slow_kernels(host=True in sites or (not is_cuda and bool(sites)), gpu=is_cuda and False in sites)
 
@@ -101,14 +101,14 @@ class Updates:
         return {"step": torch.tensor(float(self.steps[name])), **state}
 
     def state_to_keep(self, name: str) -> dict[str, Tensor]:
-        """The same for after the engine: what lives on the host is handed over as it is, what lives on the device is
-        copied from it.
+        """The state of a parameter for use after the engine has ended: host tensors are handed over, device tensors are
+        copied to the CPU.
         """
-        index, _ = self._store.place.layout.place[name]
+        index, _ = self._store.place.layout.location[name]
         state = self.state(name)
         return (
             state
-            if self._store.place.updates_on_host(index)
+            if self._store.place.has_host_state(index)
             else {key: value.detach().cpu().clone() for key, value in state.items()}
         )
 

@@ -14,13 +14,14 @@ from typing import Literal, NamedTuple
 from outsize.base.errors import PlanInvalid
 from outsize.hardware.lanes import Lane, copy_seconds, update_seconds
 from outsize.hardware.spec import HardwareSpec
-from outsize.layout.optimizer import ADAMW
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
 
 
 class Kind(StrEnum):
+    """The kinds of actions, with the letters that plans, traces and reports show. `TYPES` describes them."""
+
     LOAD = "L"
     FORWARD = "F"
     OFFLOAD = "S"
@@ -30,7 +31,9 @@ class Kind(StrEnum):
     BACKWARD = "B"
     ADD = "E"
     STORE_GRADIENT = "G"
+    LOAD_STATE = "I"
     UPDATE = "U"
+    STORE_STATE = "O"
     WRITE_BACK = "W"
 
 
@@ -44,12 +47,14 @@ class Action(NamedTuple):
 
 
 class Effect(NamedTuple):
+    """The lane of an action, and the buffers it reads and writes."""
+
     lane: Lane
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
 
 
-Work = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
+Operation = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
 """How the runtime performs an action. `model`: the model's own code runs it. `copy`: the first buffer read is copied to
 the first one written."""
 
@@ -59,17 +64,17 @@ class ActionType:
     label: str
     """For messages and charts, followed by the name of a block: `load the weights of`."""
     operand: Literal["call", "chunk"]
-    work: Work
+    operation: Operation
     group: str
     """The color in charts: see `BufferKind.group`."""
     effect: Callable[[Placement, int, bool], Effect]
     """Takes the operand, and whether the action belongs to a backward that updates."""
     num_bytes: Callable[[Placement, int], int]
-    """Bytes that it copies or frees; 0 for compute."""
+    """Takes the operand. Bytes that the action copies or frees; 0 for compute."""
 
     @property
     def moves_activations(self) -> bool:
-        return self.operand == "call" and self.work != "model"
+        return self.operand == "call" and self.operation != "model"
 
 
 def parse_action(word: str) -> Action:
@@ -86,30 +91,37 @@ def effect(place: Placement, action: Action, *, update_in_backward: bool = False
 
 def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: Lane) -> float:
     kind, i = action
-    match TYPES[kind].work:
+    match TYPES[kind].operation:
         case "model":
             work = place.work[i]
             return work.forward_seconds if kind == Kind.FORWARD else work.backward_seconds
         case "free":
             return 0.0
         case "add":  # reads both, writes the sum, and reads it again for the norm
-            moved = place.chunk(i).nbytes + 3 * place.gradient_bytes(i)
-            return update_seconds(spec, lane, moved // ADAMW.traffic_bytes, 1.0)
+            return update_seconds(spec, lane, place.chunk(i).nbytes + 3 * place.gradient_bytes(i))
         case "update":
-            return update_seconds(spec, lane, place.chunk(i).numel, place.step_config.optimizer.traffic)
+            seconds = update_seconds(spec, lane, place.update_of(i).traffic_bytes)
+            return seconds * _host_slowdown(place, spec) if lane == "host" else seconds
         case "copy" | "offload" | "restore":
             return copy_seconds(spec, lane, TYPES[kind].num_bytes(place, i))
 
 
+def _host_slowdown(place: Placement, spec: HardwareSpec) -> float:
+    """Updates on the host take longer where they share the DRAM bandwidth with state that is streamed."""
+    if not place.streamed_state_bytes:
+        return 1.0
+    traffic = place.host_update_bytes
+    alone = update_seconds(spec, "host", traffic) - spec.launch_seconds
+    return max(1.0, (traffic + 2 * place.streamed_state_bytes) / spec.host_bytes_per_second / alone)
+
+
 def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float, bool]:
-    """CPU seconds to launch an action, and whether the CPU waits for the GPU in it. Zero where launches were not
-    measured.
-    """
+    """CPU seconds to launch an action (0 if unknown), and whether the CPU waits for the GPU in it."""
     kind, i = action
-    work = TYPES[kind].work
-    if not place.knows_issuing or work == "free":
+    operation = TYPES[kind].operation
+    if not place.has_launch_times or operation == "free":
         return 0.0, False
-    if work != "model":
+    if operation != "model":
         return spec.launch_seconds, False
     call = place.work[i]
     if kind == Kind.FORWARD:
@@ -136,7 +148,7 @@ def _forward(place: Placement, call: int, _: bool) -> Effect:
 def _backward(place: Placement, call: int, _: bool) -> Effect:
     returned = ((B.RETURN, place.return_slot[call]),) if call in place.return_slot else ()
     completed = place.grads_completed_by.get(call, ())
-    # The sums too where gradients arrive apart from them: the first micro-batch, and users' hooks, write them.
+    # Chunks with an arrival slot have their sum here too: the first micro-batch, and users' hooks, write it.
     gradients = tuple(place.gradient_buffer(chunk) for chunk in completed)
     arrivals = tuple((B.ARRIVAL, place.arrivals[chunk]) for chunk in completed if chunk in place.arrivals)
     norms = ((B.NORMS, 0),) if gradients else ()
@@ -152,7 +164,8 @@ def _update(place: Placement, chunk: int, update_in_backward: bool) -> Effect:
     norms = () if update_in_backward else ((B.NORMS, 0),)
     if place.updates_on_host(chunk):
         return Effect("host", (place.host_gradient_buffer(chunk), *norms), ((B.HOME, chunk),))
-    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk),))
+    state = (place.state_slot(chunk),) if place.streams_state(chunk) else ()
+    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk), *state))
 
 
 def _write_back(place: Placement, chunk: int, _: bool) -> Effect:
@@ -190,11 +203,19 @@ TYPES: dict[Kind, ActionType] = {
         lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
         Placement.gradient_bytes,
     ),
+    Kind.LOAD_STATE: ActionType(
+        "load the optimizer state of", "chunk", "copy", "optimizer",
+        lambda place, i, _: Effect("h2d", ((B.HOST_STATE, i),), (place.state_slot(i),)), Placement.state_bytes,
+    ),
     Kind.UPDATE: ActionType("update", "chunk", "update", "optimizer", _update, Placement.slot_bytes),
+    Kind.STORE_STATE: ActionType(
+        "store the optimizer state of", "chunk", "copy", "optimizer",
+        lambda place, i, _: Effect("d2h", (place.state_slot(i),), ((B.HOST_STATE, i),)), Placement.state_bytes,
+    ),
     Kind.WRITE_BACK: ActionType(
         "write the updated weights of", "chunk", "copy", "weights", _write_back, Placement.home_bytes
     ),
 }  # fmt: skip
-"""UPDATE runs where the optimizer state lives. WRITE_BACK copies to the GPU (resident weights, updated on the host) or
-to the host (streamed weights, updated on the GPU). ADD adds a gradient to the sum over earlier micro-batches, between
-LOAD_GRADIENT and STORE_GRADIENT. FREE waits for OFFLOAD, then frees the GPU memory."""
+"""UPDATE runs at the chunk's update site; streamed state is in its slot by then. WRITE_BACK copies to the GPU (resident
+weights, updated on the host) or to the host (streamed weights, updated on the GPU). ADD adds a gradient to the sum over
+earlier micro-batches, between LOAD_GRADIENT and STORE_GRADIENT. FREE waits for OFFLOAD, then frees the GPU memory."""

@@ -10,28 +10,34 @@ class BufferKind(StrEnum):
     SLOT = "slot"
     """Weights of the streamed chunks that share it, one at a time."""
     STATE = "state"
-    """Optimizer state of a chunk that is updated on the GPU."""
+    """Optimizer state of a chunk whose state home is the GPU, and the lower halves of its master weights."""
+    STATE_SLOT = "state_slot"
+    """Optimizer state that is streamed to the GPU for its update; chunks share it."""
     SCRATCH = "scratch"
+    """Workspace of the updates on the GPU."""
     GRADIENT = "gradient"
     """Gradient of a chunk, from its backward to the step."""
     STAGE = "stage"
-    """Gradients that are copied to the host or applied at once; chunks share it."""
+    """Stage: gradients on their way to the host or to their update; chunks share it."""
     ARRIVAL = "arrival"
-    """Gradients of a block call, while the sums that they are added to pass through stages; block calls share it."""
+    """Arrival slot: a new gradient, whose sum waits on the host and passes through a stage; block calls share it."""
     RETURN = "return"
-    """Offloaded activations, loaded for the backward."""
+    """Return slot: offloaded activations, loaded for the backward."""
     NORMS = "norms"
     """Sums of the gradients' squares: see layout/norm.py."""
     # On the host.
     HOME = "home"
-    """Weights of a chunk that is streamed or updated on the host."""
+    """Weights in host memory, of a chunk that is streamed, or resident and updated on the host."""
     HOST_STATE = "host_state"
+    """Optimizer state of a chunk whose state home is the host."""
     HOST_GRADIENT = "host_gradient"
+    """Gradient of a chunk, until its update."""
     HOST_STAGE = "host_stage"
-    """Gradients that are applied as they arrive on the host; chunks share it."""
+    """Gradients that the host applies as they arrive; chunks share it."""
     ARENA = "arena"
     """Offloaded activations of a block call."""
     HOST_SCRATCH = "host_scratch"
+    """Workspace of the updates on the host."""
     # Not allocated by the plan.
     LIVE = "live"
     """Activations of a block call, in the memory that autograd holds."""
@@ -60,6 +66,7 @@ _GROUPS = {
     BufferKind.HOME: "weights",
     BufferKind.SLOT: "slots",
     BufferKind.STATE: "optimizer",
+    BufferKind.STATE_SLOT: "optimizer",
     BufferKind.HOST_STATE: "optimizer",
     BufferKind.SCRATCH: "optimizer",
     BufferKind.HOST_SCRATCH: "optimizer",

@@ -67,11 +67,16 @@ def _check_decision(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> None:
     _require(decision.host_update_interval >= 1, f"host_update_interval is {decision.host_update_interval}, below 1")
     _require(step_config.accumulate >= 1, f"accumulate is {step_config.accumulate}, below 1")
     for chunk, homes in zip(layout.chunks, decision.homes, strict=True):
+        what = f"chunk {chunk.index} ({chunk.pieces[0].name}, …)"
         _require(
-            chunk.trainable or homes.optimizer == homes.weights,
-            f"the frozen chunk {chunk.index} ({chunk.pieces[0].name}, …) has its weights on {homes.weights} and its "
-            f"optimizer on {homes.optimizer}",
-            "Give both the same home; a frozen chunk is not updated",
+            step_config.update_of(chunk) is not None or homes.weights == homes.state == homes.update,
+            f"the frozen {what} has weights on {homes.weights}, state on {homes.state} and update on {homes.update}",
+            "Give all three the same value; a frozen chunk is not updated",
+        )
+        _require(
+            (homes.state, homes.update) != ("gpu", "host"),
+            f"{what} has its optimizer state on the GPU and its update on the host",
+            "Update state on the GPU there; state on the host may be updated on either",
         )
     for call, strategy in enumerate(decision.strategies):
         name = graph.call_name(call)
@@ -150,7 +155,7 @@ def _check_estimate(plan: Plan, place: Placement) -> None:
 
 
 def _require(holds: bool, wrong: str, do: str = "Plan again") -> None:
-    """Raise PlanInvalid if a condition does not hold. `wrong`: what is wrong then; `do`: what the user can do."""
+    """Raise PlanInvalid if `holds` is False. `wrong`: what is wrong; `do`: what the user can do."""
     if not holds:
         raise PlanInvalid(f"plan: {wrong}. {do}.")
 

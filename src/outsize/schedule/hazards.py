@@ -19,7 +19,7 @@ _Clock = dict[Lane, int]
 class Hazards:
     def __init__(self) -> None:
         self._known: dict[Lane, _Clock] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
-        """Per lane: how many actions of each lane are known to complete before its next action."""
+        """By lane: how many actions of each lane are known to complete before its next action."""
         self._writer: dict[Buffer, tuple[Token, _Clock]] = {}
         self._readers: dict[Buffer, dict[Lane, tuple[Token, _Clock]]] = {}
 

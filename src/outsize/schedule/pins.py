@@ -30,6 +30,8 @@ class Pins:
     """Layers that are recomputed in backward, their input kept on the host."""
     n_optimizer_gpu: int | None = None
     """Trainable chunks whose optimizer state lives on the GPU."""
+    n_optimizer_streamed: int | None = None
+    """Trainable chunks whose optimizer state lives on the host and is streamed to the GPU for their update."""
 
     def given(self) -> dict[str, int]:
         return {
@@ -45,9 +47,9 @@ class Pins:
         return ", ".join(f"{name}={value}" for name, value in self.given().items())
 
 
-def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[str, int]) -> None:
+def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[str, int], num_updated: int) -> None:
     """Raise ConfigError for pins out of range. `layers`: per strategy, how many layers support it; under `all`, how
-    many layers have a backward.
+    many layers have a backward. `num_updated`: the number of trainable chunks.
     """
     if not isinstance(pins, Pins):
         raise ConfigError(f"pins must be outsize.Pins, not a {type(pins).__name__}. Write outsize.Pins(n_persist=…).")
@@ -55,7 +57,8 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
         "n_persist": len(layout.chunks),
         "n_buffer": len(graph.calls),
         **{strategy.pin: layers[strategy.name] for strategy in PINNED_STRATEGIES},
-        "n_optimizer_gpu": sum(chunk.trainable for chunk in layout.chunks),
+        "n_optimizer_gpu": num_updated,
+        "n_optimizer_streamed": num_updated - (pins.n_optimizer_gpu or 0),
     }
     wrong = []
     for name, value in pins.given().items():
@@ -66,9 +69,9 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
         raise ConfigError(
             f"pins: for this model, {'; '.join(wrong)}. Choose a number in the range, or leave the pin out."
         )
-    asked = sum(pins.of_strategy(strategy) or 0 for strategy in PINNED_STRATEGIES)
-    if asked > layers["all"]:
+    pinned = sum(pins.of_strategy(strategy) or 0 for strategy in PINNED_STRATEGIES)
+    if pinned > layers["all"]:
         raise ConfigError(
-            f"pins: {', '.join(s.pin for s in PINNED_STRATEGIES)} add up to {asked} layers, and {layers['all']} layers "
-            "have a backward. Lower one of them."
+            f"pins: {', '.join(s.pin for s in PINNED_STRATEGIES)} add up to {pinned} layers, and {layers['all']} "
+            "layers have a backward. Lower one of them."
         )

@@ -1,6 +1,6 @@
 """Placement: every buffer that a decision allocates for the whole run, by name and size.
 
-The planner sums the sizes and the runtime allocates these buffers, so residency has one definition. A buffer's name is
+The planner sums the sizes and the runtime allocates the same buffers. A buffer's name is
 a pair such as (SLOT, 2) or (HOME, 7); actions refer to the buffers they read and write by the same names.
 """
 
@@ -9,7 +9,8 @@ from functools import cached_property
 
 from outsize.layout.chunks import Chunk, ChunkLayout
 from outsize.layout.norm import norm_parts
-from outsize.layout.slots import SlotMap, assign_slots
+from outsize.layout.optimizer import ChunkUpdate
+from outsize.layout.slots import SlotMap, assign_slots, call_intervals, turn_intervals
 from outsize.model.graph import BlockGraph
 from outsize.model.work import SharedTensor, Work
 from outsize.schedule.buffers import Buffer
@@ -18,6 +19,8 @@ from outsize.schedule.plan import Decision, StepConfig
 
 STAGE_DEPTH = 1
 """One block's gradients can be copied out while the next block's are computed."""
+STATE_DEPTH = 1
+"""One chunk's state can be copied in while the state before it is copied out."""
 RETURN_SLOTS = 2
 """One call's activations can be loaded while another's are used."""
 
@@ -34,58 +37,90 @@ class Placement:
     def chunk(self, index: int) -> Chunk:
         return self.layout.chunks[index]
 
-    # The bytes of a chunk, per place.
+    # Bytes of a chunk in its buffers.
 
     def home_bytes(self, index: int) -> int:
-        """Weights at home; what a load copies."""
+        """Bytes of the weights in their home; a load copies as many."""
         return self.chunk(index).nbytes
 
     def slot_bytes(self, index: int) -> int:
-        """Weights that compute reads, in a slot or resident."""
+        """Bytes of the weights that compute reads, in a slot or resident."""
         return self.chunk(index).nbytes
 
     def state_bytes(self, index: int) -> int:
-        return self.step_config.optimizer.state_bytes(self.chunk(index))
+        return self.update_of(index).state_bytes
 
     def gradient_bytes(self, index: int) -> int:
-        return self.chunk(index).grad_bytes(self.step_config.fp32_grads)
+        return self.update_of(index).gradient_bytes
 
     # What the decision says about a chunk.
 
     def streams(self, index: int) -> bool:
         return self.decision.homes[index].weights == "host"
 
+    @cached_property
+    def _updates(self) -> tuple[ChunkUpdate | None, ...]:
+        return tuple([self.step_config.update_of(chunk) for chunk in self.layout.chunks])
+
+    def update_of(self, index: int) -> ChunkUpdate:
+        """The update of a chunk that is not frozen."""
+        update = self._updates[index]
+        assert update is not None, f"chunk {index} is frozen"
+        return update
+
+    @cached_property
+    def updated(self) -> tuple[int, ...]:
+        """The chunks that are not frozen."""
+        return tuple([index for index, update in enumerate(self._updates) if update is not None])
+
+    def is_updated(self, index: int) -> bool:
+        return self._updates[index] is not None
+
+    def has_split_masters(self, index: int) -> bool:
+        """Whether the state has the lower halves of the chunk's fp32 masters."""
+        return self.is_updated(index) and self.update_of(index).is_split
+
+    def has_host_state(self, index: int) -> bool:
+        return self.is_updated(index) and self.decision.homes[index].state == "host"
+
     def updates_on_host(self, index: int) -> bool:
-        return self.decision.homes[index].optimizer == "host"
+        return self.is_updated(index) and self.decision.homes[index].update == "host"
+
+    def streams_state(self, index: int) -> bool:
+        """Whether optimizer state is copied to the GPU for the update, and back."""
+        return (
+            self.decision.homes[index].streams_state
+            and self.is_updated(index)
+            and self.update_of(index).state_bytes > 0
+        )
 
     def has_host_weights(self, index: int) -> bool:
-        """Whether the weights are streamed, or updated on the host and then copied to the device."""
-        return self.streams(index) or (self.chunk(index).trainable and self.updates_on_host(index))
+        """Whether the host holds the weights: they are streamed, or updated on the host and copied to the device."""
+        return self.streams(index) or self.updates_on_host(index)
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether everything lives on the GPU, nothing is recomputed and gradients are kept until the step, as in a run
         without outsize.
         """
-        stays = all(homes.weights == homes.optimizer == "gpu" for homes in self.decision.homes)
+        stays = all(homes.weights == homes.state == "gpu" for homes in self.decision.homes)
         return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
-    def knows_issuing(self) -> bool:
+    def has_launch_times(self) -> bool:
         """Whether launch times were measured or estimated."""
         return any(work.forward_launch_seconds for work in self.work)
 
     @cached_property
     def slots(self) -> SlotMap:
-        sizes = [self.slot_bytes(chunk.index) for chunk in self.layout.chunks]
-        streamed = [c.index for c in self.layout.chunks if self.streams(c.index)]
-        return assign_slots(self.layout, streamed, self.decision.depth, sizes)
+        sizes = {c.index: self.slot_bytes(c.index) for c in self.layout.chunks if self.streams(c.index)}
+        return assign_slots(call_intervals(self.layout, sizes, self.decision.depth), sizes)
 
     @cached_property
     def grad_complete_at(self) -> dict[int, int]:
-        """Trainable chunk to the call whose backward completes its gradient: autograd sums over all uses."""
+        """By updated chunk: the call in whose backward its gradient is complete, summed over all uses."""
         completes = {}
-        for chunk in self.layout.chunks:
+        for chunk in map(self.chunk, self.updated):
             name = chunk.pieces[0].name
             # A parameter that no call reads belongs to the last one.
             backward = (
@@ -93,7 +128,7 @@ class Placement:
                 if self.graph.users[name]
                 else [v for v in chunk.calls if self.graph.has_backward[v]]
             )
-            if chunk.trainable and backward:
+            if backward:
                 completes[chunk.index] = backward[0]
         return completes
 
@@ -104,25 +139,44 @@ class Placement:
             table.setdefault(call, []).append(chunk)
         return {call: tuple(chunks) for call, chunks in table.items()}
 
-    def is_staged(self, index: int) -> bool:
-        """Whether the gradient uses a shared staging slot and not a buffer of its own."""
-        return self.chunk(index).trainable and (self.updates_on_host(index) or not self.step_config.hold_gradients)
+    def uses_stage(self, index: int) -> bool:
+        """Whether the gradient uses a stage, which chunks share, and not a buffer of its own on the device."""
+        return self.has_host_state(index) or (self.is_updated(index) and not self.step_config.hold_gradients)
 
     @cached_property
     def stages(self) -> SlotMap:
-        sizes = [self.gradient_bytes(chunk.index) for chunk in self.layout.chunks]
-        return assign_slots(self.layout, [c for c in self.grad_complete_at if self.is_staged(c)], STAGE_DEPTH, sizes)
+        sizes = {c: self.gradient_bytes(c) for c in self.grad_complete_at if self.uses_stage(c)}
+        return assign_slots(call_intervals(self.layout, sizes, STAGE_DEPTH), sizes)
+
+    @cached_property
+    def in_update_order(self) -> tuple[int, ...]:
+        """The chunks that a step updates, in forward order: the next forward needs the first ones first."""
+        return tuple(sorted(self.grad_complete_at, key=lambda c: (self.chunk(c).calls[0], c)))
+
+    @cached_property
+    def state_slots(self) -> SlotMap:
+        sizes = {c: self.state_bytes(c) for c in self.in_update_order if self.streams_state(c)}
+        return assign_slots(turn_intervals(list(sizes), STATE_DEPTH), sizes)
+
+    @cached_property
+    def streamed_state_bytes(self) -> int:
+        return sum(map(self.state_bytes, self.state_slots.slot_of))
+
+    @cached_property
+    def host_update_bytes(self) -> int:
+        """Bytes that the host's updates of one step read and write."""
+        return sum(self.update_of(c).traffic_bytes for c in self.grad_complete_at if self.updates_on_host(c))
 
     @cached_property
     def arrivals(self) -> dict[int, int]:
-        """Chunk to the slot where its gradient arrives if earlier micro-batches have left a sum on the host. All other
-        gradients arrive in their sum. Only the compute lane uses these slots, so that block calls share them.
+        """By chunk: the arrival slot of its gradient, for gradients whose sum waits on the host. All others arrive in
+        their sum. Only the compute lane uses these slots, so block calls can share them.
         """
         if self.step_config.accumulate == 1:
             return {}
         slot_of = {}
         for chunks in self.grads_completed_by.values():
-            on_host = sorted(filter(self.updates_on_host, chunks), key=lambda c: -self.chunk(c).nbytes)
+            on_host = sorted(filter(self.sends_gradient, chunks), key=lambda c: -self.chunk(c).nbytes)
             slot_of.update({chunk: slot for slot, chunk in enumerate(on_host)})
         return slot_of
 
@@ -141,18 +195,22 @@ class Placement:
         ]
         return frozenset(c for i, c in enumerate(on_host) if i % self.decision.host_update_interval)
 
-    def waits_on_host(self, index: int) -> bool:
-        """Whether the gradient has a buffer of its own on the host, which holds it until its update."""
+    def has_host_gradient(self, index: int) -> bool:
+        """Whether a gradient on the host has a buffer of its own, which holds it until its update."""
         return self.step_config.hold_gradients or index in self.updated_after_backward
 
+    def sends_gradient(self, index: int) -> bool:
+        """Whether the gradient is copied to the host. With streamed state, only if it is kept there until the step."""
+        return self.updates_on_host(index) or (self.has_host_state(index) and self.step_config.hold_gradients)
+
     @cached_property
-    def sending(self) -> tuple[int, ...]:
+    def sending_calls(self) -> tuple[int, ...]:
         """Calls that offload activations to the host, in forward order."""
         return tuple(v for v, w in enumerate(self.work) if w.sent_bytes and self.graph.has_backward[v])
 
     @cached_property
     def return_slot(self) -> dict[int, int]:
-        return {call: i % RETURN_SLOTS for i, call in enumerate(reversed(self.sending))}
+        return {call: i % RETURN_SLOTS for i, call in enumerate(reversed(self.sending_calls))}
 
     @cached_property
     def gpu(self) -> dict[Buffer, int]:
@@ -162,11 +220,12 @@ class Placement:
             i = chunk.index
             if not self.streams(i):
                 buffers[B.WEIGHTS, i] = self.slot_bytes(i)
-            if chunk.trainable and not self.updates_on_host(i):
+            if self.is_updated(i) and not self.has_host_state(i):
                 buffers[B.STATE, i] = self.state_bytes(i)
                 if self.step_config.hold_gradients:
                     buffers[B.GRADIENT, i] = self.gradient_bytes(i)
         buffers.update({(B.SLOT, s): size for s, size in enumerate(self.slots.slot_bytes)})
+        buffers.update({(B.STATE_SLOT, s): size for s, size in enumerate(self.state_slots.slot_bytes)})
         buffers.update({(B.STAGE, s): size for s, size in enumerate(self.stages.slot_bytes)})
         for index, slot in self.arrivals.items():
             buffers[B.ARRIVAL, slot] = max(buffers.get((B.ARRIVAL, slot), 0), self.chunk(index).nbytes)
@@ -174,9 +233,14 @@ class Placement:
             buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
         if trainable := [p.numel for p in self.graph.params if p.trainable]:
             buffers[B.NORMS, 0] = sum(norm_parts(trainable))
-        if on_gpu := [c.numel for c in self.layout.chunks if c.trainable and not self.updates_on_host(c.index)]:
-            buffers[B.SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_gpu))
+        if scratch := self._scratch_bytes(on_host=False):
+            buffers[B.SCRATCH, 0] = scratch
         return buffers
+
+    def _scratch_bytes(self, *, on_host: bool) -> int:
+        """Workspace of the updates at one site, which run one at a time."""
+        chunks = [c for c in self.updated if self.updates_on_host(c) == on_host]
+        return max((self.update_of(c).scratch_bytes for c in chunks), default=0)
 
     @cached_property
     def host(self) -> dict[Buffer, int]:
@@ -186,19 +250,19 @@ class Placement:
             i = chunk.index
             if self.has_host_weights(i):
                 buffers[B.HOME, i] = self.home_bytes(i)
-            if chunk.trainable and self.updates_on_host(i):
+            if self.has_host_state(i):
                 buffers[B.HOST_STATE, i] = self.state_bytes(i)
-                if self.waits_on_host(i):
+                if self.has_host_gradient(i):
                     buffers[B.HOST_GRADIENT, i] = self.gradient_bytes(i)
         passed_through = {
             self.stages.slot_of[c]
             for c in self.grad_complete_at
-            if self.updates_on_host(c) and not self.waits_on_host(c)
+            if self.updates_on_host(c) and not self.has_host_gradient(c)
         }
         buffers.update({(B.HOST_STAGE, s): self.stages.slot_bytes[s] for s in passed_through})
-        buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending})
-        if on_host := [c.numel for c in self.layout.chunks if c.trainable and self.updates_on_host(c.index)]:
-            buffers[B.HOST_SCRATCH, 0] = self.step_config.optimizer.scratch_bytes(max(on_host))
+        buffers.update({(B.ARENA, v): self.work[v].sent_bytes for v in self.sending_calls})
+        if scratch := self._scratch_bytes(on_host=True):
+            buffers[B.HOST_SCRATCH, 0] = scratch
         return buffers
 
     @property
@@ -215,6 +279,11 @@ class Placement:
             total[str(kind)] = total.get(str(kind), 0) + size
         return total
 
+    def is_pinned(self, buffer: Buffer) -> bool:
+        """Whether a host buffer is pinned and only accessed by copies to or from the GPU."""
+        kind, index = buffer
+        return kind.is_pinned_for_copies or (kind == B.HOST_STATE and self.streams_state(index))
+
     # The buffers of an action.
 
     def weights_buffer(self, index: int) -> Buffer:
@@ -226,8 +295,12 @@ class Placement:
         return (B.HOME if self.has_host_weights(index) else B.WEIGHTS, index)
 
     def gradient_buffer(self, index: int) -> Buffer:
-        """The buffer on the device with the sum of a gradient over the micro-batches so far."""
-        return (B.STAGE, self.stages.slot_of[index]) if self.is_staged(index) else (B.GRADIENT, index)
+        """The device buffer with the gradient, summed over the micro-batches so far."""
+        return (B.STAGE, self.stages.slot_of[index]) if self.uses_stage(index) else (B.GRADIENT, index)
+
+    def state_slot(self, index: int) -> Buffer:
+        """The buffer on the device that holds streamed state during the update."""
+        return (B.STATE_SLOT, self.state_slots.slot_of[index])
 
     def host_gradient_buffer(self, index: int) -> Buffer:
-        return (B.HOST_GRADIENT, index) if self.waits_on_host(index) else (B.HOST_STAGE, self.stages.slot_of[index])
+        return (B.HOST_GRADIENT, index) if self.has_host_gradient(index) else (B.HOST_STAGE, self.stages.slot_of[index])

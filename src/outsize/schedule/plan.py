@@ -1,4 +1,4 @@
-"""Plan: a frozen record, without torch, that the planner makes and the runtime executes.
+"""Plan: what the planner decides and predicts, as a frozen record that the runtime executes. No torch.
 
 The *step_config* is given by the user (how to train). The *decision* is chosen by the search (what lives where). The
 *work* is measured. The *estimate* is the simulator's prediction. A plan file holds all four, so a run can be repeated
@@ -9,36 +9,49 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outsize.hardware.spec import ProcessOverhead
-from outsize.layout.optimizer import ADAMW, OptimizerLayout
+from outsize.layout.chunks import Chunk
+from outsize.layout.optimizer import ChunkUpdate, OptimizerLayout
 from outsize.model.strategies import Strategy
 from outsize.model.work import SharedTensor, Work
 
 Home = Literal["gpu", "host"]
 UpdateMode = Literal["after_step", "in_backward"]
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """Where a chunk's weights and optimizer state live between uses."""
+    """Where a chunk's weights and optimizer state live between uses, and where the chunk is updated. A frozen chunk has
+    no state and no update; their values are then the same as `weights`.
+    """
 
     weights: Home
-    optimizer: Home
-    """The home of the optimizer state. A frozen chunk has no state; the value is then the same as `weights`."""
+    state: Home
+    update: Home
+    """The update site. State on the GPU is updated there; state on the host there, or on the GPU: it is then streamed,
+    copied to the GPU for the update and back after it."""
+
+    @property
+    def streams_state(self) -> bool:
+        return self.state != self.update
 
     def __str__(self) -> str:
-        return f"{self.weights}/{self.optimizer}"
+        return f"{self.weights}/{self.state}{f'/{self.update}' if self.streams_state else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
     """How the run trains, as the plan assumes it. Other loops stay correct; their time and memory differ."""
 
+    optimizer: OptimizerLayout
     update: UpdateMode = "after_step"
     accumulate: int = 1
     """Backward passes per step that the predicted time and memory assume."""
     fp32_grads: bool = False
-    optimizer: OptimizerLayout = ADAMW
+
+    def update_of(self, chunk: Chunk) -> ChunkUpdate | None:
+        """The update of a chunk. None for a frozen one."""
+        return self.optimizer.update_of(chunk, fp32_grads=self.fp32_grads)
 
     @property
     def hold_gradients(self) -> bool:
@@ -49,15 +62,15 @@ class StepConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     homes: tuple[Homes, ...]
-    """Per chunk."""
+    """By chunk."""
     strategies: tuple[Strategy, ...]
-    """Per call; only layers have another strategy than keep."""
+    """By call; only layers have another strategy than keep."""
     depth: int
     """Prefetch depth: how many streamed calls ahead weights are loaded. It determines the number of slots."""
     host_update_interval: int = 1
-    """With updates in backward: of the chunks that are updated on the host, in the order in which their gradients
-    complete, every n-th is updated while the backward runs. The gradients of the others are kept on the host. Their
-    updates run after the last gradient, in forward order, and overlap with the next forward."""
+    """With updates in backward, the host updates every n-th of its chunks while the backward runs, in the order in
+    which their gradients complete. It keeps the gradients of the others and updates them after the last gradient, in
+    forward order, so that these updates overlap with the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +83,7 @@ class Estimate:
     """Bytes allocated for the whole run, by kind; the rest of `gpu_bytes` is activations."""
     host_parts: dict[str, int]
     busy_seconds: dict[str, float]
-    """Per lane, in one step."""
+    """By lane, in one step."""
     peak_at: str
     """The action at the memory peak."""
     launch_bound_seconds: float = 0.0
@@ -89,7 +102,7 @@ class Plan:
     step_config: StepConfig
     decision: Decision
     work: tuple[Work, ...]
-    """Per call, under its strategy."""
+    """By call, under its strategy."""
     held_bytes: int
     gpu_budget_bytes: int
     host_budget_bytes: int
@@ -107,6 +120,6 @@ class Plan:
     is then computed from full logits.
     """
     process_overhead: ProcessOverhead = ProcessOverhead()
-    """Process overhead beside the estimate, as measured by the trial run."""
+    """Process overhead beside the estimate, as measured by the profiling run."""
     profile_keys: tuple[str, ...] = ()
     """Cache keys of the profiles that the plan uses. A run that contradicts the plan deletes these profiles."""

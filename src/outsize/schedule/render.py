@@ -13,7 +13,7 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import STRATEGY
 from outsize.schedule.buffers import group_of
-from outsize.schedule.plan import Home, Plan
+from outsize.schedule.plan import Homes, Plan
 
 BAR_WIDTH = 40
 BUSY_SHARE = 0.9
@@ -47,7 +47,7 @@ def summary(plan: Plan) -> str:
     counts = {s: decision.strategies.count(s) for s in STRATEGY if s != "keep"}
     strategies = ", ".join(f"{count} {s}" for s, count in counts.items() if count) or "all keep"
     resident = sum(homes.weights == "gpu" for homes in decision.homes)
-    updated = sum(homes.optimizer == "gpu" for homes in decision.homes)
+    updated = sum(homes.state == "gpu" for homes in decision.homes)
     gpu = (
         f"GPU {show_bytes(estimate.gpu_bytes)} of {show_bytes(plan.gpu_budget_bytes)}, host "
         f"{show_bytes(estimate.host_bytes)}"
@@ -110,13 +110,13 @@ def _table(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[str]:
 
 def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, call: int, seen: set[int]) -> Row:
     chunks = layout.used_by(call)
-    trainable = [c for c in chunks if layout.chunks[c].trainable]
+    trainable = [c for c in chunks if plan.step_config.update_of(layout.chunks[c]) is not None]
     homes = ""
     if chunks:
-        homes = f"weights {_places([plan.decision.homes[c].weights for c in chunks])}"
-        homes += (
-            f", optimizer {_places([plan.decision.homes[c].optimizer for c in trainable])}" if trainable else ", frozen"
-        )
+        weights = [plan.decision.homes[c].weights for c in chunks]
+        states = [plan.decision.homes[c] for c in trainable]
+        homes = f"weights {_places(weights)}"
+        homes += f", optimizer {_places([_state_words(h) for h in states])}" if trainable else ", frozen"
         if 0 < len(trainable) < len(chunks):
             homes += f", {len(chunks) - len(trainable)} of {len(chunks)} frozen"
     return Row(
@@ -127,7 +127,11 @@ def _row(plan: Plan, graph: BlockGraph, layout: ChunkLayout, call: int, seen: se
     )
 
 
-def _places(homes: Sequence[Home]) -> str:
+def _state_words(homes: Homes) -> str:
+    return "streamed" if homes.streams_state else homes.state
+
+
+def _places(homes: Sequence[str]) -> str:
     """`gpu`, or `3 gpu + 1 host` chunks where they differ."""
     return (
         " + ".join(f"{homes.count(home)} {home}" for home in dict.fromkeys(homes)) if len(set(homes)) > 1 else homes[0]

@@ -80,14 +80,14 @@ def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
     for pending, update in kinds:
         name = backward_name(pending=pending, update=update)
         segments[name] = _backward(place, pending=pending, update=update)
-    segments["update"] = _updates(place, place.grad_complete_at)
+    segments["update"] = _updates(place, place.in_update_order)
     if not only_steps:
         segments["evaluate"] = _forward(place, offloads=False)
     return make_schedule(segments)
 
 
 class _Slots:
-    """Issues each load as soon as the slot's previous user has been issued, ordered by first use."""
+    """Lists each load as soon as the slot's previous user is listed, in the order of first use."""
 
     def __init__(self, place: Placement, uses: list[int], holding: dict[int, int]):
         """`uses`: calls in the order they run. `holding`: the chunk that each slot holds at the start."""
@@ -109,7 +109,7 @@ class _Slots:
         return [Action(Kind.LOAD, chunk) for _, chunk in sorted(ready)]
 
     def used(self, position: int) -> list[int]:
-        """Drop the uses at `position`; returns their slots."""
+        """The calls up to `position` are listed. Returns the slots that this frees."""
         done = []
         for slot, queue in self._queue.items():
             if queue and queue[0][0] == position:
@@ -134,7 +134,7 @@ def _forward(place: Placement, *, offloads: bool = True) -> list[Action]:
     calls = list(range(len(place.graph.calls)))
     slots = _Slots(place, calls, {})
     actions = slots.loads(slots.all)
-    sending = set(place.sending) if offloads else set()
+    sending = set(place.sending_calls) if offloads else set()
     for position, call in enumerate(calls):
         actions.append(Action(Kind.FORWARD, call))
         if call in sending:
@@ -152,40 +152,46 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
     calls = [v for v in reversed(range(len(place.graph.calls))) if place.graph.has_backward[v]]
     slots = _Slots(place, calls, held_after_forward(place))
     returning = [v for v in calls if v in place.return_slot]
-    # Partial sums come back through the staging slots of chunks that are updated on the host.
-    summed = (
-        [
-            c
-            for v in calls
-            for c in place.grads_completed_by.get(v, ())
-            if place.is_staged(c) and place.updates_on_host(c)
-        ]
-        if pending
-        else []
-    )
-    next_returning, next_summed = (
+    completing = [chunk for call in calls for chunk in place.grads_completed_by.get(call, ())]
+    # Sums of earlier micro-batches that wait on the host are loaded into the stages of their chunks.
+    summed = [chunk for chunk in completing if place.sends_gradient(chunk)] if pending else []
+    streaming = [chunk for chunk in completing if place.streams_state(chunk)] if update else []
+    next_returning, next_summed, next_streaming = (
         _next_in_slot(returning, place.return_slot),
         _next_in_slot(summed, place.stages.slot_of),
+        _next_in_slot(streaming, place.state_slots.slot_of),
     )
     actions = slots.loads(slots.all)
     actions += _first_per_slot(returning, place.return_slot, Kind.RESTORE)
     actions += _first_per_slot(summed, place.stages.slot_of, Kind.LOAD_GRADIENT)
-    deferred = _updates(place, place.updated_after_backward) if update else []
+    actions += _first_per_slot(streaming, place.state_slots.slot_of, Kind.LOAD_STATE)
+    deferred = (
+        _updates(place, [c for c in place.in_update_order if c in place.updated_after_backward]) if update else []
+    )
     last_completion = min(
         (call for call, chunks in place.grads_completed_by.items() if any(map(place.updates_on_host, chunks))),
         default=-1,
     )
     for position, call in enumerate(calls):
         actions.append(Action(Kind.BACKWARD, call))
+        later: list[Action] = []
         for chunk in place.grads_completed_by.get(call, ()):
             if pending and chunk in place.arrivals:
                 actions.append(Action(Kind.ADD, chunk))
-            if place.is_staged(chunk) and place.updates_on_host(chunk):
-                actions.append(Action(Kind.STORE_GRADIENT, chunk))
-                if chunk in next_summed:
-                    actions.append(Action(Kind.LOAD_GRADIENT, next_summed[chunk]))
+            follows = [Action(Kind.LOAD_GRADIENT, next_summed[chunk])] if chunk in next_summed else []
+            updates = []
             if update and chunk not in place.updated_after_backward:
-                actions += _update_chunk(place, chunk, loaded=True)
+                updates = _one_update(place, chunk, loaded=True)
+            if place.updates_on_host(chunk):
+                actions += [Action(Kind.STORE_GRADIENT, chunk), *follows, *updates]
+            elif place.sends_gradient(chunk) and not update:
+                actions += [Action(Kind.STORE_GRADIENT, chunk), *follows]
+            else:
+                actions += [*updates, *follows]
+            if (state := next_streaming.get(chunk)) is not None:
+                # State for another call is loaded after the weights of the next calls, which are needed earlier.
+                is_urgent = place.grad_complete_at[state] == call
+                (actions if is_urgent else later).append(Action(Kind.LOAD_STATE, state))
         if call == last_completion:
             # The host has all its gradients, so the deferred updates start now and not at the end of the backward.
             # The copies to the device wait: they would delay the loads that the rest of the backward needs.
@@ -193,6 +199,7 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
         actions += slots.loads(slots.used(position))
         if call in next_returning:
             actions.append(Action(Kind.RESTORE, next_returning[call]))
+        actions += later
     actions += [action for action in deferred if action.kind == Kind.WRITE_BACK]
     return actions
 
@@ -215,17 +222,26 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
 
 
 def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
-    """In forward order, so that the chunks that the next forward needs first are updated first."""
-    actions: list[Action] = []
-    for chunk in sorted(chunks, key=lambda c: (place.chunk(c).calls[0], c)):
-        actions += _update_chunk(place, chunk, loaded=False)
-    return actions
+    actions = [action for chunk in chunks for action in _one_update(place, chunk, loaded=False)]
+    if not any(action.kind == Kind.LOAD_STATE for action in actions):
+        return actions
+    # The launching thread waits for the GPU, which waits for streamed state. So updates on the host, which overlap with
+    # these, are issued first, and the copies that wait for host updates last.
+    on_host = [action for action in actions if place.updates_on_host(action.index)]
+    first = [action for action in on_host if action.kind == Kind.UPDATE]
+    last = [action for action in on_host if action.kind != Kind.UPDATE]
+    return [*first, *(action for action in actions if not place.updates_on_host(action.index)), *last]
 
 
-def _update_chunk(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
-    streamed, on_host = place.streams(chunk), place.updates_on_host(chunk)
-    actions = [Action(Kind.LOAD, chunk)] if streamed and not on_host and not loaded else []
-    actions.append(Action(Kind.UPDATE, chunk))
-    if streamed != on_host:
-        actions.append(Action(Kind.WRITE_BACK, chunk))
-    return actions
+def _one_update(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
+    """`loaded`: weights, gradient and state are on the GPU already."""
+    streamed, on_host, streams_state = place.streams(chunk), place.updates_on_host(chunk), place.streams_state(chunk)
+    steps = (
+        (Kind.LOAD, streamed and not on_host and not loaded),
+        (Kind.LOAD_GRADIENT, place.sends_gradient(chunk) and not on_host and not loaded),
+        (Kind.LOAD_STATE, streams_state and not loaded),
+        (Kind.UPDATE, True),
+        (Kind.STORE_STATE, streams_state),
+        (Kind.WRITE_BACK, streamed != on_host),
+    )
+    return [Action(kind, chunk) for kind, needed in steps if needed]

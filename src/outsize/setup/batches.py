@@ -88,7 +88,7 @@ def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None
 
 
 def num_elements(inputs: Any) -> int:
-    """Of a batch or a signature."""
+    """Number of elements of a batch or a signature."""
     shapes = (
         [one.shape for one in inputs.values()]
         if isinstance(inputs, Mapping) and all(isinstance(v, Input) for v in inputs.values())
@@ -135,8 +135,9 @@ def _pad_with_images(batch: dict[str, Any], old: "torch.Size", max_shape: tuple[
 
 
 class Images:
-    """The latest planned batch with images. A plan for longer text without images covers both; otherwise a loop would
-    re-plan at every change between the two."""
+    """The latest planned batch with images. A plan for longer text without images covers it too; otherwise a loop
+    that alternates between the two would re-plan every time.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] | None = None

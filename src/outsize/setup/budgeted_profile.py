@@ -1,4 +1,4 @@
-"""The profiling run of a batch within the memory of its plan, or of fewer rows if the batch does not fit.
+"""Profiles a batch within the memory of its plan, with fewer rows if the batch does not fit.
 
 Profiling keeps activations that a plan would offload or recompute, so it may need more memory than the plan.
 """

@@ -24,9 +24,9 @@ from outsize.schedule.plan import Plan
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
     rows: int
-    """Of a micro-batch."""
+    """Rows of a micro-batch."""
     passes: int
-    """Micro-batches of a step."""
+    """Number of micro-batches of a step."""
 
     def __str__(self) -> str:
         return f"{self.rows} × {self.passes}"

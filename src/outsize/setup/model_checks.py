@@ -26,7 +26,7 @@ def _require_one_process() -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1:
         raise EngineMisuse(
-            f"torch.distributed is initialised with {size} processes, but outsize trains on one device: each process "
+            f"torch.distributed is initialized with {size} processes, but outsize trains on one device: each process "
             "would train its own copy. Start one process, without a launcher."
         )
 
@@ -118,7 +118,7 @@ class _Range:
     tensor: Tensor
     first: int
     end: int
-    """Addresses."""
+    """Both are addresses."""
 
     @property
     def is_param(self) -> bool:

@@ -1,4 +1,4 @@
-"""Plans for one batch after another. Each plan also covers earlier batches, as far as they fit the memory together.
+"""Plans for one batch after another. Each plan also covers as many of the earlier batches as fit the memory.
 
 Otherwise a loop with different batches would re-plan forever. A batch that is larger than planned in some dimensions
 and smaller in others is planned at the maximum of every dimension, if that is not much larger than either. If it is,
@@ -17,8 +17,8 @@ from outsize.base.errors import DeviceOutOfMemory, EngineMisuse, OutsizeError, P
 from outsize.base.log import log
 from outsize.loss.chunked_loss import ChosenLoss
 from outsize.model.batch import (
-    Call,
     Measured,
+    ModelCall,
     Signature,
     arguments_of,
     as_call,
@@ -55,7 +55,7 @@ class PlannedBatches:
         self._model, self._measure, self._solve = model, measure, solve
         self._max_shape, self._has_loss = max_shape, has_loss
         self._held: list[Traced] = []
-        """Of the batches that the current plan covers, latest first."""
+        """Measurements of the batches that the current plan covers, latest first."""
         self._loss: ChosenLoss | None = None
         self._images = Images()
         self._first: Any = None
@@ -63,21 +63,21 @@ class PlannedBatches:
 
     def plan(self, _: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
         """`batch`: the argument of `prepare`, or a call of the model that the current plan does not cover."""
-        if isinstance(batch, Call):
+        if isinstance(batch, ModelCall):
             return self._plan_call(batch, step_config)
         batch = as_dict(batch)
         if self._has_loss and self._first is None:
             self._first = map_tensors(lambda t: t.detach().cpu().clone(), batch)
         return self._plan_batch(batch, step_config)
 
-    def _plan_call(self, call: Call, step_config: StepConfig) -> PlannedModel:
+    def _plan_call(self, call: ModelCall, step_config: StepConfig) -> PlannedModel:
         names = positional_names(self._model)
         batch = by_name(call, names)
         if not self._has_loss:
             return self._plan_batch(batch, step_config)
         planned = None
         try:
-            planned = self._plan_batch(batch, step_config) if not isinstance(batch, Call) else None
+            planned = self._plan_batch(batch, step_config) if not isinstance(batch, ModelCall) else None
         except OutsizeError:
             raise
         except Exception as error:
@@ -85,10 +85,10 @@ class PlannedBatches:
         planned = planned or self._plan_filled(batch, step_config)
         given = signature(arguments_of(call, names))
         if not covers((one for found in planned.measured for one in found.signatures), given):
-            planned = self._plan_beside(call, given, step_config)
+            planned = self._plan_with_loss_calls(call, given, step_config)
         return planned
 
-    def _plan_beside(self, call: Call, given: Signature, step_config: StepConfig) -> PlannedModel:
+    def _plan_with_loss_calls(self, call: ModelCall, given: Signature, step_config: StepConfig) -> PlannedModel:
         """Plan for a call that the loss does not make, together with those that it makes."""
         log.warning(
             "the loop calls the model with other arguments than loss= does (%s): planning for both", _text(given)
@@ -113,8 +113,8 @@ class PlannedBatches:
             raise
         except Exception as error:
             raise EngineMisuse(
-                f"This batch is larger than planned ({_text(signature(batch))}), and loss= failed in its trial run: "
-                f"{type(error).__name__}: {error}. "
+                f"This batch is larger than planned ({_text(signature(batch))}), and loss= failed in its profiling "
+                f"run: {type(error).__name__}: {error}. "
                 "Prepare the model with the largest batch, or with max_shape."
             ) from error
 
@@ -223,7 +223,7 @@ def recording(loss: Loss | None, signatures: list[Signature]) -> Loss | None:
         names = positional_names(model)
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments = arguments_of(Call(args, kwargs), names)
+            arguments = arguments_of(ModelCall(args, kwargs), names)
             if torch.is_grad_enabled() and not fits(signatures, arguments):
                 signatures.append(signature(arguments))
 

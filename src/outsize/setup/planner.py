@@ -1,4 +1,6 @@
-"""`Planner`: profiles a model with a batch, searches a plan, and plans again for batches that a plan does not cover."""
+"""Planner: profiles a model with a batch, searches a plan (planner/search.py), and plans again for batches that a plan
+does not cover.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -20,8 +22,8 @@ from outsize.hardware.host import free_host_bytes
 from outsize.layout.chunks import pack
 from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
 from outsize.model.batch import (
-    Call,
     Measured,
+    ModelCall,
     Signature,
     arguments_of,
     as_call,
@@ -71,7 +73,7 @@ class Planner:
         """Where unmaterialized parameters get their values."""
         _disable_own_checkpointing(model)
         layers = find_layers(model, request.blocks)
-        if request.blocks is None:  # the profiling run decides which of the two ways to cut the model is used
+        if request.blocks is None:  # both ways to cut the model; the profiling run decides between them
             whole = find_layers(model, in_sequentials=False)
             layers = tuple({layer.name: layer for layer in (*whole, *layers)}.values())
         self.layers = layers
@@ -85,17 +87,17 @@ class Planner:
             self._require_same_settings(self._given)
             self._chunked_loss = self._given.loss_chunk > 0
         self.given_dtypes = _adopt_dtypes(model)  # last: a refusal above leaves the model's dtypes as they were
-        """Of parameters that were converted to be trained, by name."""
+        """The original dtypes of parameters that were converted for training, by name."""
         has_loss = request.loss is not None
         self._batches = PlannedBatches(model, self.measure, self.solve, max_shape=request.max_shape, has_loss=has_loss)
 
     def plan(self, model: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
-        """Plan for this batch at its largest, and for earlier ones as far as they fit together."""
+        """Plan for this batch at its largest, and for as many earlier ones as fit with it."""
         return self._batches.plan(model, batch, step_config)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the model its dtypes back afterwards, and the process its memory limit. For code that only plans."""
+        """Restore the model's dtypes and the process's memory limit afterwards. For code that only plans."""
         try:
             yield
         finally:
@@ -109,8 +111,8 @@ class Planner:
         batch = detached(batch)
         require_nonempty(batch)
         # A call that the loss does not make is measured by itself.
-        loss = self.request.loss if not isinstance(batch, Call) else None
-        call = as_call(self.model, batch) if loss is None else Call()
+        loss = self.request.loss if not isinstance(batch, ModelCall) else None
+        call = as_call(self.model, batch) if loss is None else ModelCall()
         signatures: list[Signature] = [signature(arguments_of(call, self._names))] if loss is None else []
         try:
             (graph, trace), chosen = self._trace_blocks(batch, recording(loss, signatures), before)
@@ -208,7 +210,7 @@ class Planner:
         return PlannedModel(graph, layout, made, chosen)
 
     def _require_same_settings(self, given: Plan) -> None:
-        """A given plan decides everything: settings beside it must not contradict it."""
+        """Refuse settings that contradict a given plan, which decides everything."""
         conflicts = [
             f"{name} is {theirs!r} in the plan and {ours!r} here"
             for name in ("update", "accumulate", "fp32_grads")
@@ -251,7 +253,7 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
                     type(engine.model).__name__,
                     device.spec.name,
                 )
-                engine.give_way(
+                engine.end(
                     "a later outsize.prepare took the device's memory; to train two models at once, give each prepare "
                     "a gpu_memory"
                 )
@@ -278,7 +280,7 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
 
 
 def _weights_of(model: nn.Module, weights: "str | Path | Weights | None") -> Weights | None:
-    """Where unmaterialized parameters get their values. Parameters on meta become unmaterialized."""
+    """The source of the values of unmaterialized parameters. Parameters on meta become unmaterialized."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelUnsupported(

@@ -130,7 +130,7 @@ def _end_earlier_engine(model: nn.Module) -> None:
             log.warning(
                 "the model is prepared already: its engine is detached, its weights stay, its optimizer state is new"
             )
-            engine.give_way("outsize.prepare was called again for its model")
+            engine.end("outsize.prepare was called again for its model")
 
 
 def preview(model: nn.Module, batch: Any, **settings: Any) -> PlannedModel:
@@ -196,7 +196,8 @@ def prepare_forward_only(
     Args:
         run: calls the model with a batch, as the training loop does.
         request: that of the trained model. Both together may use its memory.
-        least: take as little GPU memory as possible. Default: a quarter of `gpu_memory` at most, or what it needs.
+        least: use as little GPU memory as possible. Default: at most a quarter of `gpu_memory`, or the minimum if that
+            is more.
         only_weights: budget the weights alone. The plan of the trained model includes its activations.
     """
 

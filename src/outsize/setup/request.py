@@ -22,7 +22,7 @@ class PlanRequest:
     gpu_memory: str | int | None = None
     host_memory: str | int | None = None
     accumulate: int | None = None
-    """None: 1, or what a batch size leaves."""
+    """None: 1, or the number that a batch size implies."""
     pins: Pins | None = None
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES
     chunked_loss: bool | None = None

@@ -1,4 +1,4 @@
-"""HostPool: pinned host buffers that are used again, within a limit."""
+"""HostPool: reuses pinned host buffers, within a limit."""
 
 from torch import Tensor
 

@@ -68,7 +68,7 @@ class LaneQueue:
         self._events = {token: event for token, event in self._events.items() if token in wanted}
 
     def reset(self) -> None:
-        """Forget all work. The lanes are idle and their failures were raised: there is nothing left to wait for."""
+        """Forget all work. Call it when the lanes are idle and their failures were raised."""
         self.hazards, self._events = Hazards(), {}
 
     def _waits(self, lane: Lane, reads: Buffers, writes: Buffers) -> list[Event]:

@@ -15,7 +15,7 @@ from outsize.compat import neg_view, storage_id
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class PackedTensor:
     """Identifies a packed tensor: its storage, and which view of it."""
 
     item: int
@@ -38,7 +38,7 @@ class OffloadedTensors:
         self._index: dict[int, int] = {}
         self._buffer: Tensor | None = None
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         storage = tensor.untyped_storage()
         item = self._index.get(storage_id(storage))
         if item is None:
@@ -47,7 +47,7 @@ class OffloadedTensors:
             self.offsets.append(self.num_bytes)
             self.num_bytes += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
         view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-        return Handle(item, tensor.dtype, *view, tensor.is_conj(), tensor.is_neg())
+        return PackedTensor(item, tensor.dtype, *view, tensor.is_conj(), tensor.is_neg())
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         return storage_id(storage) in self._index
@@ -62,10 +62,10 @@ class OffloadedTensors:
         self._index = {}
 
     def attach_buffer(self, buffer: Tensor | None) -> None:
-        """Set the device buffer that the bytes are copied back to. None: there is none any more."""
+        """Set the device buffer that the bytes are copied back to. None: it was freed."""
         self._buffer = buffer
 
-    def unpack(self, handle: Handle) -> Tensor:
+    def unpack(self, handle: PackedTensor) -> Tensor:
         if self._buffer is None:
             raise AssertionError("activations are used before they were copied back")
         typed = self._buffer[self.offsets[handle.item] :]
@@ -76,7 +76,7 @@ class OffloadedTensors:
 
 
 def own_items(sets: Mapping[int, OffloadedTensors], number: int) -> list[Tensor]:
-    """The storages of one set that no earlier set holds on the device: the others were made before it."""
+    """The storages of a set, without those that an earlier set holds too: they were written before this set's call."""
     earlier: set[int] = set()
     for other, tensors in sets.items():
         if other == number:

@@ -3,7 +3,7 @@
 Saved-tensors hooks or an activation strategy pack tensors into a `Transfer`, and `Transfer.send` starts the copy to the
 host. At most `max_in_flight` sets are copied at a time: before another is sent, the oldest frees its device memory, and
 compute waits for its copy. The first `unpack` copies a set back and prefetches the sets that were sent before it, which
-a backward needs next. What cannot be sent raises TransferError; nothing stays on the device instead.
+a backward needs next. A tensor that cannot be sent raises TransferError; it is not kept on the device instead.
 
 A set's host memory belongs to its `Transfer`. It returns to the pool when the autograd graph that holds the Transfer is
 freed: after backward, or when a forward fails or is abandoned.
@@ -26,7 +26,7 @@ from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.transfer.host_pool import HostPool
 from outsize.transfer.lane_queue import Buffers, LaneQueue
-from outsize.transfer.offloaded_tensors import Handle, OffloadedTensors, own_items
+from outsize.transfer.offloaded_tensors import OffloadedTensors, PackedTensor, own_items
 
 Originals = list[tuple[Tensor, int]]
 """Packed tensors and their versions, to find writes into them."""
@@ -40,7 +40,7 @@ class Transfer:
         self._originals: Originals = []
         self._number: int | None = None
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         self._queue.require_sendable(tensor)
         if self._number is not None:
             raise TransferError("A tensor was packed after its set was sent. Pack all tensors of a set before send().")
@@ -51,11 +51,11 @@ class Transfer:
         """Start copying the set to the host. It may be sent once."""
         originals, self._originals = self._originals, []
         if not originals:
-            raise TransferError("There is nothing to send: no tensor was packed since. Pack tensors before send().")
+            raise TransferError("No tensor was packed since the last send(). Pack tensors before send().")
         self._number = self._queue.send(self._tensors, originals)
         weakref.finalize(self, self._queue.drop, self._number).atexit = False
 
-    def unpack(self, handle: Handle) -> Tensor:
+    def unpack(self, handle: PackedTensor) -> Tensor:
         if self._number is None:
             raise TransferError("A tensor was unpacked before its set was sent. Call send() after the forward.")
         return self._queue.unpack(self._number, handle)
@@ -82,7 +82,7 @@ class TransferQueue:
         self._sets: dict[int, OffloadedTensors] = {}
         """By the number of their host buffer, in the order in which they were sent."""
         self._in_flight: dict[int, Originals] = {}
-        """Sets that are copied to the host and whose device memory is not freed yet, oldest first."""
+        """Sets on their way to the host, whose device memory is not freed yet, oldest first."""
         self._returned: dict[int, Tensor] = {}
         """Device buffers that sets were copied back to."""
         self._in_use: int | None = None
@@ -138,7 +138,7 @@ class TransferQueue:
             self._issue("d2h", (live,), (arena,), number, partial(tensors.copy_to, self.pool[number]))
             return number
 
-    def unpack(self, number: int, handle: Handle) -> Tensor:
+    def unpack(self, number: int, handle: PackedTensor) -> Tensor:
         """A tensor of a set. Copies the set back first, unless it is there, and prefetches those sent before it."""
         with self._lock:
             self._release_dropped()
@@ -166,7 +166,7 @@ class TransferQueue:
     def _issue(
         self, lane: Lane, reads: Buffers, writes: Buffers, number: int, work: Callable[[], Any] | None = None
     ) -> None:
-        """Without `work`, the action only waits, and is waited for."""
+        """Without `work`, the action only orders others: it waits for them or they wait for it."""
         num_bytes = self._sets[number].num_bytes
         seconds = 0.0 if lane == "compute" else copy_seconds(self._device.spec, lane, num_bytes)
         self._lanes.issue(lane, reads, writes, work or _nothing, seconds=seconds, name=f"transfer {number}")
@@ -188,7 +188,7 @@ class TransferQueue:
         tensors, arena, returned = self._sets[number], (B.ARENA, number), (B.RETURN, number)
         buffer = self._returned[number] = self._device.empty(tensors.num_bytes)
         tensors.attach_buffer(buffer)
-        self._issue("compute", (), (returned,), number)  # what used this memory before
+        self._issue("compute", (), (returned,), number)  # wait for earlier users of this memory
         source = self.pool[number][: tensors.num_bytes]
         self._issue("h2d", (arena,), (returned,), number, lambda: buffer.copy_(source, non_blocking=True))
 
@@ -207,7 +207,7 @@ class TransferQueue:
         while self._dropped:
             number = self._dropped.popleft()
             if number in self._in_flight:
-                self._in_flight[number] = []  # nothing reads the copy: it may differ
+                self._in_flight[number] = []  # the copy is not read, so later writes do not matter
                 self._free(number)
             self._detach(number)
             del self._sets[number]

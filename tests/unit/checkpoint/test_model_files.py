@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from unit.model.test_weights import emptied
 
 from outsize.checkpoint.model_files import SINGLE, ModelFiles, is_weight_file, model_files, write_configs
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 
 HUGGING_FACE = [kind for kind in zoo.NAMES if isinstance(zoo.make(kind), PreTrainedModel)]
 KINDS = [
@@ -110,7 +110,7 @@ def test_any_other_module_is_one_file_with_every_tensor_once(tmp_path: Path) -> 
     expected = {"a.weight": (3, 2), "a.bias": (3,), "scalar": (), "nothing": (0, 2), "count": ()}
     assert {key: spec.shape for key, spec in files.files[SINGLE].items()} == expected
     assert (
-        files.files[SINGLE]["a.weight"] == Spec(torch.bfloat16, (3, 2))
+        files.files[SINGLE]["a.weight"] == TensorSpec(torch.bfloat16, (3, 2))
         and files.files[SINGLE]["count"].dtype == torch.int64
     )
     assert files.source == {name: name for name in expected} and files.conversions == () and files.index is None
@@ -130,7 +130,7 @@ class WithExtraState(nn.Module):
 
 
 def test_what_is_neither_parameter_nor_buffer_is_left_out() -> None:
-    assert model_files(WithExtraState()).files == {SINGLE: {"weight": Spec(torch.float32, (2,))}}
+    assert model_files(WithExtraState()).files == {SINGLE: {"weight": TensorSpec(torch.float32, (2,))}}
 
 
 def test_a_config_that_some_other_module_has_is_not_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import outsize
 from outsize.checkpoint.checkpoints import Checkpoints
 from outsize.checkpoint.parameter_store import ParameterStore, TrainedModel
 from outsize.checkpoint.ranges import Ranges, memory_order
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 from outsize.device.cpu import CpuDevice
 from outsize.runtime.engine import Engine
 
@@ -168,7 +168,7 @@ def test_ranges_are_read_and_written_in_the_order_of_the_tensor(tmp_path: Path, 
     ranges, key = split(tensor), "t"
     assert torch.equal(ranges.whole(), tensor)
     assert ranges.whole().stride() == tensor.stride() or not tensor.numel()
-    with TensorFile.create(tmp_path / "f", {key: Spec.of(tensor)}, {}) as file:
+    with TensorFile.create(tmp_path / "f", {key: TensorSpec.of(tensor)}, {}) as file:
         ranges.write(file, key)
     ranges.copy_(torch.full((), 7.0))
     assert bool(ranges.whole().eq(7).all())

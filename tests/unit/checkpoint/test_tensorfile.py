@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outsize.base.errors import BadFile
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 
 DTYPES = [
     torch.bool,
@@ -59,8 +59,8 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def specs(tensors: dict[str, Tensor]) -> dict[str, Spec]:
-    return {name: Spec.of(tensor) for name, tensor in tensors.items()}
+def specs(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Path:
@@ -301,7 +301,7 @@ def test_no_descriptor_is_left_whatever_happens(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         TensorFile.create(path, {}, {})
     with pytest.raises(OSError):
-        TensorFile.create(tmp_path / "huge", {"t": Spec(torch.uint8, (2**62,))}, {})
+        TensorFile.create(tmp_path / "huge", {"t": TensorSpec(torch.uint8, (2**62,))}, {})
     path.write_bytes(b"damaged")
     with pytest.raises(BadFile):
         TensorFile(path)
@@ -343,7 +343,7 @@ def test_a_tensor_is_written_and_read_by_ranges_of_its_elements(tmp_path: Path, 
     tensors = {"a": some(dtype, 3, 7), "b": some(dtype, 5)}
     whole = write(tmp_path / "whole", tensors)
     flat = tensors["a"].reshape(-1)
-    with TensorFile.create(tmp_path / "parts", {k: Spec.of(t) for k, t in tensors.items()}, {}) as file:
+    with TensorFile.create(tmp_path / "parts", {k: TensorSpec.of(t) for k, t in tensors.items()}, {}) as file:
         file.write("a", flat[13:], 13)
         file.write("b", tensors["b"])
         file.write("a", flat[:13], 0)

@@ -596,7 +596,7 @@ def test_micro_batches_that_do_not_fit_are_not_chosen_and_if_none_fits_the_small
     made = plan(config, batch_size=16, hardware=exact_bytes(refused.value.needed_bytes), **how)
     assert made.plan.inputs["input_ids"][0] <= 4 and "16 × 1 does not fit" in made.plan.search
     with pytest.raises(PlanInfeasible) as least:
-        plan(config, micro_batch_size=1, hardware="32KiB", **how)
+        plan(config, micro_batch_size=1, accumulate=16, hardware="32KiB", **how)
     with pytest.raises(PlanInfeasible) as none:
         plan(config, batch_size=16, hardware="32KiB", **how)
     assert none.value.needed_bytes <= least.value.needed_bytes

@@ -81,8 +81,8 @@ def test_a_copy_costs_its_launch_and_its_bytes_at_the_rate_of_its_direction() ->
 
 
 def test_an_update_costs_its_launch_and_its_parameters_at_the_rate_of_its_home() -> None:
-    assert update_seconds(MACHINE, "host", 2_000_000_000) == pytest.approx(2.001)
-    assert update_seconds(MACHINE, "compute", 2_000_000_000) == pytest.approx(0.501)
+    assert update_seconds(MACHINE, "host", 26 * 2_000_000_000) == pytest.approx(2.001)
+    assert update_seconds(MACHINE, "compute", 26 * 2_000_000_000) == pytest.approx(0.501)
 
 
 def test_compute_is_bound_by_arithmetic_or_by_memory_whichever_is_longer() -> None:

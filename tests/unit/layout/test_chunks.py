@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from outsize.base.records import dumps, fingerprint, loads
 from outsize.layout.chunks import ALIGN_BYTES, ChunkLayout, pack
-from outsize.layout.optimizer import ADAMW
 from outsize.model.graph import DTYPE_BYTES, Block, BlockGraph, Param
+from outsize.optim.adamw import RULE
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def test_any_graph_is_packed_without_gap_overlap_or_mixture(
 def test_the_tables_agree_with_the_chunks(wanted: list[Spec], order: tuple[int, ...]) -> None:
     graph = graph_of(wanted, calls=order)
     layout = pack(graph, 1000)
-    for name, (index, piece) in layout.place.items():
+    for name, (index, piece) in layout.location.items():
         assert piece in layout.chunks[index].pieces and piece.name == name
     for call in range(len(order)):
         assert layout.used_by(call) == tuple(chunk.index for chunk in layout.chunks if call in chunk.calls)
@@ -122,11 +122,7 @@ def test_c2_frozen_and_trainable_parameters_never_share_a_chunk_and_frozen_ones_
         "p0",
         "p2",
     ]
-    assert (
-        ADAMW.state_bytes(frozen) == 0
-        and frozen.grad_bytes(True) == frozen.grad_bytes(False) == 0
-        and not frozen.is_split
-    )
+    assert RULE.layout.update_of(frozen, fp32_grads=True) is None
 
 
 def test_c5_a_parameter_larger_than_a_chunk_has_a_chunk_of_its_own() -> None:
@@ -139,7 +135,7 @@ def test_c13_a_tied_parameter_is_placed_once_with_all_its_visits() -> None:
     layout = pack(
         graph_of([Spec(100, blocks=(0, 2)), Spec(100, blocks=(0,)), Spec(100, blocks=(1,)), Spec(100, blocks=(2,))])
     )
-    index, _ = layout.place["p0"]
+    index, _ = layout.location["p0"]
     assert layout.chunks[index].calls == (0, 2)
     assert [piece.name for piece in layout.chunks[index].pieces] == ["p0"], (
         "what only the stem uses does not wait for the head"
@@ -156,8 +152,8 @@ def test_c13_a_block_that_runs_three_times_has_one_chunk_with_three_visits() -> 
 
 def test_c19_a_parameter_that_is_never_read_is_packed_with_the_last_call() -> None:
     layout = pack(graph_of([Spec(100, blocks=()), Spec(100, blocks=(0,)), Spec(100, blocks=(2,))]))
-    assert set(layout.place) == {"p0", "p1", "p2"}
-    assert layout.chunks[layout.place["p0"][0]].calls == (2,)
+    assert set(layout.location) == {"p0", "p1", "p2"}
+    assert layout.chunks[layout.location["p0"][0]].calls == (2,)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +162,9 @@ def test_c19_a_parameter_that_is_never_read_is_packed_with_the_last_call() -> No
 def test_bytes_beside_the_weights(dtype: str, state: int, grad: int, grad_fp32: int, split: bool) -> None:
     """12 bytes a parameter: 2 + 2 + 4 + 4 for a split bf16 master, 4 + 4 + 4 for fp32."""
     (chunk,) = pack(graph_of([Spec(256, dtype)])).chunks
-    assert ADAMW.state_bytes(chunk) == 256 * state
-    assert (chunk.grad_bytes(False), chunk.grad_bytes(True)) == (256 * grad, 256 * grad_fp32)
-    assert chunk.is_split is split
-    assert chunk.nbytes + ADAMW.state_bytes(chunk) == 256 * 12
+    update, with_fp32 = (RULE.layout.update_of(chunk, fp32_grads=fp32) for fp32 in (False, True))
+    assert update is not None and with_fp32 is not None
+    assert update.state_bytes == with_fp32.state_bytes == 256 * state
+    assert (update.gradient_bytes, with_fp32.gradient_bytes) == (256 * grad, 256 * grad_fp32)
+    assert update.is_split is split
+    assert chunk.nbytes + update.state_bytes == 256 * 12

@@ -2,6 +2,7 @@
 and depth.
 """
 
+from collections.abc import Collection
 from itertools import combinations
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.layout.chunks import Chunk, ChunkLayout
-from outsize.layout.slots import assign_slots
+from outsize.layout.slots import SlotMap, call_intervals, turn_intervals
+from outsize.layout.slots import assign_slots as assign
 
 
 def layout_of(chunks: list[tuple[tuple[int, ...], int]]) -> ChunkLayout:
@@ -20,6 +22,11 @@ def layout_of(chunks: list[tuple[tuple[int, ...], int]]) -> ChunkLayout:
         for i, (calls, kib) in enumerate(chunks)
     )
     return ChunkLayout(chunk_bytes=2**20, chunks=tuple(made))
+
+
+def assign_slots(layout: ChunkLayout, streamed: Collection[int], depth: int) -> SlotMap:
+    """Of the weights of streamed chunks."""
+    return assign(call_intervals(layout, streamed, depth), {chunk.index: chunk.nbytes for chunk in layout.chunks})
 
 
 calls = st.integers(0, 9).map(lambda v: (v,)) | st.sets(st.integers(0, 9), min_size=2, max_size=3).map(
@@ -119,8 +126,13 @@ def test_a_chunk_takes_the_slot_that_must_grow_least() -> None:
 
 def test_other_sizes_may_be_given_for_gradients() -> None:
     layout = layout_of([((i,), 1) for i in range(4)])
-    slots = assign_slots(layout, range(4), depth=1, nbytes=[10, 20, 30, 40])
+    slots = assign(call_intervals(layout, range(4), 1), {0: 10, 1: 20, 2: 30, 3: 40})
     assert slots.slot_bytes == (30, 40)
+
+
+def test_chunks_that_take_turns_share_one_more_slot_than_are_loaded_ahead() -> None:
+    slots = assign(turn_intervals([4, 2, 7, 1], 1), {1: 10, 2: 20, 4: 40, 7: 70})
+    assert slots.slot_of == {4: 0, 2: 1, 7: 0, 1: 1} and slots.slot_bytes == (70, 20)
 
 
 def test_nothing_streamed_needs_no_slots() -> None:

@@ -1,4 +1,4 @@
-"""`prepare` itself: its trial runs are made, not read from the cache that other tests share."""
+"""`prepare` itself: its profiling runs are made, not read from the cache that other tests share."""
 
 import pytest
 

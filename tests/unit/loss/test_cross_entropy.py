@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outsize.device.observer import Observer
-from outsize.loss.cross_entropy import Step, chunk_tokens, cross_entropy
+from outsize.loss.cross_entropy import LogitStep, chunk_tokens, cross_entropy
 
 TOKENS, HIDDEN, VOCAB = 23, 8, 31
-STEPS: dict[str, tuple[Step, ...]] = {
+STEPS: dict[str, tuple[LogitStep, ...]] = {
     "none": (),
     "scaled": (("mul", 3.0), ("div", 7)),
     "capped": (("div", 2.0), ("tanh", None), ("mul", 2.0)),
@@ -33,7 +33,7 @@ def full(
     bias: Tensor | None,
     targets: Tensor,
     *,
-    steps: tuple[Step, ...] = (),
+    steps: tuple[LogitStep, ...] = (),
     num_items: Any = None,
 ) -> Tensor:
     logits = linear(hidden, weight, bias)
@@ -55,7 +55,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("chunk", [1, 5, TOKENS, 1000])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
-def test_it_is_the_cross_entropy_of_the_product(steps: tuple[Step, ...], bias: bool, chunk: int) -> None:
+def test_it_is_the_cross_entropy_of_the_product(steps: tuple[LogitStep, ...], bias: bool, chunk: int) -> None:
     *tensors, targets = inputs(bias=bias)
     expected = with_gradients(full(*tensors, targets, steps=steps), *tensors)
     found = with_gradients(cross_entropy(*tensors, targets, chunk=chunk, steps=steps), *tensors)
@@ -67,7 +67,7 @@ def test_it_is_the_cross_entropy_of_the_product(steps: tuple[Step, ...], bias: b
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
-def test_in_bf16_it_is_about_as_near_to_fp32_as_torch_is(steps: tuple[Step, ...]) -> None:
+def test_in_bf16_it_is_about_as_near_to_fp32_as_torch_is(steps: tuple[LogitStep, ...]) -> None:
     """Gradients of weight and bias are rounded once per chunk, five times here, like those of five micro-batches."""
     *tensors, targets = inputs(torch.bfloat16, bias=True)
     truth = with_gradients(full(*(t.float() for t in tensors), targets, steps=steps), *tensors)  # type: ignore[union-attr]

@@ -441,7 +441,7 @@ sys.path.insert(0, "src")
 import torch
 from torch import nn
 import outsize
-from outsize.checkpoint.tensorfile import Spec, TensorFile
+from outsize.checkpoint.tensorfile import TensorSpec, TensorFile
 
 class Residual(nn.Module):
     def __init__(self, size):
@@ -468,7 +468,7 @@ def peak():
 def prepared(size, count, file_dtype, **how):
     with torch.device("meta"):
         model = Net(size, count)
-    specs = {name: Spec(file_dtype, tuple(param.shape)) for name, param in model.named_parameters()}
+    specs = {name: TensorSpec(file_dtype, tuple(param.shape)) for name, param in model.named_parameters()}
     folder = Path(sys.argv[1]) / f"{size}"
     folder.mkdir()
     TensorFile.create(folder / "model.safetensors", specs, {}).close()  # a hole: all zeros, and no disk

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outsize.layout.optimizer import ADAMW, PIECE_NUMEL
+from outsize.layout.optimizer import PIECE_NUMEL
 from outsize.optim.adamw import RULE
 from outsize.optim.clip import clip_factor, round_fp32
 from outsize.optim.native import find_kernel, kernel
@@ -37,7 +37,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def make_scratch(piece: int) -> Scratch:
-    return Scratch(torch.empty(ADAMW.scratch_bytes(piece), dtype=torch.uint8))
+    return Scratch(torch.empty(RULE.layout.scratch_bytes(piece), dtype=torch.uint8))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -233,11 +233,11 @@ def test_update_allocates_nothing_beneath_the_operators_either(dtype: torch.dtyp
 
 
 def test_scratch_bytes_stop_growing_at_a_piece() -> None:
-    assert ADAMW.scratch_bytes(1000) == 12_000
-    assert ADAMW.scratch_bytes(PIECE_NUMEL) == ADAMW.scratch_bytes(10 * PIECE_NUMEL)
-    assert ADAMW.scratch_bytes(0) == 0
-    assert Scratch(torch.empty(ADAMW.scratch_bytes(777), dtype=torch.uint8)).numel == 777
-    assert Scratch(torch.empty(ADAMW.scratch_bytes(777) + 11, dtype=torch.uint8)).numel == 777
+    assert RULE.layout.scratch_bytes(1000) == 12_000
+    assert RULE.layout.scratch_bytes(PIECE_NUMEL) == RULE.layout.scratch_bytes(10 * PIECE_NUMEL)
+    assert RULE.layout.scratch_bytes(0) == 0
+    assert Scratch(torch.empty(RULE.layout.scratch_bytes(777), dtype=torch.uint8)).numel == 777
+    assert Scratch(torch.empty(RULE.layout.scratch_bytes(777) + 11, dtype=torch.uint8)).numel == 777
 
 
 def test_every_scalar_is_an_fp32_value_and_was_rounded_once() -> None:

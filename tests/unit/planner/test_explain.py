@@ -5,18 +5,17 @@ begins to succeed.
 from dataclasses import replace
 
 import pytest
-from synthetic import make_case
+from synthetic import make_case, make_step_config
 
 from outsize.base.errors import PlanInfeasible
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.planner.explain import Explanation, Problem, explain, what_if
-from outsize.schedule.plan import StepConfig
 
 HUGE = 10**12
 
 
 def problem(gpu_bytes: int = HUGE, host_bytes: int = HUGE, num_layers: int = 6) -> Problem:
-    case = make_case(num_layers, 2, step_config=StepConfig(update="in_backward"))
+    case = make_case(num_layers, 2, step_config=make_step_config(update="in_backward"))
     return Problem(
         graph=case.graph,
         layout=case.layout,

@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from synthetic import MACHINE, Case, make_case, make_graph, make_trace, random_case, random_decision
+from synthetic import MACHINE, Case, make_case, make_graph, make_step_config, make_trace, random_case, random_decision
 
 from outsize.base.errors import ConfigError, PlanInfeasible, PlanInvalid
 from outsize.hardware.gpu_budget import GpuBudget
@@ -17,7 +17,7 @@ from outsize.planner.search import PLAIN_TIE, TIE, search
 from outsize.planner.simulate import simulate, step_seconds
 from outsize.schedule.check import check
 from outsize.schedule.pins import Pins
-from outsize.schedule.plan import Plan, StepConfig
+from outsize.schedule.plan import Plan
 from outsize.schedule.schedule import compile_schedule
 
 HUGE = 10**15
@@ -168,11 +168,38 @@ def test_the_result_is_near_the_best_of_all_candidates() -> None:
         assert find(case, gpu=budget).estimate.step_seconds <= best * 1.03
 
 
+def slow_host(update: str = "after_step") -> Case:
+    """A machine whose CPU updates slowly although its host memory is fast."""
+    case = make_case(12, numel=2**14, step_config=make_step_config(update=update))
+    spec = dataclasses.replace(
+        case.spec, host_adam_params_per_second=1e7, host_bytes_per_second=1e11, launch_seconds=1e-8
+    )
+    return dataclasses.replace(case, spec=spec)
+
+
+@pytest.mark.parametrize("update", ["after_step", "in_backward"])
+def test_state_is_streamed_to_the_gpu_where_the_host_updates_too_slowly(update: str) -> None:
+    case = slow_host(update)
+    gpu = refuse(case, gpu=1).needed_bytes * 5
+    plan, without = find(case, gpu=gpu), find(case, gpu=gpu, pins=Pins(n_optimizer_streamed=0))
+    assert any(homes.streams_state for homes in plan.decision.homes)
+    assert not any(homes.streams_state for homes in without.decision.homes)
+    assert plan.estimate.step_seconds < 0.8 * without.estimate.step_seconds
+
+
+def test_streamed_state_gains_nothing_where_host_memory_is_the_bottleneck() -> None:
+    case = slow_host()
+    spec = dataclasses.replace(case.spec, host_bytes_per_second=26 * case.spec.host_adam_params_per_second)
+    case = dataclasses.replace(case, spec=spec)
+    plan = find(case, gpu=refuse(case, gpu=1).needed_bytes * 5)
+    assert not any(homes.streams_state for homes in plan.decision.homes)
+
+
 def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
     """Against random plans with random strides, where the host takes twice the backward: a search that tried strides
     only around its best was 8 % slower.
     """
-    case = make_case(12, step_config=StepConfig(update="in_backward"))
+    case = make_case(12, step_config=make_step_config(update="in_backward"))
     params = sum(chunk.numel for chunk in case.layout.chunks)
     backward = sum(case.trace.work(call, "keep").backward_seconds for call in range(14))
     case = dataclasses.replace(
@@ -246,6 +273,7 @@ def test_noise_does_not_change_the_plan() -> None:
         Pins(n_checkpoint=3),
         Pins(n_offload=1),
         Pins(n_optimizer_gpu=2),
+        Pins(n_optimizer_gpu=2, n_optimizer_streamed=3),
         Pins(n_swap=1, n_offload=1, n_persist=0),
     ],
     ids=str,
@@ -257,7 +285,8 @@ def test_a_pin_is_obeyed_and_its_cost_is_reported(pins: Pins) -> None:
     decision = plan.decision
     found = {
         "n_persist": sum(h.weights == "gpu" for h in decision.homes),
-        "n_optimizer_gpu": sum(h.optimizer == "gpu" for h in decision.homes),
+        "n_optimizer_gpu": sum(h.state == "gpu" for h in decision.homes),
+        "n_optimizer_streamed": sum(h.streams_state for h in decision.homes),
         "n_buffer": decision.depth + 1,
         "n_swap": decision.strategies.count("swap"),
         "n_checkpoint": decision.strategies.count("recompute"),
@@ -271,6 +300,7 @@ def test_a_pin_is_obeyed_and_its_cost_is_reported(pins: Pins) -> None:
     ("pins", "words"),
     [
         (Pins(n_persist=9), "n_persist is 9, not between 0 and 8"),
+        (Pins(n_optimizer_gpu=6, n_optimizer_streamed=3), "n_optimizer_streamed is 3, not between 0 and 2"),
         (Pins(n_buffer=0), "n_buffer is 0, not between 1 and 8"),
         (Pins(n_swap=7), "n_swap is 7, not between 0 and 6"),
         (Pins(n_optimizer_gpu=-1), "n_optimizer_gpu is -1, not between 0 and 8"),

@@ -4,13 +4,13 @@ import dataclasses
 import random
 
 import pytest
-from synthetic import Case, make_case, random_case, random_decision
+from synthetic import Case, make_case, make_step_config, random_case, random_decision
 
-from outsize.hardware.lanes import LEAD_SECONDS, IssuedClock, copy_seconds, slowed, update_seconds
+from outsize.hardware.lanes import LEAD_SECONDS, LaunchClock, copy_seconds, slowed, update_seconds
 from outsize.model.work import Work
 from outsize.planner.memory import high_water
 from outsize.planner.simulate import Walk, simulate, step_seconds
-from outsize.schedule.plan import Estimate, StepConfig
+from outsize.schedule.plan import Estimate
 from outsize.schedule.schedule import compile_schedule
 
 
@@ -23,7 +23,7 @@ def test_the_plain_run_takes_its_compute_and_its_updates() -> None:
     case = make_case(3)
     works = [case.trace.work(v, "keep") for v in range(5)]
     compute = sum(w.forward_seconds + w.backward_seconds for w in works)
-    updates = sum(update_seconds(case.spec, "compute", chunk.numel) for chunk in case.layout.chunks)
+    updates = sum(update_seconds(case.spec, "compute", 26 * chunk.numel) for chunk in case.layout.chunks)
     found = estimate(case, "gpu/gpu")
     assert found.step_seconds == pytest.approx(compute + updates)
     assert found.busy_seconds == pytest.approx({"compute": compute + updates, "h2d": 0, "d2h": 0, "host": 0})
@@ -145,7 +145,7 @@ def test_a_lead_of_the_backward_carries_over_until_the_thread_waits() -> None:
     """Backwards are issued in no time, forwards in twice what they compute: behind a wait in the forward, or at the end
     of a step that reads its norm, nothing of the lead is left."""
     for update in ("in_backward", "after_step"):
-        case = make_case(6, step_config=StepConfig(update=update))
+        case = make_case(6, step_config=make_step_config(update=update))
         case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, launch_seconds=0.0))
         forward = case.trace.work(1, "keep").forward_seconds
         ahead, waiting = (issued_by_a_thread(case, forward=2 * forward, waits=waits) for waits in (False, True))
@@ -161,7 +161,7 @@ def test_the_thread_gets_ahead_no_further_than_the_device_queues() -> None:
     """Layers of a second, and a head that is issued in no time and computes for an hour: of that hour, a tenth of a
     second is a lead.
     """
-    clock = IssuedClock(1.0)
+    clock = LaunchClock(1.0)
     clock.issue("compute", 3600.0, (), 0.0, waits=False)
     end = clock.issue("compute", 1.0, (), 2.0, waits=False)
     assert end == pytest.approx(3600 - LEAD_SECONDS + 2.0)
@@ -169,7 +169,7 @@ def test_the_thread_gets_ahead_no_further_than_the_device_queues() -> None:
 
 def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
     """A copy that waits for an update is handed over, and the copies behind it; what computes with it cannot be."""
-    clock = IssuedClock(1.0)
+    clock = LaunchClock(1.0)
     update = clock.issue("host", 5.0, (), 0.1, waits=False), clock.visible_at
     assert clock.issued == pytest.approx(0.1)
     copy = clock.issue("h2d", 1.0, [update], 0.1, waits=False), clock.visible_at
@@ -181,7 +181,7 @@ def test_the_thread_is_held_up_by_what_the_host_has_not_updated_yet() -> None:
     assert clock.issued == pytest.approx(6.9 + 0.1), (
         "told at 5, and no more than the queue's depth before it starts at 7"
     )
-    clock = IssuedClock(1.0)
+    clock = LaunchClock(1.0)
     late = clock.issue("h2d", 9.0, (), 0.1, waits=False), clock.visible_at
     clock.issue("compute", 1.0, [late], 0.1, waits=False)
     assert late[1] == 0.0, "what the device does, the device waits for"
@@ -205,7 +205,7 @@ def test_issuing_is_slower_while_the_host_is_at_work_and_waiting_is_not(
 
 
 def test_a_host_that_updates_slows_the_thread_that_issues() -> None:
-    case = make_case(8, step_config=StepConfig(update="in_backward"))
+    case = make_case(8, step_config=make_step_config(update="in_backward"))
     work = case.trace.work(1, "keep")
     beside = [
         estimate(
@@ -248,7 +248,7 @@ def test_updates_after_the_step_overlap_the_next_forward() -> None:
 
 def test_updates_in_backward_are_faster_than_after_the_step() -> None:
     after = make_case(8)
-    during = dataclasses.replace(after, step_config=StepConfig(update="in_backward"))
+    during = dataclasses.replace(after, step_config=make_step_config(update="in_backward"))
     assert estimate(during, "host/host", depth=1).step_seconds < estimate(after, "host/host", depth=1).step_seconds
 
 
@@ -256,7 +256,7 @@ def test_a_slow_host_gains_from_updates_that_follow_the_backward_in_forward_orde
     """Each update takes three times a layer's backward. Queued as they land, the first layers', which the next forward
     waits for, come last.
     """
-    case = make_case(12, step_config=StepConfig(update="in_backward"))
+    case = make_case(12, step_config=make_step_config(update="in_backward"))
     backward = case.trace.work(1, "keep").backward_seconds
     slow = dataclasses.replace(
         case.spec, host_adam_params_per_second=case.layout.chunks[1].numel / (3 * backward), launch_seconds=0.0
@@ -273,12 +273,12 @@ def test_a_slow_host_gains_from_updates_that_follow_the_backward_in_forward_orde
 
 
 def test_micro_batches_add_compute_and_additions_but_no_updates() -> None:
-    once, thrice = make_case(4), make_case(4, step_config=StepConfig(accumulate=3))
+    once, thrice = make_case(4), make_case(4, step_config=make_step_config(accumulate=3))
     one, three = estimate(once, "host/host", depth=1).busy_seconds, estimate(thrice, "host/host", depth=1).busy_seconds
     assert three["host"] == one["host"]
     spec, chunks = once.spec, once.layout.chunks
     # 8 bytes of an element in bf16 move, and 26 in an AdamW update, whose rate is known.
-    adds = [spec.launch_seconds + c.numel * 8 // 26 / spec.gpu_adam_params_per_second for c in chunks]
+    adds = [spec.launch_seconds + c.numel * 8 / 26 / spec.gpu_adam_params_per_second for c in chunks]
     assert three["compute"] == pytest.approx(3 * one["compute"] + 2 * sum(adds))
     assert three["h2d"] > 3 * one["h2d"], "partial sums come back as well"
 
@@ -293,7 +293,7 @@ def test_time_and_space_of_swap_count_the_same_bytes() -> None:
     """Trap G15: swap priced too cheap."""
     case = make_case(3)
     place = case.place(case.decide("gpu/gpu", "swap"))
-    sent = sum(place.work[v].sent_bytes for v in place.sending)
+    sent = sum(place.work[v].sent_bytes for v in place.sending_calls)
     found = estimate(case, "gpu/gpu", "swap")
     assert found.host_parts["arena"] == sent
     assert found.busy_seconds["d2h"] == pytest.approx(

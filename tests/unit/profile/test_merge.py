@@ -6,6 +6,7 @@ import random
 
 import pytest
 import zoo
+from synthetic import make_homes, make_step_config
 
 from outsize.device.choose import choose_device
 from outsize.layout.chunks import pack
@@ -16,7 +17,7 @@ from outsize.profile.merge import merged, with_reserve
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 from outsize.schedule.placement import Placement
-from outsize.schedule.plan import Decision, Homes, StepConfig
+from outsize.schedule.plan import Decision
 from outsize.schedule.schedule import compile_schedule
 
 
@@ -31,9 +32,9 @@ def needed(graph: BlockGraph, trace: ModelTrace, strategies: list[str], sized: M
     """What a step takes; buffers that exist for the whole run are as large as another trace needs them."""
     layout = pack(graph, 16 * 1024)
     decision = Decision(
-        homes=tuple(Homes(weights="gpu", optimizer="gpu") for _ in layout.chunks), strategies=tuple(strategies), depth=1
+        homes=tuple(make_homes("gpu", "gpu") for _ in layout.chunks), strategies=tuple(strategies), depth=1
     )  # type: ignore[arg-type]
-    step_config = StepConfig(update="after_step", accumulate=1, fp32_grads=False)
+    step_config = make_step_config()
 
     def place(of: ModelTrace) -> Placement:
         return Placement(

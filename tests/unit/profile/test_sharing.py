@@ -1,4 +1,4 @@
-"""Which calls a trial run measures where calls share gradients."""
+"""Which calls a profiling run measures where calls share gradients."""
 
 from outsize.profile.sharing import SharedGradients, calls_to_run
 

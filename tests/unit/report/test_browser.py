@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, Tab, chromium
-from synthetic import MACHINE, make_case
+from synthetic import MACHINE, make_case, make_step_config
 
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.lanes import LANES
@@ -16,7 +16,6 @@ from outsize.planner.search import search
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
 from outsize.report.step import _issue
-from outsize.schedule.plan import StepConfig
 from outsize.schedule.render import lane_shares
 from outsize.schedule.schedule import compile_schedule
 
@@ -47,7 +46,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    case = make_case(6, 2, step_config=StepConfig(update="after_step", accumulate=2))
+    case = make_case(6, 2, step_config=make_step_config(update="after_step", accumulate=2))
     plan = search(
         case.graph,
         case.layout,
@@ -157,7 +156,10 @@ def test_thousands_of_short_spans_are_drawn_as_the_share_they_take(
     """
     links = {name: getattr(MACHINE, name) * 6 for name in ("h2d_bytes_per_second", "d2h_bytes_per_second")}
     case = make_case(
-        6, 2, step_config=StepConfig(update="after_step", accumulate=256), spec=dataclasses.replace(MACHINE, **links)
+        6,
+        2,
+        step_config=make_step_config(update="after_step", accumulate=256),
+        spec=dataclasses.replace(MACHINE, **links),
     )
     plan = search(
         case.graph,

@@ -1,7 +1,7 @@
 """A recording, cut to the step that the prediction is of."""
 
 import pytest
-from synthetic import make_case
+from synthetic import make_case, make_step_config
 
 from outsize.report.measured import last_step
 from outsize.report.step import StepSpan, _issue, walk_step
@@ -9,7 +9,9 @@ from outsize.schedule.plan import StepConfig
 from outsize.schedule.schedule import compile_schedule
 
 
-@pytest.mark.parametrize("step_config", [StepConfig(), StepConfig(update="in_backward"), StepConfig(accumulate=3)])
+@pytest.mark.parametrize(
+    "step_config", [make_step_config(), make_step_config(update="in_backward"), make_step_config(accumulate=3)]
+)
 def test_a_recording_of_the_walk_gives_the_walk_back(step_config: StepConfig) -> None:
     case = make_case(4, step_config=step_config)
     place = case.place(case.decide("host/host", "offload", depth=1))

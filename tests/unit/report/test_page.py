@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from synthetic import Case, make_case, make_graph, make_trace
+from synthetic import Case, make_case, make_graph, make_step_config, make_trace
 
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
@@ -14,7 +14,7 @@ from outsize.planner.search import search
 from outsize.report.measured import Measured
 from outsize.report.page import page
 from outsize.report.step import _issue
-from outsize.schedule.plan import Plan, StepConfig
+from outsize.schedule.plan import Plan
 from outsize.schedule.schedule import compile_schedule
 
 EVIL = "<script>alert('x')</script>{{data}}&\"layers."
@@ -75,7 +75,7 @@ def test_names_are_text_and_never_markup() -> None:
 
 
 def test_it_says_what_the_plan_says() -> None:
-    case = make_case(6, step_config=StepConfig(update="in_backward"))
+    case = make_case(6, step_config=make_step_config(update="in_backward"))
     plan = plan_of(case, gpu=200_000)
     text = page_of(case, plan, title="a model")
     assert "a model" in text and 'class="yes">Fits<' in text and 'class="no"' not in text

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import zoo
-from synthetic import MACHINE, Case, make_case, random_case, random_decision
+from synthetic import MACHINE, Case, make_case, make_step_config, random_case, random_decision
 
 from outsize.device.sim import SimDevice
 from outsize.hardware.lanes import LANES
@@ -14,7 +14,6 @@ from outsize.planner.simulate import simulate
 from outsize.profile.tracer import Tracer
 from outsize.report.step import KINDS, Step, describe, walk_step
 from outsize.schedule.placement import Placement
-from outsize.schedule.plan import StepConfig
 from outsize.schedule.schedule import compile_schedule
 
 
@@ -52,10 +51,10 @@ def test_it_is_so_for_traces_of_real_models(name: str) -> None:
     layout = pack(graph, 8192)
     for seed, step_config in enumerate(
         (
-            StepConfig(),
-            StepConfig(update="in_backward"),
-            StepConfig(accumulate=2),
-            StepConfig(update="in_backward", accumulate=3),
+            make_step_config(),
+            make_step_config(update="in_backward"),
+            make_step_config(accumulate=2),
+            make_step_config(update="in_backward", accumulate=3),
         )
     ):
         case = Case(graph=graph, layout=layout, trace=trace, step_config=step_config)
@@ -67,7 +66,7 @@ def test_what_runs_in_the_step_and_is_of_its_neighbours_is_distinguished() -> No
     """Updates after the step run under the next forward: the step begins with those of the step before, and its own
     come after its end.
     """
-    case = make_case(4, step_config=StepConfig(update="after_step"))
+    case = make_case(4, step_config=make_step_config(update="after_step"))
     step = walk_step(case.place(case.decide("host/host", depth=1)), case.spec, held_bytes=0)
     before = [span for span in step.spans if span.step == -1]
     assert before and {span.name[0] for span in before if span.lane == "host"} == {"U"}
@@ -76,14 +75,14 @@ def test_what_runs_in_the_step_and_is_of_its_neighbours_is_distinguished() -> No
 
 
 def test_phases_are_those_of_every_micro_batch() -> None:
-    case = make_case(3, step_config=StepConfig(update="after_step", accumulate=2))
+    case = make_case(3, step_config=make_step_config(update="after_step", accumulate=2))
     phases = walk_step(case.place(case.decide()), case.spec, held_bytes=0).phases
     assert [phase.name for phase in phases] == ["update", "forward", "backward", "forward", "backward"]
     assert all(a.end <= b.start for a, b in itertools.pairwise(phases))
 
 
 def test_every_action_has_words() -> None:
-    case = make_case(3, step_config=StepConfig(update="in_backward", accumulate=2))
+    case = make_case(3, step_config=make_step_config(update="in_backward", accumulate=2))
     homes = ["host/gpu", "gpu/host", "host/host", "gpu/gpu", "host/host"]
     place = case.place(case.decide(homes, "offload", depth=1))
     words = {span.name: describe(place, span.name) for span in walk_step(place, case.spec, held_bytes=0).spans}

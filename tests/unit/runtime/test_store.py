@@ -12,6 +12,7 @@ import cells
 import pytest
 import torch
 import zoo
+from synthetic import make_homes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -25,7 +26,7 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import Engine
-from outsize.schedule.plan import Decision, Homes
+from outsize.schedule.plan import Decision
 
 SPEC = outsize.AdamW(lr=1e-2, weight_decay=0.1)
 HOMES = pytest.mark.parametrize(
@@ -289,10 +290,7 @@ def test_a_device_that_is_too_full_leaves_the_model_its_weights() -> None:
     """
 
     def half(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace) -> Decision:
-        homes = (
-            Homes(weights="host" if 2 * c.index < len(layout.chunks) else "gpu", optimizer="host")
-            for c in layout.chunks
-        )
+        homes = (make_homes("host" if 2 * c.index < len(layout.chunks) else "gpu", "host") for c in layout.chunks)
         return Decision(homes=tuple(homes), strategies=("keep",) * len(graph.calls), depth=0)
 
     device, cell = SimDevice(lookup("64MiB")), cells.Cell(kind="plain")
@@ -439,7 +437,7 @@ def test_the_state_that_detach_returns_is_not_on_the_device(optimizer: Any) -> N
 
 
 def test_planning_again_fits_a_device_that_either_plan_fits(_profiles_anew: None) -> None:
-    """Trap G12: a re-plan is a part of the lifetime, and so is its trial run."""
+    """Trap G12: a re-plan is a part of the lifetime, and so is its profiling run."""
     device, model = SimDevice(lookup("600KiB")), zoo.make("llama")
     engine = outsize.prepare(model, zoo.batch("llama"), device=device, chunk_bytes="8KiB", optimizer=SPEC)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Case, make_case, random_case
+from synthetic import Case, make_case, make_homes, random_case
 
 from outsize.base.errors import PlanInvalid
 from outsize.base.records import fingerprint
@@ -76,7 +76,7 @@ def test_a_plan_for_another_layout_is_refused() -> None:
 
 def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
     decision, estimate, step_config = plan.decision, plan.estimate, plan.step_config
-    mixed = Homes(weights="gpu", optimizer="host")
+    mixed = make_homes("gpu", "host")
     strategies = list(decision.strategies)
 
     def strategy(call: int, name: str) -> Plan:
@@ -105,6 +105,10 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
             with_decision(plan, homes=(mixed, *decision.homes[1:])),
             "frozen chunk 0 .*embed.weight",
         ),
+        "state on the GPU that the host updates": (
+            with_decision(plan, homes=(*decision.homes[:-1], Homes(weights="gpu", state="gpu", update="host"))),
+            r"chunk 5 \(lm_head.weight, …\) has its optimizer state on the GPU and its update on the host",
+        ),
         "a region that recomputes": (strategy(5, "recompute"), "head is recompute, but head is not a layer"),
         "a strategy without a backward": (strategy(1, "recompute"), r"model\.layers\.0 has no backward"),
         "an offload that sends nothing": (
@@ -130,7 +134,7 @@ def edits(plan: Plan) -> dict[str, tuple[Plan, str]]:
         ),
         "more host memory than the budget": (dataclasses.replace(plan, host_budget_bytes=-1), "host budget"),
         "homes that were edited": (
-            with_decision(plan, homes=(*decision.homes[:-1], Homes(weights="host", optimizer="host"))),
+            with_decision(plan, homes=(*decision.homes[:-1], make_homes("host", "host"))),
             "memory, but its decision takes",
         ),
     }

@@ -61,6 +61,12 @@ def test_a_block_whose_chunks_live_apart_says_so() -> None:
     assert "weights 1 gpu + 3 host, optimizer host" in row(text, "model.layers.1")
 
 
+def test_streamed_state_is_named(case: Case) -> None:
+    homes = ["gpu/streamed", *["gpu/host"] * (len(case.layout.chunks) - 1)]
+    text = render(plan_of(case, case.decide(homes)), case.graph, case.layout)
+    assert "weights gpu, optimizer streamed" in row(text, "stem")
+
+
 def test_what_the_process_has_on_the_host_besides_is_reported_where_it_was_measured(case: Case) -> None:
     plan = plan_of(case)
     own = "and 1.50 GiB that Python, its libraries and the driver have there"

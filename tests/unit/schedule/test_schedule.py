@@ -1,12 +1,11 @@
 """Schedules: they parse back, every use finds its chunk in its slot, and an example is checked by hand."""
 
 import pytest
-from synthetic import Case, make_case, random_case, random_decision
+from synthetic import Case, make_case, make_step_config, random_case, random_decision
 
 from outsize.base.errors import PlanInvalid
-from outsize.schedule.actions import Action, effect, parse_action
+from outsize.schedule.actions import Action, Kind, effect, parse_action
 from outsize.schedule.placement import Placement
-from outsize.schedule.plan import StepConfig
 from outsize.schedule.schedule import Schedule, compile_schedule, held_after_forward
 
 
@@ -61,6 +60,32 @@ def test_homes_decide_what_an_update_moves() -> None:
         "host/gpu": "L0 U0 W0 L1 U1 W1 L2 U2 W2",
         "host/host": "U0 U1 U2",
     }
+
+
+def test_streamed_state_is_loaded_before_the_update_and_stored_after_it() -> None:
+    case = make_case(1)
+    streamed = compile_schedule(case.place(case.decide("host/streamed")))
+    assert " ".join(map(str, streamed["update"])) == " ".join(f"L{i} Q{i} I{i} U{i} O{i} W{i}" for i in range(3))
+    assert " ".join(map(str, streamed["backward first"])) == "B2 G2 L1 B1 G1 L0 B0 G0"
+    resident = compile_schedule(case.place(case.decide("gpu/streamed")))
+    assert " ".join(map(str, resident["update"])) == " ".join(f"Q{i} I{i} U{i} O{i}" for i in range(3))
+    # A backward that updates takes the gradient where it is. Two slots are filled at once.
+    assert " ".join(map(str, resident["backward first+update"])) == "I2 I1 B2 U2 O2 I0 B1 U1 O1 B0 U0 O0"
+    # The host's updates are issued first: they run while state is streamed.
+    mixed = compile_schedule(case.place(case.decide(["gpu/streamed", "gpu/host", "gpu/gpu"])))
+    assert " ".join(map(str, mixed["update"])) == "U1 Q0 I0 U0 O0 U2 W1"
+
+
+def test_state_that_one_call_streams_in_several_chunks_is_loaded_in_time() -> None:
+    case = make_case(1, 4)
+    place = case.place(case.decide("gpu/streamed"))
+    assert len(place.state_slots.slot_bytes) == 2
+    in_slot: dict[int, int] = {}
+    for action in compile_schedule(place)["backward first+update"]:
+        if action.kind == Kind.LOAD_STATE:
+            in_slot[place.state_slots.slot_of[action.index]] = action.index
+        elif action.kind in (Kind.UPDATE, Kind.STORE_STATE):
+            assert in_slot[place.state_slots.slot_of[action.index]] == action.index
 
 
 def test_activations_leave_after_forward_and_return_before_backward() -> None:
@@ -134,7 +159,7 @@ def test_an_update_in_backward_comes_after_the_gradient_and_before_the_slot_is_r
 def test_with_a_stride_the_host_updates_some_chunks_as_they_land_and_the_others_in_forward_order_after_the_backward() -> (
     None
 ):
-    case = make_case(6, step_config=StepConfig(update="in_backward"))
+    case = make_case(6, step_config=make_step_config(update="in_backward"))
     at_once, place = (
         case.place(case.decide("host/host", host_update_interval=host_update_interval))
         for host_update_interval in (1, 3)
@@ -158,14 +183,14 @@ def test_deferred_updates_are_issued_with_the_last_gradient_for_the_host_and_the
     """Blocks 0 to 2 stay on the device: the host has its last gradient when three of eight backwards are still
     to come.
     """
-    case = make_case(6, step_config=StepConfig(update="in_backward"))
+    case = make_case(6, step_config=make_step_config(update="in_backward"))
     place = case.place(case.decide(["gpu/gpu"] * 3 + ["gpu/host"] * 5, host_update_interval=2))
     text = " ".join(map(str, compile_schedule(place)["backward first+update"]))
     assert text == "B7 G7 U7 W7 B6 G6 B5 G5 U5 W5 B4 G4 B3 G3 U3 W3 U4 U6 B2 U2 B1 U1 B0 U0 W4 W6"
 
 
 def test_a_stride_means_nothing_where_updates_come_after_the_step_or_on_the_device() -> None:
-    after, during = make_case(4), make_case(4, step_config=StepConfig(update="in_backward"))
+    after, during = make_case(4), make_case(4, step_config=make_step_config(update="in_backward"))
     for case, homes in ((after, "host/host"), (during, "host/gpu")):
         one, three = (
             case.place(case.decide(homes, host_update_interval=host_update_interval)) for host_update_interval in (1, 3)
@@ -198,7 +223,7 @@ def test_gradients_arrive_apart_from_sums_that_wait_on_the_host_and_are_added() 
     homes = ["gpu/gpu", "gpu/host", "host/host", "host/gpu"]
     once, thrice = (
         case.place(case.decide(homes, depth=0))
-        for case in (make_case(2, step_config=StepConfig(accumulate=n)) for n in (1, 3))
+        for case in (make_case(2, step_config=make_step_config(accumulate=n)) for n in (1, 3))
     )
     schedule = compile_schedule(thrice)
     assert " ".join(map(str, schedule["backward first"])) == "B3 L2 B2 G2 B1 G1 B0"
@@ -209,7 +234,7 @@ def test_gradients_arrive_apart_from_sums_that_wait_on_the_host_and_are_added() 
 
 
 def test_a_step_of_three_micro_batches_adds_up_what_is_pending() -> None:
-    case = make_case(2, step_config=StepConfig(accumulate=3))
+    case = make_case(2, step_config=make_step_config(accumulate=3))
     schedule = compile_schedule(case.place(case.decide("gpu/host")))
     kinds = [[a.kind for a in s.actions].count("Q") for s in schedule.step(3, False) if s in schedule.backwards]
     assert kinds == [0, 4, 4]

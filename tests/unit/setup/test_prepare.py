@@ -1,4 +1,4 @@
-"""The trial run of `prepare` on a card that is too small for it, and the choice of a micro-batch on a device that is
+"""The profiling run of `prepare` on a card that is too small for it, and the choice of a micro-batch on a device that is
 there.
 """
 
@@ -24,7 +24,7 @@ from outsize.setup.request import PrepareRequest
 
 HOW: dict[str, Any] = dict(host_memory="1GiB", chunk_bytes="8KiB")
 LITTLE = 600 * 1024
-"""Of 8 × 16 tokens, a plan fits; its trial run does not, and those of 4 rows and 2 do."""
+"""Of 8 × 16 tokens, a plan fits; its profiling run does not, and those of 4 rows and 2 do."""
 
 
 @pytest.mark.parametrize("accumulate", [0, -2, 1.5, True])
@@ -35,7 +35,7 @@ def test_passes_that_are_no_number_are_refused(accumulate: Any) -> None:
 
 
 class Card(SimDevice):
-    """`sim` with a limit on trial runs, as a real card has one."""
+    """`sim` with a limit on profiling runs, as a real card has one."""
 
     def __init__(self, size: str) -> None:
         super().__init__(lookup(size))
@@ -115,7 +115,7 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
 
     model = zoo.make("one-block")
     splits = splits_of(8, None, None)
-    for size in ("160KiB", "64MiB"):
+    for size in ("200KiB", "64MiB"):
         how: dict[str, Any] = dict(device=SimDevice(lookup(size)), **HOW)
         seconds = {}
         for split in splits:
@@ -135,7 +135,7 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
             plan.inputs["input_ids"] == (chosen.split.rows, 16) and plan.step_config.accumulate == chosen.split.passes
         )
         assert plan.step_config.update == optimizer_for(chosen.split).update and "scaled" not in plan.provenance
-        assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "160KiB")
+        assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "200KiB")
 
 
 @pytest.mark.parametrize("is_fp32", [True, False])

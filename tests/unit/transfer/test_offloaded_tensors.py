@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outsize.base.units import ALIGN_BYTES
-from outsize.transfer.offloaded_tensors import Handle, OffloadedTensors
+from outsize.transfer.offloaded_tensors import OffloadedTensors, PackedTensor
 
 DTYPES = (
     torch.float32,
@@ -188,7 +188,7 @@ def test_letting_go_frees_the_storages_and_not_before() -> None:
     saved = torch.ones(100)
     storage = weakref.ref(saved.untyped_storage())
     offloaded = OffloadedTensors()
-    handles: list[Handle] = [offloaded.pack(saved), offloaded.pack(saved[3:])]
+    handles: list[PackedTensor] = [offloaded.pack(saved), offloaded.pack(saved[3:])]
     del saved
     assert storage() is not None, "the copy still reads it"
     offloaded.copy_to(torch.empty(offloaded.num_bytes, dtype=torch.uint8))

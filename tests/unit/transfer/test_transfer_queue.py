@@ -285,7 +285,7 @@ def test_what_is_no_activation_of_the_device_is_refused() -> None:
     ):
         with pytest.raises(TransferError, match=found):
             transfer.pack(tensor)
-    with pytest.raises(TransferError, match="nothing to send"):
+    with pytest.raises(TransferError, match="No tensor was packed"):
         transfer.send()
 
 
@@ -296,7 +296,7 @@ def test_a_set_is_packed_then_sent_once_then_unpacked() -> None:
     with pytest.raises(TransferError, match="before its set was sent"):
         transfer.unpack(handle)
     transfer.send()
-    with pytest.raises(TransferError, match="nothing to send"):
+    with pytest.raises(TransferError, match="No tensor was packed"):
         transfer.send()
     with pytest.raises(TransferError, match="after its set was sent"):
         transfer.pack(torch.ones(3))
