@@ -12,11 +12,15 @@ from outsize.base.units import show_enough
 from outsize.forecast.forecast import Forecast, ForecastRequest, forecast
 from outsize.planner.explain import Problem
 from outsize.schedule.plan import Plan
-from outsize.schedule.render import tokens_per_second
+from outsize.schedule.render import lane_shares, tokens_per_second
 
 LEAST_GAIN = 0.03
 """A smaller gain is not reported."""
 MORE_PASSES = 4
+COMPUTE_BOUND = 0.95
+"""Share of the step that the GPU computes. Above it, a larger micro-batch is not traced, which takes seconds."""
+FULL_RATE_TOKENS = 2048
+"""Matrix products of so many tokens run at the GPU's full rate."""
 _ANY_HOST_BYTES = 2**50
 
 
@@ -48,12 +52,14 @@ def _changes(model: Any, request: ForecastRequest, found: Forecast) -> Iterator[
         if accumulated is not None:
             note = f"with {MORE_PASSES} times the tokens a step"
             yield Change(f"gradient_accumulation_steps {passes}", _rate(accumulated), note)
-        rows = 2 * (request.micro_batch_size or 1)
-        try:
-            larger = forecast(model, replace(request, micro_batch_size=rows))
-            yield Change(f"micro_batch_size {rows}", larger.tokens_per_second, "with twice the tokens a step")
-        except OutsizeError:
-            pass  # it does not fit
+        rows = request.micro_batch_size or 1
+        is_bound = lane_shares(found.plan).get("compute", 0.0) >= COMPUTE_BOUND
+        if not is_bound or rows * request.sequence_len < FULL_RATE_TOKENS:
+            try:
+                larger = forecast(model, replace(request, micro_batch_size=2 * rows))
+                yield Change(f"micro_batch_size {2 * rows}", larger.tokens_per_second, "with twice the tokens a step")
+            except OutsizeError:
+                pass  # it does not fit
     if step.update == "after_step" and step.accumulate == 1:
         early = _solve(replace(problem, step_config=replace(step, update="in_backward")))
         if early is not None:
