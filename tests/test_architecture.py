@@ -51,6 +51,7 @@ MAY_IMPORT["integrations"] = f"{_ALL_BELOW} setup outsize"
 # Only `run` uses the Trainer; only the command line uses `run`.
 MAY_IMPORT["run"] = f"{_ALL_BELOW} setup forecast integrations"
 MAY_IMPORT["cli"] = f"{_ALL_BELOW} setup forecast run outsize"
+MAY_IMPORT["__main__"] = "cli"
 
 WITHOUT_TORCH = (
     "base",

@@ -42,3 +42,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'outsize' has no attribute {name!r}")
     return getattr(_imported(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

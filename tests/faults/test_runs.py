@@ -180,7 +180,7 @@ def test_a_new_run_beside_old_checkpoints_warns_and_with_a_limit_is_refused(
         ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler_kwargs"),
         ({"lr_scheduler_kwargs": {"fast": 1}}, "lr_scheduler_kwargs"),
         ({"attn_implementation": "nothing"}, "attn_implementation"),
-        ({"base_model": "no/such/folder"}, "no/such/folder: transformers cannot load its config"),
+        ({"base_model": "no/such/folder"}, "no/such/folder: there is no such folder"),
         ({"chat_template_jinja": "no/such.jinja"}, "chat_template_jinja"),
         ({"resume_from_checkpoint": "no/such/folder"}, "resume_from_checkpoint"),
         ({"adapter": "lora", "lora_target_linear": True, "lora_modules_to_save": ["nothing"]}, "lora_modules_to_save"),

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rslora": dict(lora_target_modules=["q_proj", "down_proj"], peft_use_rslora=True),
     "dora": dict(lora_target_modules=["v_proj"], peft_use_dora=True),
     "head": dict(lora_target_modules=["v_proj"], lora_modules_to_save=["lm_head"], kind="llama-untied"),
+    "fp32": dict(lora_target_modules=["q_proj"], lora_fp32=True),
 }
 PLANS = (
     ["device=cpu"],
@@ -79,7 +80,11 @@ def test_a_run_equals_plain_peft_under_its_plans_and_its_files_are_pefts(
         use_dora=config.peft_use_dora,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16), settings)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16),
+        settings,
+        autocast_adapter_dtype=config.lora_fp32,
+    )
     plain = PlainTrainer(
         model=model,
         args=training_arguments(config, on_gpu=False),
@@ -94,6 +99,7 @@ def test_a_run_equals_plain_peft_under_its_plans_and_its_files_are_pefts(
         out = tmp_path / f"out-{number}"
         run("train", str(yaml), "--set", f"output_dir={out}", *(x for key in plan for x in ("--set", key)))
         saved = load_file(out / "adapter_model.safetensors")
+        assert any(t.dtype == torch.float32 for t in saved.values()) == config.lora_fp32
         assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved), plan
         history = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
         assert [entry["loss"] for entry in history if "loss" in entry] == losses
@@ -109,7 +115,8 @@ def test_a_run_equals_plain_peft_under_its_plans_and_its_files_are_pefts(
     base = AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
     batch = zoo.batch("llama")
     with torch.no_grad():
-        adapted = PeftModel.from_pretrained(base, str(tmp_path / "out-0")).eval()(input_ids=batch["input_ids"]).logits
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / "out-0"), autocast_adapter_dtype=config.lora_fp32)
+        adapted = loaded.eval()(input_ids=batch["input_ids"]).logits
         assert torch.equal(adapted, model.eval()(input_ids=batch["input_ids"]).logits)
         run("export", str(tmp_path / "out-0"), str(tmp_path / "merged"), "--merge")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids=batch["input_ids"]).logits

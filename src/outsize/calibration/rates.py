@@ -28,6 +28,7 @@ from outsize.hardware.catalog import CATALOG
 from outsize.hardware.lanes import LANE_FACTS, Lane
 from outsize.hardware.machine import Machine, read_machine, write_machine
 from outsize.hardware.spec import HardwareSpec
+from outsize.optim.build import can_have_kernel
 
 ASSUMED = "rtx3090"
 """The catalog entry whose rates are assumed for an unknown GPU."""
@@ -35,6 +36,8 @@ CALIBRATED_RATES: dict[Lane, str] = {
     lane: facts.copy_rate or facts.update_rate for lane, facts in LANE_FACTS.items() if lane != "compute"
 }
 """Fields of HardwareSpec that training steps measure, by lane. GPU compute is profiled for every model."""
+TORCH_SLOWDOWN = 15
+"""Factor by which updates on the host take longer in torch than in C. Measured with AdamW on one core."""
 MAX_FACTOR = 4.0
 """A rate that differs from the catalog's or the probe's by more than this is a wrong measurement."""
 TOLERANCE = 0.03
@@ -70,8 +73,13 @@ def _probe_or_catalog(identity: Identity, *, gpu_bytes: int, host_bytes: int) ->
     known = [spec for name, spec in CATALOG.items() if name.split("-")[0] in gpu]
     base = min(known, key=lambda spec: abs(spec.gpu_bytes - gpu_bytes)) if known else CATALOG[ASSUMED]
     origin = base.provenance if known else f"assumed equal to {base.name}: this GPU is not in the catalog"
+    rate = base.host_adam_params_per_second
+    if not can_have_kernel():
+        rate /= TORCH_SLOWDOWN
+        origin += f"; CPU updates {TORCH_SLOWDOWN} times slower: there is no C compiler, so they run in torch"
     return replace(
         base,
+        host_adam_params_per_second=rate,
         name=identity.gpu,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,

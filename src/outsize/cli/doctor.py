@@ -131,6 +131,18 @@ def _probe() -> Iterator[Finding]:
         yield Finding("note", "no: `outsize probe` can measure the host here, and the card where there is one")
 
 
+def _kernels() -> Iterator[Finding]:
+    """The C compiler: the kernels of updates need it, Triton's too."""
+    from outsize.optim.native import Kernel, find_kernel
+
+    found = find_kernel()
+    if isinstance(found, Kernel):
+        yield Finding("ok", "updates on the host run in C")
+    else:
+        advice = "" if found.startswith("OUTSIZE_KERNELS") else ". Install one: apt install gcc"
+        yield Finding("note", f"updates run in torch, up to 15 times slower on the host: {found}{advice}")
+
+
 def _memory() -> Iterator[Finding]:
     import psutil
 
@@ -235,6 +247,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "libraries": _libraries,
     "GPU": _gpu,
     "probed": _probe,
+    "C compiler": _kernels,
     "host memory": _memory,
     "cache": _cache,
     "self-test": _self_test,

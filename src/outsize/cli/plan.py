@@ -1,18 +1,25 @@
-"""`outsize plan`: plans a model's config for any machine, without weights or a GPU."""
+"""`outsize plan`: plans a model's config, or a run file, for any machine, without weights or a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outsize.base.errors import ConfigError, PlanInfeasible
+from outsize.base.errors import ConfigError, OutsizeError, PlanInfeasible
 from outsize.base.units import show_bytes, show_enough, show_seconds
+from outsize.cli.legend import LEGEND
 from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, require_file, update_mode
 from outsize.hardware.catalog import lookup
+from outsize.run.shapes import require_one_of
 from outsize.schedule.render import busiest_lane
 
 if TYPE_CHECKING:
-    from outsize.forecast.forecast import Forecast
+    from outsize.forecast.forecast import Forecast, ForecastRequest
+
+DEFAULT_LORA_R = 16
+FULL_SHARE = 0.9
+"""Rows with less of the planned tokens on average gain from packing."""
 
 _DOC = """Will it fit, and how fast would it be? Needs only a model's config: no weights, no GPU.
 
@@ -24,6 +31,10 @@ outsize plan meta-llama/Llama-3.1-8B --gpu-memory 16GiB --host-memory 64GiB
 
 outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]side by side[/dim]
 
+outsize plan ~/models/llama-8b --adapter lora --lora-r 16
+
+outsize plan run.yaml     [dim]the run of this file: model, adapter, data, batch, budgets[/dim]
+
 outsize plan ~/models/llama-8b --why     [dim]common recipes, and the gain from a better machine[/dim]
 
 outsize plan ~/models/llama-8b --html report.html     [dim]memory and lanes over one step, as a page[/dim]
@@ -32,12 +43,27 @@ outsize plan ~/models/llama-8b --accumulate 8 --save plan.json     [dim]for outs
 """
 
 
+def _show_legend(wanted: bool) -> None:
+    if wanted:
+        print(LEGEND)
+        raise typer.Exit
+
+
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder with a config.json, that file, or a hub id.", metavar="PATH")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A folder with a config.json, that file, a hub id, or a run's YAML file.", metavar="PATH"),
+    ],
     hardware: Annotated[
-        str, typer.Option(help="Machines of the catalog, separated by commas; a machine's YAML file; or a size.")
-    ] = "rtx4090",
-    sequence_len: Annotated[int, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.")] = 2048,
+        str | None,
+        typer.Option(
+            help="Machines of the catalog, separated by commas; a machine's YAML file; or a size.",
+            show_default="rtx4090; with a run file, this machine's GPU",
+        ),
+    ] = None,
+    sequence_len: Annotated[
+        int | None, typer.Option(*SEQUENCE_LEN, help="Tokens of a row.", show_default="2048")
+    ] = None,
     micro_batch_size: Annotated[
         int | None,
         typer.Option(*MICRO_BATCH, help="Rows of a batch.", show_default="1; with --batch-size, the fastest"),
@@ -49,20 +75,37 @@ def plan(
         str | None, typer.Option(help="Maximum GPU memory, CUDA context included: 24GiB.", show_default="the machine's")
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Maximum host memory.", show_default="the machine's, less a tenth")
+        str | None,
+        typer.Option(
+            help="Host memory that the plan may use, also more than the catalog's machine has.",
+            show_default="the machine's, less a tenth",
+        ),
     ] = None,
     accumulate: Annotated[
         int | None,
         typer.Option(help="Backward passes per optimizer step.", show_default="1, or what --batch-size leaves"),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")] = "bfloat16",
+    adapter: Annotated[str | None, typer.Option(help="lora.", show_default="all weights are trained")] = None,
+    lora_r: Annotated[int | None, typer.Option(help="Rank of the adapter.", show_default="16")] = None,
+    lora_target_modules: Annotated[
+        str | None, typer.Option(help="Modules with an adapter, separated by commas.", show_default="all linear layers")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: bfloat16 or float32.", show_default="bfloat16")
+    ] = None,
     update: Annotated[
-        str, typer.Option(help="after-step (needed for clipping), or in-backward: faster, and less memory.")
-    ] = "after-step",
+        str | None,
+        typer.Option(
+            help="after-step (needed for clipping), or in-backward: faster, and less memory.", show_default="after-step"
+        ),
+    ] = None,
     images: Annotated[
         int | None, typer.Option(help="Images per row, for vision models.", show_default="1 for those")
     ] = None,
-    image_size: Annotated[int, typer.Option(help="Pixels of an image's side.")] = 1024,
+    image_size: Annotated[int | None, typer.Option(help="Pixels of an image's side.", show_default="1024")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file.")
+    ] = None,
     why: Annotated[
         bool, typer.Option("--why", help="Compare common recipes, and show the gain from a better machine.")
     ] = False,
@@ -71,66 +114,167 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(help="Write what each lane does in one step to this file, for Perfetto.")
     ] = None,
+    legend: Annotated[
+        bool,
+        typer.Option("--legend", callback=_show_legend, is_eager=True, help="Explain the lines of a plan, and exit."),
+    ] = False,
 ) -> None:
-    names = [name.strip() for name in hardware.split(",") if name.strip()]
+    names = None if hardware is None else [name.strip() for name in hardware.split(",") if name.strip()]
     written = {option: path for option, path in (("--save", save), ("--html", html), ("--trace", trace)) if path}
-    if not names or ((written or why) and len(names) > 1):
+    if names == [] or (names and (written or why) and len(names) > 1):
         options = ", ".join([*written, *(["--why"] if why else [])])
         needs_one = f", but {options} is for one plan" if names else ""
         raise ConfigError(f"--hardware names {len(names)} machines{needs_one}. Name one.")
     for option, path in written.items():
         require_file(option, path)
-    for name in names:
+    for name in names or []:
         lookup(name)  # check all names before the first plan
-    mode = update_mode(update)
+    require_one_of(("lora",), adapter or "lora", "--adapter")
+    if adapter is None and (lora_r or lora_target_modules):
+        raise ConfigError("--lora-r and --lora-target-modules have no effect without --adapter lora. Add it.")
+    # What a run file says itself, by option.
+    settings = {
+        "--sequence-len": sequence_len,
+        "--micro-batch-size": micro_batch_size,
+        "--batch-size": batch_size,
+        "--accumulate": accumulate,
+        "--adapter": adapter,
+        "--dtype": dtype,
+        "--update": update,
+        "--images": images,
+        "--image-size": image_size,
+    }
+    notes: list[str] = []
+    filled = 1.0
+    memory = _given(gpu_memory=gpu_memory, host_memory=host_memory)
+    if Path(model).suffix in (".yaml", ".yml"):
+        if beside := [option for option, value in settings.items() if value is not None]:
+            raise ConfigError(f"{', '.join(beside)}: {model} is a run file, which says it. Use --set key=value.")
+        from outsize.config.read import read_config
 
-    def forecast_for(name: str) -> "Forecast":
-        from outsize.forecast.forecast import ForecastRequest, forecast
+        config = read_config(model, overrides or ())
+
+        # Imports take seconds: a wrong file was reported before them.
+        from outsize.run.plan import plan_request
+        from outsize.run.quiet import quiet
+
+        quiet()
+        found = plan_request(config, names[0] if names else None)
+        model, notes, filled = config.base_model, [*config.notes, *found.notes], found.filled
+        first = replace(found.request, **memory)
+    else:
+        if overrides:
+            raise ConfigError(f"--set: {model} is no run file. Use the options; outsize plan --help lists them.")
+        mode = update_mode(update or "after-step")
+        from outsize.forecast.forecast import ForecastRequest
         from outsize.optim.names import default_spec
 
-        request = ForecastRequest(
-            hardware=name,
+        first = ForecastRequest(
+            hardware=names[0] if names else "rtx4090",
             optimizer=default_spec(update=mode),
-            sequence_len=sequence_len,
             micro_batch_size=micro_batch_size,
             batch_size=batch_size,
-            gpu_memory=gpu_memory,
-            host_memory=host_memory,
             accumulate=accumulate,
-            dtype=dtype,
             images=images,
-            image_size=image_size,
+            **_given(sequence_len=sequence_len, dtype=dtype, image_size=image_size),
+            **memory,
         )
-        return forecast(model, request)
+        if adapter is not None:
+            from outsize.model.adapter import lora
 
-    if len(names) == 1:
-        made = forecast_for(names[0])
-        print(made)
-        print(f"\n{made.explain()}" if why else made.what_if())
-        if save is not None:
-            from outsize.schedule.check import save as save_plan
-
-            save_plan(made.plan, save)
-            print(f"\nsaved to {save}")
-        if html is not None:
-            made.write_page(html, title=Path(model).name if Path(model).exists() else model)
-            print(f"\npage in {html}")
-        if trace is not None:
-            made.write_trace(trace)
-            print(f"\ntrace in {trace}, for ui.perfetto.dev")
+            targets = lora_target_modules.replace(" ", "").split(",") if lora_target_modules else "all-linear"
+            first = replace(first, adapter=lora(r=lora_r or DEFAULT_LORA_R, target_modules=targets))
+    for note in notes:
+        print(f"note: {note}")
+    if names and len(names) > 1:
+        _compare(model, first, names)
         return
+    made = forecast_or_adapter(model, first)
+    print(made)
+    print(made.machine_text())
+    print(f"\n{made.explain()}" if why else _advice(model, first, made, filled))
+    if save is not None:
+        from outsize.schedule.check import save as save_plan
+
+        save_plan(made.plan, save)
+        print(f"\nsaved to {save}")
+    if html is not None:
+        made.write_page(html, title=Path(model).name if Path(model).exists() else model)
+        print(f"\npage in {html}")
+    if trace is not None:
+        made.write_trace(trace)
+        print(f"\ntrace in {trace}, for ui.perfetto.dev")
+
+
+plan.__doc__ = _DOC
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def forecast_or_adapter(model: str, request: "ForecastRequest") -> "Forecast":
+    """The forecast. If training all weights does not fit, the error says what LoRA needs."""
+    from outsize.forecast.forecast import forecast
+
+    try:
+        return forecast(model, request)
+    except PlanInfeasible as no:
+        if request.adapter is not None:
+            raise
+        raise PlanInfeasible(
+            f"{no}\n{_with_lora(model, request)}",
+            resource=no.resource,
+            allowed_bytes=no.allowed_bytes,
+            needed_bytes=no.needed_bytes,
+        ) from None
+
+
+def _with_lora(model: str, request: "ForecastRequest") -> str:
+    from outsize.forecast.forecast import forecast
+    from outsize.model.adapter import lora
+
+    what = f"LoRA (--adapter lora --lora-r {DEFAULT_LORA_R}, all linear layers)"
+    try:
+        found = forecast(model, replace(request, adapter=lora(r=DEFAULT_LORA_R), pins=None))
+    except PlanInfeasible as no:
+        memory = "GPU" if no.resource == "gpu" else "host"
+        return f"{what} does not fit either: it needs {show_enough(no.needed_bytes)} of {memory} memory."
+    except OutsizeError as error:
+        return f"{what} cannot be planned here: {error}"
+    estimate, budget = found.plan.estimate, found.problem.gpu
+    gpu = show_bytes(budget.total_for(estimate.gpu_bytes))
+    rate = f"{found.tokens_per_second:,.0f} tokens/s"
+    return f"It fits with {what}: {gpu} GPU, {show_bytes(estimate.host_bytes)} host, {rate}."
+
+
+def _advice(model: str, request: "ForecastRequest", made: "Forecast", filled: float) -> str:
+    """Faster settings, more memory, less memory."""
+    from outsize.forecast.faster import faster
+
+    lines = [faster(model, request, made), made.what_if()]
+    if filled < FULL_SHARE:
+        rate = made.tokens_per_second * filled
+        lines.insert(
+            0,
+            f"packing rows have {filled:.0%} of these tokens on average, so about {rate:,.0f} real tokens/s; "
+            "sample_packing fills them",
+        )
+    return "\n".join(line for line in lines if line)
+
+
+def _compare(model: str, request: "ForecastRequest", names: list[str]) -> None:
+    from outsize.forecast.forecast import forecast
+
     found_for: dict[str, Forecast | PlanInfeasible] = {}
     for name in names:
         try:
-            found_for[name] = forecast_for(name)
+            found_for[name] = forecast(model, replace(request, hardware=name))
         except PlanInfeasible as no:
             found_for[name] = no
     print(side_by_side(found_for))
     if all(isinstance(found, PlanInfeasible) for found in found_for.values()):
         raise typer.Exit(2)
-
-
-plan.__doc__ = _DOC
 
 
 def side_by_side(found_for: "dict[str, Forecast | PlanInfeasible]") -> str:

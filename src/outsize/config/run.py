@@ -223,6 +223,8 @@ class RunConfig:
     """The folder of an adapter to continue with; its settings hold."""
     lora_modules_to_save: tuple[Text, ...] = ()
     """Modules that are fully trained in addition to the adapter."""
+    lora_fp32: bool = False
+    """Adapters in fp32 over a bf16 base, as PEFT makes them. False: in the base's dtype, with fp32 master weights."""
     peft_use_rslora: bool = False
     peft_use_dora: bool = False
 

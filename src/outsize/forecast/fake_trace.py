@@ -3,6 +3,7 @@
 import copy
 import logging
 import traceback
+import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from outsize.forecast.example import Images, example_batch
 from outsize.forecast.fake_weights import FakeWeights
 from outsize.hardware.spec import HardwareSpec
 from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
+from outsize.model.adapter import Adapter, add_adapter
 from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
@@ -70,21 +72,27 @@ def fake_trace(
     dtype: torch.dtype,
     chunked_loss: bool | None = None,
     images: Images | None = None,
+    adapter: Adapter | None = None,
+    batch: dict[str, Tensor] | None = None,
 ) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
-    """Trace a model without weights, and choose how its loss is computed. Changes the config."""
+    """Trace a model without weights, and choose how its loss is computed. Changes the config. `batch`: instead of an
+    example batch.
+    """
     kind = trainable_class(config)
-    text = config.get_text_config()
-    config.use_cache = text.use_cache = False  # training does not generate
-    limit = getattr(text, "max_position_embeddings", None)
+    text_config = config.get_text_config()
+    config.use_cache = text_config.use_cache = False  # training does not generate
+    limit = getattr(text_config, "max_position_embeddings", None)
+    text = ""
     too_long = isinstance(limit, int) and tokens > limit
     torch_log = logging.getLogger(fake_tensor.__name__)
     torch_log.disabled, was = True, torch_log.disabled  # torch logs a traceback of the errors that it raises
-    batch: dict[str, Tensor] = {}
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
-            built = cache(lambda: _without_values(kind, config, dtype).train())
-            example = example_batch(kind, config, rows=rows, tokens=tokens, images=images or Images(), model=built)
-            batch, model = example.batch, built()
+            built = cache(lambda: _without_values(kind, config, dtype, adapter).train())
+            if batch is None:
+                images = images or Images()
+                batch, text = example_batch(kind, config, rows=rows, tokens=tokens, images=images, model=built)
+            model = built()
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(
                 model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss
@@ -99,12 +107,12 @@ def fake_trace(
     except Exception as error:
         if _is_ours(error):
             raise
-        if "pixel_values" not in batch and too_long:
+        if "pixel_values" not in (batch or ()) and too_long:
             raise ConfigError(
                 f"sequence_len {tokens} is more than the model's max_position_embeddings of {limit}, and the model "
                 f"fails: {error}. Lower sequence_len."
             ) from error
-        images_too = ", or with images as in outsize's own example batch" if "pixel_values" in batch else ""
+        images_too = ", or with images as in outsize's own example batch" if "pixel_values" in (batch or ()) else ""
         raise ModelUnsupported(
             f"{kind.__name__} cannot run on shapes alone{images_too}: it fails with {type(error).__name__}: {error}. "
             f"{_INSTEAD}"
@@ -115,7 +123,7 @@ def fake_trace(
         log.warning("sequence_len %d is more than the %s positions of %s", tokens, limit, kind.__name__)
     counted = "FLOPs, bytes and operators" if trace.counts_launches else "FLOPs and bytes"
     provenance = f"bytes of {kind.__name__} counted on fake tensors (CPU operators), seconds estimated from {counted}"
-    provenance = f"{example.text}; {provenance}" if example.text else provenance
+    provenance = f"{text}; {provenance}" if text else provenance
     inputs = {name: shape for name, shape in trace.inputs.items() if name != "position_ids"}  # models compute these
     return graph, replace(trace, inputs=inputs, provenance=provenance), loss
 
@@ -126,7 +134,7 @@ def _is_ours(error: Exception) -> bool:
     return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
 
 
-def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _without_values(kind: Any, config: Any, dtype: torch.dtype, adapter: Adapter | None) -> nn.Module:
     """The model without initialization: some initializers read their random values, which fake tensors do not have."""
     try:
         with compat.transformers().no_init_weights():
@@ -137,4 +145,21 @@ def _without_values(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
             "the config, or install what is missing."
         ) from error
     model.tie_weights()  # part of the initialization in transformers
-    return model
+    return model if adapter is None else _adapted(model, adapter, dtype)
+
+
+def _adapted(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> nn.Module:
+    """PEFT casts new weights by exchanging tensors, which fake ones forbid: it makes them on meta, without the mode."""
+    with fake_tensor.unset_fake_temporarily(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # copies of modules_to_save read addresses
+        wrapped = add_adapter(model, replace(adapter, folder=None), low_cpu_mem_usage=True)
+    dtype = torch.float32 if adapter.fp32 else dtype
+    fakes: dict[nn.Parameter, nn.Parameter] = {}
+    for module in wrapped.modules():
+        for name, param in module._parameters.items():
+            # Trained ones too: copies that were made without the mode share storages with their originals.
+            if param is not None and (param.device.type == "meta" or param.requires_grad):
+                values = torch.empty(param.shape, dtype=dtype if param.device.type == "meta" else param.dtype)
+                fake = fakes.setdefault(param, nn.Parameter(values, requires_grad=param.requires_grad))
+                module._parameters[name] = fake
+    return wrapped

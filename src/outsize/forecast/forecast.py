@@ -7,11 +7,13 @@ measures it.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outsize.base.errors import ConfigError
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
@@ -22,6 +24,7 @@ from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
+from outsize.model.adapter import Adapter
 from outsize.model.graph import BlockGraph
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
@@ -50,10 +53,14 @@ class ForecastRequest(PlanRequest):
     sequence_len: int = 2048
     micro_batch_size: int | None = None
     batch_size: int | None = None
-    hardware: str = "rtx4090"
+    hardware: str | HardwareSpec = "rtx4090"
     dtype: str = "bfloat16"
     images: int | None = None
     image_size: int = 1024
+    adapter: Adapter | None = None
+    """None: all weights are trained."""
+    batch_of: Callable[[int], dict[str, Tensor]] | None = None
+    """Makes the batch to plan for, by its number of rows. None: full rows without padding (forecast/example.py)."""
 
     def __post_init__(self) -> None:
         counts = ("sequence_len", "micro_batch_size", "batch_size", "accumulate")
@@ -99,6 +106,14 @@ class Forecast:
                 return spec.name
         return None
 
+    def machine_text(self) -> str:
+        """Memory of the machine. A machine of the catalog may have any amount of RAM, so what is assumed is stated."""
+        spec = self.problem.spec
+        given = f"{show_bytes(self.problem.host_bytes)} host memory"
+        if self.host_memory is None:
+            given = f"{show_bytes(spec.host_bytes)} host memory, a tenth of it left free; host_memory sets another size"
+        return f"machine {spec.name}: {show_bytes(spec.gpu_bytes)} GPU, {given}"
+
     def write_page(self, path: Path, *, title: str = "") -> None:
         """Write one HTML file: memory and lanes over one step, and what every block does. `title`: the model's name."""
         write_page(path, self.plan, self.graph, self.layout, self.problem.spec, title=title)
@@ -130,6 +145,7 @@ def plan(
     chunked_loss: bool | None = None,
     images: int | None = None,
     image_size: int = 1024,
+    peft_config: Any = None,
 ) -> Forecast:
     """Plan the training of a model on a machine. Neither needs to be present.
 
@@ -150,6 +166,8 @@ def plan(
         chunked_loss: whether the loss is computed in chunks of tokens, as in `prepare`.
         images: images per row, for vision models; their tokens are part of `sequence_len`. Default: 1. 0: text alone.
         image_size: height and width of an image in pixels, if the model takes any size.
+        peft_config: a config of PEFT, such as `peft.LoraConfig(r=16, target_modules="all-linear")`: the adapter is
+            trained, in the model's dtype.
 
     Raises:
         PlanInfeasible: with the smallest memory that would be enough.
@@ -170,6 +188,7 @@ def plan(
         chunked_loss=chunked_loss,
         images=images,
         image_size=image_size,
+        adapter=None if peft_config is None else Adapter(peft_config=peft_config),
     )
     return forecast(model, request)
 
@@ -186,7 +205,7 @@ class _OfflinePlanner:
     def __init__(self, model: Any, request: ForecastRequest):
         self._request = request
         self._splits = splits_of(request.batch_size, request.micro_batch_size, request.accumulate)
-        self._spec = lookup(request.hardware)
+        self._spec = request.hardware if isinstance(request.hardware, HardwareSpec) else lookup(request.hardware)
         self._gpu = _gpu_budget(self._spec, request.gpu_memory)
         self._host_bytes = _host_bytes(self._spec, request.host_memory)
         self._config = config_of(model)
@@ -216,6 +235,8 @@ class _OfflinePlanner:
             dtype=DTYPES[request.dtype],
             chunked_loss=request.chunked_loss,
             images=self._images,
+            adapter=request.adapter,
+            batch=request.batch_of(rows) if request.batch_of is not None else None,
         )
         is_real = spec.context_bytes > 0  # `sim` counts bytes as the trace does
         return Traced(rows=rows, graph=graph, trace=added_in_place(trace, graph) if is_real else trace, loss=loss)

@@ -46,6 +46,7 @@ from outsize.runtime.engine import Engine, PlannedModel
 from outsize.runtime.retry import with_retries
 from outsize.schedule.pins import Pins
 from outsize.schedule.plan import Plan
+from outsize.schedule.render import render
 from outsize.setup.prepare import preview_as
 from outsize.setup.request import PrepareRequest
 
@@ -68,6 +69,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     optimizer: Any
     num_tokens_seen = 0
     """Tokens trained on, padding included."""
+    num_rows_seen = 0
+    shows_plan = True
+    """Whether `train` prints the plan."""
     _engine: Engine | None = None
     _stream: Rewound | None = None
     """The training data, if they are a stream."""
@@ -326,7 +330,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if not self._has_engine:
             self._use_loss_of(resume_from_checkpoint)
-            self.start_engine(train_dataloader)
+            planned = self.start_engine(train_dataloader).runtime.planned
+            if self.shows_plan:
+                print(render(planned.plan, planned.graph, planned.layout))
         elif (step_config := self.engine.plan.step_config).update != update_mode(
             self.args, self._nonfinite
         ) or step_config.accumulate != self.args.gradient_accumulation_steps:
@@ -357,7 +363,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
-        self.num_tokens_seen += ids.numel() if isinstance(ids, Tensor) else 0
+        if isinstance(ids, Tensor):
+            self.num_tokens_seen += ids.numel()
+            self.num_rows_seen += ids.shape[0]
         batch = self._planned_for if self._is_online else self._with_num_items(inputs, num_items_in_batch)
         is_last, generated = self.accelerator.sync_gradients, self._generated()
         if not self.engine.runtime.gradients.waiting:

@@ -89,6 +89,8 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{path} has no config.json. Name the folder that a model was saved to.")
+    if not path.exists() and not _may_be_hub_id(str(model)):  # transformers would ask the hub, with retries
+        raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
     try:
         config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
     except (OSError, ValueError, KeyError) as error:
@@ -99,6 +101,10 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
     if not may_be_quantized:
         refuse_quantized_config(config.to_dict(), model)
     return config
+
+
+def _may_be_hub_id(name: str) -> bool:
+    return name[:1] not in "/.~" and name.count("/") <= 1 and "\\" not in name
 
 
 def _name(dtype: torch.dtype) -> str:

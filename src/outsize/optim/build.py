@@ -26,6 +26,16 @@ def find_compiler() -> str:
     raise OSError("no C compiler found")
 
 
+def can_have_kernel() -> bool:
+    """Whether updates on the host may run in C: it was compiled with the package, or there is a compiler."""
+    if os.environ.get("OUTSIZE_KERNELS") == "torch":
+        return False
+    try:
+        return any(SOURCE.parent.glob("_native*.so")) or bool(find_compiler())
+    except OSError:
+        return False
+
+
 def compile_library(compiler: str, target: Path) -> None:
     """Compile to `target`, replacing it atomically: another process may load it. Raises CalledProcessError."""
     made = target.with_name(f".{target.name}-{os.getpid()}")

@@ -2,73 +2,52 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
 from outsize.config.run import RunConfig
+from outsize.model.adapter import Adapter, add_adapter, lora, saved_lora
 from outsize.model.build import Built
 from outsize.model.weights import Weights, is_unmaterialized
-from outsize.run.compat_checks import first_line
 
 
 def adapt(built: Built, config: RunConfig) -> Built:
     """Wrap the model in a PEFT model. The base keeps its parameters, under PEFT's names."""
-    peft = _peft()
-    settings = _settings(peft, built, config)
+    adapter = adapter_of(config, built.model.config.is_encoder_decoder)  # type: ignore[union-attr, arg-type]
+    saved = tuple(adapter.peft_config.modules_to_save or ())
     paths = [path for path, _ in built.model.named_modules()]
-    saved = tuple(settings.modules_to_save or ())
     missing = [name for name in saved if not any(path.endswith(name) for path in paths)]
     if missing:  # PEFT ignores them silently
         raise ConfigError(f"lora_modules_to_save: the model has no module {', '.join(missing)}. Correct or remove it.")
     if built.weights is not None:
         # DoRA starts from the norms of the base weights; modules_to_save are copied. Both need values now.
-        _fill(built.model, built.weights, ends=("",) if settings.use_dora else saved)
+        _fill(built.model, built.weights, ends=("",) if adapter.peft_config.use_dora else saved)
     before = {id(param): name for name, param in built.model.named_parameters()}
-    try:
-        if config.lora_model_dir is None:
-            model = peft.get_peft_model(built.model, settings)
-        else:
-            model = peft.PeftModel.from_pretrained(
-                built.model, config.lora_model_dir, config=settings, is_trainable=True, torch_device="cpu"
-            )
-    except ValueError as error:
-        raise ConfigError(
-            f"lora_target_modules: {first_line(error)}. Name linear layers of the model, or use lora_target_linear: "
-            "true."
-        ) from None
+    model = add_adapter(built.model, adapter)
     if built.weights is None or not any(is_unmaterialized(param) for param in model.parameters()):
         return Built(model, None)
     after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}
     return Built(model, _Renamed(built.weights, after))
 
 
-def _settings(peft: Any, built: Built, config: RunConfig) -> Any:
-    folder, given = config.lora_model_dir, config.lora_target_modules
-    if folder is not None:
-        try:
-            found = peft.PeftConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"lora_model_dir: {folder} has no adapter ({first_line(error)}). Name the folder of one, or remove it."
-            ) from None
-        if found.peft_type != "LORA":
-            raise ConfigError(f"lora_model_dir: {folder} has an adapter of type {found.peft_type}. Name one of LoRA.")
-        found.inference_mode = False
-        return found
-    # PEFT takes a string as a regex.
-    targets = "all-linear" if config.lora_target_linear else given if isinstance(given, str) else list(given)
-    return peft.LoraConfig(
+def adapter_of(config: RunConfig, is_encoder_decoder: bool = False) -> Adapter:
+    """The adapter that the config describes."""
+    if config.lora_model_dir is not None:
+        return saved_lora(config.lora_model_dir, fp32=config.lora_fp32)
+    given = config.lora_target_modules
+    targets = given if isinstance(given, str) else list(given)  # PEFT takes a string as a regex
+    return lora(
+        fp32=config.lora_fp32,
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=targets,
+        target_modules="all-linear" if config.lora_target_linear else targets,
         modules_to_save=list(config.lora_modules_to_save) or None,
         use_rslora=config.peft_use_rslora,
         use_dora=config.peft_use_dora,
-        task_type="SEQ_2_SEQ_LM" if built.model.config.is_encoder_decoder else "CAUSAL_LM",  # type: ignore[union-attr]
+        task_type="SEQ_2_SEQ_LM" if is_encoder_decoder else "CAUSAL_LM",
     )
 
 
@@ -96,13 +75,3 @@ def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:
             data = torch.empty(param.shape, dtype=param.dtype)
             weights.read_into(name, data)
             param.data = data
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError(
-            "adapter: lora needs peft, which is not installed. Run: pip install 'outsize[lora]'"
-        ) from None
-    return peft

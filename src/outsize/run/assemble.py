@@ -25,7 +25,7 @@ from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.model.strategies import STRATEGIES
-from outsize.optim.names import OPTIMIZERS
+from outsize.optim.names import OPTIMIZERS, spec_class
 from outsize.optim.spec import OptimizerSpec
 from outsize.run.adapters import adapt
 from outsize.run.compat_checks import (
@@ -38,6 +38,7 @@ from outsize.run.compat_checks import (
     require_vocabulary,
     with_installed_attention,
 )
+from outsize.run.disk import disk_need, num_steps, require_disk_space
 from outsize.run.resume_fingerprint import (
     FINGERPRINT_FILE,
     require_resumable,
@@ -45,6 +46,7 @@ from outsize.run.resume_fingerprint import (
     resume_fingerprint,
     split_of,
 )
+from outsize.run.row_lengths import longest_row, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
 from outsize.run.trained import freeze
 from outsize.runtime.engine import PlannedModel
@@ -63,7 +65,7 @@ _NEVER = 2**31
 """Steps between saves if only the end is saved."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
     trainer: "RunTrainer"
     tokenizer: Any
@@ -71,6 +73,10 @@ class Assembled:
     """To resume from."""
     num_rows: int
     num_eval_rows: int
+    longest_row: int
+    """Tokens of the longest row after padding to `sequence_len` or packing. The plan is for such rows."""
+    tokens_per_row: float
+    """Of the average training row, without padding."""
     chosen_by: str
     """How the micro-batch was chosen, if it was."""
 
@@ -80,6 +86,7 @@ class RunTrainer(OutsizeTrainer):
 
     fingerprint: dict[str, Any]
     """See run/resume_fingerprint.py."""
+    shows_plan = False
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, changed with `--set`."""
 
@@ -174,12 +181,12 @@ def assemble(config: RunConfig) -> Assembled:
     if config.adapter is not None:
         built = adapt(built, config)
     collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
+    tokens = longest_row(config, [train] if evaluated is None else [train, evaluated])
     vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     patience = config.early_stopping_patience
 
     def batch_of(rows: int) -> dict[str, Any]:
-        tokens, packed = config.sequence_len, config.sample_packing
-        return widest_batch(collator, rows=rows, tokens=tokens, packed=packed, vocab_size=vocabulary)
+        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
 
     trainer = RunTrainer(
         model=built.model,
@@ -193,11 +200,11 @@ def assemble(config: RunConfig) -> Assembled:
         host_memory=config.host_memory,
         device=config.device,
         plan=config.plan_file,
-        pins=_pins(config),
+        pins=pins_of(config),
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         weights=built.weights,
         nonfinite=config.nonfinite,
-        chunked_loss=config.chunked_loss,
+        chunked_loss=_chunked_loss(config, checkpoint),
         plan_batch=batch_of(splits[0].rows),
     )
     trainer.remove_callback(PrinterCallback)
@@ -207,10 +214,29 @@ def assemble(config: RunConfig) -> Assembled:
         config, chosen_by = _split(config, choice.split), choice.words
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
+    layout = spec_class(config.optimizer)().rule.layout
+    steps = num_steps(config, len(train))
+    require_disk_space(disk_need(built.model, arguments, layout, checkpoint, steps), arguments)
     trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints), tuple(changed)
     return Assembled(
-        trainer, tokenizer, checkpoint, len(train), len(evaluated) if evaluated is not None else 0, chosen_by
+        trainer=trainer,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        num_rows=len(train),
+        num_eval_rows=len(evaluated) if evaluated is not None else 0,
+        longest_row=tokens,
+        tokens_per_row=tokens_per_row(train),
+        chosen_by=chosen_by,
     )
+
+
+def _chunked_loss(config: RunConfig, checkpoint: Path | None) -> bool | None:
+    """A resumed run computes its loss as before, also if other evaluation data change the size of the planned batch."""
+    splits = {"batch_size", "micro_batch_size", "gradient_accumulation_steps"}
+    if config.chunked_loss is not None or checkpoint is None or not splits.isdisjoint(config.overridden):
+        return config.chunked_loss
+    chunk = read_manifest(checkpoint).get("loss_chunk")
+    return None if chunk is None else chunk > 0
 
 
 def _splits(config: RunConfig) -> list[Split]:
@@ -334,7 +360,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
     )
 
 
-def _pins(config: RunConfig) -> Pins | None:
+def pins_of(config: RunConfig) -> Pins | None:
     given = dict(config.pins or {})
     if config.activation_offloading is False:
         given = {**{strategy.pin: 0 for strategy in STRATEGIES if strategy.sends}, **given}

@@ -1,6 +1,7 @@
-"""Shows a training run: steps, loss, tokens/s, measured and planned memory."""
+"""Shows a training run: steps, loss, tokens/s, time left, measured and planned memory."""
 
 import time
+from collections import deque
 from typing import Any
 
 import psutil
@@ -9,13 +10,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from transformers import TrainerCallback
 
-from outsize.base.units import show_bytes
+from outsize.base.units import show_bytes, show_seconds
 from outsize.integrations.hf import OutsizeTrainer
+
+_WINDOW_STEPS = 20
 
 
 class ProgressCallback(TrainerCallback):
-    def __init__(self, trainer: OutsizeTrainer, console: Console):
-        self._trainer, self._console = trainer, console
+    def __init__(self, trainer: OutsizeTrainer, console: Console, tokens_per_row: float):
+        """`tokens_per_row`: of the average row, without padding. Counting tokens on a GPU would wait for it."""
+        self._trainer, self._console, self._tokens_per_row = trainer, console, tokens_per_row
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
+        """Seconds and rows of the last steps."""
+        self._rows = 0
+        """Trained on before the current step."""
+        self._steps_left = 0
+        self._logs: dict[str, float] = {}
         self.losses: list[tuple[int, float]] = []
         """(step, loss) as logged."""
         self.seconds = 0.0
@@ -33,16 +43,20 @@ class ProgressCallback(TrainerCallback):
         self._progress.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._since = time.perf_counter()
+        self._since, self._rows = time.perf_counter(), self._trainer.num_rows_seen
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds += time.perf_counter() - self._since
+        seconds = time.perf_counter() - self._since
+        self.seconds += seconds
+        self._steps.append((seconds, self._trainer.num_rows_seen - self._rows))
+        self._steps_left = state.max_steps - state.global_step
         self._progress.update(self._bar, completed=state.global_step, facts=self._facts())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if "loss" in logs:
             self.losses.append((state.global_step, logs["loss"]))
+            self._logs = logs
             self._progress.update(self._bar, facts=self._facts())  # logged after the end of the step
         if "eval_loss" in logs:
             self._console.print(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}")
@@ -58,16 +72,25 @@ class ProgressCallback(TrainerCallback):
 
     @property
     def tokens_per_second(self) -> float:
-        return self._trainer.num_tokens_seen / self.seconds if self.seconds else 0.0
+        """Of the run, padding not counted."""
+        return self._trainer.num_rows_seen * self._tokens_per_row / self.seconds if self.seconds else 0.0
 
     def _facts(self) -> str:
-        engine = self._trainer.engine
-        facts = [f"loss {self.losses[-1][1]:.{3 if self._console.is_terminal else 6}f}"] if self.losses else []
-        facts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        engine, is_terminal = self._trainer.engine, self._console.is_terminal
+        facts = [f"loss {self.losses[-1][1]:.{3 if is_terminal else 6}f}"] if self.losses else []
+        seconds = sum(seconds for seconds, _ in self._steps)
+        if seconds:
+            rate = sum(rows for _, rows in self._steps) * self._tokens_per_row / seconds
+            facts.append(f"{rate:,.0f} tokens/s")
+            if not is_terminal:  # which has a column for it
+                facts.append(f"{show_seconds(self._steps_left * seconds / len(self._steps))} left")
+        names = {"learning_rate": "lr", "grad_norm": "norm"}
+        facts += [f"{name} {self._logs[key]:.3g}" for key, name in names.items() if key in self._logs]
         planned = ""
         if engine.device.has_own_memory:  # otherwise GPU memory is host memory
             peak, estimate = engine.report().gpu_peak_bytes, engine.plan.estimate
-            facts.append(f"GPU {show_bytes(peak)} of {show_bytes(estimate.gpu_bytes)} planned")
+            name = "simulated GPU" if engine.device.is_simulated else "GPU"
+            facts.append(f"{name} {show_bytes(peak)} of {show_bytes(estimate.gpu_bytes)} planned")
             planned = f", {show_bytes(estimate.host_bytes)} of it planned"
         facts.append(f"host {show_bytes(self._host.memory_info().rss)}{planned}")
         return ", ".join(facts)

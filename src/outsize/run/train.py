@@ -12,6 +12,7 @@ from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.hub import create_repository, upload
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import ProgressCallback
+from outsize.run.row_lengths import rows_text
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.render import render
 
@@ -35,7 +36,7 @@ def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     _show_notes(config, console)
     assembled = assemble(config)
     planned = assembled.trainer.preview()
-    _show(planned, console, assembled)
+    _show(planned, console, assembled, config)
     _show_replaced_optimizer(planned, console, config)
     return planned
 
@@ -48,11 +49,11 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         create_repository(config.hub_model_id)
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
     console.print(
-        f"{assembled.num_rows} rows to train on{held_out}, of at most {config.sequence_len} tokens.", highlight=False
+        f"{assembled.num_rows} rows to train on{held_out}, of at most {assembled.longest_row} tokens.", highlight=False
     )
     start(assembled, config)
     engine = trainer.engine
-    progress = ProgressCallback(trainer, console)
+    progress = ProgressCallback(trainer, console, assembled.tokens_per_row)
     interrupt = Interrupt(
         lambda text: console.print(f"\n{text}", highlight=False), leave=lambda: console.show_cursor(True)
     )
@@ -60,7 +61,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         trainer.add_callback(progress)
         trainer.add_callback(interrupt)
         with interrupt.listening():
-            _show(engine.runtime.planned, console, assembled)
+            _show(engine.runtime.planned, console, assembled, config)
             _show_replaced_optimizer(engine.runtime.planned, console, config)
             if assembled.checkpoint is not None:
                 console.print(f"Resuming from {assembled.checkpoint}.", highlight=False)
@@ -87,7 +88,8 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     finally:
         progress.stop()
         engine.close()
-    _print_result(outcome, config, console)
+    base = trainer.model.get_base_model() if config.adapter is not None else trainer.model
+    _print_result(outcome, config, console, type(base).__name__)
     return outcome
 
 
@@ -101,8 +103,9 @@ def _show_notes(config: RunConfig, console: Console) -> None:
         console.print(f"[yellow]note[/yellow] {note}", highlight=False)
 
 
-def _show(planned: PlannedModel, console: Console, assembled: Assembled) -> None:
-    text = render(planned.plan, planned.graph, planned.layout, {"split": assembled.chosen_by})
+def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
+    notes = {"split": assembled.chosen_by, "rows": rows_text(assembled.longest_row, config.sequence_len)}
+    text = render(planned.plan, planned.graph, planned.layout, notes)
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
 
@@ -121,7 +124,15 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
     )
 
 
-def _print_result(outcome: Outcome, config: RunConfig, console: Console) -> None:
+def _how_to_load(result: Path, config: RunConfig, model_class: str) -> str:
+    if config.adapter is None:
+        return f'{model_class}.from_pretrained("{result}", dtype="auto")'
+    base = f'{model_class}.from_pretrained("{config.base_model}", dtype="auto")'
+    return f'PeftModel.from_pretrained({base}, "{result}"); or as a whole model: outsize export {result} merged --merge'
+
+
+def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_class: str) -> None:
+    """`model_class`: the name of the model's class, without an adapter."""
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     if outcome.losses:
         first, last = outcome.losses[0], outcome.losses[-1]
@@ -130,10 +141,14 @@ def _print_result(outcome: Outcome, config: RunConfig, console: Console) -> None
             f"{outcome.tokens_per_second:,.0f} tokens/s"
         )
     if outcome.planned_gpu_bytes:
-        say(f"GPU     {show_bytes(outcome.gpu_peak_bytes)} at most, {show_bytes(outcome.planned_gpu_bytes)} planned")
+        of = " of the simulated GPU" if (config.device or "").startswith("sim") else ""
+        say(
+            f"GPU     {show_bytes(outcome.gpu_peak_bytes)}{of} at most, {show_bytes(outcome.planned_gpu_bytes)} planned"
+        )
     if outcome.checkpoint is not None:
         say(f"saved   {outcome.checkpoint}")
     if outcome.result is not None:
-        say(f"result  {outcome.result}, for from_pretrained")
+        say(f"result  {outcome.result}")
+        say(f"load    {_how_to_load(outcome.result, config, model_class)}")
     else:
         say("stopped before the end; continue with the same command and --resume")

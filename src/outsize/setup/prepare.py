@@ -23,6 +23,7 @@ from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Plan
 from outsize.setup.batches import pad_to_shape
 from outsize.setup.micro_batch import Choice, Split, Traced, fastest
+from outsize.setup.model_checks import note_fp32_adapters
 from outsize.setup.planner import Planner
 from outsize.setup.request import PrepareRequest
 
@@ -98,6 +99,7 @@ def prepare(
 def prepare_as(model: nn.Module, batch: Any, request: PrepareRequest) -> Engine:
     """`prepare`, with its settings as one record."""
     _end_earlier_engine(model)
+    note_fp32_adapters(model)
     planner = Planner(model, request)
     try:
         planned = planner.plan(model, batch, planner.step_config)

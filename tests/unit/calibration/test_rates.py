@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outsize.calibration.rates import (
+    TORCH_SLOWDOWN,
     Identity,
     load_probe,
     load_step_rates,
@@ -252,3 +253,17 @@ def test_a_cache_that_cannot_be_written_does_not_end_a_run(folder: Path, caplog:
     with caplog.at_level(logging.WARNING, "outsize"):
         train(h2d_bytes_per_second=11e9)
     assert "OUTSIZE_CACHE" in caplog.text
+
+
+def test_without_a_compiler_cpu_updates_are_planned_slower_and_the_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUTSIZE_KERNELS", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    with_compiler = spec_now()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without = spec_now()
+    assert without.host_adam_params_per_second * TORCH_SLOWDOWN == with_compiler.host_adam_params_per_second
+    assert "there is no C compiler" in without.provenance and "compiler" not in with_compiler.provenance
+    save_probe(PROBED, CARD)  # measured as it is
+    assert spec_now().host_adam_params_per_second == SPEC.host_adam_params_per_second

@@ -2,19 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import folders
 import pytest
 import transformers
 from typer.testing import CliRunner
 
+import outsize
 from outsize.cli import doctor as doctor_module
 from outsize.cli.doctor import Finding
 from outsize.cli.main import app
 from outsize.hardware.catalog import lookup
 from outsize.hardware.host import container_limit
+from outsize.optim.native import find_kernel
 from outsize.schedule.check import load
 
 runner = CliRunner()
@@ -48,6 +52,19 @@ def test_help_needs_no_torch() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_the_package_runs_as_a_module_and_lists_its_public_names() -> None:
+    source = str(Path(doctor_module.__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, "-m", "outsize", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    assert result.stdout == f"outsize {outsize.__version__}\n"
+    assert set(outsize.__all__) <= set(dir(outsize))
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -60,6 +77,38 @@ def test_help_shows_what_to_type(args: list[str], words: list[str]) -> None:
     result = runner.invoke(app, args)
     assert result.exit_code == 0
     assert all(word in result.output for word in words)
+
+
+def test_plan_of_a_run_file_is_for_its_model_adapter_data_and_budgets(tmp_path: Path) -> None:
+    adapter = dict(adapter="lora", lora_r=2, lora_target_linear=True)
+    yaml = folders.write_run(
+        tmp_path, kind="one-block", device="sim:1MiB", host_memory="1GiB", sequence_len=96, **adapter
+    )
+    result = runner.invoke(app, ["plan", str(yaml), "--gpu-memory", "1000KiB", "--set", "micro_batch_size=3"])
+    assert result.exit_code == 0, result.output + result.stderr
+    assert "input_ids 3×47" in result.output and "2 micro-batches a step" in result.output
+    assert "planned for 47 tokens, the longest row of the data; sequence_len is 96" in result.output
+    assert "of 0.98 MiB" in result.output and "of 1.00 GiB" in result.output and "trainable, on 1MiB" in result.output
+    dry = runner.invoke(app, ["train", str(yaml), "--dry-run", "--set", "micro_batch_size=3"])
+    gpu = [re.search(r"(?m)^(?:│ )?GPU .* (\S+ \S+) of ", out).group(1) for out in (result.output, dry.output)]
+    assert gpu[0] == gpu[1], "masks of padding included"
+    refused = runner.invoke(app, ["plan", str(yaml), "--accumulate", "2"])
+    assert refused.exit_code == 2 and "--accumulate" in refused.stderr and "--set" in refused.stderr
+
+
+def test_plan_says_what_lora_needs_where_full_training_does_not_fit(tmp_path: Path) -> None:
+    wide = SHAPE | dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
+    transformers.LlamaConfig(**wide, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    args = ["plan", str(tmp_path), "--hardware", "64MiB", "--seq", "8", "--host-memory", "1GiB", "--gpu-memory"]
+    result = runner.invoke(app, [*args, "9MiB"])
+    assert result.exit_code == 2 and "It fits with LoRA (--adapter lora --lora-r 16" in result.stderr, result.stderr
+    result = runner.invoke(app, [*args, "1MiB"])
+    assert result.exit_code == 2 and "does not fit either" in result.stderr
+
+
+def test_plan_explains_its_lines() -> None:
+    result = runner.invoke(app, ["plan", "--legend"])
+    assert result.exit_code == 0 and all(word in result.output for word in ("recompute", "bottleneck", "slots"))
 
 
 def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path) -> None:
@@ -85,6 +134,8 @@ def test_plan_prints_a_table_and_saves_what_it_prints(model: str, tmp_path: Path
         and "input_ids 3×32" in result.output
         and "2 micro-batches a step" in result.output
     )
+    assert "machine 1MiB: 1.00 MiB GPU, 1.00 GiB host memory" in result.output
+    assert "faster  gradient_accumulation_steps 8: " in result.output
     made = load(path)
     assert (made.gpu_budget_bytes, made.host_budget_bytes, made.step_config.accumulate) == (512 * 2**10, 2**30, 2)
     assert made.inputs["input_ids"] == (3, 32)
@@ -240,3 +291,15 @@ def test_the_tightest_limit_of_a_container_counts(tmp_path: Path) -> None:
         "9223372036854771712\n"
     )  # version 1 says "no limit" so
     assert container_limit(tmp_path / "v1", own) is None
+
+
+def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CC", "OUTSIZE_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_kernel.cache_clear()
+    try:
+        (finding,) = doctor_module.CHECKS["C compiler"]()
+    finally:
+        find_kernel.cache_clear()
+    assert finding.state == "note" and "no C compiler found. Install one" in finding.text

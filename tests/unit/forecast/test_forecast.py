@@ -25,6 +25,7 @@ from outsize.forecast.fake_weights import FakeWeights
 from outsize.forecast.forecast import plan
 from outsize.hardware.catalog import lookup
 from outsize.hardware.machine import Machine, write_machine
+from outsize.model.adapter import add_adapter, lora
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
 
@@ -77,6 +78,24 @@ def test_a_fake_trace_equals_a_real_one_to_the_byte(name: str, dtype: torch.dtyp
         trace, provenance=""
     )  # seconds included: the same operators were seen
     assert "fake" in fake.provenance
+
+
+ADAPTERS: list[Any] = [
+    dict(r=2, target_modules=["q_proj"], lora_dropout=0.1, modules_to_save=["lm_head"], fp32=True),
+    pytest.param(dict(r=4, lora_dropout=0.1), marks=pytest.mark.full),
+    pytest.param(dict(r=2, target_modules=["v_proj"], use_dora=True), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("settings", ADAPTERS)
+def test_a_fake_trace_of_an_adapter_equals_a_real_one_to_the_byte(settings: dict[str, Any]) -> None:
+    config, spec, dtype = config_of("llama-untied"), lookup("rtx4090"), torch.bfloat16
+    model = add_adapter(real_model(config, dtype), lora(**settings)).train()
+    batch = batch_for(type(model.get_base_model()), ROWS, TOKENS)  # type: ignore[operator]
+    graph, trace = Tracer(model, batch, find_layers(model), AbsentDevice(spec)).trace()
+    fake_graph, fake, _ = fake_trace(config, spec, rows=ROWS, tokens=TOKENS, dtype=dtype, adapter=lora(**settings))
+    assert fake_graph == graph
+    assert dataclasses.replace(fake, provenance="") == dataclasses.replace(trace, provenance="")
 
 
 def test_the_forecast_is_the_plan_that_prepare_makes() -> None:

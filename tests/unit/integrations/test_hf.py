@@ -176,7 +176,7 @@ def test_accelerates_autocast_keeps_no_casts_of_weights(ours: Any) -> None:
     assert seen == {(True, False)} and torch.is_autocast_cache_enabled()
 
 
-def test_the_plan_is_made_for_the_longest_rows_and_not_for_the_first_batch(ours: Any) -> None:
+def test_the_plan_is_made_for_the_longest_rows_and_printed(ours: Any, capsys: pytest.CaptureFixture[str]) -> None:
     short = trainers.rows(KIND, 2, tokens=6)
     wanted = {"input_ids": (2, 16), "labels": (2, 16), "num_items_in_batch": ()}
     trainer = ours(
@@ -185,6 +185,7 @@ def test_the_plan_is_made_for_the_longest_rows_and_not_for_the_first_batch(ours:
     assert trainer.preview().plan.inputs == wanted
     trainer.train()
     assert trainer.engine.plan.inputs == wanted
+    assert "batch input_ids 2×16" in capsys.readouterr().out
     assert ours(train_dataset=short[:1], sequence_len=4).preview().plan.inputs["input_ids"] == (2, 6), (
         "what is seen to be longer counts"
     )

@@ -236,7 +236,7 @@ def test_what_is_no_models_folder_is_refused_with_what_to_name(tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"model_type": "nobody-knows"}')
     with pytest.raises(ConfigError, match="transformers cannot load its config"):
         load_config(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="transformers cannot load its config"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         load_config(tmp_path / "elsewhere")
     zoo.make("llama").config.save_pretrained(tmp_path)
     with pytest.raises(BadFile, match=r"has neither model\.safetensors"):
@@ -258,3 +258,9 @@ def test_a_head_that_cannot_be_trained_or_is_not_known_is_not_exchanged_for_anot
         ModelUnsupported, match=f"names {name} .*prepare, or name BertLMHeadModel in its architectures if that is meant"
     ):
         trainable_class(BertConfig(architectures=[name]))
+
+
+@pytest.mark.parametrize("name", ["./no/model", "/no/model", "~/model", "a/b/c"])
+def test_a_folder_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        load_config(name)

@@ -11,13 +11,13 @@ from outsize.run.progress import ProgressCallback
 
 def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> None:
     engine = SimpleNamespace(
-        device=SimpleNamespace(has_own_memory=True),
+        device=SimpleNamespace(has_own_memory=True, is_simulated=False),
         report=lambda: SimpleNamespace(gpu_peak_bytes=2**30),
         plan=SimpleNamespace(estimate=SimpleNamespace(gpu_bytes=2**30, host_bytes=2**30)),
     )
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=60, color_system=None)
-    progress = ProgressCallback(cast(Any, SimpleNamespace(engine=engine, num_tokens_seen=100)), console)
+    progress = ProgressCallback(cast(Any, SimpleNamespace(engine=engine, num_rows_seen=4)), console, 25.0)
     state = SimpleNamespace(max_steps=12_000, global_step=0)
     progress.on_train_begin(None, state, None)
     for step, loss in ((1, 3.25), (2, 2.5)):

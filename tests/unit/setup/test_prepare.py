@@ -9,7 +9,9 @@ from typing import Any
 
 import cells
 import pytest
+import torch
 import zoo
+from peft import LoraConfig, get_peft_model
 
 import outsize
 from outsize.base.errors import ConfigError, DeviceOutOfMemory, PlanInfeasible
@@ -134,3 +136,13 @@ def test_the_micro_batch_that_is_chosen_is_the_fastest_of_all_plans() -> None:
         )
         assert plan.step_config.update == optimizer_for(chosen.split).update and "scaled" not in plan.provenance
         assert ("8 × 1 does not fit" in chosen.words) == (Split(rows=8, passes=1) not in seconds) == (size == "200KiB")
+
+
+@pytest.mark.parametrize("is_fp32", [True, False])
+def test_fp32_lora_weights_over_a_bf16_base_get_a_note_with_their_cost(
+    is_fp32: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = LoraConfig(r=2, target_modules=["q_proj"])
+    model = get_peft_model(zoo.make("llama", torch.bfloat16), settings, autocast_adapter_dtype=is_fp32)
+    outsize.prepare(model, zoo.batch("llama"), device="sim:64MiB", **HOW).close()
+    assert ("autocast_adapter_dtype=False" in caplog.text) == is_fp32

@@ -1,0 +1,5 @@
+"""`python -m outsize`."""
+
+from outsize.cli.main import app
+
+app()

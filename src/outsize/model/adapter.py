@@ -1,0 +1,69 @@
+"""Adds a PEFT adapter to a model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from outsize.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    peft_config: Any
+    """A config of PEFT, such as LoraConfig."""
+    fp32: bool = False
+    """PEFT's default: adapter weights in fp32 over a bf16 base. False: in the base's dtype."""
+    folder: str | None = None
+    """Where its weights are. None: they are new."""
+
+
+def lora(*, fp32: bool = False, **settings: Any) -> Adapter:
+    """LoRA, by default on all linear layers except the output head. `settings`: of LoraConfig."""
+    return Adapter(peft_config=_peft().LoraConfig(**{"target_modules": "all-linear", **settings}), fp32=fp32)
+
+
+def saved_lora(folder: str, *, fp32: bool = False) -> Adapter:
+    """The adapter that was saved to a folder, to continue training it."""
+    try:
+        found = _peft().PeftConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"lora_model_dir: {folder} has no adapter ({_first_line(error)}). Name the folder of one, or remove it."
+        ) from None
+    if found.peft_type != "LORA":
+        raise ConfigError(f"lora_model_dir: {folder} has an adapter of type {found.peft_type}. Name one of LoRA.")
+    found.inference_mode = False
+    return Adapter(peft_config=found, fp32=fp32, folder=folder)
+
+
+def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Module:
+    """Wrap the model in a PEFT model. `settings`: of `get_peft_model`."""
+    peft, settings = _peft(), {"autocast_adapter_dtype": adapter.fp32, **settings}
+    wrapped: nn.Module
+    try:
+        if adapter.folder is None:
+            wrapped = peft.get_peft_model(model, adapter.peft_config, **settings)
+        else:
+            settings |= {"config": adapter.peft_config, "is_trainable": True, "torch_device": "cpu"}
+            wrapped = peft.PeftModel.from_pretrained(model, adapter.folder, **settings)
+        return wrapped
+    except ValueError as error:
+        raise ConfigError(
+            f"lora_target_modules: {_first_line(error)}. Name linear layers of the model, or use lora_target_linear: "
+            "true."
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "").rstrip(". ")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(
+            "adapter: lora needs peft, which is not installed. Run: pip install 'outsize[lora]'"
+        ) from None
+    return peft

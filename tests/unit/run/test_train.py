@@ -1,0 +1,28 @@
+"""What a run prints."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import folders
+import peft
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+from outsize.config.read import read_config
+from outsize.run.train import train_run
+
+
+@pytest.mark.parametrize("keys", [{}, {"adapter": "lora", "lora_r": 2, "lora_target_linear": True}])
+def test_the_result_loads_as_the_last_line_says(tmp_path: Path, keys: dict[str, Any]) -> None:
+    yaml = folders.write_run(tmp_path, kind="one-block", max_steps=1, **keys)
+    console = Console(record=True, width=400, file=io.StringIO())
+    train_run(read_config(yaml, ["device=sim:1MiB"]), console)
+    text = console.export_text()
+    assert "of the simulated GPU at most" in text and "simulated GPU" in text.split("step 1/1: ")[1]
+    assert "tokens/s, 0 s left, lr " in text and ", norm " in text
+    code = text.split("\nload")[1].split("\n")[0].split(";")[0].strip()
+    model = eval(code, vars(transformers) | {"PeftModel": peft.PeftModel})
+    assert {param.dtype for name, param in model.named_parameters() if "lora" not in name} == {torch.bfloat16}
