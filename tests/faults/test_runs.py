@@ -259,7 +259,7 @@ def test_a_dry_run_plans_and_leaves_nothing(tmp_path: Path) -> None:
         result.exit_code == 0
         and "the plan" in result.output
         and "tokens/s" in result.output
-        and "note gradient_checkpointing" in result.output
+        and "Without effect here: gradient_checkpointing" in result.output
     )
     assert list((tmp_path / "out").iterdir()) == []
 
