@@ -191,8 +191,7 @@ class Budgets:
         assert host is not None, "the least GPU memory fits, so some host memory does"
         ways = ["use a smaller model or train fewer of its parameters"]
         if least:
-            raised = _describe(self.gpu.total_for(least[0]), self._beyond(least[0]))
-            ways.insert(0, f"raise gpu_memory to {raised}, to keep more on the GPU")
+            ways.insert(0, f"raise gpu_memory to {self._raised(least[0])}, to keep more on the GPU")
         return self._too_small("host", host[0], "", ways, [])
 
     def _gpu_too_small(self, needed: int, counts: Candidate, *, with_any_host: int) -> PlanInfeasible:
@@ -237,9 +236,9 @@ class Budgets:
         enough = show_enough(total)
         return exact_bytes(total) if total <= card < parse_bytes(enough) else enough
 
-    def _beyond(self, gpu_bytes: int) -> str:
-        spec = self.space.spec
-        return f"more than {spec.name} has" if self.gpu.total_for(gpu_bytes) > spec.gpu_bytes else ""
+    def _raised(self, gpu_bytes: int) -> str:
+        spec, enough = self.space.spec, self._enough_total(gpu_bytes)
+        return f"{enough} (more than {spec.name} has)" if self.gpu.total_for(gpu_bytes) > spec.gpu_bytes else enough
 
     def _too_small(
         self, resource: Literal["gpu", "host"], needed: int, part: str, ways: list[str], hints: list[str]
@@ -254,29 +253,26 @@ class Budgets:
                 less = self._enough_total(without[0]) if resource == "gpu" else show_enough(without[0])
                 hints = [*hints, f"Without the pins ({self.pins}), {less} is enough."]
         if resource == "gpu":
-            raised, beyond = self._enough_total(needed), self._beyond(needed)
-            raised += f" ({beyond})" if beyond else ""
+            enough, raised = self._enough_total(needed), self._raised(needed)
             allowed, needed = self.gpu.total_bytes, self.gpu.total_for(needed)
         else:
-            raised, allowed = show_enough(needed), self.host_bytes
+            enough = raised = show_enough(needed)
+            allowed = self.host_bytes
         option = f"{resource}_memory"
         message = (
-            f"{option} {_describe(allowed)} is too small: this model and batch need at least "
-            f"{_describe(needed, part)}. Raise {option} to {raised}, or {', or '.join(ways)}."
+            f"{option} {_show_given(allowed)} is too small: this model and batch need at least {enough}"
+            f"{f' ({part})' if part else ''}. Raise {option} to {raised}, or {', or '.join(ways)}."
         )
         return PlanInfeasible(
             " ".join([message, *hints]), resource=resource, allowed_bytes=allowed, needed_bytes=needed
         )
 
 
-def _describe(num_bytes: int, *details: str) -> str:
-    """A size with details in parentheses. The first detail is the exact number, if the size is rounded."""
+def _show_given(num_bytes: int) -> str:
+    """A budget as the user wrote it, if it is a whole number of a unit."""
     exact = exact_bytes(num_bytes)
     number = exact.rstrip("TGMKiB")
-    is_short = len(number) <= 3
-    shown = [detail for detail in ("" if is_short else exact, *details) if detail]
-    size = f"{number} {exact[len(number) :]}" if is_short else show_bytes(num_bytes)
-    return size + (f" ({'; '.join(shown)})" if shown else "")
+    return f"{number} {exact[len(number) :]}" if len(number) <= 3 else show_bytes(num_bytes)
 
 
 def _least(bounds: tuple[int, int], sizes: list[int], total: Callable[[int], int]) -> int:
