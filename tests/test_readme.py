@@ -92,13 +92,3 @@ def test_the_commands_of_the_readme_exist() -> None:
         "options",
     }
     assert set(re.findall(r"(?:^|`)outsize ([a-z]+)", README, re.MULTILINE)) == commands
-
-
-def test_the_source_tree_of_the_readme_matches_the_packages() -> None:
-    tree = re.search(r"```\nsrc/outsize/\n(.*?)```", README, re.DOTALL)[1]  # type: ignore[index]
-    packages = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
-    assert packages == {
-        path.name
-        for path in (ROOT / "src/outsize").iterdir()
-        if path.is_dir() and path.name != "__pycache__" and any(path.glob("*.py"))
-    }
