@@ -1,10 +1,11 @@
 """Candidates: the decisions that the search considers. Each is a few counts, and `SearchSpace` turns counts into
 decisions, bytes and a time bound.
 
-Layers have their strategies in forward order, [swap … offload … recompute … keep …]: late layers keep, since their
-activations are freed first. A prefix of the chunks has resident weights (chunks that several calls use come first, then
-forward order). A prefix in forward order has its optimizer state on the GPU, since the next forward needs the first
-chunks first. Of the others, the first ones may have their state streamed, and the host updates the rest.
+Layers have their strategies in forward order, the last strategy first ([swap … offload … recompute … keep …]): late
+layers keep, since their activations are freed first. A prefix of the chunks has resident weights (chunks that several
+calls use come first, then forward order). A prefix in forward order has its optimizer state on the GPU, since the next
+forward needs the first chunks first. Of the others, the first ones may have their state streamed, and the host updates
+the rest.
 
 If only a small part of the model is trainable (adapters, a last layer), it stays on the GPU: its chunks come first
 among the weights, and counts are at least their number unless a pin is lower. The counts then determine how much of the
@@ -18,7 +19,7 @@ ledger. The search asserts that the sum equals the estimate of the finished plan
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,7 +28,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.layout.slots import assign_slots, call_intervals
 from outsize.model.graph import BlockGraph
-from outsize.model.strategies import Strategy
+from outsize.model.strategies import STRATEGIES, STRATEGY, Mix, Strategy, choices
 from outsize.planner.memory import activation_peak
 from outsize.profile.trace import ModelTrace
 from outsize.schedule.pins import Pins
@@ -49,8 +50,10 @@ which is less than the frozen weights. On the host, they would add small copies 
 LARGE = 1.5
 """A chunk of more than this multiple of the median's bytes is large."""
 
-StrategyCounts = tuple[int, int, int]
-"""Numbers of layers that swap, offload, recompute; the others keep."""
+
+def with_more(mix: Mix, more: Mapping[int | None, int]) -> Mix:
+    """The mix with more layers, or fewer, by index of the strategy."""
+    return tuple(count + more.get(i, 0) for i, count in enumerate(mix))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,22 +64,12 @@ class Candidate:
     """Chunks with resident weights."""
     optimizer: int
     """Chunks with their optimizer state on the GPU."""
-    swap: int
-    offload: int
-    recompute: int
-    """Layers with each strategy. The others keep their activations."""
+    mix: Mix
     depth: int
     """Prefetch depth."""
     host_update_interval: int = 1
     streamed_state: int = 0
     """Chunks with streamed state."""
-
-    @property
-    def mix(self) -> StrategyCounts:
-        return self.swap, self.offload, self.recompute
-
-    def with_mix(self, mix: StrategyCounts) -> "Candidate":
-        return replace(self, swap=mix[0], offload=mix[1], recompute=mix[2])
 
 
 class SearchSpace:
@@ -87,6 +80,7 @@ class SearchSpace:
         self.layers = [
             v for v, b in enumerate(graph.calls) if graph.blocks[b].kind == "layer" and graph.has_backward[v]
         ]
+        self.choices = choices()
         self.updates = [step_config.update_of(chunk) for chunk in layout.chunks]
         self.state_order = sorted(
             (c for c, update in enumerate(self.updates) if update), key=lambda c: (layout.chunks[c].calls[0], c)
@@ -100,11 +94,11 @@ class SearchSpace:
         self.weight_order = sorted(
             range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].calls[0], c)
         )
-        self._mixes: dict[StrategyCounts, tuple[Strategy, ...] | None] = {}
+        self._mixes: dict[Mix, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._homes: dict[tuple[int, int], list[int]] = {}
-        self._activations: dict[StrategyCounts, tuple[int, int]] = {}
+        self._activations: dict[Mix, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int, int, int], tuple[float, float, float, float]] = {}
 
     def _trains_little(self) -> bool:
@@ -117,26 +111,30 @@ class SearchSpace:
     def supports(self, call: int, strategy: Strategy) -> bool:
         """Whether the layer supports the strategy. An offload that sends nothing does not count."""
         return strategy in self.trace.strategies(call) and (
-            strategy in ("keep", "recompute") or self.trace.work(call, strategy).sent_bytes > 0
+            not STRATEGY[strategy].sends or self.trace.work(call, strategy).sent_bytes > 0
         )
 
     @cached_property
     def num_layers(self) -> dict[str, int]:
         """By strategy: how many layers support it; under `all`, the number of layers."""
         return {"all": len(self.layers)} | {
-            s: sum(self.supports(v, s) for v in self.layers) for s in ("keep", "recompute", "offload", "swap")
+            s.name: sum(self.supports(v, s.name) for v in self.layers) for s in STRATEGIES
         }
 
-    def strategies(self, mix: StrategyCounts) -> tuple[Strategy, ...] | None:
+    @cached_property
+    def most(self) -> Mix:
+        """How many layers support each strategy."""
+        return tuple(self.num_layers[strategy.name] for strategy in self.choices)
+
+    def strategies(self, mix: Mix) -> tuple[Strategy, ...] | None:
         """The strategy of each call. None if too few layers support the strategies."""
         if mix not in self._mixes:
             chosen: list[Strategy] = ["keep"] * len(self.graph.calls)
             rest = self.layers
-            order: tuple[Strategy, ...] = ("swap", "offload", "recompute")
-            for strategy, count in zip(order, mix, strict=True):
-                takers = set([v for v in rest if self.supports(v, strategy)][:count])
+            for strategy, count in zip(reversed(self.choices), reversed(mix), strict=True):
+                takers = set([v for v in rest if self.supports(v, strategy.name)][:count])
                 for call in takers:
-                    chosen[call] = strategy
+                    chosen[call] = strategy.name
                 rest = [v for v in rest if v not in takers]
                 if len(takers) < count:
                     self._mixes[mix] = None
@@ -190,9 +188,8 @@ class SearchSpace:
     @property
     def plain(self) -> Candidate:
         """Everything on the GPU, nothing recomputed, as in a run without outsize."""
-        return Candidate(
-            resident=len(self.weight_order), optimizer=len(self.state_order), swap=0, offload=0, recompute=0, depth=0
-        )
+        nothing = (0,) * len(self.choices)
+        return Candidate(resident=len(self.weight_order), optimizer=len(self.state_order), mix=nothing, depth=0)
 
     # From candidates to bytes.
 
@@ -260,7 +257,7 @@ class SearchSpace:
             self._homes[key] = [total - gone for gone in leaves]
         return self._homes[key][resident]
 
-    def activations(self, mix: StrategyCounts) -> tuple[int, int]:
+    def activations(self, mix: Mix) -> tuple[int, int]:
         """GPU and host bytes of everything that does not belong to a chunk: activations at their peak, return slots,
         norms, buffers.
         """
@@ -383,34 +380,27 @@ class SearchSpace:
 
     # Candidates under pins.
 
-    def mixes(self, pins: Pins) -> Iterator[StrategyCounts]:
+    def mixes(self, pins: Pins) -> Iterator[Mix]:
         """The mixes that are compared for the minimum memory: all of them for a small model, else those of at most two
-        strategies that are not pinned.
+        strategies that are not pinned. Of equal ones, the first is chosen: that with fewer layers of a later strategy.
         """
-        pinned = (pins.n_swap, pins.n_offload, pins.n_checkpoint)
-        most = (self.num_layers["swap"], self.num_layers["offload"], self.num_layers["recompute"])
-        open_layers = len(self.layers) - sum(p or 0 for p in pinned)
+        fixed = tuple(p or 0 for p in pins.mix)
+        open_layers = len(self.layers) - sum(fixed)
         ranges = [
             range(p, p + 1) if p is not None else range(min(m, open_layers) + 1)
-            for p, m in zip(pinned, most, strict=True)
+            for p, m in zip(pins.mix, self.most, strict=True)
         ]
-        free = [i for i, p in enumerate(pinned) if p is None]
-        size = 1
-        for i in free:
-            size *= len(ranges[i])
-        if size <= 4 * MAX_MIXES:  # a quarter to a sixth of them fit into the layers
-            found = [(s, o, r) for s, o, r in itertools.product(*ranges) if s + o + r <= len(self.layers)]
+        if math.prod(map(len, ranges)) <= 4 * MAX_MIXES:  # a quarter to a sixth of them fit into the layers
+            found = [mix[::-1] for mix in itertools.product(*ranges[::-1]) if sum(mix) <= len(self.layers)]
         else:
-            found = []
-            for a, b in itertools.combinations([*free, None], 2):
-                for i in range(open_layers + 1):
-                    mix = [p or 0 for p in pinned]
-                    for strategy, count in ((a, i), (b, open_layers - i)):
-                        if strategy is not None:
-                            mix[strategy] = count
-                    found.append((mix[0], mix[1], mix[2]))
+            free = [i for i, p in enumerate(pins.mix) if p is None]
+            found = [
+                with_more(fixed, {a: count, b: open_layers - count})
+                for a, b in itertools.combinations([*free[::-1], None], 2)
+                for count in range(open_layers + 1)
+            ]
         yield from (
             mix
             for mix in dict.fromkeys(found)
-            if all(n <= m for n, m in zip(mix, most, strict=True)) and self.strategies(mix) is not None
+            if all(n <= m for n, m in zip(mix, self.most, strict=True)) and self.strategies(mix) is not None
         )

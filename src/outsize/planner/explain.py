@@ -13,6 +13,7 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
+from outsize.model.strategies import choices
 from outsize.planner.candidates import SearchSpace
 from outsize.planner.feasible import Budgets
 from outsize.planner.search import search
@@ -147,8 +148,9 @@ def _minimum(plan: Plan, gpu_bytes: int | None, host_bytes: int | None) -> str:
 def _recipes(problem: Problem) -> Iterator[tuple[str, Pins]]:
     space = problem.budgets.space
     chunks, states, layers = len(space.weight_order), len(space.state_order), space.num_layers
-    keep = Pins(n_swap=0, n_offload=0, n_checkpoint=0)
-    recompute = replace(keep, n_checkpoint=layers["recompute"])
+    keep = Pins(**{strategy.pin: 0 for strategy in choices() if strategy.pin})
+    recomputes = next(strategy for strategy in choices() if strategy.recomputes and not strategy.sends)
+    recompute = replace(keep, **{recomputes.pin: layers[recomputes.name]})
     yield "everything on the GPU", replace(keep, n_persist=chunks, n_optimizer_gpu=states)
     yield "everything on the GPU, layers recomputed", replace(recompute, n_persist=chunks, n_optimizer_gpu=states)
     yield "optimizer on the host, layers recomputed", replace(recompute, n_persist=chunks, n_optimizer_gpu=0)

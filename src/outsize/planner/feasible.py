@@ -12,7 +12,8 @@ from typing import Literal, TypeVar
 from outsize.base.errors import ConfigError, PlanInfeasible
 from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough
 from outsize.hardware.gpu_budget import GpuBudget
-from outsize.planner.candidates import Candidate, SearchSpace, StrategyCounts
+from outsize.model.strategies import Mix
+from outsize.planner.candidates import Candidate, SearchSpace, with_more
 from outsize.schedule.pins import Pins
 
 W = TypeVar("W")
@@ -24,6 +25,7 @@ class Budgets:
     def __init__(self, space: SearchSpace, pins: Pins, gpu: GpuBudget, host_bytes: int):
         self.space, self.pins, self.gpu, self.host_bytes = space, pins, gpu, host_bytes
         self.gpu_bytes = gpu.usable_bytes
+        self.mix = pins.mix
         every, trainable = len(space.weight_order), len(space.state_order)
         # Chunks that stay on the GPU are the lower bound. A pin overrides it and may move them to the host.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
@@ -41,9 +43,7 @@ class Budgets:
         """Whether the candidate agrees with the pins, and keeps the chunks on the GPU that always stay there."""
         pins = self.pins
         pairs = (
-            (pins.n_swap, counts.swap),
-            (pins.n_offload, counts.offload),
-            (pins.n_checkpoint, counts.recompute),
+            *zip(self.mix, counts.mix, strict=True),
             (pins.n_buffer, counts.depth + 1),
             (pins.n_optimizer_streamed, counts.streamed_state),
         )
@@ -57,11 +57,12 @@ class Budgets:
     def fits(self, counts: Candidate) -> bool:
         return self.space.gpu_bytes(counts) <= self.gpu_bytes and self.space.host_bytes(counts) <= self.host_bytes
 
-    def _candidate(self, resident: int, optimizer: int, mix: StrategyCounts, depth: int) -> Candidate:
-        counts = Candidate(resident=resident, optimizer=optimizer, swap=0, offload=0, recompute=0, depth=depth)
-        return replace(counts.with_mix(mix), streamed_state=self.streamed_state)
+    def _candidate(self, resident: int, optimizer: int, mix: Mix, depth: int) -> Candidate:
+        return Candidate(
+            resident=resident, optimizer=optimizer, mix=mix, depth=depth, streamed_state=self.streamed_state
+        )
 
-    def cheapest_candidate(self, mix: StrategyCounts, depth: int) -> Candidate | None:
+    def cheapest_candidate(self, mix: Mix, depth: int) -> Candidate | None:
         """A candidate with little on the GPU that fits the budgets. A quick heuristic: None does not mean that none
         fits.
         """
@@ -86,7 +87,7 @@ class Budgets:
     # The exact minima over all candidates at the smallest depth.
 
     @cached_property
-    def _mixes(self) -> "list[tuple[int, int, StrategyCounts]]":
+    def _mixes(self) -> "list[tuple[int, int, Mix]]":
         return _frontier([(*self.space.activations(mix), mix) for mix in self.space.mixes(self.pins)])
 
     @cached_property
@@ -146,37 +147,32 @@ class Budgets:
 
     def start(self) -> Candidate:
         """A candidate that fits, with little on the GPU. Raises ConfigError or PlanInfeasible if there is none."""
-        for mix in dict.fromkeys([self._one_strategy(i) for i in (2, 1, 0)]):
-            if mix is not None and (counts := self.cheapest_candidate(mix, self.depth)):
+        for mix in self._of_one_strategy():
+            if counts := self.cheapest_candidate(mix, self.depth):
                 return counts
         if not self._mixes:
+            given = ", ".join(s.pin for s, n in zip(self.space.choices, self.mix, strict=True) if n)
             raise ConfigError(
-                f"pins: {self.pins} need more layers with these strategies than the model has. Lower n_swap, "
-                "n_checkpoint or n_offload."
+                f"pins: {self.pins} need more layers with these strategies than the model has. Lower one of {given}."
             )
         least = self.least_gpu()
         if least and least[0] <= self.gpu_bytes:
             return least[1]
         raise self._infeasible(least)
 
-    def _one_strategy(self, which: int) -> StrategyCounts | None:
-        """All layers that are not pinned and support it under one strategy (0 swap, 1 offload, 2 recompute)."""
-        pinned = (self.pins.n_swap, self.pins.n_offload, self.pins.n_checkpoint)
-        mix = [p or 0 for p in pinned]
-        if pinned[which] is None:
-            mix[which] = min(
-                len(self.space.layers) - sum(mix), self.space.num_layers[("swap", "offload", "recompute")[which]]
-            )
-        found = (mix[0], mix[1], mix[2])
-        return found if self.space.strategies(found) is not None else None
-
-    def bases(self) -> list[StrategyCounts]:
-        """Mixes with one strategy for all layers, from which the search starts."""
-        pinned = (self.pins.n_swap or 0, self.pins.n_offload or 0, self.pins.n_checkpoint or 0)
+    def _of_one_strategy(self, *others: Mix) -> list[Mix]:
+        """For each strategy, the mix with as many layers of it as possible; then the others. Only those that exist."""
+        fixed = tuple(pin or 0 for pin in self.mix)
+        rest = len(self.space.layers) - sum(fixed)
         found = [
-            mix for mix in (self._one_strategy(2), self._one_strategy(1), self._one_strategy(0)) if mix is not None
+            fixed if pin is not None else with_more(fixed, {i: min(rest, most)})
+            for i, (pin, most) in enumerate(zip(self.mix, self.space.most, strict=True))
         ]
-        return list(dict.fromkeys([*found, *([pinned] if self.space.strategies(pinned) is not None else [])]))
+        return [mix for mix in dict.fromkeys([*found, *others]) if self.space.strategies(mix) is not None]
+
+    def bases(self) -> list[Mix]:
+        """Mixes with one strategy for all layers, from which the search starts."""
+        return self._of_one_strategy(tuple(pin or 0 for pin in self.mix))
 
     # The error when nothing fits.
 

@@ -9,7 +9,7 @@ so that measurement noise does not change the plan.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.base.errors import PlanInfeasible, PlanInvalid
@@ -19,7 +19,8 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.planner.candidates import DEPTHS, MAX_HOST_UPDATE_INTERVAL, Candidate, SearchSpace
+from outsize.model.strategies import Mix
+from outsize.planner.candidates import DEPTHS, MAX_HOST_UPDATE_INTERVAL, Candidate, SearchSpace, with_more
 from outsize.planner.feasible import Budgets
 from outsize.planner.simulate import simulate
 from outsize.profile.trace import ModelTrace
@@ -45,17 +46,6 @@ PLAIN_TIE = 0.1
 """Another plan replaces the plain resident run only if its predicted gain is larger than this share, since the plain
 run does not depend on overlap.
 """
-_SIMPLICITY = (
-    "chunks and layers moved or computed again",
-    "blocks loaded ahead",
-    "layers swapped",
-    "layers offloaded",
-    "layers recomputed",
-    "chunks streamed",
-    "updates apart on the host",
-    "chunks with streamed state",
-)
-"""Properties that make a plan less simple, most important first."""
 STREAMED_SHARES = (1.0, 0.75, 0.5, 0.33, 0.2, 0.1)
 """Shares of the host-updated chunks that are tried with streamed state, before ever smaller steps around the best."""
 STREAMED_STEPS = 4
@@ -163,28 +153,24 @@ class _Search:
     def _spend(self, counts: Candidate, order: Iterable[str]) -> Candidate:
         """Spend the GPU budget on each use in turn, until it is used up."""
         for name in order:
-            steps = self._room(counts, name)
-            low, high = 0, len(steps) - 1
-            if self._ok(steps[high]):
-                low = high
+            high, more = self._room(counts, name)
+            low = high if self._ok(more(high)) else 0
             while low < high - 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if self._ok(steps[middle]) else (low, middle)
-            counts = steps[low]
+                low, high = (middle, high) if self._ok(more(middle)) else (low, middle)
+            counts = more(low)
         return self._with_host_update_interval(self._without_unused_depth(counts))
 
-    def _room(self, counts: Candidate, name: str) -> "_Steps":
-        """Candidates with increasing memory for one use (`resident`, `optimizer` or `keep`)."""
+    def _room(self, counts: Candidate, name: str) -> tuple[int, Callable[[int], Candidate]]:
+        """How many more chunks or layers one use (`resident`, `optimizer` or `keep`) can get, and the candidate with a
+        number of them.
+        """
         if name == "keep":
-            pins = self.budgets.pins
-            takers = [
-                n
-                for n, pin in (("swap", pins.n_swap), ("offload", pins.n_offload), ("recompute", pins.n_checkpoint))
-                if pin is None
-            ]
-            return _Steps(counts, [(taker, -1, getattr(counts, taker)) for taker in reversed(takers)])
+            free = [0 if pin is not None else n for n, pin in zip(counts.mix, self.budgets.mix, strict=True)]
+            return sum(free), lambda number: replace(counts, mix=_with_fewer(counts.mix, free, number))
+        here = getattr(counts, name)
         high = (self.budgets.resident if name == "resident" else self.budgets.optimizer)[1]
-        return _Steps(counts, [(name, 1, max(0, high - getattr(counts, name)))])
+        return max(0, high - here), lambda number: replace(counts, **{name: here + number})
 
     def _without_unused_depth(self, counts: Candidate) -> Candidate:
         """Set depth to 0 if nothing is streamed."""
@@ -218,16 +204,15 @@ class _Search:
                 less = replace(counts, **{giver: max(least, getattr(counts, giver) - moved[giver])})
                 yield from (self._spend(less, (taker,)) for taker in uses if taker != giver)
         kept = len(self.space.layers) - sum(counts.mix)
-        for name in ("recompute", "offload", "swap"):
-            number = getattr(counts, name)
+        for i, number in enumerate(counts.mix):
             if kept:
-                less = replace(counts, **{name: number + min(kept, moved["keep"])})
+                less = replace(counts, mix=with_more(counts.mix, {i: min(kept, moved["keep"])}))
                 if self.space.strategies(less.mix) is not None:
                     yield from (self._spend(less, (taker,)) for taker in ("resident", "optimizer"))
-            for other in ("recompute", "offload", "swap"):
-                if other != name and number:
+            for other in range(len(counts.mix)):
+                if other != i and number:
                     change = min(number, moved["keep"])
-                    turned = replace(counts, **{name: number - change, other: getattr(counts, other) + change})
+                    turned = replace(counts, mix=with_more(counts.mix, {i: -change, other: change}))
                     if self.space.strategies(turned.mix) is not None:
                         yield turned
                         yield from (self._spend(turned, (taker,)) for taker in uses)
@@ -266,7 +251,7 @@ class _Search:
         """
         groups: dict[tuple[int, int], list[Candidate]] = {}
         for counts in sorted(candidates, key=lambda c: (self.space.bound_seconds(c), self._complexity(c))):
-            kind = (*counts.mix, len(self.space.layers) - sum(counts.mix))
+            kind = (*reversed(counts.mix), len(self.space.layers) - sum(counts.mix))
             groups.setdefault((kind.index(max(kind)), counts.depth), []).append(counts)
         rank = {counts: i for group in groups.values() for i, counts in enumerate(group)}
         return sorted(
@@ -368,7 +353,7 @@ class _Search:
         else:
             yield self._spend(replace(counts, resident=self.budgets.resident[0]), ("resident",))
             yield self._spend(replace(counts, optimizer=self.budgets.optimizer[0]), ("optimizer",))
-            yield from (self._spend(counts.with_mix(mix), ("keep",)) for mix in self.budgets.bases())
+            yield from (self._spend(replace(counts, mix=mix), ("keep",)) for mix in self.budgets.bases())
 
     # Choice.
 
@@ -376,7 +361,7 @@ class _Search:
         return min(t.estimate.step_seconds for t in self.tried.values())
 
     def _complexity(self, counts: Candidate) -> tuple[int, ...]:
-        """Sort key in the order of `_SIMPLICITY`; the last fields make the order total."""
+        """Sort key: what makes a plan less simple, most important first; the last fields make the order total."""
         streamed, on_host = (
             len(self.space.weight_order) - counts.resident,
             len(self.space.state_order) - counts.optimizer,
@@ -385,12 +370,21 @@ class _Search:
         return (
             moved,
             counts.depth,
-            counts.swap,
-            counts.offload,
-            counts.recompute,
+            *reversed(counts.mix),
             streamed,
             counts.host_update_interval,
             counts.streamed_state,
+        )
+
+    def _terms(self) -> tuple[str, ...]:
+        """The words for the numbers of `_complexity`."""
+        return (
+            "chunks and layers moved or computed again",
+            "blocks loaded ahead",
+            *(f"layers {strategy.participle}" for strategy in reversed(self.space.choices)),
+            "chunks streamed",
+            "updates apart on the host",
+            "chunks with streamed state",
         )
 
     def _best(self) -> _Tried:
@@ -427,7 +421,7 @@ class _Search:
                 else "its lanes wait more for one another"
             )
             return f"{ratio:.1%} slower ({longer})"
-        pairs = zip(_SIMPLICITY, self._complexity(second.counts), self._complexity(best.counts), strict=True)
+        pairs = zip(self._terms(), self._complexity(second.counts), self._complexity(best.counts), strict=True)
         dearer = next(f"{theirs} {what} instead of {ours}" for what, theirs, ours in pairs if theirs != ours)
         return f"{f'{-ratio:.1%} faster' if ratio else 'as fast'}, but not as simple ({dearer})"
 
@@ -435,8 +429,8 @@ class _Search:
         if counts == self.space.plain:
             return "everything on the GPU"
         layers = [
-            f"{n} {name}"
-            for name, n in (("swap", counts.swap), ("offload", counts.offload), ("recompute", counts.recompute))
+            f"{n} {strategy.name}"
+            for strategy, n in zip(reversed(self.space.choices), reversed(counts.mix), strict=True)
             if n
         ]
         return ", ".join(
@@ -451,20 +445,10 @@ class _Search:
         )
 
 
-class _Steps:
-    """A lazy sequence of candidates: item n is `start` after n steps of `moves`."""
-
-    def __init__(self, start: Candidate, moves: list[tuple[str, int, int]]):
-        """`moves`: field, sign and number of steps, applied in order."""
-        self.start, self.moves = start, moves
-
-    def __len__(self) -> int:
-        return 1 + sum(count for _, _, count in self.moves)
-
-    def __getitem__(self, number: int) -> Candidate:
-        changes = {}
-        for name, sign, count in self.moves:
-            taken = min(number, count)
-            changes[name] = getattr(self.start, name) + sign * taken
-            number -= taken
-        return replace(self.start, **changes)
+def _with_fewer(mix: Mix, free: Sequence[int], number: int) -> Mix:
+    """The mix with `number` layers fewer, at most `free` of each strategy, the first strategies first."""
+    rest = []
+    for count, most in zip(mix, free, strict=True):
+        rest.append(count - min(number, most))
+        number -= min(number, most)
+    return tuple(rest)

@@ -11,9 +11,7 @@ from outsize.base.errors import ConfigError
 from outsize.base.units import is_count
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
-from outsize.model.strategies import STRATEGIES, StrategyRecord
-
-PINNED_STRATEGIES = tuple(strategy for strategy in STRATEGIES if strategy.pin)
+from outsize.model.strategies import choices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +36,10 @@ class Pins:
             field.name: value for field in dataclasses.fields(self) if (value := getattr(self, field.name)) is not None
         }
 
-    def of_strategy(self, strategy: StrategyRecord) -> int | None:
-        """The pinned number of layers with this strategy. None if it is not pinned."""
-        count: int | None = getattr(self, strategy.pin) if strategy.pin else None
-        return count
+    @property
+    def mix(self) -> tuple[int | None, ...]:
+        """The pinned number of layers with each strategy of `choices()`. None if it is not pinned."""
+        return tuple(getattr(self, strategy.pin) if strategy.pin else None for strategy in choices())
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.given().items())
@@ -56,7 +54,7 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
     most = {
         "n_persist": len(layout.chunks),
         "n_buffer": len(graph.calls),
-        **{strategy.pin: layers[strategy.name] for strategy in PINNED_STRATEGIES},
+        **{strategy.pin: layers[strategy.name] for strategy in choices()},
         "n_optimizer_gpu": num_updated,
         "n_optimizer_streamed": num_updated - (pins.n_optimizer_gpu or 0),
     }
@@ -69,9 +67,9 @@ def check_pins(pins: Pins, graph: BlockGraph, layout: ChunkLayout, layers: dict[
         raise ConfigError(
             f"pins: for this model, {'; '.join(wrong)}. Choose a number in the range, or leave the pin out."
         )
-    pinned = sum(pins.of_strategy(strategy) or 0 for strategy in PINNED_STRATEGIES)
+    pinned = sum(count or 0 for count in pins.mix)
     if pinned > layers["all"]:
         raise ConfigError(
-            f"pins: {', '.join(s.pin for s in PINNED_STRATEGIES)} add up to {pinned} layers, and {layers['all']} "
+            f"pins: {', '.join(s.pin for s in choices() if s.pin)} add up to {pinned} layers, and {layers['all']} "
             "layers have a backward. Lower one of them."
         )

@@ -12,12 +12,14 @@ from outsize.base.errors import ConfigError, PlanInfeasible, PlanInvalid
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
 from outsize.model.graph import BlockGraph, Param
+from outsize.model.strategies import STRATEGY, StrategyRecord
 from outsize.planner.candidates import DEPTHS, STAYING_SHARE, Candidate, SearchSpace
 from outsize.planner.search import PLAIN_TIE, TIE, search
 from outsize.planner.simulate import simulate, step_seconds
 from outsize.schedule.check import check
 from outsize.schedule.pins import Pins
 from outsize.schedule.plan import Plan
+from outsize.schedule.render import summary
 from outsize.schedule.schedule import compile_schedule
 
 HUGE = 10**15
@@ -50,8 +52,8 @@ def space_of(case: Case) -> SearchSpace:
 
 def every_candidate(space: SearchSpace) -> list[Candidate]:
     return [
-        Candidate(resident=resident, optimizer=optimizer, swap=swap, offload=offload, recompute=recompute, depth=depth)
-        for swap, offload, recompute in space.mixes(Pins())
+        Candidate(resident=resident, optimizer=optimizer, mix=mix, depth=depth)
+        for mix in space.mixes(Pins())
         for resident in range(space.num_staying, len(space.weight_order) + 1)
         for optimizer in range(space.num_staying, len(space.state_order) + 1)
         for depth in DEPTHS
@@ -216,9 +218,7 @@ def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
             counts = Candidate(
                 resident=rng.randint(0, len(space.weight_order)),
                 optimizer=rng.randint(0, len(space.state_order)),
-                swap=0,
-                offload=offload,
-                recompute=rng.randint(0, 12 - offload),
+                mix=(rng.randint(0, 12 - offload), offload, 0),
                 depth=rng.randint(0, 2),
                 host_update_interval=rng.randint(1, 4),
             )
@@ -325,6 +325,32 @@ def test_a_strategy_that_the_trace_does_not_know_is_not_used() -> None:
     assert set(find(case, gpu=refuse(case, gpu=1).needed_bytes).decision.strategies) <= {"keep", "recompute"}
     with pytest.raises(ConfigError, match="n_offload is 1, not between 0 and 0"):
         find(case, pins=Pins(n_offload=1))
+
+
+def test_the_search_considers_a_strategy_that_is_only_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs as little GPU memory as recompute and is as fast as keep, so it replaces recompute where layers support
+    it.
+    """
+    case = make_case(6)
+    tables = [
+        table | {"squeeze": dataclasses.replace(table["recompute"], backward_seconds=table["keep"].backward_seconds)}
+        if "recompute" in table and call != 2
+        else table
+        for call, table in enumerate(case.trace.calls)
+    ]
+    case = dataclasses.replace(case, trace=dataclasses.replace(case.trace, calls=tuple(tables)))
+    budget = 2 * refuse(case, gpu=1).needed_bytes
+    assert "squeeze" not in find(case, gpu=budget).decision.strategies
+    record = StrategyRecord(name="squeeze", participle="squeezed")  # type: ignore[arg-type]
+    monkeypatch.setitem(STRATEGY, record.name, record)
+    plan = find(case, gpu=budget)
+    assert set(plan.decision.strategies) == {"keep", "squeeze"} and plan.decision.strategies[2] == "keep"
+    assert f"{plan.decision.strategies.count(record.name)} squeeze" in summary(plan)
+    assert find(case, gpu=budget, pins=Pins(n_checkpoint=2)).decision.strategies[1:4] == (
+        "squeeze",
+        "recompute",
+        "recompute",
+    ), "the last strategy gets the first layers that support it"
 
 
 def test_the_plan_says_how_it_was_found() -> None:
