@@ -18,7 +18,7 @@ from outsize.cli.doctor import Finding
 from outsize.cli.main import app
 from outsize.hardware.catalog import lookup
 from outsize.hardware.host import container_limit
-from outsize.optim.native import find_kernel
+from outsize.optim import native
 from outsize.schedule.check import load
 
 runner = CliRunner()
@@ -297,9 +297,10 @@ def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for name in ("CC", "OUTSIZE_KERNELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    find_kernel.cache_clear()
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)  # no library that was compiled with the package
+    native.find_kernel.cache_clear()
     try:
         (finding,) = doctor_module.CHECKS["C compiler"]()
     finally:
-        find_kernel.cache_clear()
+        native.find_kernel.cache_clear()
     assert finding.state == "note" and "no C compiler found. Install one" in finding.text
