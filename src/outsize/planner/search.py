@@ -49,9 +49,9 @@ run does not depend on overlap.
 STREAMED_SHARES = (1.0, 0.75, 0.5, 0.33, 0.2, 0.1)
 """Shares of the host-updated chunks that are tried with streamed state, before ever smaller steps around the best."""
 STREAMED_STEPS = 4
-STREAMED_TIE = 0.05
-"""Streamed state is chosen only if its predicted gain is larger than this share. It depends on how copies and updates
-share the bandwidth of host memory, which is estimated."""
+STREAMED_TIE = 0.1
+"""Streamed state is chosen only if its predicted gain is larger than this share: more than the largest error of a
+predicted step (9.7 %). The gain depends on how copies and updates share the bandwidth of host memory, an estimate."""
 HOST_SHARE = 0.5
 """Streamed state is considered if the host updates for at least this share of the step."""
 
