@@ -191,6 +191,11 @@ def is_plain(folder: Path) -> bool:
     return (folder / "trainer_state.json").is_file() and not (folder / MANIFEST).exists()
 
 
+def is_staged(folder: Path) -> bool:
+    """Whether it is being written, or was abandoned by a killed process."""
+    return folder.name.startswith(_STAGED)
+
+
 def checkpoints(parent: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints, by step."""
     found = []

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from outsize import __version__
 from outsize.base.errors import OutsizeError
 from outsize.cli.bench import bench
+from outsize.cli.chat import chat
 from outsize.cli.doctor import doctor
 from outsize.cli.export import export
 from outsize.cli.plan import plan
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(chat)
 app.command()(export)
 app.command()(bench)
 app.command()(probe)
