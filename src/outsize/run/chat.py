@@ -27,6 +27,8 @@ Message = dict[str, Any]
 
 _CONTEXT_TOKENS = 4096
 """Of a conversation, if the model has as many positions."""
+_ENCODER_TOKENS = 512
+"""The same of an encoder-decoder."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 _TEXT = "It is plain text of many words, repeated to the length of a conversation. "
 
@@ -54,8 +56,9 @@ class Chat:
         self._prompts = Prompts(_load_tokenizer(folder, base), request.system)
         self.has_template = self._prompts.has_template
         model = self._model = load_model(folder) if base is None else load_adapted(folder, base)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXT_TOKENS
-        self._context = min(positions, max(_CONTEXT_TOKENS, 2 * request.max_new_tokens))
+        usual = _ENCODER_TOKENS if model.config.is_encoder_decoder else _CONTEXT_TOKENS
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or usual
+        self._context = min(positions, max(usual, 2 * request.max_new_tokens))
         self._generation = _generation_config(model, self._prompts, request.temperature)
         self._engine = self._prepare()
         self._messages: list[Message] = []

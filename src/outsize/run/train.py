@@ -1,5 +1,6 @@
 """One run of `outsize train`: shows the plan, trains, exports, prints the result."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from rich.panel import Panel
 
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
+from outsize.device.choose import choose_device
 from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.hub import create_repository, upload
 from outsize.run.interrupt import Interrupt
@@ -106,7 +108,8 @@ def _show_notes(config: RunConfig, console: Console) -> None:
 def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
     notes = {"split": assembled.chosen_by, "rows": rows_text(assembled.longest_row, config.sequence_len)}
     text = render(planned.plan, planned.graph, planned.layout, notes)
-    console.print(Panel(text, title="the plan", title_align="left", expand=False))
+    title = "the plan, on a simulated GPU" if choose_device(config.device).is_simulated else "the plan"
+    console.print(Panel(text, title=title, title_align="left", expand=False))
 
 
 def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: RunConfig) -> None:
@@ -124,11 +127,21 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
     )
 
 
-def _how_to_load(result: Path, config: RunConfig, model_class: str) -> str:
+def _how_to_load(result: Path, config: RunConfig, model_class: str) -> list[str]:
+    """Lines of Python."""
+    name = "AutoModelForCausalLM" if model_class.endswith("ForCausalLM") else model_class
+    load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto")'
     if config.adapter is None:
-        return f'{model_class}.from_pretrained("{result}", dtype="auto")'
-    base = f'{model_class}.from_pretrained("{config.base_model}", dtype="auto")'
-    return f'PeftModel.from_pretrained({base}, "{result}"); or as a whole model: outsize export {result} merged --merge'
+        return [
+            f"from transformers import {name}, AutoTokenizer",
+            f"model = {load(result)}",
+            f'tokenizer = AutoTokenizer.from_pretrained("{result}")',
+        ]
+    return [
+        f"from peft import PeftModel; from transformers import {name}",
+        f"base = {load(config.base_model)}",
+        f'model = PeftModel.from_pretrained(base, "{result}")',
+    ]
 
 
 def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_class: str) -> None:
@@ -149,6 +162,12 @@ def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_c
         say(f"saved   {outcome.checkpoint}")
     if outcome.result is not None:
         say(f"result  {outcome.result}")
-        say(f"load    {_how_to_load(outcome.result, config, model_class)}")
+        first, *others = _how_to_load(outcome.result, config, model_class)
+        say(f"load    {first}")
+        for line in others:
+            say(f"        {line}")
+        say(f"chat    outsize chat {shlex.quote(str(outcome.result))}")
+        if config.adapter is not None:
+            say(f"merge   outsize export {shlex.quote(str(outcome.result))} merged --merge")
     else:
         say("stopped before the end; continue with the same command and --resume")

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import folders
-import peft
 import pytest
 import torch
-import transformers
 from rich.console import Console
+from typer.testing import CliRunner
 
+from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.run.train import train_run
 
@@ -23,6 +23,11 @@ def test_the_result_loads_as_the_last_line_says(tmp_path: Path, keys: dict[str, 
     text = console.export_text()
     assert "of the simulated GPU at most" in text and "simulated GPU" in text.split("step 1/1: ")[1]
     assert "tokens/s, 0 s left, lr " in text and ", norm " in text
-    code = text.split("\nload")[1].split("\n")[0].split(";")[0].strip()
-    model = eval(code, vars(transformers) | {"PeftModel": peft.PeftModel})
-    assert {param.dtype for name, param in model.named_parameters() if "lora" not in name} == {torch.bfloat16}
+    assert "the plan, on a simulated GPU" in text
+    code, chat = text.split("\nload")[1].split("\nchat")
+    names: dict[str, Any] = {}
+    exec("\n".join(line.strip() for line in code.splitlines()), names)
+    assert {param.dtype for name, param in names["model"].named_parameters() if "lora" not in name} == {torch.bfloat16}
+    command = chat.splitlines()[0].split()
+    answer = CliRunner().invoke(app, [*command[1:], "--prompt", "the cat", "--max-new-tokens", "2", "--device", "cpu"])
+    assert command[0] == "outsize" and answer.exit_code == 0, answer.output
