@@ -62,9 +62,9 @@ class SimDevice(CpuDevice):
     def _check_budget(self, num_bytes: int, live_bytes: int) -> None:
         if live_bytes > self.budget_bytes:
             raise DeviceOutOfMemory(
-                f"GPU memory is full: an allocation of {exact_bytes(num_bytes)} makes {exact_bytes(live_bytes)}"
-                f", the budget is {show_bytes(self.budget_bytes)} ({exact_bytes(self.budget_bytes)}). Raise gpu_memory "
-                "or reduce the batch."
+                f"GPU memory is full: an allocation of {show_bytes(num_bytes)} exceeds the budget of "
+                f"{show_bytes(self.budget_bytes)} by {show_bytes(live_bytes - self.budget_bytes)}. Raise gpu_memory or "
+                "reduce the batch."
             )
 
     def empty(self, num_bytes: int) -> Tensor:

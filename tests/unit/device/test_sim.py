@@ -35,7 +35,7 @@ def cells_of(numel: int) -> torch.Tensor:
 
 def test_an_allocation_beyond_the_budget_is_refused_with_its_bytes(device: SimDevice) -> None:
     held = device.empty(600)
-    with pytest.raises(DeviceOutOfMemory, match=r"an allocation of 401B makes 1001B, the budget is 1000 B \(1000B\)"):
+    with pytest.raises(DeviceOutOfMemory, match="an allocation of 401 B exceeds the budget of 1000 B by 1 B"):
         device.empty(401)
     device.empty(400)
     assert device.observer.live_bytes == 600 and held.numel() == 600
@@ -70,14 +70,14 @@ def test_the_smaller_of_engine_and_machine_is_the_budget() -> None:
     sim = SimDevice(lookup("1000B"))
     sim.open(1, 300)
     try:
-        with pytest.raises(DeviceOutOfMemory, match="300B"):
+        with pytest.raises(DeviceOutOfMemory, match="of 300 B"):
             sim.empty(301)
     finally:
         sim.close(1)
     assert sim.budget_bytes == 1000
     sim.open(1, 10**6)
     try:
-        with pytest.raises(DeviceOutOfMemory, match="1000B"):
+        with pytest.raises(DeviceOutOfMemory, match="of 1000 B"):
             sim.empty(1001)
     finally:
         sim.close(1)
