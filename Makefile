@@ -5,6 +5,8 @@
 #   make test-gpu                  the tests that need CUDA
 #   make test-compat               private names and one plan per kind of model, on the oldest supported transformers
 #   make smoke                     one minute: architecture, plan, planner, layout, one streamed plan per kind of model
+#   make test-arm64                compares what the C kernels compute on x86-64 and arm64 (needs qemu-user-static)
+#   make wheels                    wheels for x86-64 and arm64 in dist/ (docs/wheels.md)
 #   make train                     the small demo run
 #   make bench                     measures training speed on this machine (docs/bench.md)
 #   make test-gpu PYTHON=python3   uses an interpreter that has all packages and installs nothing (a GPU machine without
@@ -34,7 +36,7 @@ TESTS := tests/parity tests
 SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/schedule tests/unit/planner \
 	tests/unit/layout tests/parity/test_covering.py
 
-.PHONY: setup train test test-all test-compat smoke check test-gpu bench browser
+.PHONY: setup train test test-all test-compat smoke check test-gpu test-arm64 wheels bench browser
 
 setup: $(READY)
 
@@ -98,3 +100,20 @@ ON_GPU := --model llama-1b,llama-3b,llama-7b --gpu-memory 24GiB
 BENCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),$(ON_GPU))
 bench: $(READY)
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench $(BENCH)
+
+KERNEL_FLAGS = $(shell $(PYTHON) -c "import runpy; print(*runpy.run_path('src/outsize/optim/build.py')['FLAGS'])")
+test-arm64: $(READY)
+	mkdir -p build
+	x86_64-linux-gnu-gcc $(KERNEL_FLAGS) -static tools/kernel_bits.c -o build/bits-x86_64 -lm
+	aarch64-linux-gnu-gcc $(KERNEL_FLAGS) -static tools/kernel_bits.c -o build/bits-aarch64 -lm
+	qemu-aarch64-static build/bits-aarch64 > build/bits.txt
+	qemu-x86_64-static -cpu max build/bits-x86_64 | cmp - build/bits.txt
+	qemu-x86_64-static -cpu qemu64 build/bits-x86_64 | cmp - build/bits.txt
+	if [ "$$(uname -m)" = x86_64 ]; then build/bits-x86_64 | cmp - build/bits.txt; fi
+
+# The folder build/ of an earlier build may hold modules that are gone.
+wheels: $(READY)
+	for arch in x86_64 aarch64; do \
+		rm -rf build && CC=$$arch-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-$$arch \
+			$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/wheels . && \
+		$(PYTHON) -m auditwheel repair --wheel-dir dist build/wheels/*.whl || exit 1; done

@@ -162,10 +162,8 @@ def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_c
         say(f"saved   {outcome.checkpoint}")
     if outcome.result is not None:
         say(f"result  {outcome.result}")
-        first, *others = _how_to_load(outcome.result, config, model_class)
-        say(f"load    {first}")
-        for line in others:
-            say(f"        {line}")
+        for number, line in enumerate(_how_to_load(outcome.result, config, model_class)):
+            say(f"{'        ' if number else 'load    '}{line}")
         say(f"chat    outsize chat {shlex.quote(str(outcome.result))}")
         if config.adapter is not None:
             say(f"merge   outsize export {shlex.quote(str(outcome.result))} merged --merge")

@@ -228,6 +228,7 @@ def test_our_errors_are_sentences_with_exit_code_2(args: list[str], words: str, 
 
 
 def test_doctor_is_well_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    native.find_kernel()  # compiled into the usual cache, if it has to be
     monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output

@@ -315,6 +315,6 @@ def test_an_engine_that_a_plan_underestimates_runs_out_of_memory_and_can_be_deta
         need = exact.plan.gpu_budget_bytes
         cells.train_cell(cell, exact, steps=2)
     short = cells.prepare(cell, sim, budget=need - 1)
-    with cells.closing(short), pytest.raises(DeviceOutOfMemory, match="by 1 B. "):
+    with cells.closing(short), pytest.raises(DeviceOutOfMemory, match=r"by 1 B\."):
         cells.train_cell(cell, short, steps=2)
     assert sim.observer.live_bytes == 0
