@@ -1,6 +1,7 @@
 """`outsize chat`: a quick look at a trained model."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +61,9 @@ def chat(
     if prompt is not None:
         _answer(talk, prompt)
         return
+    with suppress(ImportError):
+        import readline  # noqa: F401 - input() then edits lines
+
     while (text := _read()) not in (None, "/exit"):
         if text == "/new":
             talk.restart()
@@ -75,7 +79,7 @@ def chat(
 def _answer(talk: "Chat", text: str) -> None:
     talk.answer(text)
     if talk.is_cut:
-        _say("(cut at --max-new-tokens)")
+        _say("(cut at its maximum length)")
 
 
 def _read() -> str | None:

@@ -63,7 +63,7 @@ class Chat:
         self._engine = self._prepare()
         self._messages: list[Message] = []
         self.is_cut = False
-        """Whether the last answer ended at `max_new_tokens`."""
+        """Whether the last answer ended at its maximum length."""
 
     def _prepare(self) -> Engine | None:
         """None: the model runs on the CPU."""
@@ -119,7 +119,7 @@ class Chat:
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )[0].tolist()
         new = output[1 if self._model.config.is_encoder_decoder else ids.shape[1] :]
-        self.is_cut = len(new) == generation.max_new_tokens and new[-1] not in generation.eos_token_id
+        self.is_cut = len(new) == generation.max_new_tokens and new[-1] not in (generation.eos_token_id or ())
         answer: str = tokenizer.decode(new, skip_special_tokens=True)
         if self.has_template:
             self._messages += [_message("user", text), _message("assistant", answer)]
@@ -130,8 +130,8 @@ class Chat:
         self._messages.clear()
 
     def _forget_oldest(self, text: str) -> None:
-        """Drop the oldest questions and answers until an answer of full length fits."""
-        limit = self._context - self._request.max_new_tokens
+        """Drop the oldest questions and answers until there is room for an answer."""
+        limit = self._context - min(self._request.max_new_tokens, self._context // 2)
         while self._messages and self._prompts.tokens(self._messages, text).shape[1] > limit:
             del self._messages[:2]
 
@@ -211,7 +211,7 @@ def _generation_config(model: Any, prompts: Prompts, temperature: float | None) 
     given, tokenizer = config.eos_token_id, prompts.tokenizer
     ends = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id, prompts.end_of_turn} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), None)
-    config.update(eos_token_id=sorted(ends), pad_token_id=pad, num_beams=1, use_cache=True, max_length=None)
+    config.update(eos_token_id=sorted(ends) or None, pad_token_id=pad, num_beams=1, use_cache=True, max_length=None)
     if temperature == 0:
         config.update(do_sample=False, temperature=None, top_k=None, top_p=None)
     elif temperature is not None:

@@ -10,7 +10,9 @@ import torch
 from safetensors import SafetensorError
 
 from outsize.base.errors import BadFile, ConfigError, OutsizeError
+from outsize.base.units import show_bytes
 from outsize.checkpoint.folder import MANIFEST, is_staged, read_manifest
+from outsize.hardware.host import free_host_bytes
 from outsize.integrations.plain import NOTE, OPTIMIZER, SCHEDULER
 from outsize.model.build import load_config, trainable_class
 from outsize.run.compat_checks import first_line
@@ -79,6 +81,7 @@ def load_adapted(folder: Path, base: str, *, fp32: bool = False) -> Any:
 
 
 def _load(config: Any, source: str, kind: type[OutsizeError], advice: str) -> torch.nn.Module:
+    _require_memory(Path(source))
     model_class = trainable_class(config)
     try:
         model, found = model_class.from_pretrained(source, dtype="auto", output_loading_info=True)
@@ -88,3 +91,12 @@ def _load(config: Any, source: str, kind: type[OutsizeError], advice: str) -> to
         raise kind(f"{source}: {missing[0]} is missing or of another shape in its weights. {advice}")
     loaded: torch.nn.Module = model.eval().requires_grad_(False)
     return loaded
+
+
+def _require_memory(folder: Path) -> None:
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name not in OURS)
+    if needed > (free := free_host_bytes()):
+        raise ConfigError(
+            f"{folder}: its weights take {show_bytes(needed)}, but {show_bytes(free)} of host memory is free. Free "
+            "some, or use a machine with more."
+        )
