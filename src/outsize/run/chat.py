@@ -144,9 +144,9 @@ class Prompts:
         if system is not None and not self.has_template:
             raise ConfigError("--system: the tokenizer has no chat template. Leave it out.")
         self._system = [] if system is None else [_message("system", system)]
-        self._in_parts = False
         # Templates of models with images may show contents only in parts.
-        self._in_parts = self.has_template and _TEXT.strip() not in self._render([_message("user", _TEXT)])
+        self._in_parts = False
+        self._in_parts = self.has_template and not self._shows_text()
 
     def encode(self, text: str, **settings: Any) -> Tensor:
         ids: Tensor = self.tokenizer(text, return_tensors="pt", **settings).input_ids
@@ -167,6 +167,12 @@ class Prompts:
         behind = text.rpartition(_TEXT.strip())[2].strip()
         ids = self.tokenizer(behind, add_special_tokens=False).input_ids
         return ids[0] if ids and ids[0] in self.tokenizer.added_tokens_decoder else None
+
+    def _shows_text(self) -> bool:
+        try:
+            return _TEXT.strip() in self._render([_message("user", _TEXT)])
+        except ConfigError:
+            return False
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
         if self._in_parts:

@@ -89,6 +89,16 @@ def test_an_answer_ends_where_the_template_ends_turns(source: Path) -> None:
     assert {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|system|>")} <= set(ends)
 
 
+def test_a_model_with_images_chats_with_text_under_a_template_that_shows_parts(tmp_path: Path) -> None:
+    folders.write_model(tmp_path, "llava", torch.float32)
+    folders.write_tokenizer(tmp_path)
+    expected = chat_of(tmp_path).answer("the cat")
+    assert expected
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("m['content']", "m['content'][0]['text']"))
+    assert chat_of(tmp_path).answer("the cat") == expected
+
+
 def test_the_command_prints_answers_to_stdout_and_the_rest_to_stderr(source: Path) -> None:
     (source / "model" / "chat_template.jinja").unlink()
     args = ["chat", str(source / "model"), "--max-new-tokens", "4", "--temperature", "0", "--device", "cpu"]
