@@ -5,8 +5,6 @@
 #   make test-gpu                  the tests that need CUDA
 #   make test-compat               private names and one plan per kind of model, on the oldest supported transformers
 #   make smoke                     one minute: architecture, plan, planner, layout, one streamed plan per kind of model
-#   make test-arm64                compares what the C kernels compute on x86-64 and arm64 (needs qemu-user-static)
-#   make wheels                    wheels for x86-64 and arm64 in dist/ (docs/wheels.md)
 #   make train                     the small demo run
 #   make bench                     measures training speed on this machine (docs/bench.md)
 #   make test-gpu PYTHON=python3   uses an interpreter that has all packages and installs nothing (a GPU machine without
@@ -36,7 +34,7 @@ TESTS := tests/parity tests
 SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/schedule tests/unit/planner \
 	tests/unit/layout tests/parity/test_covering.py
 
-.PHONY: setup train test test-all test-compat smoke check test-gpu test-arm64 wheels bench browser
+.PHONY: setup train test test-all test-compat smoke check test-gpu bench browser
 
 setup: $(READY)
 
@@ -101,6 +99,9 @@ BENCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),$(ON_GPU))
 bench: $(READY)
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench $(BENCH)
 
+.PHONY: test-arm64 wheels
+
+# Compares what the C kernels compute on x86-64 and arm64. Needs gcc for both, and qemu-user-static.
 KERNEL_FLAGS = $(shell $(PYTHON) -c "import runpy; print(*runpy.run_path('src/outsize/optim/build.py')['FLAGS'])")
 test-arm64: $(READY)
 	mkdir -p build
@@ -111,7 +112,7 @@ test-arm64: $(READY)
 	qemu-x86_64-static -cpu qemu64 build/bits-x86_64 | cmp - build/bits.txt
 	if [ "$$(uname -m)" = x86_64 ]; then build/bits-x86_64 | cmp - build/bits.txt; fi
 
-# The folder build/ of an earlier build may hold modules that are gone.
+# Wheels for x86-64 and arm64 in dist/ (docs/wheels.md). The folder build/ of an earlier build may hold modules that are gone.
 wheels: $(READY)
 	for arch in x86_64 aarch64; do \
 		rm -rf build && CC=$$arch-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-$$arch \
