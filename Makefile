@@ -112,7 +112,7 @@ test-arm64: $(READY)
 	qemu-x86_64-static -cpu qemu64 build/bits-x86_64 | cmp - build/bits.txt
 	if [ "$$(uname -m)" = x86_64 ]; then build/bits-x86_64 | cmp - build/bits.txt; fi
 
-# Wheels for x86-64 and arm64 in dist/ (docs/wheels.md). The folder build/ of an earlier build may hold modules that are gone.
+# Wheels for x86-64 and arm64 in dist/ (docs/wheels.md). An earlier build/ may hold modules that are gone.
 wheels: $(READY)
 	for arch in x86_64 aarch64; do \
 		rm -rf build && CC=$$arch-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-$$arch \

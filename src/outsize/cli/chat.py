@@ -55,12 +55,19 @@ def chat(
         system=system,
     )
     talk = Chat(request)
-    _say(talk.summary)
-    if not talk.has_template:
-        _say("No chat template: the model continues your text.")
-    if prompt is not None:
-        _answer(talk, prompt)
-        return
+    try:
+        _say(talk.summary)
+        if not talk.has_template:
+            _say("No chat template: the model continues your text.")
+        if prompt is not None:
+            _answer(talk, prompt)
+        else:
+            _converse(talk)
+    finally:
+        talk.close()
+
+
+def _converse(talk: "Chat") -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines
 

@@ -129,6 +129,11 @@ class Chat:
         """Forget the conversation."""
         self._messages.clear()
 
+    def close(self) -> None:
+        """End the engine; the model cannot be used after it."""
+        if self._engine is not None:
+            self._engine.close()
+
     def _forget_oldest(self, text: str) -> None:
         """Drop the oldest questions and answers until there is room for an answer."""
         limit = self._context - min(self._request.max_new_tokens, self._context // 2)
