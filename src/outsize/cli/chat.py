@@ -1,5 +1,6 @@
 """`outsize chat`: a quick look at a trained model."""
 
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -77,14 +78,16 @@ def _converse(talk: "Chat") -> None:
         elif text:
             try:
                 _answer(talk, text)
-            except KeyboardInterrupt:
-                print()
             except ConfigError as error:
                 _say(str(error))
 
 
 def _answer(talk: "Chat", text: str) -> None:
-    talk.answer(text)
+    before = signal.signal(signal.SIGINT, lambda *_: talk.stop())
+    try:
+        talk.answer(text)
+    finally:
+        signal.signal(signal.SIGINT, before)
     if talk.is_cut:
         _say("(cut at its maximum length)")
 

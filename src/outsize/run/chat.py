@@ -62,8 +62,8 @@ class Chat:
         self._generation = _generation_config(model, self._prompts, request.temperature)
         self._engine = self._prepare()
         self._messages: list[Message] = []
-        self.is_cut = False
-        """Whether the last answer ended at its maximum length."""
+        self.is_cut = self._is_stopped = False
+        """`is_cut`: whether the last answer ended at its maximum length."""
 
     def _prepare(self) -> Engine | None:
         """None: the model runs on the CPU."""
@@ -110,12 +110,13 @@ class Chat:
             raise ConfigError(f"prompt: {ids.shape[1]} tokens, of at most {self._context - 1}. Shorten it.")
         generation = copy.deepcopy(self._generation)
         generation.max_new_tokens = min(room, self._request.max_new_tokens)
-        tokenizer = self._prompts.tokenizer
+        tokenizer, self._is_stopped = self._prompts.tokenizer, False
         inputs = ids if self._engine is None else self._engine.device.put(ids)
         output = self._model.generate(
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
             generation_config=generation,
+            stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], self._is_stopped, device=ids.device)],
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )[0].tolist()
         new = output[1 if self._model.config.is_encoder_decoder else ids.shape[1] :]
@@ -124,6 +125,12 @@ class Chat:
         if self.has_template:
             self._messages += [_message("user", text), _message("assistant", answer)]
         return answer
+
+    def stop(self) -> None:
+        """End the answer after its next token. Called by a signal handler; at the second call, interrupt at once."""
+        if self._is_stopped:
+            raise KeyboardInterrupt
+        self._is_stopped = True
 
     def restart(self) -> None:
         """Forget the conversation."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from typer.testing import CliRunner
 
 from outsize.base.errors import BadFile, ConfigError, OutsizeError
@@ -70,6 +70,17 @@ def test_weights_that_do_not_fit_the_gpu_are_streamed(made: Path, name: str) -> 
     assert "on a simulated 4MiB; " in chat.summary and "are streamed for every token" in chat.summary
     adapter = made / "adapter" if name == "adapter" else None
     assert chat.answer("the cat") == plain(made / "model", "the cat", adapter=adapter)
+
+
+def test_an_answer_that_is_stopped_is_part_of_the_conversation(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of(made / "model")
+    whole = chat.answer("the cat")
+    chat.restart()
+    monkeypatch.setattr(TextStreamer, "put", lambda self, value: None if chat._is_stopped else chat.stop())
+    part = chat.answer("the cat")
+    assert part and len(part) < len(whole) and whole.startswith(part) and not chat.is_cut
+    monkeypatch.undo()
+    assert chat.answer("a dog") == plain(made / "model", "the cat", part, "a dog")
 
 
 def test_old_turns_are_dropped_and_long_prompts_refused(made: Path) -> None:
