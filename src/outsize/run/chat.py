@@ -105,6 +105,8 @@ class Chat:
         """Print the answer while it is generated, and return it."""
         self._forget_oldest(text)
         ids = self._prompts.tokens(self._messages, text)
+        if not ids.numel():
+            raise ConfigError("prompt: it is empty. Write some text.")
         room = self._context - (0 if self._model.config.is_encoder_decoder else ids.shape[1])
         if room < 1 or ids.shape[1] > self._context:
             raise ConfigError(f"prompt: {ids.shape[1]} tokens, of at most {self._context - 1}. Shorten it.")

@@ -117,6 +117,8 @@ def test_the_command_prints_answers_to_stdout_and_the_rest_to_stderr(source: Pat
     assert once.exit_code == 0 and "No chat template: the model continues your text." in once.stderr
     talk = CliRunner().invoke(app, args, input="the cat\n/new\n\nthe cat\n/exit\nthe dog\n")
     assert talk.exit_code == 0 and talk.stdout == 2 * once.stdout
+    empty = CliRunner().invoke(app, [*args, "--prompt", ""])
+    assert empty.exit_code == 2 and "prompt: it is empty" in empty.stderr
     refused = CliRunner().invoke(app, [*args, "--system", "a"])
     assert refused.exit_code == 2 and "--system: the tokenizer has no chat template" in refused.stderr
 
