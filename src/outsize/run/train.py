@@ -131,7 +131,7 @@ def _how_to_load(result: Path, config: RunConfig, model_class: str) -> list[str]
     """Lines of Python."""
     name = "AutoModelForCausalLM" if model_class.endswith("ForCausalLM") else model_class
     load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto")'
-    if config.adapter is None:
+    if config.adapter != "lora":
         return [
             f"from transformers import {name}, AutoTokenizer",
             f"model = {load(result)}",
@@ -165,7 +165,7 @@ def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_c
         for number, line in enumerate(_how_to_load(outcome.result, config, model_class)):
             say(f"{'        ' if number else 'load    '}{line}")
         say(f"chat    outsize chat {shlex.quote(str(outcome.result))}")
-        if config.adapter is not None:
+        if config.adapter == "lora":
             say(f"merge   outsize export {shlex.quote(str(outcome.result))} merged --merge")
     else:
         say("stopped before the end; continue with the same command and --resume")
