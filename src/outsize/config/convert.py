@@ -175,5 +175,28 @@ def model_type(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
     return Converted()
 
 
+_OTHER_METHODS = {
+    "kto": "Use TRL's KTOTrainer with OutsizeMixin in Python (docs/other-code.md).",
+    "grpo": "Use TRL's GRPOTrainer with OutsizeMixin in Python (docs/other-code.md).",
+    "gdpo": "Use TRL's GRPOTrainer with OutsizeMixin in Python (docs/other-code.md).",
+    "orpo": "The nearest is rl: dpo with dpo_loss_type: [sigmoid, sft], on the same data.",
+    "simpo": "The nearest is rl: dpo with dpo_loss_type: sigmoid_norm, on the same data.",
+}
+
+
+def preference_method(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
+    """`ipo` is a loss of DPO."""
+    if value == "dpo":
+        return Converted(keys={"rl": "dpo"})
+    if value == "ipo":
+        return Converted(keys={"rl": "dpo", "dpo_loss_type": ["ipo"]})
+    raise ConfigError(f"{show(value)} is not supported. {_OTHER_METHODS.get(value, 'Use rl: dpo, or remove it.')}")
+
+
+def trl_settings(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
+    beta = value.get("beta") if isinstance(value, Mapping) else None
+    return Converted(keys={} if beta is None else {"rl_beta": beta})
+
+
 def curriculum(_: str, __: Any, ___: Mapping[str, Any]) -> Converted:
     return Converted(keys={"train_sampling_strategy": "sequential"})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from outsize.config.run import RunConfig
+from outsize.config.types import PAIR_TYPES
 
 
 class Contradiction(NamedTuple):
@@ -22,12 +23,24 @@ class Contradiction(NamedTuple):
 _EVAL_DATA = ("val_set_size", "test_datasets")
 _EVALUATING = ("eval_strategy", "eval_steps", *_EVAL_DATA)
 _LORA_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("lora_", "peft_")))
+_DPO_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("rl_", "dpo_")))
+_CHAT_TYPES = ("chat_template", "chat_template.default")
 _SPLIT = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
 
 
 def _both_given(one: str, other: str) -> Contradiction:
     problem = f"conflicts with {other}. Remove one of them (on the command line: --set {other}=null)."
     return Contradiction((one, other), lambda config, given: {one, other} <= given, problem)
+
+
+def _conflicts_with_pairs(key: str, is_set: Callable[[RunConfig], bool], instead: str) -> Contradiction:
+    problem = f"does not work with rl: dpo. {instead}"
+    return Contradiction((key, "rl"), lambda config, given: config.rl is not None and is_set(config), problem)
+
+
+def _has_type(config: RunConfig, is_wrong: Callable[[str], bool]) -> bool:
+    sources = (*config.datasets, *config.test_datasets)
+    return any(source.type is not None and is_wrong(source.type) for source in sources)
 
 
 def _needs(key: str, other: str, value: str) -> Contradiction:
@@ -109,6 +122,56 @@ CONTRADICTIONS = (
     ),
     *(_needs(key, "load_best_model_at_end", "true") for key in ("early_stopping_patience", "metric_for_best_model")),
     *(_needs(key, "adapter", "lora") for key in _LORA_KEYS),
+    *(_needs(key, "rl", "dpo") for key in _DPO_KEYS),
+    Contradiction(
+        ("datasets", "test_datasets", "rl"),
+        lambda config, given: config.rl is None and _has_type(config, lambda name: name in PAIR_TYPES),
+        "a `type` is of preference pairs. Set rl: dpo, or another type.",
+    ),
+    Contradiction(
+        ("datasets", "test_datasets", "rl"),
+        lambda config, given: (
+            config.rl is not None and _has_type(config, lambda name: name not in (*_CHAT_TYPES, *PAIR_TYPES))
+        ),
+        f"a `type` is not of preference pairs. Set one of {', '.join((*_CHAT_TYPES, *PAIR_TYPES))}, or remove it if "
+        "the columns are chosen, rejected and perhaps prompt.",
+    ),
+    _conflicts_with_pairs("sample_packing", lambda config: config.sample_packing, "Use sample_packing: false."),
+    _conflicts_with_pairs("train_on_inputs", lambda config: config.train_on_inputs, "Use train_on_inputs: false."),
+    _conflicts_with_pairs(
+        "chunked_loss", lambda config: config.chunked_loss is True, "Remove it: TRL computes the loss in chunks anyway."
+    ),
+    _conflicts_with_pairs(
+        "excess_length_strategy",
+        lambda config: config.excess_length_strategy == "split",
+        "Pairs cannot be split: use drop, truncate or raise.",
+    ),
+    _conflicts_with_pairs(
+        "reinit_weights",
+        lambda config: config.reinit_weights,
+        "The reference is the model that is read, so its weights are needed. Remove it.",
+    ),
+    _conflicts_with_pairs(
+        "lora_model_dir",
+        lambda config: config.lora_model_dir is not None,
+        "The reference is base_model without an adapter. Merge the adapter (outsize export FOLDER merged --merge), and "
+        "use base_model: merged.",
+    ),
+    Contradiction(
+        ("dpo_loss_weights", "dpo_loss_type"),
+        lambda config, given: len(config.dpo_loss_weights) not in (0, len(config.dpo_loss_type)),
+        "needs one weight for each loss of dpo_loss_type ({config.dpo_loss_type}). Correct one of them.",
+    ),
+    Contradiction(
+        ("dpo_loss_type", "dpo_label_smoothing"),
+        lambda config, given: "exo_pair" in config.dpo_loss_type and not config.dpo_label_smoothing,
+        "exo_pair needs dpo_label_smoothing. Set it; 1e-3 is usual.",
+    ),
+    Contradiction(
+        ("dpo_use_weighting", "dpo_loss_type"),
+        lambda config, given: config.dpo_use_weighting and not {"aot", "aot_unpaired"}.isdisjoint(config.dpo_loss_type),
+        "does not work with the losses aot and aot_unpaired. Remove it, or use another dpo_loss_type.",
+    ),
     Contradiction(
         ("adapter", "lora_target_modules", "lora_target_linear", "lora_model_dir"),
         lambda config, given: (

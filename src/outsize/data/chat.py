@@ -67,13 +67,23 @@ class Chats:
         texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
         return span_documents(self.tokenizer, records, texts, None if self.train_on_inputs else spans)
 
+    def text(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
+        """The conversation as the template renders it. `prompt`: with the beginning of the answer."""
+        return _apply(
+            self.tokenizer,
+            self._template,
+            tools,
+            [_with_parts(message) for message in messages] if self._in_parts else messages,
+            prompt,
+        )
+
     def _render(self, record: Record) -> tuple[str, list[Span]]:
         messages = messages_of(record, self.source)
         if len(messages) > 1 and self.source.drop_system_message and messages[0]["role"] == "system":
             messages = messages[1:]
         if self._in_parts:
             messages = [_with_parts(message) for message in messages]
-        tools = _tools_of(record)
+        tools = tools_of(record)
         render = partial(_apply, self.tokenizer, self._template, tools)
         try:
             text = render(messages)
@@ -225,7 +235,7 @@ def _with_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _tools_of(record: Record) -> list[Any] | None:
+def tools_of(record: Record) -> list[Any] | None:
     tools = record.fields.get("tools") or None
     if isinstance(tools, str):
         try:

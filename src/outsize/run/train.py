@@ -48,8 +48,10 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     if config.hub_model_id is not None:
         create_repository(config.hub_model_id)
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
+    items = "rows" if config.rl is None else "pairs"
     console.print(
-        f"{assembled.num_rows} rows to train on{held_out}, of at most {assembled.longest_row} tokens.", highlight=False
+        f"{assembled.num_rows} {items} to train on{held_out}, of at most {assembled.longest_row} tokens.",
+        highlight=False,
     )
     start(assembled, config)
     engine = trainer.engine
@@ -104,7 +106,11 @@ def _show_notes(config: RunConfig, console: Console) -> None:
 
 
 def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
-    notes = {"split": assembled.chosen_by, "rows": rows_text(assembled.longest_row, config.sequence_len)}
+    notes = {
+        "split": assembled.chosen_by,
+        "rows": rows_text(assembled.longest_row, config.sequence_len),
+        "also": assembled.trainer.others_text,
+    }
     text = render(planned.plan, planned.graph, planned.layout, notes)
     console.print(Panel(text, title="the plan", title_align="left", expand=False))
 
