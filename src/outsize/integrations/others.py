@@ -108,8 +108,8 @@ class RunsOthers(_Trainer):
     _is_online: bool
     """Batches are generated, and other models run then, not in the loss."""
     _running: "tuple[OtherModel, ...]" = ()
-    others_text = ""
-    """The memory of the other models under the last plan."""
+    others_bytes = (0, 0)
+    """GPU and host memory of the other models under the last plan."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -182,9 +182,9 @@ class RunsOthers(_Trainer):
                     OtherModel(model, name, batch, left, least=least, only_weights=self._is_in_main_plan(model)),
                 )
                 left = self._left_by_others(request)
-            self.others_text = ", ".join(
-                f"{other.name}: {show_bytes(other.gpu_bytes)} GPU and {show_bytes(other.host_bytes)} host"
-                for other in self._running
+            self.others_bytes = (
+                sum(other.gpu_bytes for other in self._running),
+                sum(other.host_bytes for other in self._running),
             )
         except BaseException:
             self._stop_others()

@@ -58,6 +58,10 @@ def dpo_trainer(
         raise ConfigError(
             f"rl: dpo does not work with {type(given['model']).__name__}, which has an encoder. Remove it."
         )
+    if hasattr(given["model"].get_output_embeddings(), "modules_to_save"):
+        raise ConfigError(
+            "lora_modules_to_save: the loss of rl: dpo reads the weight of the output head directly. Remove the head."
+        )
     if config.lora_dropout:
         log.warning("lora_dropout has no effect with rl: dpo: DPOTrainer trains without dropout")
     data = [None if rows is None else Dataset.from_dict(trl_columns(rows)) for rows in (train, evaluated)]

@@ -17,7 +17,9 @@ def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> Non
     )
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=60, color_system=None)
-    progress = ProgressCallback(cast(Any, SimpleNamespace(engine=engine, num_rows_seen=4)), console, 25.0)
+    progress = ProgressCallback(
+        cast(Any, SimpleNamespace(engine=engine, num_rows_seen=4, others_bytes=(0, 0))), console, 25.0
+    )
     state = SimpleNamespace(max_steps=12_000, global_step=0)
     progress.on_train_begin(None, state, None)
     for step, loss in ((1, 3.25), (2, 2.5)):
