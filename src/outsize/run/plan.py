@@ -29,7 +29,7 @@ class RunRequest:
     request: ForecastRequest
     notes: tuple[str, ...]
     filled: float
-    """Share of the planned tokens that the average row has. 1 if rows are packed, or the data are unknown."""
+    """Share of the planned tokens that the average row has. 1 if rows are packed or cannot be, or are unknown."""
 
 
 def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
@@ -77,12 +77,15 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         adapter=None if config.adapter is None else adapter_of(config),
         batch_of=batch_of,
     )
-    return RunRequest(request=request, notes=tuple(notes), filled=filled)
+    return RunRequest(request=request, notes=tuple(notes), filled=filled if config.rl is None else 1.0)
 
 
 def _reference(config: RunConfig) -> tuple[int, str]:
     """Host memory of the reference model of `rl: dpo`, and what the plan leaves out."""
-    note = "rl: dpo: a pair is planned as two rows, and the forward of the reference is not in the predicted time"
+    note = (
+        "rl: dpo: a pair is planned as two rows; TRL's loss and the forward of the reference are not in the prediction "
+        "(`outsize train --dry-run` measures them)"
+    )
     if config.adapter is not None:
         return 0, f"{note}; the reference is the base model without the adapter, which needs no memory of its own"
     model_config = load_config(config.base_model, may_be_quantized=True)
