@@ -53,6 +53,7 @@ _PLUGINS = (
 _TRACKER_SWITCHES = {
     "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow",
     "mlflow_experiment_name": "mlflow", "use_tensorboard": "tensorboard", "use_trackio": "trackio",
+    "trackio_project_name": "trackio",
     "use_comet": "comet_ml", "comet_project_name": "comet_ml",
     "use_swanlab": "swanlab", "swanlab_project": "swanlab",
 }  # fmt: skip
@@ -190,7 +191,7 @@ def preference_method(_: str, value: Any, given: Mapping[str, Any]) -> Converted
         return Converted(keys={"rl": "dpo"})
     if value == "ipo":
         return Converted(keys={"rl": "dpo", "dpo_loss_type": ["ipo"]})
-    raise ConfigError(f"{show(value)} is not supported. {_OTHER_METHODS.get(value, 'Use rl: dpo, or remove it.')}")
+    raise ConfigError(f"{show(value)} is not supported. {_OTHER_METHODS.get(str(value), 'Use rl: dpo, or remove it.')}")
 
 
 def trl_settings(_: str, value: Any, __: Mapping[str, Any]) -> Converted:

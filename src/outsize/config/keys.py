@@ -125,9 +125,8 @@ AXOLOTL: dict[str, OtherKey] = {
     **converted(
         convert.tracker, "an environment variable of the same name in capitals; a project or experiment also adds the "
         "tracker to `report_to`; the name of a run is `run_name`", "wandb_* mlflow_* hf_mlflow_log_artifacts comet_* "
-        "swanlab_* trackio_run_name",
+        "swanlab_* trackio_*",
     ),
-    **ignored("trackio's default project is used", "trackio_project_name trackio_space_id"),
     **ignored("the log has loss, learning rate, gradient norm and tokens/s", "use_otel_metrics otel_* "
               "include_tkps profiler_steps profiler_steps_start"),
     # Data

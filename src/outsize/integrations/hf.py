@@ -331,7 +331,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if not self._has_engine:
             self._use_loss_of(resume_from_checkpoint)
             planned = self.start_engine(train_dataloader).runtime.planned
-            if self.shows_plan:
+            if self.shows_plan and self.is_world_process_zero():
                 print(render(planned.plan, planned.graph, planned.layout))
         elif (step_config := self.engine.plan.step_config).update != update_mode(
             self.args, self._nonfinite

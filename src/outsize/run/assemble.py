@@ -283,6 +283,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         save_steps=save_steps,
         eval_strategy=config.evaluates,
         report_to=list(config.report_to),
+        project=config.environment.get("TRACKIO_PROJECT_NAME", "huggingface"),  # of trackio; transformers' default
         use_cpu=not on_gpu,
         remove_unused_columns=False,
         disable_tqdm=True,

@@ -111,6 +111,10 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
             {"report_to": ("mlflow",), "environment": {"MLFLOW_TRACKING_URI": "file:x", "MLFLOW_EXPERIMENT_NAME": "e"}},
         ),
         ({"use_tensorboard": True}, {"report_to": ("tensorboard",), "environment": {}}),
+        (
+            {"trackio_project_name": "p", "trackio_run_name": "n"},
+            {"report_to": ("trackio",), "environment": {"TRACKIO_PROJECT_NAME": "p"}, "run_name": "n"},
+        ),
         ({**DPO, "dpo_beta": 0.3, "precompute_ref_log_probs": False}, {"rl": "dpo", "rl_beta": 0.3}),
         ({**DPO, "trl": {"beta": 0.3}}, {"rl_beta": 0.3}),
         ({**DPO, "rl": "ipo"}, {"rl": "dpo", "dpo_loss_type": ("ipo",)}),
