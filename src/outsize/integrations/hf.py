@@ -170,8 +170,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if self._has_engine:
             return self.engine.runtime.planned
         batch, request = self._preparation(dataloader)
-        with self._with_others(batch, request) as left:
-            return preview_as(self.model, batch, left)
+        try:
+            return self._beside_others(batch, request, lambda left: preview_as(self.model, batch, left))
+        finally:
+            self._stop_others()
 
     @property
     def _has_engine(self) -> bool:

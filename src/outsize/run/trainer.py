@@ -15,6 +15,7 @@ from outsize.run.resume_fingerprint import FINGERPRINT_FILE
 from outsize.runtime.engine import PlannedModel
 from outsize.setup.micro_batch import Choice, Split
 from outsize.setup.prepare import choose_micro_batch
+from outsize.setup.request import PrepareRequest
 
 if TYPE_CHECKING:
     _Trainer: Any
@@ -25,6 +26,7 @@ else:
 class ForRuns(_Trainer):
     """Put before an `OutsizeMixin` class: a Trainer whose checkpoints record the settings of the run."""
 
+    _plan_batch: dict[str, Any] | None
     fingerprint: dict[str, Any]
     """See run/resume_fingerprint.py."""
     shows_plan = False
@@ -46,14 +48,19 @@ class ForRuns(_Trainer):
             self.args.gradient_accumulation_steps = split.passes
             return replace(request.optimizer, update=update_mode(self.args, self._nonfinite))
 
-        with self._with_others(batch, request) as left:
-            choice = choose_micro_batch(
+        def choose(left: PrepareRequest) -> Choice[PlannedModel]:
+            return choose_micro_batch(
                 self.model,
                 splits,
                 left,
                 batch_of=lambda rows: self._as_in_training(batch_of(rows)),
                 optimizer_for=optimizer_for,
             )
+
+        try:
+            choice: Choice[PlannedModel] = self._beside_others(batch, request, choose)
+        finally:
+            self._stop_others()
         self._plan_batch = batch_of(choice.split.rows)
         self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = (
             choice.split.rows,
