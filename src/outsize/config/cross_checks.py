@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from outsize.config.run import RunConfig
-from outsize.config.types import PAIR_TYPES
+from outsize.config.run import DatasetConfig, RunConfig
+from outsize.config.types import PAIR_KEYS, PAIR_TYPES
 
 
 class Contradiction(NamedTuple):
@@ -25,6 +25,7 @@ _EVALUATING = ("eval_strategy", "eval_steps", *_EVAL_DATA)
 _LORA_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("lora_", "peft_")))
 _DPO_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("rl_", "dpo_")))
 _CHAT_TYPES = ("chat_template", "chat_template.default")
+_SHARED = {"field_system"}
 _SPLIT = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
 
 
@@ -38,9 +39,15 @@ def _conflicts_with_pairs(key: str, is_set: Callable[[RunConfig], bool], instead
     return Contradiction((key, "rl"), lambda config, given: config.rl is not None and is_set(config), problem)
 
 
-def _has_type(config: RunConfig, is_wrong: Callable[[str], bool]) -> bool:
-    sources = (*config.datasets, *config.test_datasets)
-    return any(source.type is not None and is_wrong(source.type) for source in sources)
+def _of_datasets(is_wrong: Callable[[DatasetConfig, bool], object], problem: str) -> Contradiction:
+    """`is_wrong` takes a dataset, and whether it is of pairs."""
+    return Contradiction(
+        ("datasets", "test_datasets", "rl"),
+        lambda config, given: any(
+            is_wrong(source, config.rl is not None) for source in (*config.datasets, *config.test_datasets)
+        ),
+        problem,
+    )
 
 
 def _needs(key: str, other: str, value: str) -> Contradiction:
@@ -123,18 +130,23 @@ CONTRADICTIONS = (
     *(_needs(key, "load_best_model_at_end", "true") for key in ("early_stopping_patience", "metric_for_best_model")),
     *(_needs(key, "adapter", "lora") for key in _LORA_KEYS),
     *(_needs(key, "rl", "dpo") for key in _DPO_KEYS),
-    Contradiction(
-        ("datasets", "test_datasets", "rl"),
-        lambda config, given: config.rl is None and _has_type(config, lambda name: name in PAIR_TYPES),
+    _of_datasets(
+        lambda source, pairs: not pairs and (source.type in PAIR_TYPES or PAIR_KEYS & set(source.prompt or ())),
         "a `type` is of preference pairs. Set rl: dpo, or another type.",
     ),
-    Contradiction(
-        ("datasets", "test_datasets", "rl"),
-        lambda config, given: (
-            config.rl is not None and _has_type(config, lambda name: name not in (*_CHAT_TYPES, *PAIR_TYPES))
+    _of_datasets(
+        lambda source, pairs: (
+            pairs
+            and (source.type not in (None, *_CHAT_TYPES, *PAIR_TYPES) or set(source.prompt or ()) - PAIR_KEYS - _SHARED)
         ),
-        f"a `type` is not of preference pairs. Set one of {', '.join((*_CHAT_TYPES, *PAIR_TYPES))}, or remove it if "
-        "the columns are chosen, rejected and perhaps prompt.",
+        f"a `type` is not of preference pairs. Set one of {', '.join((*_CHAT_TYPES, *PAIR_TYPES))}, a mapping with "
+        f"{', '.join(sorted(PAIR_KEYS))}, or remove it if the columns are chosen, rejected and perhaps prompt.",
+    ),
+    _of_datasets(
+        lambda source, pairs: (
+            pairs and (source.roles_to_train != ("assistant",) or source.train_on_eos or source.message_field_training)
+        ),
+        "with rl: dpo the whole answer is trained. Remove roles_to_train, train_on_eos and message_field_training.",
     ),
     _conflicts_with_pairs("sample_packing", lambda config: config.sample_packing, "Use sample_packing: false."),
     _conflicts_with_pairs("train_on_inputs", lambda config: config.train_on_inputs, "Use train_on_inputs: false."),

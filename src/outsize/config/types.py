@@ -146,6 +146,10 @@ PromptKey = Literal[
     "chosen_format",
     "rejected_format",
 ]
+PAIR_KEYS = {f"field_{name}" for name in ("prompt", "chosen", "rejected")} | {
+    f"{name}_format" for name in ("prompt", "chosen", "rejected")
+}
+"""Those of preference pairs alone."""
 Checkpoint = Annotated[
     str | bool, Rule(expected="the folder of a checkpoint or true for the newest one", holds=lambda value: value != "")
 ]

@@ -71,7 +71,7 @@ def dpo_trainer(
         raise
     except ValueError as error:
         raise ConfigError(f"rl: DPOTrainer refuses this run: {first_line(error)}. Change the settings.") from None
-    if config.adapter is not None:
+    if "ref" in getattr(trainer.model, "peft_config", ()):
         trainer.model.delete_adapter("ref")  # TRL's copy of the new adapter, which changes nothing
     return trainer
 

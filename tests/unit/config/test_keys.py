@@ -199,6 +199,9 @@ def test_axolotl_ends_early_stopped_runs_with_the_best_checkpoint() -> None:
     [
         ({"rl": None}, "datasets: a `type` is of preference pairs. Set rl: dpo"),
         ({"datasets": ["d"], "test_datasets": [{"path": "d", "type": "alpaca"}]}, "datasets: a `type` is not of preference"),
+        ({"rl": None, "datasets": [{"path": "d", "type": {"prompt_format": "x"}}]}, "datasets: a `type` is of preference"),
+        ({"datasets": [{"path": "d", "type": {"field_instruction": "x"}}]}, "datasets: a `type` is not of preference pairs"),
+        ({"datasets": [{"path": "d", "train_on_eos": "none"}]}, "datasets: with rl: dpo the whole answer is trained"),
         ({"sample_packing": True}, "sample_packing: does not work with rl: dpo"),
         ({"train_on_inputs": True}, "train_on_inputs: does not work with rl: dpo"),
         ({"chunked_loss": True}, "chunked_loss: does not work with rl: dpo"),
