@@ -15,6 +15,7 @@ from jinja2.exceptions import TemplateError
 from outsize.base.errors import ConfigError, DataError
 from outsize.base.log import log
 from outsize.config.run import DatasetConfig
+from outsize.data.build import in_batches
 from outsize.data.chat import Chats, message_of, tools_of
 from outsize.data.files import Record, json_type
 from outsize.data.rows import IGNORED, Document, Excess, Ints, Rows, check_lengths, cut, split_off, trainable
@@ -169,26 +170,35 @@ def _messages(record: Record, value: Any, source: DatasetConfig, column: str = "
 # --- tokens
 
 
-def pair_documents(tokenizer: Any, source: DatasetConfig) -> Callable[[Record], tuple[Document, Document]]:
-    """Makes the chosen and the rejected document of a record."""
+def pair_documents(tokenizer: Any, source: DatasetConfig) -> Callable[[Sequence[Record]], list[Document]]:
+    """Makes the chosen and the rejected document of each record."""
     chats: Chats | None = None
 
-    def documents(record: Record) -> tuple[Document, Document]:
+    def texts_of(record: Record) -> tuple[bool, list[str]]:
+        """Whether they are plain texts, which get special tokens; the prompt, and the prompt with each answer."""
         nonlocal chats
         pair = pair_of(record, source)
         if isinstance(pair["chosen"], str):
-            prompt, answers = pair["prompt"], [_with_eos(tokenizer, pair[name]) for name in ("chosen", "rejected")]
-            tokens = [tokenizer(text)["input_ids"] for text in (prompt, *(prompt + answer for answer in answers))]
-        else:
-            chats = chats or Chats(tokenizer=tokenizer, source=source, train_on_inputs=True)
-            texts = _rendered(chats, pair, record, drop_system=source.drop_system_message)
-            tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        asked, *answered = tokens
-        begin = min(_common(asked, ids) for ids in answered)
-        chosen, rejected = (
-            Document(ids=ids, labels=[IGNORED] * begin + ids[begin:], place=record.place) for ids in answered
-        )
-        return chosen, rejected
+            answers = [_with_eos(tokenizer, pair[name]) for name in ("chosen", "rejected")]
+            return True, [pair["prompt"], *(pair["prompt"] + answer for answer in answers)]
+        chats = chats or Chats(tokenizer=tokenizer, source=source, train_on_inputs=True)
+        return False, _rendered(chats, pair, record, drop_system=source.drop_system_message)
+
+    def documents(records: Sequence[Record]) -> list[Document]:
+        texts = [texts_of(record) for record in records]
+        tokens: dict[int, list[list[int]]] = {}
+        for is_plain in (True, False):
+            numbers = [number for number, (kind, _) in enumerate(texts) if kind is is_plain]
+            if numbers:
+                flat = [text for number in numbers for text in texts[number][1]]
+                encoded = tokenizer(flat, add_special_tokens=is_plain, verbose=False)["input_ids"]
+                tokens |= {number: encoded[3 * n : 3 * n + 3] for n, number in enumerate(numbers)}
+        made = []
+        for number, record in enumerate(records):
+            asked, *answered = tokens[number]
+            begin = min(_common(asked, ids) for ids in answered)
+            made += [Document(ids=ids, labels=[IGNORED] * begin + ids[begin:], place=record.place) for ids in answered]
+        return made
 
     return documents
 
@@ -249,8 +259,8 @@ def load_pairs(
 
     def of(source: DatasetConfig) -> Iterator[Document]:
         sizes.append(0)
-        make = pair_documents(tokenizer, source)
-        for chosen, rejected in map(make, read(source)):
+        documents = in_batches(read(source), pair_documents(tokenizer, source))
+        for chosen, rejected in zip(documents, documents, strict=True):
             content = hash((*chosen.ids, None, *rejected.ids))
             if deduplicate and content in seen:
                 continue

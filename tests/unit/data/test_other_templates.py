@@ -92,9 +92,9 @@ def test_the_answers_of_pairs_are_trained(tokenizer_with: Callable[..., Any], pa
             record = Record(fields={"prompt": messages[:-1], **answers}, place="data.jsonl:7")
             if system and name in NO_PAIRS_WITH_SYSTEM:
                 with pytest.raises(DataError, match="renders the prompt differently when an answer follows"):
-                    documents(record)
+                    documents([record])
                 continue
-            for document, answer in zip(documents(record), (ANSWERS[turns - 1], "Never."), strict=True):
+            for document, answer in zip(documents([record]), (ANSWERS[turns - 1], "Never."), strict=True):
                 begin = document.labels.index(next(label for label in document.labels if label != IGNORED))
                 assert document.labels[begin:] == document.ids[begin:]
                 trained = tokenizer.decode(document.ids[begin:])
