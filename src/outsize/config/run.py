@@ -122,18 +122,6 @@ class RunConfig:
     tokens: tuple[Text, ...] = ()
     """Tokens of the vocabulary that are never split."""
 
-    rl: Literal["dpo"] | None = None
-    """Training on preference pairs, by TRL's DPOTrainer. None: on the tokens of the data."""
-    rl_beta: Positive = 0.1
-    """How much a deviation from the reference model costs."""
-    dpo_loss_type: tuple[DpoLoss, ...] = ("sigmoid",)
-    """Losses that are added up."""
-    dpo_loss_weights: tuple[float, ...] = ()
-    """Their weights. Empty: 1 each."""
-    dpo_label_smoothing: ShareBelowOne = 0.0
-    dpo_use_weighting: bool = False
-    """Weigh pairs by the model's own probability of their answers (WPO)."""
-
     batch_size: Count | None = None
     """Rows in an optimizer step. None: `micro_batch_size` × `gradient_accumulation_steps`."""
     micro_batch_size: Count | None = None
@@ -145,6 +133,18 @@ class RunConfig:
     num_epochs: Positive = 1.0
     max_steps: Count | None = None
     """Length of the run in steps, whatever `num_epochs` is."""
+
+    rl: Literal["dpo"] | None = None
+    """Training on preference pairs, by TRL's DPOTrainer. None: on the tokens of the data."""
+    rl_beta: Positive = 0.1
+    """How much a deviation from the reference model costs."""
+    dpo_loss_type: tuple[DpoLoss, ...] = ("sigmoid",)
+    """Losses that are added up."""
+    dpo_loss_weights: tuple[float, ...] = ()
+    """Their weights. Empty: 1 each."""
+    dpo_label_smoothing: ShareBelowOne = 0.0
+    dpo_use_weighting: bool = False
+    """Weigh pairs by the model's own probability of their answers (WPO)."""
 
     learning_rate: Positive = 2e-5
     lr_scheduler: Scheduler = "cosine"

@@ -73,10 +73,10 @@ def _open(source: DatasetConfig, tokenizer: Any, train_on_inputs: bool) -> Itera
     records = read(source)
     first = next(records)  # reading raises if there is none
     tokenize = open_format(first, source, tokenizer, train_on_inputs)
-    return in_batches(chain([first], records), tokenize)
+    return _documents(chain([first], records), tokenize)
 
 
-def in_batches(records: Iterator[Record], tokenize: Callable[[list[Record]], list[Document]]) -> Iterator[Document]:
+def _documents(records: Iterator[Record], tokenize: Callable[[list[Record]], list[Document]]) -> Iterator[Document]:
     while batch := list(islice(records, _RECORDS_AT_ONCE)):
         yield from tokenize(batch)
 

@@ -67,23 +67,13 @@ class Chats:
         texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
         return span_documents(self.tokenizer, records, texts, None if self.train_on_inputs else spans)
 
-    def text(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
-        """The conversation as the template renders it. `prompt`: with the beginning of the answer."""
-        return _apply(
-            self.tokenizer,
-            self._template,
-            tools,
-            [_with_parts(message) for message in messages] if self._in_parts else messages,
-            prompt,
-        )
-
     def _render(self, record: Record) -> tuple[str, list[Span]]:
         messages = messages_of(record, self.source)
         if len(messages) > 1 and self.source.drop_system_message and messages[0]["role"] == "system":
             messages = messages[1:]
         if self._in_parts:
             messages = [_with_parts(message) for message in messages]
-        tools = tools_of(record)
+        tools = _tools_of(record)
         render = partial(_apply, self.tokenizer, self._template, tools)
         try:
             text = render(messages)
@@ -180,6 +170,13 @@ class Chats:
         ends = "|".join(re.escape(token) for token in tokens if token) or r"(?!)"
         return sorted([*full, *((match.start(), match.end()) for match in re.finditer(ends, text))])
 
+    # --- parts of conversations
+
+    def text(self, messages: list[Message], record: Record, *, prompt: bool = False) -> str:
+        """The messages as the template renders them. `prompt`: with the beginning of an answer."""
+        shown = [_with_parts(message) for message in messages] if self._in_parts else messages
+        return _apply(self.tokenizer, self._template, _tools_of(record), shown, prompt)
+
 
 # --- messages
 
@@ -235,7 +232,7 @@ def _with_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def tools_of(record: Record) -> list[Any] | None:
+def _tools_of(record: Record) -> list[Any] | None:
     tools = record.fields.get("tools") or None
     if isinstance(tools, str):
         try:

@@ -6,7 +6,7 @@ texts are Axolotl's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,7 @@ from jinja2.exceptions import TemplateError
 from outsize.base.errors import ConfigError, DataError
 from outsize.base.log import log
 from outsize.config.run import DatasetConfig
-from outsize.data.build import in_batches
-from outsize.data.chat import Chats, message_of, tools_of
+from outsize.data.chat import Chats, message_of
 from outsize.data.files import Record, json_type
 from outsize.data.rows import IGNORED, Document, Excess, Ints, Rows, check_lengths, cut, split_off, trainable
 from outsize.data.sources import read
@@ -24,6 +23,8 @@ from outsize.progress import counted
 
 Pair = dict[str, Any]
 """`prompt`, `chosen` and `rejected`, all of them texts or all of them lists of messages."""
+_RECORDS_AT_ONCE = 256
+"""Tokenized in one call, which fast tokenizers spread over threads."""
 _CORRECT = "Correct or remove the record."
 _CONVERSATION = ("chat_template", "chat_template.default")
 _STYLES = {
@@ -162,9 +163,13 @@ def _messages(record: Record, value: Any, source: DatasetConfig, column: str = "
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{record.place}: {column!r} is {json_type(value)}, not text or messages. {_CORRECT}")
-    return [
+    made = [
         message_of(given, source, f"message {n} of {column!r} of {record.place}") for n, given in enumerate(messages, 1)
     ]
+    parts = chain.from_iterable(one["content"] for one in made if isinstance(one.get("content"), list))
+    if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+        raise DataError(f"{record.place}: rl: dpo takes text alone, but {column!r} has other contents. {_CORRECT}")
+    return made
 
 
 # --- tokens
@@ -214,12 +219,12 @@ def _with_eos(tokenizer: Any, answer: str) -> str:
 
 def _rendered(chats: Chats, pair: Pair, record: Record, *, drop_system: bool) -> list[str]:
     """The prompt with the beginning of an answer, and the two conversations."""
-    prompt, tools = pair["prompt"], tools_of(record)
+    prompt = pair["prompt"]
     if drop_system and prompt and prompt[0]["role"] == "system":
         prompt = prompt[1:]
     try:
-        asked, bare = chats.text(prompt, tools, prompt=True), chats.text(prompt, tools)
-        answered = [chats.text([*prompt, *pair[name]], tools) for name in ("chosen", "rejected")]
+        asked, bare = chats.text(prompt, record, prompt=True), chats.text(prompt, record)
+        answered = [chats.text([*prompt, *pair[name]], record) for name in ("chosen", "rejected")]
     except (TemplateError, TypeError) as error:
         raise DataError(
             f"{record.place}: the chat template fails ({str(error).rstrip('.')}). Correct the record, or set "
@@ -259,7 +264,9 @@ def load_pairs(
 
     def of(source: DatasetConfig) -> Iterator[Document]:
         sizes.append(0)
-        documents = in_batches(read(source), pair_documents(tokenizer, source))
+        records, tokenize = read(source), pair_documents(tokenizer, source)
+        batches = iter(lambda: list(islice(records, _RECORDS_AT_ONCE)), [])
+        documents = chain.from_iterable(map(tokenize, batches))
         for chosen, rejected in zip(documents, documents, strict=True):
             content = hash((*chosen.ids, None, *rejected.ids))
             if deduplicate and content in seen:

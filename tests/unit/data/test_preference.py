@@ -104,6 +104,7 @@ def test_columns_roles_and_formats_can_be_named() -> None:
         ({"prompt": [ASKED], **TEXTS}, None, r"data\.jsonl:1: the prompt has messages"),
         ({"chosen": 1, "rejected": 2}, None, r"data\.jsonl:1: 'chosen' is a number, not text or messages"),
         ({"chosen": [{"role": "x"}], "rejected": [YES]}, None, r"message 1 of 'chosen' of data\.jsonl:1: unknown role 'x'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": [NO], "rejected": [YES]}, None, r"'prompt' has other contents"),
         ({"prompt": "Full?", "images": ["a.png"], **TEXTS}, None, r"takes text alone, but 'images' has images"),
         ({"chosen": [ASKED, NO], "rejected": [SYSTEM, YES]}, "chat_template.argilla_chat", r"conversations differ before"),
         ({"prompt": "Full?", "chosen": [ASKED, NO, ASKED, NO], "rejected": [ASKED, YES]}, "chatml.ultra", r"\(4 messages\). Use type: chat_template\.argilla_chat"),
