@@ -20,6 +20,7 @@ from outsize.base.errors import ConfigError
 from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.run.assemble import assemble, training_arguments
+from outsize.run.plan import plan_request
 from outsize.run.train import preview_run, train_run
 
 trl, datasets, peft = (pytest.importorskip(name) for name in ("trl", "datasets", "peft"))
@@ -136,10 +137,11 @@ def test_a_run_is_planned_before_it_is_made(tmp_path: Path) -> None:
     assert planned.plan.inputs["completion_mask"] == planned.plan.inputs["input_ids"] == (4, 53)
     assert "also  the reference model has " in text
     for keys, said in (({}, "its weights take"), (LORA, "is the base model")):
-        result = CliRunner().invoke(app, ["plan", str(write_run(tmp_path, **keys)), "--hardware", "64MiB"])
-        assert result.exit_code == 0 and "batch input_ids 4×53" in result.output
-        assert "note: rl: dpo: a pair is planned as two rows" in result.output and said in result.output
-        assert "sample_packing" not in result.output
+        found = plan_request(read_config(write_run(tmp_path, **keys)), "64MiB")
+        assert found.request.batch_of is not None and found.filled == 1
+        assert found.request.batch_of(2)["input_ids"].shape == (4, 53)
+        assert found.notes[-1].startswith("rl: dpo: a pair is planned as two rows") and said in found.notes[-1]
+        assert (found.request.reserved_host_bytes > 60_000) == (not keys)
 
 
 def test_without_trl_the_package_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +149,8 @@ def test_without_trl_the_package_to_install_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ConfigError, match=r"rl: dpo needs trl, .* pip install 'outsize\[rl\]'"):
         assemble(read_config(yaml))
-    assert CliRunner().invoke(app, ["plan", str(yaml), "--hardware", "64MiB"]).exit_code == 0
+    result = CliRunner().invoke(app, ["plan", str(yaml), "--hardware", "64MiB"])
+    assert result.exit_code == 0 and "note: rl: dpo: a pair is planned as two rows" in result.output
 
 
 def test_the_head_cannot_be_trained_beside_an_adapter(tmp_path: Path) -> None:

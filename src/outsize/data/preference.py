@@ -33,6 +33,8 @@ _STYLES = {
 }
 """The beginning of a turn, its end, and what stands between turns."""
 _QUESTIONS = ("prompt", "input", "question", "instruction")
+_BESIDE = (*_QUESTIONS, "messages", "conversation", "conversations")
+"""Columns that may hold the prompt."""
 _QUESTION_OF = {"icr": "input", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt"}
 
 
@@ -62,6 +64,12 @@ def _columns(record: Record, source: DatasetConfig) -> Pair:
         del names["prompt"]
     pair = {name: _part(record, column, source) for name, column in names.items()}
     answers = [pair["chosen"], pair["rejected"]]
+    is_whole = "prompt" in pair or not any(isinstance(answer, str) or len(answer) == 1 for answer in answers)
+    if idle := [name for name in (*(() if is_whole else _BESIDE), "system") if record.fields.get(name)]:
+        raise DataError(
+            f"{record.place}: without `type`, the column {idle[0]!r} is not used. Set `type` of this dataset "
+            "(docs/data.md lists those of pairs), or remove the column."
+        )
     if isinstance(answers[0], str) != isinstance(answers[1], str):
         raise DataError(f"{record.place}: one of chosen and rejected is text, the other one messages. {_CORRECT}")
     prompt = pair.get("prompt")

@@ -45,7 +45,7 @@ def pair(record: dict[str, Any], **source: Any) -> Any:
         ({"prompt": [ASKED], "chosen": [NO], "rejected": [YES]}, MESSAGES),
         ({"prompt": "Full?", "chosen": [ASKED, NO], "rejected": [ASKED, YES]}, MESSAGES),
         ({"prompt": "Full?", "chosen": NO, "rejected": {"from": "gpt", "value": "Yes."}}, MESSAGES),
-        ({"chosen": [ASKED, NO], "rejected": [ASKED, YES]}, MESSAGES),
+        ({"question": "x", "chosen": [ASKED, NO], "rejected": [ASKED, YES]}, MESSAGES),
     ],
 )  # fmt: skip
 def test_columns_are_a_pair_of_texts_or_of_messages(record: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -102,6 +102,9 @@ def test_columns_roles_and_formats_can_be_named() -> None:
         ({"chosen": "No."}, None, r"data\.jsonl:1: no column 'rejected'.* Set `field_rejected`"),
         ({"chosen": "No.", "rejected": [YES]}, None, r"data\.jsonl:1: one of chosen and rejected is text"),
         ({"prompt": [ASKED], **TEXTS}, None, r"data\.jsonl:1: the prompt has messages"),
+        ({"question": "Full?", **TEXTS}, None, r"data\.jsonl:1: without `type`, the column 'question' is not used"),
+        ({"messages": [ASKED], "chosen": NO, "rejected": YES}, None, r"the column 'messages' is not used"),
+        ({"system": "Be brief.", "prompt": "Full?", **TEXTS}, None, r"the column 'system' is not used"),
         ({"chosen": 1, "rejected": 2}, None, r"data\.jsonl:1: 'chosen' is a number, not text or messages"),
         ({"chosen": [{"role": "x"}], "rejected": [YES]}, None, r"message 1 of 'chosen' of data\.jsonl:1: unknown role 'x'"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": [NO], "rejected": [YES]}, None, r"'prompt' has other contents"),
