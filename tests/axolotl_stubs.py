@@ -132,9 +132,15 @@ ROWS = {
         "source": "a",
     },
     "text": lambda i: {"text": _text(i)},
+    "pairs": lambda i: {
+        "conversation": [{"role": "user", "content": _text(i)}],
+        "chosen": {"role": "assistant", "content": _text(i + 1)},
+        "rejected": {"role": "assistant", "content": _text(i + 2)},
+    },
 }
 DATASETS = {
     "fozziethebeat/alpaca_messages_2k_test": "messages",
+    "fozziethebeat/alpaca_messages_2k_dpo_test": "pairs",
     "mlabonne/FineTome-100k": "sharegpt",
     "Nanobit/text-shieldstral-2k-test": "messages",
     "allenai/c4": "text",

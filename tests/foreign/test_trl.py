@@ -228,6 +228,7 @@ def test_a_reference_model_and_the_model_stay_within_gpu_memory_together(name: s
     needed = both.value.needed_bytes + (1024 if name == "grpo-kl" else 0)
     trainer, machine = at(needed)
     with trainers.closing(trainer):
+        assert trainer.preview().plan.gpu_budget_bytes < needed and not trainer._running
         found = trainers.train(trainer)
         (other,) = trainer._running
         assert {home.weights for home in other.engine.plan.decision.homes} == {"host"}

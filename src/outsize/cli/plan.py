@@ -236,7 +236,7 @@ def _with_lora(model: str, request: "ForecastRequest") -> str:
 
     what = f"LoRA (--adapter lora --lora-r {DEFAULT_LORA_R}, all linear layers)"
     try:
-        found = forecast(model, replace(request, adapter=lora(r=DEFAULT_LORA_R), pins=None))
+        found = forecast(model, replace(request, adapter=lora(r=DEFAULT_LORA_R), pins=None, reserved_host_bytes=0))
     except PlanInfeasible as no:
         memory = "GPU" if no.resource == "gpu" else "host"
         return f"{what} does not fit either: it needs {show_enough(no.needed_bytes)} of {memory} memory."

@@ -53,6 +53,7 @@ _PLUGINS = (
 _TRACKER_SWITCHES = {
     "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow",
     "mlflow_experiment_name": "mlflow", "use_tensorboard": "tensorboard", "use_trackio": "trackio",
+    "trackio_project_name": "trackio",
     "use_comet": "comet_ml", "comet_project_name": "comet_ml",
     "use_swanlab": "swanlab", "swanlab_project": "swanlab",
 }  # fmt: skip
@@ -173,6 +174,29 @@ def model_type(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
     if "Classification" in str(value) and not is_refused:
         raise ConfigError(f"{show(value)} is not a language model. Train it with OutsizeTrainer.")
     return Converted()
+
+
+_OTHER_METHODS = {
+    "kto": "Use TRL's KTOTrainer with OutsizeMixin in Python (docs/other-code.md).",
+    "grpo": "Use TRL's GRPOTrainer with OutsizeMixin in Python (docs/other-code.md).",
+    "gdpo": "Use TRL's GRPOTrainer with OutsizeMixin in Python (docs/other-code.md).",
+    "orpo": "The nearest is rl: dpo with dpo_loss_type: [sigmoid, sft], on the same data.",
+    "simpo": "The nearest is rl: dpo with dpo_loss_type: sigmoid_norm, on the same data.",
+}
+
+
+def preference_method(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
+    """`ipo` is a loss of DPO."""
+    if value == "dpo":
+        return Converted(keys={"rl": "dpo"})
+    if value == "ipo":
+        return Converted(keys={"rl": "dpo", "dpo_loss_type": ["ipo"]})
+    raise ConfigError(f"{show(value)} is not supported. {_OTHER_METHODS.get(str(value), 'Use rl: dpo, or remove it.')}")
+
+
+def trl_settings(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
+    beta = value.get("beta") if isinstance(value, Mapping) else None
+    return Converted(keys={} if beta is None else {"rl_beta": beta})
 
 
 def curriculum(_: str, __: Any, ___: Mapping[str, Any]) -> Converted:

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from outsize.config.run import RunConfig
+from outsize.config.run import DatasetConfig, RunConfig
+from outsize.config.types import PAIR_KEYS, PAIR_TYPES
 
 
 class Contradiction(NamedTuple):
@@ -22,12 +23,31 @@ class Contradiction(NamedTuple):
 _EVAL_DATA = ("val_set_size", "test_datasets")
 _EVALUATING = ("eval_strategy", "eval_steps", *_EVAL_DATA)
 _LORA_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("lora_", "peft_")))
+_DPO_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("rl_", "dpo_")))
+_CHAT_TYPES = ("chat_template", "chat_template.default")
+_SHARED = {"field_system"}
 _SPLIT = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
 
 
 def _both_given(one: str, other: str) -> Contradiction:
     problem = f"conflicts with {other}. Remove one of them (on the command line: --set {other}=null)."
     return Contradiction((one, other), lambda config, given: {one, other} <= given, problem)
+
+
+def _conflicts_with_pairs(key: str, is_set: Callable[[RunConfig], bool], instead: str) -> Contradiction:
+    problem = f"does not work with rl: dpo. {instead}"
+    return Contradiction((key, "rl"), lambda config, given: config.rl is not None and is_set(config), problem)
+
+
+def _of_datasets(is_wrong: Callable[[DatasetConfig, bool], object], problem: str) -> Contradiction:
+    """`is_wrong` takes a dataset, and whether it is of pairs."""
+    return Contradiction(
+        ("datasets", "test_datasets", "rl"),
+        lambda config, given: any(
+            is_wrong(source, config.rl is not None) for source in (*config.datasets, *config.test_datasets)
+        ),
+        problem,
+    )
 
 
 def _needs(key: str, other: str, value: str) -> Contradiction:
@@ -109,6 +129,61 @@ CONTRADICTIONS = (
     ),
     *(_needs(key, "load_best_model_at_end", "true") for key in ("early_stopping_patience", "metric_for_best_model")),
     *(_needs(key, "adapter", "lora") for key in _LORA_KEYS),
+    *(_needs(key, "rl", "dpo") for key in _DPO_KEYS),
+    _of_datasets(
+        lambda source, pairs: not pairs and (source.type in PAIR_TYPES or PAIR_KEYS & set(source.prompt or ())),
+        "a `type` is of preference pairs. Set rl: dpo, or another type.",
+    ),
+    _of_datasets(
+        lambda source, pairs: (
+            pairs
+            and (source.type not in (None, *_CHAT_TYPES, *PAIR_TYPES) or set(source.prompt or ()) - PAIR_KEYS - _SHARED)
+        ),
+        f"a `type` is not of preference pairs. Set one of {', '.join((*_CHAT_TYPES, *PAIR_TYPES))}, a mapping with "
+        f"{', '.join(sorted(PAIR_KEYS))}, or remove it if the columns are chosen, rejected and perhaps prompt.",
+    ),
+    _of_datasets(
+        lambda source, pairs: (
+            pairs and (source.roles_to_train != ("assistant",) or source.train_on_eos or source.message_field_training)
+        ),
+        "with rl: dpo the whole answer is trained. Remove roles_to_train, train_on_eos and message_field_training.",
+    ),
+    _conflicts_with_pairs("sample_packing", lambda config: config.sample_packing, "Use sample_packing: false."),
+    _conflicts_with_pairs("train_on_inputs", lambda config: config.train_on_inputs, "Use train_on_inputs: false."),
+    _conflicts_with_pairs(
+        "chunked_loss", lambda config: config.chunked_loss is True, "Remove it: TRL computes the loss in chunks anyway."
+    ),
+    _conflicts_with_pairs(
+        "excess_length_strategy",
+        lambda config: config.excess_length_strategy == "split",
+        "Pairs cannot be split: use drop, truncate or raise.",
+    ),
+    _conflicts_with_pairs(
+        "reinit_weights",
+        lambda config: config.reinit_weights,
+        "The reference is the model that is read, so its weights are needed. Remove it.",
+    ),
+    _conflicts_with_pairs(
+        "lora_model_dir",
+        lambda config: config.lora_model_dir is not None,
+        "The reference is base_model without an adapter. Merge the adapter (outsize export FOLDER merged --merge), and "
+        "use base_model: merged.",
+    ),
+    Contradiction(
+        ("dpo_loss_weights", "dpo_loss_type"),
+        lambda config, given: len(config.dpo_loss_weights) not in (0, len(config.dpo_loss_type)),
+        "needs one weight for each loss of dpo_loss_type ({config.dpo_loss_type}). Correct one of them.",
+    ),
+    Contradiction(
+        ("dpo_loss_type", "dpo_label_smoothing"),
+        lambda config, given: "exo_pair" in config.dpo_loss_type and not config.dpo_label_smoothing,
+        "exo_pair needs dpo_label_smoothing. Set it; 1e-3 is usual.",
+    ),
+    Contradiction(
+        ("dpo_use_weighting", "dpo_loss_type"),
+        lambda config, given: config.dpo_use_weighting and not {"aot", "aot_unpaired"}.isdisjoint(config.dpo_loss_type),
+        "does not work with the losses aot and aot_unpaired. Remove it, or use another dpo_loss_type.",
+    ),
     Contradiction(
         ("adapter", "lora_target_modules", "lora_target_linear", "lora_model_dir"),
         lambda config, given: (

@@ -125,9 +125,8 @@ AXOLOTL: dict[str, OtherKey] = {
     **converted(
         convert.tracker, "an environment variable of the same name in capitals; a project or experiment also adds the "
         "tracker to `report_to`; the name of a run is `run_name`", "wandb_* mlflow_* hf_mlflow_log_artifacts comet_* "
-        "swanlab_* trackio_run_name",
+        "swanlab_* trackio_*",
     ),
-    **ignored("trackio's default project is used", "trackio_project_name trackio_space_id"),
     **ignored("the log has loss, learning rate, gradient norm and tokens/s", "use_otel_metrics otel_* "
               "include_tkps profiler_steps profiler_steps_start"),
     # Data
@@ -152,6 +151,19 @@ AXOLOTL: dict[str, OtherKey] = {
     **refused("sample_packing: true packs rows to sequence_len. Use these.", "max_packed_sequence_len"),
     **refused("The data is used as it is. Filter or extend it beforehand.", "min_sample_len dataset_shard_num "
               "dataset_shard_idx default_system_message chat_template_kwargs use_pose pose_* eval_sequence_len"),
+    # Preferences
+    **converted(convert.preference_method, "`dpo`; `ipo` is `dpo` with `dpo_loss_type: ipo`; others are refused by "
+                "name", "rl"),
+    **renamed("rl_beta", "dpo_beta"),
+    **converted(convert.trl_settings, "`beta` is `rl_beta`; the others are of methods that are refused", "trl"),
+    **ignored("the reference runs in every step, which gives the same values", "precompute_ref_log_probs"),
+    **ignored("sequence_len limits prompt and answer together", "max_prompt_len"),
+    **ignored("batches are padded, and the loss is computed in chunks", "dpo_padding_free dpo_use_liger_kernel "
+              "dpo_use_logits_to_keep"),
+    **ignored("evaluation computes the loss", "dpo_generate_during_eval"),
+    **refused("TRL has no such loss. Use dpo_loss_type: sigmoid_norm, which is normalized by length.",
+              "dpo_norm_loss"),
+    **refused("Use dpo_loss_type: [sigmoid, sft] with dpo_loss_weights: [1, <rpo_alpha>].", "rpo_alpha"),
     # Tokenizer and model
     **converted(convert.model_type, "classes of language models are read from the config; others are refused",
                 "model_type type_of_model"),
@@ -179,9 +191,9 @@ AXOLOTL: dict[str, OtherKey] = {
     ),
     **converted(convert.activation_offloading, "`true`, also for `legacy` and `disk`", "activation_offloading"),
     **converted(convert.plugins, "kernels, losses and trackers are ignored, others refused", "plugins"),
-    **ignored("only with a key that is refused", "fsdp_* ring_attn_func expert_parallel_* rl_beta dpo_* orpo_alpha "
-              "kto_* cpo_alpha simpo_gamma rpo_alpha precompute_ref_log_probs max_prompt_len trl vllm ebft num_labels "
-              "center_rewards_coefficient bnb_config_kwargs bnb_* gptq_* model_quantization_config_kwargs "
+    **ignored("only with a key that is refused", "fsdp_* ring_attn_func expert_parallel_* orpo_alpha kto_* "
+              "cpo_alpha simpo_gamma vllm ebft num_labels center_rewards_coefficient bnb_config_kwargs bnb_* gptq_* "
+              "model_quantization_config_kwargs "
               "llama4_linearized_experts nvfp4_* dsv4_* gemma4_fp8_nonexpert gemma4_nf4_nonexpert "
               "lisa_step_interval lisa_layers_attribute relora_* eaft_* fp8_* kd_* ray_* resources_per_worker"),
     **ignored("evaluation computes the loss", "eval_table_size eval_max_new_tokens eval_causal_lm_metrics "
@@ -195,8 +207,8 @@ AXOLOTL: dict[str, OtherKey] = {
     # Refused
     **refused(_ONE_GPU, "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size "
               "dp_shard_size dp_replicate_size world_size use_ray"),
-    **refused("Preferences and rewards are not part of a YAML run. Use OutsizeMixin with a trainer of TRL.",
-              "rl reward_model process_reward_model"),
+    **refused("Rewards are not part of a YAML run. Use TRL's RewardTrainer with OutsizeMixin in Python "
+              "(docs/other-code.md).", "reward_model process_reward_model"),
     **refused("Weights are not quantized. Remove it.", "gptq quantize_moe_experts model_quantization_config "
               "nonexpert_quantization"),
     **refused("Weights are bf16 with exact fp32 master weights. " + _TO_EXPORTED, "qat quantization fp8 llmcompressor "

@@ -97,11 +97,13 @@ def _take_axolotl_defaults(found: Normalized, key: str) -> list[str]:
     kinds = [item.get("type") if isinstance(item, Mapping) else None for item in items]
     if data.get("excess_length_strategy") is None and not all(kind in _SPLIT_TYPES for kind in kinds):
         data["excess_length_strategy"] = "drop"
-        found.notes.append(f"excess_length_strategy: {_WITHOUT_SPLIT} (the file has Axolotl's key {key}).")
+        if not data.get("rl"):  # pairs cannot be split, so nothing else is expected
+            found.notes.append(f"excess_length_strategy: {_WITHOUT_SPLIT} (the file has Axolotl's key {key}).")
     if data.get("early_stopping_patience") and data.get("load_best_model_at_end") is None:
         data["load_best_model_at_end"] = True
-    of_other_kind = ("unfrozen_parameters",) if data.get("adapter") else ("lora_", "peft_")
-    idle = [name for name in data if name.startswith(of_other_kind)]
+    of_other_kind = [] if data.get("rl") else ["rl_", "dpo_"]
+    of_other_kind += ["unfrozen_parameters"] if data.get("adapter") else ["lora_", "peft_"]
+    idle = [name for name in data if name.startswith(tuple(of_other_kind))]
     if not data.get("val_set_size") and not data.get("test_datasets"):
         idle += [name for name in ("eval_steps", "eval_strategy") if name in data]
     return [found.spelled[name] for name in idle if data.pop(name)]

@@ -16,6 +16,7 @@ from outsize.config.types import (
     CountFromZero,
     CountOrShare,
     DatasetType,
+    DpoLoss,
     NotNegative,
     Optimizer,
     PinName,
@@ -50,6 +51,9 @@ class DatasetConfig:
     """The column of a completion."""
     field_messages: Text = "messages"
     """The column of a conversation."""
+    field_chosen: Text = "chosen"
+    field_rejected: Text = "rejected"
+    """The columns of the answers of a preference pair."""
     message_property_mappings: dict[str, Text] | None = None
     """The key in the data per key of a message: `{role: from, content: value}`."""
     message_field_role: Text | None = None
@@ -129,6 +133,18 @@ class RunConfig:
     num_epochs: Positive = 1.0
     max_steps: Count | None = None
     """Length of the run in steps, whatever `num_epochs` is."""
+
+    rl: Literal["dpo"] | None = None
+    """Training on preference pairs, by TRL's DPOTrainer. None: on the tokens of the data."""
+    rl_beta: Positive = 0.1
+    """How much a deviation from the reference model costs."""
+    dpo_loss_type: tuple[DpoLoss, ...] = ("sigmoid",)
+    """Losses that are added up."""
+    dpo_loss_weights: tuple[float, ...] = ()
+    """Their weights. Empty: 1 each."""
+    dpo_label_smoothing: ShareBelowOne = 0.0
+    dpo_use_weighting: bool = False
+    """Weigh pairs by the model's own probability of their answers (WPO)."""
 
     learning_rate: Positive = 2e-5
     lr_scheduler: Scheduler = "cosine"

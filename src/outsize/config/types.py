@@ -4,7 +4,7 @@
 checks the rule.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from outsize.base.records import Rule
 from outsize.base.units import parse_bytes
@@ -78,7 +78,31 @@ Trackers = Annotated[
 TargetModules = Annotated[
     tuple[Text, ...] | str, Rule(expected="a list of module names, or a regex of whole names", holds=bool)
 ]
-DatasetType = Literal[
+DpoLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+"""The losses of TRL's DPOTrainer."""
+PAIR_TYPES = (
+    "chat_template.argilla_chat",
+    *(f"{style}.{form}" for style in ("chatml", "llama3")
+      for form in ("default", "argilla_chat", "icr", "intel", "prompt_pairs", "ultra")),
+)  # fmt: skip
+"""The formats of preference pairs alone (data/preference.py)."""
+TextType = Literal[
     "completion",
     "pretrain",
     "chat_template",
@@ -102,6 +126,10 @@ DatasetType = Literal[
     "gpteacher",
 ]
 """The formats of data/formats.py."""
+if TYPE_CHECKING:
+    DatasetType = str
+else:
+    DatasetType = Literal[(*get_args(TextType), *PAIR_TYPES)]
 PromptKey = Literal[
     "system_prompt",
     "field_system",
@@ -111,7 +139,17 @@ PromptKey = Literal[
     "format",
     "no_input_format",
     "system_format",
+    "field_prompt",
+    "field_chosen",
+    "field_rejected",
+    "prompt_format",
+    "chosen_format",
+    "rejected_format",
 ]
+PAIR_KEYS = {f"field_{name}" for name in ("prompt", "chosen", "rejected")} | {
+    f"{name}_format" for name in ("prompt", "chosen", "rejected")
+}
+"""Those of preference pairs alone."""
 Checkpoint = Annotated[
     str | bool, Rule(expected="the folder of a checkpoint or true for the newest one", holds=lambda value: value != "")
 ]

@@ -170,6 +170,13 @@ class Chats:
         ends = "|".join(re.escape(token) for token in tokens if token) or r"(?!)"
         return sorted([*full, *((match.start(), match.end()) for match in re.finditer(ends, text))])
 
+    # --- parts of conversations
+
+    def text(self, messages: list[Message], record: Record, *, prompt: bool = False) -> str:
+        """The messages as the template renders them. `prompt`: with the beginning of an answer."""
+        shown = [_with_parts(message) for message in messages] if self._in_parts else messages
+        return _apply(self.tokenizer, self._template, _tools_of(record), shown, prompt)
+
 
 # --- messages
 

@@ -282,10 +282,7 @@ def _inferred(first: Record, source: DatasetConfig) -> str:
 def _guess(fields: dict[str, Any]) -> str:
     """The line to add, by the names and values of the columns."""
     if {"chosen", "rejected"} <= set(fields):
-        return (
-            "chosen and rejected are preference pairs: outsize train has no preference training; use TRL's DPOTrainer "
-            "with OutsizeMixin (docs/data.md)."
-        )
+        return "chosen and rejected are preference pairs: add `rl: dpo` to the run file."
     for name, kind in FORMATS.items():
         if not kind.inferred and kind.fits(fields, DatasetConfig(path="-")):
             return f"They look like `type: {name}`: add it to this dataset."

@@ -59,6 +59,8 @@ class ForecastRequest(PlanRequest):
     image_size: int = 1024
     adapter: Adapter | None = None
     """None: all weights are trained."""
+    reserved_host_bytes: int = 0
+    """Host memory for another model."""
     batch_of: Callable[[int], dict[str, Tensor]] | None = None
     """Makes the batch to plan for, by its number of rows. None: full rows without padding (forecast/example.py)."""
 
@@ -84,6 +86,7 @@ class Forecast:
     """The inputs of the search, for further searches."""
     host_memory: str | int | None = None
     """As requested, for every machine. None: each has its own."""
+    reserved_host_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -101,7 +104,8 @@ class Forecast:
     def smallest_machine(self) -> str | None:
         """The smallest machine of the catalog that fits, by GPU memory and then by name. None if none does."""
         for spec in sorted(CATALOG.values(), key=lambda spec: (spec.gpu_bytes, spec.name)):
-            least = self.problem.least_gpu_bytes(_host_bytes(spec, self.host_memory))
+            host_bytes = _host_bytes(spec, self.host_memory) - self.reserved_host_bytes
+            least = self.problem.least_gpu_bytes(max(0, host_bytes))
             if least is not None and least <= _gpu_budget(spec, None).usable_bytes:
                 return spec.name
         return None
@@ -207,7 +211,7 @@ class _OfflinePlanner:
         self._splits = splits_of(request.batch_size, request.micro_batch_size, request.accumulate)
         self._spec = request.hardware if isinstance(request.hardware, HardwareSpec) else lookup(request.hardware)
         self._gpu = _gpu_budget(self._spec, request.gpu_memory)
-        self._host_bytes = _host_bytes(self._spec, request.host_memory)
+        self._host_bytes = max(0, _host_bytes(self._spec, request.host_memory) - request.reserved_host_bytes)
         self._config = config_of(model)
         self._images = Images(per_row=request.images, pixels=request.image_size)
 
@@ -257,7 +261,14 @@ class _OfflinePlanner:
         made = problem.solve()
         check(made, graph, layout)
         made = replace(made, loss=found.loss.text, loss_chunk=found.loss.chunk)
-        return Forecast(plan=made, graph=graph, layout=layout, problem=problem, host_memory=request.host_memory)
+        return Forecast(
+            plan=made,
+            graph=graph,
+            layout=layout,
+            problem=problem,
+            host_memory=request.host_memory,
+            reserved_host_bytes=request.reserved_host_bytes,
+        )
 
 
 def _gpu_budget(spec: HardwareSpec, gpu_memory: str | int | None) -> GpuBudget:

@@ -62,6 +62,8 @@ def loads_reference(trainer: type, given: dict[str, Any]) -> bool:
     """Whether TRL itself loads a reference model."""
     classes = trl_classes(trainer)
     is_online, beta = bool(classes & {"GRPOTrainer", "RLOOTrainer"}), getattr(given.get("args"), "beta", 0.0)
+    if hasattr(given.get("model"), "peft_config"):
+        return False  # its adapter is turned off instead
     has_reference = bool(beta) if is_online else bool(classes & {"DPOTrainer", "KTOTrainer"})
     return has_reference and given.get("ref_model") is None and given.get("peft_config") is None
 

@@ -170,8 +170,10 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if self._has_engine:
             return self.engine.runtime.planned
         batch, request = self._preparation(dataloader)
-        with self._with_others(batch, request) as left:
-            return preview_as(self.model, batch, left)
+        try:
+            return self._beside_others(batch, request, lambda left: preview_as(self.model, batch, left))
+        finally:
+            self._stop_others()
 
     @property
     def _has_engine(self) -> bool:
@@ -331,7 +333,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         if not self._has_engine:
             self._use_loss_of(resume_from_checkpoint)
             planned = self.start_engine(train_dataloader).runtime.planned
-            if self.shows_plan:
+            if self.shows_plan and self.is_world_process_zero():
                 print(render(planned.plan, planned.graph, planned.layout))
         elif (step_config := self.engine.plan.step_config).update != update_mode(
             self.args, self._nonfinite

@@ -7,10 +7,9 @@ any plan. Here each gets its own engine for forward passes. Its memory is part o
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     _Trainer: Any
 else:
     _Trainer = object
+
+
+Planned = TypeVar("Planned")
 
 
 class OtherModel:
@@ -108,6 +110,8 @@ class RunsOthers(_Trainer):
     _is_online: bool
     """Batches are generated, and other models run then, not in the loss."""
     _running: "tuple[OtherModel, ...]" = ()
+    others_bytes = (0, 0)
+    """GPU and host memory of the other models under the last plan."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -134,20 +138,30 @@ class RunsOthers(_Trainer):
         return f"{word} {count + 1}" if count else word
 
     def _prepare_with_others(self, batch: dict[str, Any], request: PrepareRequest) -> Engine:
-        """Prepare the trained model in the memory that the others leave. If it does not fit, the others use less."""
+        """Prepare the trained model in the memory that the others leave."""
+        return self._beside_others(batch, request, lambda left: prepare_as(self.model, batch, left))
+
+    def _beside_others(
+        self, batch: dict[str, Any], request: PrepareRequest, plan: Callable[[PrepareRequest], Planned]
+    ) -> Planned:
+        """Start the other models and plan with the request that has the memory they leave. If that does not fit, they
+        use less. They run until `_stop_others`.
+        """
         if not self._others:
-            return prepare_as(self.model, batch, request)
+            return plan(request)
         try:
-            return self._prepare_beside(batch, request, least=False)
+            return self._try_beside(batch, request, plan, least=False)
         except PlanInfeasible as error:
             why = str(error)
         log.info("planning again with as little GPU memory as possible for the other models: %s", why)
-        return self._prepare_beside(batch, request, least=True)
+        return self._try_beside(batch, request, plan, least=True)
 
-    def _prepare_beside(self, batch: dict[str, Any], request: PrepareRequest, *, least: bool) -> Engine:
+    def _try_beside(
+        self, batch: dict[str, Any], request: PrepareRequest, plan: Callable[[PrepareRequest], Planned], *, least: bool
+    ) -> Planned:
         self._start_others(batch, request, least=least)
         try:
-            return prepare_as(self.model, batch, self._left_by_others(request))
+            return plan(self._left_by_others(request))
         except PlanInfeasible as error:
             taken = sum(other.gpu_bytes if error.resource == "gpu" else other.host_bytes for other in self._running)
             parts = [
@@ -161,15 +175,6 @@ class RunsOthers(_Trainer):
             self._stop_others()
             raise
 
-    @contextmanager
-    def _with_others(self, batch: dict[str, Any], request: PrepareRequest) -> Iterator[PrepareRequest]:
-        """Start the other models while a plan is made. Yields the request with the memory that they leave."""
-        self._start_others(batch, request, least=False)
-        try:
-            yield self._left_by_others(request)
-        finally:
-            self._stop_others()
-
     def _start_others(self, batch: dict[str, Any], request: PrepareRequest, *, least: bool) -> None:
         self._stop_others()
         left = request
@@ -180,6 +185,10 @@ class RunsOthers(_Trainer):
                     OtherModel(model, name, batch, left, least=least, only_weights=self._is_in_main_plan(model)),
                 )
                 left = self._left_by_others(request)
+            self.others_bytes = (
+                sum(other.gpu_bytes for other in self._running),
+                sum(other.host_bytes for other in self._running),
+            )
         except BaseException:
             self._stop_others()
             raise

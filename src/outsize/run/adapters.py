@@ -51,6 +51,14 @@ def adapter_of(config: RunConfig, is_encoder_decoder: bool = False) -> Adapter:
     )
 
 
+def materialize(built: Built) -> nn.Module:
+    """The model with its weights in host memory."""
+    if built.weights is not None:
+        _fill(built.model, built.weights, ends=("",))
+        built.weights.close()
+    return built.model
+
+
 @dataclass(frozen=True, slots=True)
 class _Renamed:
     weights: Weights

@@ -1,15 +1,13 @@
 """Builds a ready Trainer from a RunConfig: tokenizer, data, model, adapter, arguments."""
 
-import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
 
 from outsize.base.errors import ConfigError, OutsizeError
@@ -19,15 +17,13 @@ from outsize.config.run import RunConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator, pad_id_of, widest_batch
 from outsize.data.packing import keeps_documents_apart
+from outsize.data.preference import load_pairs
 from outsize.device.choose import choose_device
-from outsize.integrations.arguments import update_mode
-from outsize.integrations.hf import OutsizeTrainer
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.model.strategies import STRATEGIES
 from outsize.optim.names import OPTIMIZERS, spec_class
-from outsize.optim.spec import OptimizerSpec
-from outsize.run.adapters import adapt
+from outsize.run.adapters import adapt, materialize
 from outsize.run.compat_checks import (
     first_line,
     make_trackers,
@@ -39,20 +35,14 @@ from outsize.run.compat_checks import (
     with_installed_attention,
 )
 from outsize.run.disk import disk_need, num_steps, require_disk_space
-from outsize.run.resume_fingerprint import (
-    FINGERPRINT_FILE,
-    require_resumable,
-    require_same_data,
-    resume_fingerprint,
-    split_of,
-)
+from outsize.run.dpo import dpo_arguments, dpo_trainer, widest_pairs
+from outsize.run.resume_fingerprint import require_resumable, require_same_data, resume_fingerprint, split_of
 from outsize.run.row_lengths import longest_row, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
 from outsize.run.trained import freeze
-from outsize.runtime.engine import PlannedModel
+from outsize.run.trainer import RunTrainer
 from outsize.schedule.pins import Pins
-from outsize.setup.micro_batch import Choice, Split, splits_of
-from outsize.setup.prepare import choose_micro_batch
+from outsize.setup.micro_batch import Split, splits_of
 
 _SAME_NAMES = (
     "output_dir", "learning_rate", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
@@ -67,11 +57,13 @@ _NEVER = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    trainer: "RunTrainer"
+    trainer: Any
+    """A RunTrainer, or with `rl: dpo` one of run/dpo.py."""
     tokenizer: Any
     checkpoint: Path | None
     """To resume from."""
     num_rows: int
+    """Pairs, with `rl: dpo`."""
     num_eval_rows: int
     longest_row: int
     """Tokens of the longest row after padding to `sequence_len` or packing. The plan is for such rows."""
@@ -79,71 +71,6 @@ class Assembled:
     """Of the average training row, without padding."""
     chosen_by: str
     """How the micro-batch was chosen, if it was."""
-
-
-class RunTrainer(OutsizeTrainer):
-    """A Trainer whose checkpoints record the settings of the run."""
-
-    fingerprint: dict[str, Any]
-    """See run/resume_fingerprint.py."""
-    shows_plan = False
-    changed: tuple[str, ...] = ()
-    """Settings that differ from the checkpoint's, changed with `--set`."""
-
-    def choose_split(self, splits: Sequence[Split], batch_of: Callable[[int], dict[str, Any]]) -> Choice[PlannedModel]:
-        """Choose the fastest micro-batch size. `batch_of`: the batch to plan for, by its number of rows."""
-
-        _, request = self._preparation(None)
-
-        def optimizer_for(split: Split) -> OptimizerSpec:
-            self.args.gradient_accumulation_steps = split.passes
-            return replace(request.optimizer, update=update_mode(self.args, self._nonfinite))
-
-        choice = choose_micro_batch(
-            self.model,
-            splits,
-            request,
-            batch_of=lambda rows: self._as_in_training(batch_of(rows)),
-            optimizer_for=optimizer_for,
-        )
-        self._plan_batch = batch_of(choice.split.rows)
-        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = (
-            choice.split.rows,
-            choice.split.passes,
-        )
-        self._train_batch_size = self.args.train_batch_size  # Trainer caches it for its loaders
-        return choice
-
-    def _write_common(self, folder: Path) -> None:
-        super()._write_common(folder)
-        (folder / FINGERPRINT_FILE).write_text(json.dumps(self.fingerprint, indent=1))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loading restores the checkpoint's optimizer settings and learning rate; changed ones are applied again."""
-        groups = self.engine.optimizer.param_groups
-        requested = [{key: group[key] for key in ("weight_decay", "betas", "eps", "initial_lr")} for group in groups]
-        super()._load_optimizer_and_scheduler(checkpoint)
-        scheduler = self.lr_scheduler
-        if checkpoint is None or not self.changed or not isinstance(scheduler, LambdaLR):
-            return
-        # As if the new schedule had been used from the start.
-        scheduler.base_lrs = [settings["initial_lr"] for settings in requested]
-        scheduler._last_lr = [
-            base * factor(scheduler.last_epoch)
-            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
-        for group, settings, rate in zip(groups, requested, scheduler._last_lr, strict=True):
-            group.update(settings, lr=rate)
-
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Trainer runs one step before it checks whether any is left."""
-        done = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
-        # Trainer would keep the checkpoint's micro-batch size and intervals of saves, evaluations and logs.
-        self.state.train_batch_size = self._train_batch_size
-        self.state.compute_steps(self.args, max_steps)
-        return (num_train_epochs, 0) if self.state.global_step >= max_steps else done
 
 
 def assemble(config: RunConfig) -> Assembled:
@@ -186,14 +113,13 @@ def assemble(config: RunConfig) -> Assembled:
     patience = config.early_stopping_patience
 
     def batch_of(rows: int) -> dict[str, Any]:
+        if config.rl is not None:
+            return widest_pairs(collator, pairs=rows, tokens=tokens, vocab_size=vocabulary)
         return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
 
-    trainer = RunTrainer(
+    common: dict[str, Any] = dict(
         model=built.model,
         args=arguments,
-        train_dataset=train,
-        eval_dataset=evaluated,
-        data_collator=collator,
         processing_class=tokenizer,
         callbacks=[*trackers, *([EarlyStoppingCallback(patience)] if patience else [])],
         gpu_memory=config.gpu_memory,
@@ -207,6 +133,12 @@ def assemble(config: RunConfig) -> Assembled:
         chunked_loss=_chunked_loss(config, checkpoint),
         plan_batch=batch_of(splits[0].rows),
     )
+    trainer: Any
+    if config.rl is None:
+        trainer = RunTrainer(train_dataset=train, eval_dataset=evaluated, data_collator=collator, **common)
+    else:
+        reference = None if config.adapter is not None else materialize(_build(config, None))
+        trainer = dpo_trainer(config, train, evaluated, reference, **common)
     trainer.remove_callback(PrinterCallback)
     chosen_by = ""
     if len(splits) > 1:
@@ -215,15 +147,16 @@ def assemble(config: RunConfig) -> Assembled:
         arguments.per_device_eval_batch_size = config.eval_batch_size or choice.split.rows
         log.info(chosen_by)
     layout = spec_class(config.optimizer)().rule.layout
-    steps = num_steps(config, len(train))
+    rows_per_item = 1 if config.rl is None else 2
+    steps = num_steps(config, len(train) // rows_per_item)
     require_disk_space(disk_need(built.model, arguments, layout, checkpoint, steps), arguments)
     trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints), tuple(changed)
     return Assembled(
         trainer=trainer,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
-        num_rows=len(train),
-        num_eval_rows=len(evaluated) if evaluated is not None else 0,
+        num_rows=len(train) // rows_per_item,
+        num_eval_rows=len(evaluated) // rows_per_item if evaluated is not None else 0,
         longest_row=tokens,
         tokens_per_row=tokens_per_row(train),
         chosen_by=chosen_by,
@@ -309,22 +242,22 @@ def find_checkpoint(config: RunConfig) -> Path | None:
 
 
 def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list[str]]:
-    """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset."""
+    """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset. With `rl: dpo`, two rows a pair."""
     fingerprints: list[str] = []
+    load: Any = load_rows if config.rl is None else load_pairs
     settings: dict[str, Any] = dict(
         sequence_len=config.sequence_len,
-        pad_id=pad_id,
         excess_length_strategy=config.excess_length_strategy,
-        sample_packing=config.sample_packing,
         seed=config.seed if config.data_seed is None else config.data_seed,
-        train_on_inputs=config.train_on_inputs,
         deduplicate=config.dataset_exact_deduplication,
     )
-    train, evaluated = load_rows(
+    if config.rl is None:
+        settings |= dict(pad_id=pad_id, sample_packing=config.sample_packing, train_on_inputs=config.train_on_inputs)
+    train, evaluated = load(
         tokenizer, config.datasets, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
     )
     if config.test_datasets:
-        evaluated, _ = load_rows(tokenizer, config.test_datasets, **settings)
+        evaluated, _ = load(tokenizer, config.test_datasets, **settings)
     return train, evaluated, fingerprints
 
 
@@ -334,7 +267,8 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
     save_strategy = (
         config.evaluates if config.load_best_model_at_end and config.save_steps is None else config.save_strategy
     )
-    return TrainingArguments(
+    kind = TrainingArguments if config.rl is None else partial(dpo_arguments, config)
+    return kind(
         **{name: getattr(config, name) for name in _SAME_NAMES},
         per_device_train_batch_size=split.rows,
         per_device_eval_batch_size=config.eval_batch_size or split.rows,
@@ -349,6 +283,7 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
         save_steps=save_steps,
         eval_strategy=config.evaluates,
         report_to=list(config.report_to),
+        project=config.environment.get("TRACKIO_PROJECT_NAME", "huggingface"),  # of trackio; transformers' default
         use_cpu=not on_gpu,
         remove_unused_columns=False,
         disable_tqdm=True,

@@ -22,10 +22,13 @@ def first_line(error: Exception) -> str:
 
 
 def make_trackers(names: list[str]) -> list[TrainerCallback]:
-    try:
-        return [kind() for kind in get_reporting_integration_callbacks(names)]
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"report_to: {first_line(error)}. Install what is missing, or remove the tracker.") from None
+    made = []
+    for name in names:
+        try:
+            made += [kind() for kind in get_reporting_integration_callbacks([name])]
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"report_to: {name}: {first_line(error)}. Or remove it from report_to.") from None
+    return made
 
 
 def with_installed_attention(config: RunConfig) -> RunConfig:

@@ -1,11 +1,13 @@
 """The settings of `outsize plan` for a run file: its model, adapter, data, batch and budgets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outsize.base.errors import OutsizeError
+from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
 from outsize.data.collate import Collator, pad_id_of, widest_batch
 from outsize.device.choose import choose_device
@@ -13,7 +15,7 @@ from outsize.forecast.forecast import ForecastRequest
 from outsize.hardware.spec import HardwareSpec
 from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.model.build import load_config
+from outsize.model.build import load_config, trainable_class
 from outsize.run.adapters import adapter_of
 from outsize.run.assemble import pins_of, rows, training_arguments
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
@@ -27,7 +29,7 @@ class RunRequest:
     request: ForecastRequest
     notes: tuple[str, ...]
     filled: float
-    """Share of the planned tokens that the average row has. 1 if rows are packed, or the data are unknown."""
+    """Share of the planned tokens that the average row has. 1 if rows are packed or cannot be, or are unknown."""
 
 
 def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
@@ -45,11 +47,17 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         notes.append(f"planned for {DEFAULT_HARDWARE}, because this machine has no GPU; --hardware names another")
     if config.plan_file is not None:
         notes.append("plan: the plan file is not used here; `outsize train --dry-run` shows it")
-    arguments = training_arguments(config, on_gpu=False)
+    arguments = training_arguments(replace(config, rl=None), on_gpu=False)  # without TRL, which may not be installed
     collator = Collator(pad_id, tokens if config.pad_to_sequence_len else None)
     vocabulary: int = load_config(config.base_model, may_be_quantized=True).get_text_config().vocab_size
 
+    reserved = 0
+    if config.rl is not None:
+        reserved, note = _reference(config)
+        notes.append(note)
+
     def batch_of(rows: int) -> dict[str, Tensor]:
+        rows *= 1 if config.rl is None else 2
         return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
 
     request = ForecastRequest(
@@ -61,6 +69,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         accumulate=config.gradient_accumulation_steps,
         gpu_memory=config.gpu_memory,
         host_memory=config.host_memory,
+        reserved_host_bytes=reserved,
         pins=pins_of(config),
         dtype="bfloat16" if config.bf16 else "float32",
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
@@ -68,7 +77,23 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         adapter=None if config.adapter is None else adapter_of(config),
         batch_of=batch_of,
     )
-    return RunRequest(request=request, notes=tuple(notes), filled=filled)
+    return RunRequest(request=request, notes=tuple(notes), filled=filled if config.rl is None else 1.0)
+
+
+def _reference(config: RunConfig) -> tuple[int, str]:
+    """Host memory of the reference model of `rl: dpo`, and what the plan leaves out."""
+    note = (
+        "rl: dpo: a pair is planned as two rows; TRL's loss and the forward of the reference are not in the prediction "
+        "(`outsize train --dry-run` measures them)"
+    )
+    if config.adapter is not None:
+        return 0, f"{note}; the reference is the base model without the adapter, which needs no memory of its own"
+    model_config = load_config(config.base_model, may_be_quantized=True)
+    with torch.device("meta"):
+        dtype = torch.bfloat16 if config.bf16 else torch.float32
+        model = trainable_class(model_config)._from_config(model_config, dtype=dtype)
+    needed = sum(param.nbytes for param in model.parameters())
+    return needed, f"{note}; its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
 
 
 def _rows_of(config: RunConfig) -> tuple[int, float, int]:

@@ -14,6 +14,7 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.integrations.hf import OutsizeTrainer
 
 _WINDOW_STEPS = 20
+_GIB = 2**30
 
 
 class ProgressCallback(TrainerCallback):
@@ -75,22 +76,35 @@ class ProgressCallback(TrainerCallback):
         """Of the run, padding not counted."""
         return self._trainer.num_rows_seen * self._tokens_per_row / self.seconds if self.seconds else 0.0
 
-    def _facts(self) -> str:
-        engine, is_terminal = self._trainer.engine, self._console.is_terminal
-        facts = [f"loss {self.losses[-1][1]:.{3 if is_terminal else 6}f}"] if self.losses else []
+    def fields(self) -> dict[str, float]:
+        """What the log of a step has beside loss, learning rate and gradient norm. Memory is in GiB."""
+        engine, (other_gpu, other_host) = self._trainer.engine, self._trainer.others_bytes
+        found: dict[str, float] = {}
         seconds = sum(seconds for seconds, _ in self._steps)
         if seconds:
-            rate = sum(rows for _, rows in self._steps) * self._tokens_per_row / seconds
-            facts.append(f"{rate:,.0f} tokens/s")
+            found["tokens_per_second"] = sum(rows for _, rows in self._steps) * self._tokens_per_row / seconds
+            found["seconds_left"] = self._steps_left * seconds / len(self._steps)
+        found["host_memory_gib"] = self._host.memory_info().rss / _GIB
+        if engine.device.has_own_memory:  # otherwise GPU memory is host memory
+            estimate = engine.plan.estimate
+            found["gpu_memory_gib"] = engine.report().gpu_peak_bytes / _GIB
+            found["gpu_memory_planned_gib"] = (estimate.gpu_bytes + other_gpu) / _GIB
+            found["host_memory_planned_gib"] = (estimate.host_bytes + other_host) / _GIB
+        return found
+
+    def _facts(self) -> str:
+        fields, is_terminal = self.fields(), self._console.is_terminal
+        facts = [f"loss {self.losses[-1][1]:.{3 if is_terminal else 6}f}"] if self.losses else []
+        if "tokens_per_second" in fields:
+            facts.append(f"{fields['tokens_per_second']:,.0f} tokens/s")
             if not is_terminal:  # which has a column for it
-                facts.append(f"{show_seconds(self._steps_left * seconds / len(self._steps))} left")
+                facts.append(f"{show_seconds(fields['seconds_left'])} left")
         names = {"learning_rate": "lr", "grad_norm": "norm"}
         facts += [f"{name} {self._logs[key]:.3g}" for key, name in names.items() if key in self._logs]
-        planned = ""
-        if engine.device.has_own_memory:  # otherwise GPU memory is host memory
-            peak, estimate = engine.report().gpu_peak_bytes, engine.plan.estimate
-            name = "simulated GPU" if engine.device.is_simulated else "GPU"
-            facts.append(f"{name} {show_bytes(peak)} of {show_bytes(estimate.gpu_bytes)} planned")
-            planned = f", {show_bytes(estimate.host_bytes)} of it planned"
-        facts.append(f"host {show_bytes(self._host.memory_info().rss)}{planned}")
+        size = {name: show_bytes(round(value * _GIB)) for name, value in fields.items() if "memory" in name}
+        if "gpu_memory_gib" in size:
+            name = "simulated GPU" if self._trainer.engine.device.is_simulated else "GPU"
+            facts.append(f"{name} {size['gpu_memory_gib']} of {size['gpu_memory_planned_gib']} planned")
+        planned = f", {size['host_memory_planned_gib']} of it planned" if "host_memory_planned_gib" in size else ""
+        facts.append(f"host {size['host_memory_gib']}{planned}")
         return ", ".join(facts)

@@ -50,12 +50,15 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     if config.hub_model_id is not None:
         create_repository(config.hub_model_id)
     held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
+    items = "rows" if config.rl is None else "pairs"
     console.print(
-        f"{assembled.num_rows} rows to train on{held_out}, of at most {assembled.longest_row} tokens.", highlight=False
+        f"{assembled.num_rows} {items} to train on{held_out}, of at most {assembled.longest_row} tokens.",
+        highlight=False,
     )
     start(assembled, config)
     engine = trainer.engine
     progress = ProgressCallback(trainer, console, assembled.tokens_per_row)
+    trainer.log_fields = progress.fields
     interrupt = Interrupt(
         lambda text: console.print(f"\n{text}", highlight=False), leave=lambda: console.show_cursor(True)
     )
@@ -84,7 +87,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             result=result,
             checkpoint=last,
             gpu_peak_bytes=report.gpu_peak_bytes,
-            planned_gpu_bytes=report.planned_gpu_bytes if engine.device.has_own_memory else 0,
+            planned_gpu_bytes=report.planned_gpu_bytes + trainer.others_bytes[0] if engine.device.has_own_memory else 0,
             tokens_per_second=progress.tokens_per_second,
         )
     finally:
@@ -106,10 +109,20 @@ def _show_notes(config: RunConfig, console: Console) -> None:
 
 
 def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
-    notes = {"split": assembled.chosen_by, "rows": rows_text(assembled.longest_row, config.sequence_len)}
+    notes = {
+        "split": assembled.chosen_by,
+        "rows": rows_text(assembled.longest_row, config.sequence_len),
+        "also": _reference_text(*assembled.trainer.others_bytes),
+    }
     text = render(planned.plan, planned.graph, planned.layout, notes)
     title = "the plan, on a simulated GPU" if choose_device(config.device).is_simulated else "the plan"
     console.print(Panel(text, title=title, title_align="left", expand=False))
+
+
+def _reference_text(gpu_bytes: int, host_bytes: int) -> str:
+    if not gpu_bytes:
+        return ""
+    return f"the reference model has {show_bytes(gpu_bytes)} GPU and {show_bytes(host_bytes)} host memory of its own"
 
 
 def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: RunConfig) -> None:

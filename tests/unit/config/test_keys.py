@@ -1,5 +1,6 @@
 """Keys of other tools: off, without effect, converted and refused ones, and what holds in files of Axolotl only."""
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from outsize.config.run import RunConfig
 LEAST: dict[str, Any] = {"base_model": "m", "datasets": [{"path": "d", "type": "chat_template"}]}
 THEIRS: dict[str, Any] = {**LEAST, "strict": False, "excess_length_strategy": "split"}
 """A file that is taken for Axolotl's, whose notes are those of other keys."""
+PAIRS = {"path": "d", "type": "chat_template.default", "field_chosen": "c"}
+DPO = {"rl": "dpo", "datasets": [PAIRS], "excess_length_strategy": None}
 LORA = {"adapter": "lora", "lora_target_linear": True}
 OFF = (None, False, 0, "", [], {})
 
@@ -108,6 +111,15 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
             {"report_to": ("mlflow",), "environment": {"MLFLOW_TRACKING_URI": "file:x", "MLFLOW_EXPERIMENT_NAME": "e"}},
         ),
         ({"use_tensorboard": True}, {"report_to": ("tensorboard",), "environment": {}}),
+        (
+            {"trackio_project_name": "p", "trackio_run_name": "n"},
+            {"report_to": ("trackio",), "environment": {"TRACKIO_PROJECT_NAME": "p"}, "run_name": "n"},
+        ),
+        ({**DPO, "dpo_beta": 0.3, "precompute_ref_log_probs": False}, {"rl": "dpo", "rl_beta": 0.3}),
+        ({**DPO, "trl": {"beta": 0.3}}, {"rl_beta": 0.3}),
+        ({**DPO, "rl": "ipo"}, {"rl": "dpo", "dpo_loss_type": ("ipo",)}),
+        ({**DPO, "dpo_loss_type": "hinge", "dpo_loss_weights": [1]}, {"dpo_loss_type": ("hinge",), "dpo_loss_weights": (1.0,)}),
+        (DPO, {"excess_length_strategy": "drop"}),
     ],
 )  # fmt: skip
 def test_a_key_with_an_equivalent_is_converted(change: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -127,6 +139,7 @@ def test_a_key_with_an_equivalent_is_converted(change: dict[str, Any], expected:
             "Without effect here: liger_rope",
         ),
         ({"lora_r": 8, "eval_steps": 5, "lora_dropout": None}, "Without effect here: lora_r, eval_steps (docs"),
+        ({"rl_beta": 0.1, "dpo_loss_type": "ipo"}, "Without effect here: rl_beta, dpo_loss_type (docs"),
         (
             {"pretraining_dataset": "d", "datasets": None},
             "pretraining_dataset: the texts are read and tokenized before",
@@ -149,7 +162,9 @@ def test_texts_to_pretrain_on_are_datasets() -> None:
     ("change", "lines"),
     [
         ({"adapter": "qlora", "load_in_4bit": True}, ["load_in_4bit"]),
-        ({"rl": "dpo", "rl_beta": 0.1, "datasets": [{"path": "d", "type": "chatml.ultra", "field_chosen": "c"}]}, ["rl"]),
+        ({"rl": "kto", "rl_beta": 0.1, "datasets": [{"path": "d", "type": "llama3.ultra", "x": "c"}]}, ["rl"]),
+        ({"rl": "grpo", "trl": {"beta": 0.1, "use_vllm": True}}, ["rl"]),
+        ({**DPO, "dpo_norm_loss": True, "rpo_alpha": 0.5}, ["dpo_norm_loss", "rpo_alpha"]),
         ({"fsdp_config": {"fsdp_version": 2}, "fsdp_version": 2}, ["fsdp_config"]),
         ({"model_type": "AutoModelForSequenceClassification"}, ["model_type"]),
         ({"plugins": ["my.Plugin"]}, ["plugins"]),
@@ -177,6 +192,35 @@ def test_axolotl_ends_early_stopped_runs_with_the_best_checkpoint() -> None:
     change = {"early_stopping_patience": 3, "val_set_size": 0.1, "save_steps": 10, "eval_steps": 10}
     assert read(change, THEIRS).load_best_model_at_end
     assert problems_of(change)[0].startswith("early_stopping_patience: has no effect without load_best_model_at_end")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rl": None}, "datasets: a `type` is of preference pairs. Set rl: dpo"),
+        ({"datasets": ["d"], "test_datasets": [{"path": "d", "type": "alpaca"}]}, "datasets: a `type` is not of preference"),
+        ({"rl": None, "datasets": [{"path": "d", "type": {"prompt_format": "x"}}]}, "datasets: a `type` is of preference"),
+        ({"datasets": [{"path": "d", "type": {"field_instruction": "x"}}]}, "datasets: a `type` is not of preference pairs"),
+        ({"datasets": [{"path": "d", "train_on_eos": "none"}]}, "datasets: with rl: dpo the whole answer is trained"),
+        ({"sample_packing": True}, "sample_packing: does not work with rl: dpo"),
+        ({"train_on_inputs": True}, "train_on_inputs: does not work with rl: dpo"),
+        ({"chunked_loss": True}, "chunked_loss: does not work with rl: dpo"),
+        ({"excess_length_strategy": "split"}, "excess_length_strategy: does not work with rl: dpo. Pairs cannot be"),
+        ({"reinit_weights": True}, "reinit_weights: does not work with rl: dpo"),
+        ({"adapter": "lora", "lora_model_dir": "a"}, "lora_model_dir: does not work with rl: dpo. .* Merge the adapter"),
+        ({"dpo_loss_weights": [1, 2]}, "dpo_loss_weights: needs one weight for each loss of dpo_loss_type"),
+        ({"dpo_loss_type": "exo_pair"}, "dpo_loss_type: exo_pair needs dpo_label_smoothing"),
+        ({"dpo_loss_type": "aot", "dpo_use_weighting": True}, "dpo_use_weighting: does not work with the losses aot"),
+        ({"dpo_loss_type": "simpo"}, "dpo_loss_type"),
+        ({"rl": "orpo"}, r"rl: 'orpo' is not supported. The nearest is rl: dpo with dpo_loss_type: \[sigmoid, sft\]"),
+        ({"rl": "grpo"}, "rl: 'grpo' is not supported. Use TRL's GRPOTrainer with OutsizeMixin"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_preference_training_is_named(change: dict[str, Any], said: str) -> None:
+    assert problems_of({"rl_beta": 0.1}) == ["rl_beta: has no effect without rl. Set rl: dpo, or remove rl_beta."]
+    types = [{"path": "d", "type": "chatml.icr"}]
+    (line,) = problems_of({"rl": "dpo", "datasets": types, **change})
+    assert re.match(said, line), line
 
 
 def test_tables_have_no_key_in_common() -> None:

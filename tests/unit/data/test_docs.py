@@ -2,21 +2,22 @@
 
 import json
 import re
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from transformers import LlamaForCausalLM
 
 from outsize.config.read import parse_config
 from outsize.data.build import load_rows
+from outsize.data.preference import load_pairs
 from outsize.data.rows import IGNORED
 
-DOCS = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-EXAMPLES = re.findall(r"```yaml\n(.*?)```\n\n```json\n(.*?)```\n\n```text\n(.*?)\n```", DOCS, re.DOTALL)
+_ALL = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+DOCS, PAIRS = _ALL.split("## Preference pairs")
+_EXAMPLE = re.compile(r"```yaml\n(.*?)```\n\n```json\n(.*?)```\n\n```text\n(.*?)\n```", re.DOTALL)
+EXAMPLES = _EXAMPLE.findall(DOCS)
 
 
 def test_every_example_is_found() -> None:
@@ -28,33 +29,25 @@ def test_a_row_becomes_the_document(tokenizer: Any, tmp_path: Path, keys: str, r
     (tmp_path / "data.jsonl").write_text(json.dumps(json.loads(row)))
     given = {"base_model": "m", "datasets": [{"path": str(tmp_path / "data.jsonl"), **yaml.safe_load(keys)}]}
     ((document,), _) = load_rows(tokenizer, parse_config(given, "docs").datasets, sequence_len=512, pad_id=0)
+    assert _text(tokenizer, document) == shown
+
+
+def test_a_pair_becomes_the_two_documents(tokenizer: Any, tmp_path: Path) -> None:
+    ((keys, row, shown),) = _EXAMPLE.findall(PAIRS)
+    (tmp_path / "data.jsonl").write_text(json.dumps(json.loads(row)))
+    given = {
+        "base_model": "m",
+        "rl": "dpo",
+        "datasets": [{"path": str(tmp_path / "data.jsonl"), **yaml.safe_load(keys)}],
+    }
+    (documents, _) = load_pairs(tokenizer, parse_config(given, "docs").datasets, sequence_len=512)
+    assert "\n".join(_text(tokenizer, documents[number]) for number in (0, 1)) == shown
+
+
+def _text(tokenizer: Any, document: Any) -> str:
     pairs = zip(document["input_ids"].tolist(), document["labels"].tolist(), strict=True)
     text = ""
     for is_trained, tokens in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
         part = tokenizer.decode([token for token, _ in tokens])
         text += f"⟦{part}⟧" if is_trained else part
-    assert text == shown
-
-
-@pytest.mark.full
-def test_preference_pairs_train_with_trl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_jsonl: Callable[..., Path]
-) -> None:
-    trl, trl_models = pytest.importorskip("trl"), pytest.importorskip("trl_models")
-    monkeypatch.setenv("CI", "1")  # TRL reports its use to the hub, but not from CI
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(
-        *({"prompt": "Full?" * n, "chosen": {"role": "assistant", "content": "No."},
-           "rejected": {"role": "assistant", "content": "Yes."}} for n in (1, 2, 1, 2)),
-        name="pairs.jsonl",
-    )  # fmt: skip
-    args = trl.DPOConfig(
-        output_dir="out", max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
-        bf16=False, gradient_checkpointing=False, save_strategy="no", max_length=64,
-    )  # fmt: skip
-    trl_models.llama().save_pretrained("model")  # the reference model is read from there
-    model = LlamaForCausalLM.from_pretrained("model")
-    names = {"model": model, "args": args, "tokenizer": trl_models.tokenizer()}
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-    exec(code, names)
-    assert names["trainer"].state.global_step == 2
+    return text

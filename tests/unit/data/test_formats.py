@@ -11,7 +11,7 @@ from tokenizers import processors
 from outsize.base.errors import DataError
 from outsize.config.read import parse_config
 from outsize.config.run import DatasetConfig
-from outsize.config.types import DatasetType
+from outsize.config.types import TextType
 from outsize.data.build import load_rows
 from outsize.data.formats import FORMATS
 from outsize.data.rows import IGNORED
@@ -176,7 +176,7 @@ def test_a_token_of_prompt_and_output_is_not_trained(parts: Callable[..., Any]) 
 
 
 def test_the_names_in_the_config_are_those_of_the_registry() -> None:
-    assert set(typing.get_args(DatasetType)) == set(FORMATS)
+    assert set(typing.get_args(TextType)) == set(FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_the_names_in_the_config_are_those_of_the_registry() -> None:
             r"with the keys who, says: add `field_messages: talk` and `message_property_mappings: \{role",
         ),
         ({"body": "x", "id": 3}, "'body' looks like text: add `field: body`"),
-        ({"chosen": "x", "rejected": "y", "prompt": "z"}, r"preference pairs: .*DPOTrainer\s+with OutsizeMixin"),
+        ({"chosen": "x", "rejected": "y", "prompt": "z"}, r"preference pairs: add `rl: dpo` to the run file"),
     ],
 )
 def test_the_columns_say_which_line_is_missing(parts: Callable[..., Any], record: dict[str, Any], told: str) -> None:

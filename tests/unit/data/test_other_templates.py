@@ -11,6 +11,7 @@ from outsize.base.errors import DataError
 from outsize.config.run import DatasetConfig
 from outsize.data.chat import Chats
 from outsize.data.files import Record
+from outsize.data.preference import pair_documents
 from outsize.data.rows import IGNORED
 
 ANSWERS = ("The sun sets.", "It rises é 😀 ", "Not yet, the sea.")
@@ -70,3 +71,31 @@ def test_the_assistants_turns_are_trained(tokenizer_with: Callable[..., Any], pa
                 for form, answer in zip([*[earlier] * (turns - 1), last], ANSWERS, strict=False)
             ]
             assert document.labels == expected_labels(document.ids, encoded["offset_mapping"], text, expected)
+
+
+NO_PAIRS_WITH_SYSTEM = ("mistral_v2v3", "mistral_v3_tekken", "pixtral")
+"""Templates that render a system message only where no answer follows."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("package", "name"), CASES)
+def test_the_answers_of_pairs_are_trained(tokenizer_with: Callable[..., Any], package: str, name: str) -> None:
+    tokenizer = tokenizer_with(other_templates.path_of(package, name).read_text())
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    documents = pair_documents(tokenizer, DatasetConfig(path="-"))
+    for turns in (1, 3):
+        for system in (False, True):
+            if system and name in other_templates.NO_SYSTEM:
+                continue
+            messages = conversation(turns, system=system)
+            answers = {"chosen": messages[-1:], "rejected": [{"role": "assistant", "content": "Never."}]}
+            record = Record(fields={"prompt": messages[:-1], **answers}, place="data.jsonl:7")
+            if system and name in NO_PAIRS_WITH_SYSTEM:
+                with pytest.raises(DataError, match="renders the prompt differently when an answer follows"):
+                    documents([record])
+                continue
+            for document, answer in zip(documents([record]), (ANSWERS[turns - 1], "Never."), strict=True):
+                begin = document.labels.index(next(label for label in document.labels if label != IGNORED))
+                assert document.labels[begin:] == document.ids[begin:]
+                trained = tokenizer.decode(document.ids[begin:])
+                assert answer.strip() in trained and QUESTIONS[turns - 1].strip() not in trained
