@@ -157,7 +157,7 @@ AXOLOTL: dict[str, OtherKey] = {
                 "model_type type_of_model"),
     **ignored(
         "the class is read from the files of the model or tokenizer", "tokenizer_type tokenizer_use_fast "
-        "tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files processor_type processor_kwargs "
+        "tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files "
         "is_*_derived_model base_model_ignore_patterns strict",
     ),
     **ignored("log in with `hf auth login`, or set HF_TOKEN", "hf_use_auth_token"),

@@ -17,8 +17,9 @@ from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, newest, read_manifest
 from outsize.config.run import RunConfig
 from outsize.data.build import load_rows
-from outsize.data.collate import Collator, pad_id_of, widest_batch
+from outsize.data.collate import pad_id_of
 from outsize.data.packing import keeps_documents_apart
+from outsize.data.vision import Vision
 from outsize.device.choose import choose_device
 from outsize.integrations.arguments import update_mode
 from outsize.integrations.hf import OutsizeTrainer
@@ -39,6 +40,7 @@ from outsize.run.compat_checks import (
     with_installed_attention,
 )
 from outsize.run.disk import disk_need, num_steps, require_disk_space
+from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.resume_fingerprint import (
     FINGERPRINT_FILE,
     require_resumable,
@@ -49,6 +51,7 @@ from outsize.run.resume_fingerprint import (
 from outsize.run.row_lengths import longest_row, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
 from outsize.run.trained import freeze
+from outsize.run.vision import load_vision
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Choice, Split, splits_of
@@ -165,9 +168,10 @@ def assemble(config: RunConfig) -> Assembled:
     trackers, arguments.report_to = make_trackers(arguments.report_to), []
     require_scheduler(config)
     load_config(config.base_model)  # a wrong name is reported as such, not as a missing tokenizer
-    tokenizer = load_tokenizer(config)
+    vision = load_vision(config)
+    tokenizer = load_tokenizer(config, vision.processor if vision is not None else None)
     pad_id = pad_id_of(tokenizer)
-    train, evaluated, fingerprints = rows(config, tokenizer, pad_id)
+    train, evaluated, fingerprints = rows(config, tokenizer, pad_id, vision)
     if checkpoint is not None:
         require_same_data(checkpoint, config, fingerprints)
     set_seed(config.seed)
@@ -180,21 +184,19 @@ def assemble(config: RunConfig) -> Assembled:
     freeze(built.model, config)
     if config.adapter is not None:
         built = adapt(built, config)
-    collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
-    tokens = longest_row(config, [train] if evaluated is None else [train, evaluated])
+    parts = [train] if evaluated is None else [train, evaluated]
+    tokens = longest_row(config, parts)
     vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     patience = config.early_stopping_patience
-
-    def batch_of(rows: int) -> dict[str, Any]:
-        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
-
+    collator = collator_of(config, pad_id, config.sequence_len, vision)
+    batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
     trainer = RunTrainer(
         model=built.model,
         args=arguments,
         train_dataset=train,
         eval_dataset=evaluated,
         data_collator=collator,
-        processing_class=tokenizer,
+        processing_class=tokenizer if vision is None else vision.processor,
         callbacks=[*trackers, *([EarlyStoppingCallback(patience)] if patience else [])],
         gpu_memory=config.gpu_memory,
         host_memory=config.host_memory,
@@ -308,7 +310,7 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return found
 
 
-def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list[str]]:
+def rows(config: RunConfig, tokenizer: Any, pad_id: int, vision: Vision | None = None) -> tuple[Any, Any, list[str]]:
     """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset."""
     fingerprints: list[str] = []
     settings: dict[str, Any] = dict(
@@ -319,6 +321,7 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list
         seed=config.seed if config.data_seed is None else config.data_seed,
         train_on_inputs=config.train_on_inputs,
         deduplicate=config.dataset_exact_deduplication,
+        vision=vision,
     )
     train, evaluated = load_rows(
         tokenizer, config.datasets, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
