@@ -74,7 +74,8 @@ def _rows_of(config: RunConfig) -> tuple[int, float, AnyCollator, list[Any]]:
     train, evaluated, _ = rows(config, tokenizer, pad_id, vision)
     parts = [train] if evaluated is None else [train, evaluated]
     longest = longest_row(config, parts)
-    return longest, tokens_per_row(train) / longest, collator_of(config, pad_id, longest, vision), parts
+    filled = tokens_per_row(train) / longest if vision is None else 1.0  # packing, which this is about, is refused
+    return longest, filled, collator_of(config, pad_id, longest, vision), parts
 
 
 def _machine_of(config: RunConfig) -> str | HardwareSpec | None:
