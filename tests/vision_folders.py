@@ -61,7 +61,9 @@ class QwenImages(transformers.Qwen2VLProcessor):
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any) -> None:
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id, self.video_token_id = map(tokenizer.convert_tokens_to_ids, ("<|image_pad|>", "<|video_pad|>"))
+        self.image_token_id, self.video_token_id = map(
+            tokenizer.convert_tokens_to_ids, ("<|image_pad|>", "<|video_pad|>")
+        )
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 
@@ -76,9 +78,9 @@ def tokenizer_of(**settings: Any) -> Any:
     inner = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate([*SPECIAL, *LETTERS])}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="</s>", pad_token="<pad>", additional_special_tokens=SPECIAL[2:], **settings
-    )
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>", **settings)
+    made.add_tokens(SPECIAL, special_tokens=True)
+    return made
 
 
 def processor_of(kind: str) -> Any:

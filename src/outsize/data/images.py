@@ -222,7 +222,9 @@ def _opened(path: Path, place: str) -> ImageFile:
             digest = hashlib.blake2b(file.read(_HASHED_BYTES), digest_size=16).hexdigest()
             with _pillow().open(file) as image:
                 width, height = image.size
-                is_turned = image.getexif().get(_ORIENTATION, 1) >= 5
+                # Pillow decodes a whole PNG to look for an orientation behind its pixels.
+                looks = image.format != "PNG" or "exif" in image.info
+                is_turned = looks and image.getexif().get(_ORIENTATION, 1) >= 5
         size = (height, width) if is_turned else (width, height)
         return ImageFile(str(path), size, f"{path.stat().st_size} {digest}")
     except (OSError, ValueError, SyntaxError, _pillow().DecompressionBombError) as error:
