@@ -7,6 +7,7 @@ from outsize.config.run import RunConfig
 from outsize.data.collate import Collator, widest_batch
 from outsize.data.rows import Rows
 from outsize.data.vision import Vision, VisionCollator
+from outsize.model.batch import is_mask
 from outsize.setup.batches import pad_to_shape
 
 AnyCollator = Collator | VisionCollator
@@ -40,6 +41,8 @@ def _with_most_images(collator: VisionCollator, parts: Sequence[Rows], *, rows: 
     )
     chosen = [ranked[n % len(ranked)] for n in range(rows)]
     batch: dict[str, Any] = pad_to_shape(collator([part[index] for part, index in chosen]), (rows, tokens))
-    if (rows > 1 or collator.pad_to is not None) and bool(batch["attention_mask"].all()):
-        batch["attention_mask"][-1, -1] = 0  # a mask that masks something costs more
+    for name, value in batch.items():
+        may_mask = name != "attention_mask" or rows > 1 or collator.pad_to is not None
+        if is_mask(name) and may_mask and bool((value == 1).all()):
+            value.view(-1)[-1] = 0  # a mask that masks something costs more
     return batch
