@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
@@ -106,6 +107,14 @@ def processor_of(kind: str) -> Any:
             image_seq_len=4,
             chat_template=CHATML.replace("IMAGE", "<image>"),
         )
+    if kind == "mllama":  # one token an image
+        tokenizer = tokenizer_of(bos_token="<s>")
+        tokenizer.add_tokens(["<|image|>"], special_tokens=True)
+        return transformers.MllamaProcessor(
+            MllamaImageProcessorPil(size={"height": 16, "width": 16}, max_image_tiles=2),
+            tokenizer,
+            chat_template="{{ bos_token }}" + CHATML.replace("IMAGE", "<|image|>"),
+        )
     tokens = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     return transformers.Gemma3Processor(
         Gemma3ImageProcessorPil(size={"height": 16, "width": 16}),
@@ -136,6 +145,16 @@ def model_of(kind: str) -> Any:
             **places,
         )
         return transformers.Qwen2VLForConditionalGeneration(config)
+    if kind == "gemma3":
+        config = transformers.Gemma3Config(
+            text_config={**_TEXT, "model_type": "gemma3_text", "head_dim": 8},
+            vision_config={**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            mm_tokens_per_image=4,
+            image_token_id=SPECIAL.index("<image>"),
+            boi_token_id=SPECIAL.index("<start_of_image>"),
+            eoi_token_id=SPECIAL.index("<end_of_image>"),
+        )
+        return transformers.Gemma3ForConditionalGeneration(config)
     config = transformers.Idefics3Config(
         text_config={**_TEXT, "model_type": "llama"},
         vision_config={**_CLIP, "model_type": "idefics3_vision"},

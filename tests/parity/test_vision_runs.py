@@ -25,7 +25,12 @@ PLANS = {
     "streamed": ["device=sim:3MiB", "plan.n_persist=0", "plan.n_optimizer_gpu=0"],
     "mixed": ["device=sim:3MiB", "plan.n_persist=1", "plan.n_checkpoint=1", "plan.n_offload=1"],
 }
-OPENS = {"llava": "ASSISTANT: ", "qwen": "<|im_start|>assistant\n", "idefics3": "<|im_start|>assistant\n"}
+OPENS = {
+    "llava": "ASSISTANT: ",
+    "qwen": "<|im_start|>assistant\n",
+    "idefics3": "<|im_start|>assistant\n",
+    "gemma3": "<|im_start|>assistant\n",
+}
 """What comes before the answer, which is the end of every row."""
 
 
@@ -57,7 +62,12 @@ def collate(kind: str, processor: Any, folder: Path, rows: Sequence[dict[str, An
     ]
     images = [[Image.open(folder / name).convert("RGB") for name in one] for one in names]
     batch = processor(
-        text=texts, images=images if any(images) else None, padding=True, padding_side="right", return_tensors="pt"
+        text=texts,
+        images=images if any(images) else None,
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+        add_special_tokens=kind != "gemma3",  # its template has them
     )
     opening = processor.tokenizer(OPENS[kind], add_special_tokens=False)["input_ids"]
     labels = torch.full_like(batch["input_ids"], -100)
@@ -81,6 +91,7 @@ def history(folder: Path, step: int) -> list[float]:
         pytest.param("llava", {}, ["cpu", "mixed"], id="llava-more", marks=pytest.mark.full),
         pytest.param("qwen", {}, ["cpu", "mixed"], id="qwen", marks=pytest.mark.full),
         pytest.param("idefics3", {}, ["cpu", "streamed"], id="idefics3", marks=pytest.mark.full),
+        pytest.param("gemma3", {}, ["streamed"], id="gemma3", marks=pytest.mark.full),
         pytest.param("idefics3", LORA, ["mixed"], id="idefics3-lora", marks=pytest.mark.full),
     ],
 )

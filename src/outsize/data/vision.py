@@ -144,8 +144,8 @@ class Vision:
             if offsets:
                 found = [one["replacement"] for one in offsets[0]]
             else:  # Llama 3.2 Vision: one token per image
-                ids = self.processor.tokenizer(text, add_special_tokens=bool(self._adds_special))["input_ids"]
-                if made["input_ids"][0].tolist() != ids:
+                token = self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token)
+                if int((made["input_ids"] == token).sum()) != len(sizes):
                     raise ConfigError(
                         f"processor_type: {self._name} does not report what it replaces image tokens by, so the loss "
                         "cannot be placed. Train with OutsizeTrainer."
@@ -211,8 +211,8 @@ class VisionCollator:
             expected = torch.from_numpy(row["input_ids"].astype(np.int64))
             if not torch.equal(ids[index, :length], expected) or int(batch["attention_mask"][index].sum()) != length:
                 raise DataError(
-                    f"{row['place']}: the processor makes other tokens of this row's images than of blank images of "
-                    "their size. Remove the record."
+                    f"{row['place']}: the processor makes other tokens of this row than its text and the sizes of its "
+                    "images promise. Remove the record, or train with OutsizeTrainer."
                 )
             labels[index, :length] = torch.from_numpy(row["labels"].astype(np.int64))
         return {**batch, "labels": labels}

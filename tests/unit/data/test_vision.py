@@ -16,7 +16,7 @@ from outsize.data.build import load_rows
 from outsize.data.rows import IGNORED, Rows
 from outsize.data.vision import Vision, VisionCollator
 
-IDS = {token: n for n, token in enumerate([*SPECIAL, *LETTERS])}
+IDS = {token: n for n, token in enumerate([*SPECIAL, *LETTERS, "<|image|>"])}
 SIZES = [(16, 16), (32, 16), (40, 24)]
 TURNS = [
     {"role": "user", "content": "<image>\nWhat?"},
@@ -44,9 +44,11 @@ EXPECTED = {
     f"<|im_start|>user\n{TILES['2']}And {TILES['4']}<|im_end|>\n<|im_start|>assistant\n⟦Dogs.<|im_end|>\n⟧",
     "gemma3": f"<s><|im_start|>user\n{GEMMA}What?<|im_end|>\n<|im_start|>assistant\n⟦A cat.<|im_end|>\n⟧"
     f"<|im_start|>user\n{GEMMA}And {GEMMA}<|im_end|>\n<|im_start|>assistant\n⟦Dogs.<|im_end|>\n⟧",
+    "mllama": "<s><|im_start|>user\n¤What?<|im_end|>\n<|im_start|>assistant\n⟦A cat.<|im_end|>\n⟧"
+    "<|im_start|>user\n¤And ¤<|im_end|>\n<|im_start|>assistant\n⟦Dogs.<|im_end|>\n⟧",
 }  # fmt: skip
 """`¤`: an image token. The loss is between ⟦ and ⟧."""
-TOKEN = {"llava": "<image>", "qwen": "<|image_pad|>", "idefics3": "<image>", "gemma3": "<image>"}
+TOKEN = {"llava": "<image>", "qwen": "<|image_pad|>", "idefics3": "<image>", "gemma3": "<image>", "mllama": "<|image|>"}
 
 
 def written(kind: str, text: str) -> tuple[list[int], list[int]]:
@@ -104,7 +106,7 @@ def test_with_train_on_inputs_the_loss_is_on_all_but_the_images(tmp_path: Path, 
     assert row["labels"].tolist()[1:] == labels[1:]
 
 
-@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.parametrize("kind", [kind for kind in EXPECTED if kind != "mllama"])
 def test_a_batch_is_the_processors_with_rows_of_0_1_and_3_images(tmp_path: Path, kind: str) -> None:
     processor = processor_of(kind)
     vision = Vision(processor=processor)
@@ -134,6 +136,19 @@ def test_a_batch_is_the_processors_with_rows_of_0_1_and_3_images(tmp_path: Path,
     alone = VisionCollator(vision, pad_to=80)([rows[1]])
     assert "pixel_values" not in alone and alone["input_ids"].shape == alone["labels"].shape == (1, 80)
     assert int(alone["attention_mask"].sum()) == rows.lengths[1]
+
+
+def test_rows_that_a_processor_cannot_batch_are_named(tmp_path: Path) -> None:
+    vision = Vision(processor=processor_of("mllama"))
+    names = save_pictures(tmp_path)
+    given = {"messages": TURNS, "images": names}, {"messages": [{"role": "user", "content": "Hi"}, TURNS[1]]}
+    rows = rows_of(tmp_path, vision, *given)
+    collate = VisionCollator(vision)
+    assert collate([rows[0]])["cross_attention_mask"].shape[:2] == (1, rows.lengths[0])
+    with pytest.raises(
+        DataError, match=r"data.jsonl:1, .*data.jsonl:2: MllamaProcessor cannot make a batch .*at least one"
+    ):
+        collate([rows[0], rows[1]])
 
 
 def test_a_row_is_as_long_as_its_images_make_it_and_is_dropped_or_refused_but_never_cut(tmp_path: Path) -> None:
