@@ -168,7 +168,7 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-WORDS = "the cat sat on a mat and saw that dog ran far away".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "ran", "far", "away"]
 
 
 def write_chats(folder: Path, count: int = 12, name: str = "data.jsonl") -> Path:

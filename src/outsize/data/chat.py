@@ -87,7 +87,9 @@ class Chats:
 
     def _render(self, record: Record, messages: list[Message]) -> tuple[str, list[Span]]:
         if self.vision is None and has_images(record):
-            raise DataError(f"{record.place}: the row has images, but the model takes none. Use a model with vision.")
+            raise DataError(
+                f"{record.place}: the row has images, but the model takes none. Remove them, or use another model."
+            )
         if len(messages) > 1 and self.source.drop_system_message and messages[0]["role"] == "system":
             messages = messages[1:]
         if self._in_parts:

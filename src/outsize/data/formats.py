@@ -57,6 +57,10 @@ def open_format(
     return form.open_with_images(tokenizer, source, train_on_inputs, vision)
 
 
+def may_have_images(source: DatasetConfig) -> bool:
+    return source.prompt is None and (source.type is None or FORMATS[source.type].open_with_images is not None)
+
+
 # --- formats of segments
 
 

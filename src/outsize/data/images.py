@@ -12,14 +12,15 @@ import re
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from outsize.base.cache_folder import cache_folder
-from outsize.base.errors import DataError
+from outsize.base.errors import ConfigError, DataError
 from outsize.data.files import Record, json_type, need
 
 PLACEHOLDER = "<image>"
@@ -70,7 +71,8 @@ def image_parts(record: Record, messages: Sequence[Message]) -> tuple[list[Messa
     A part without an image of its own takes the next of the column `images`, as does `<image>` in a text. If there is
     neither, all images of the column come before the first message of the user, as in TRL.
     """
-    column, found, used = _column(record), list[Any](), 0
+    column, used = _column(record), 0
+    found: list[Any] = []
     made: list[Message] = []
     for message in messages:
         content = message.get("content")
@@ -134,11 +136,11 @@ def image_file(given: Any, folder: Path, place: str) -> ImageFile:
     """
     given = _source(given, place)
     if isinstance(given, bytes):
-        path = _kept(hashlib.sha256(given).hexdigest(), lambda: given)
+        path = _kept(given, lambda: given, place)
     elif not isinstance(given, str) or not given:
         raise DataError(f"{place}: an image is {json_type(given)}, not a path, a URL or bytes. Correct the record.")
     elif given.startswith(("http://", "https://")):
-        path = _kept(hashlib.sha256(given.encode()).hexdigest(), lambda: _downloaded(given, place))
+        path = _kept(given, lambda: _downloaded(given, place), place)
     else:
         path = folder / Path(given.removeprefix("file://")).expanduser()
         if not path.is_file():
@@ -175,7 +177,7 @@ def _downloaded(url: str, place: str) -> bytes:
         try:
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 return bytes(answer.read())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             is_final = isinstance(error, (urllib.error.HTTPError, ValueError)) or attempt == _ATTEMPTS - 1
             if is_final:
                 raise DataError(
@@ -184,14 +186,24 @@ def _downloaded(url: str, place: str) -> bytes:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _kept(name: str, content: Any) -> Path:
-    """The file of this name in the cache folder; written if it is not there."""
-    path = _folder() / name
+def _kept(key: str | bytes, content: Callable[[], bytes], place: str) -> Path:
+    """The image's file in the cache folder; written if it is not there. `key`: its URL or content."""
+    path = _folder() / hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()
     if not path.is_file():
         whole = content()
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(whole)
-        Path(file.name).replace(path)
+        pillow = _pillow()
+        try:
+            pillow.open(io.BytesIO(whole)).close()
+        except Exception as error:  # Pillow has no common error type
+            raise _damaged(key if isinstance(key, str) else f"of {len(key)} bytes", place, error) from None
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(whole)
+            Path(file.name).replace(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path.parent}: images cannot be written there ({error.strerror}). Set OUTSIZE_CACHE to another folder."
+            ) from None
     return path
 
 
@@ -204,7 +216,12 @@ def _folder() -> Path:
     """Below the cache folder. Without a cache: a folder for this process."""
     kept = cache_folder()
     folder = kept / "images" if kept is not None else Path(_temporary().name)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: the folder for images cannot be made ({error.strerror}). Set OUTSIZE_CACHE to another folder."
+        ) from None
     return folder
 
 
@@ -217,26 +234,28 @@ def _pillow() -> Any:
 
 def _opened(path: Path, place: str) -> ImageFile:
     """Reads the head of the file only."""
+    pillow = _pillow()
     try:
         with path.open("rb") as file:
             digest = hashlib.blake2b(file.read(_HASHED_BYTES), digest_size=16).hexdigest()
-            with _pillow().open(file) as image:
+            with pillow.open(file) as image:
                 width, height = image.size
                 # Pillow decodes a whole PNG to look for an orientation behind its pixels.
                 looks = image.format != "PNG" or "exif" in image.info
                 is_turned = looks and image.getexif().get(_ORIENTATION, 1) >= 5
         size = (height, width) if is_turned else (width, height)
         return ImageFile(str(path), size, f"{path.stat().st_size} {digest}")
-    except (OSError, ValueError, SyntaxError, _pillow().DecompressionBombError) as error:
+    except Exception as error:  # Pillow has no common error type
         raise _damaged(path, place, error) from None
 
 
 def load_image(path: str, place: str) -> Any:
     """The image in RGB, as transformers loads it."""
+    pillow = _pillow()
     try:
-        with _pillow().open(path) as image:
+        with pillow.open(path) as image:
             return _shown(image)
-    except (OSError, ValueError, SyntaxError, _pillow().DecompressionBombError) as error:
+    except Exception as error:  # Pillow has no common error type
         raise _damaged(path, place, error) from None
 
 

@@ -33,7 +33,8 @@ class RunRequest:
 def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     """`hardware`: as `--hardware`. None: the GPU that the file simulates, this machine's, or one of the catalog."""
     notes = []
-    tokens, filled, collator, parts = config.sequence_len, 1.0, collator_of(config, 0, config.sequence_len, None), []
+    tokens, filled, collator = config.sequence_len, 1.0, collator_of(config, 0, config.sequence_len, None)
+    parts: list[Any] = []
     if not config.sample_packing and not config.pad_to_sequence_len:
         try:
             tokens, filled, collator, parts = _rows_of(config)

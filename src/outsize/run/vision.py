@@ -8,6 +8,7 @@ import transformers
 from outsize.base.errors import ConfigError
 from outsize.config.run import RunConfig
 from outsize.data.files import need
+from outsize.data.formats import may_have_images
 from outsize.data.images import has_images
 from outsize.data.sources import read
 from outsize.data.vision import Vision
@@ -20,7 +21,8 @@ def load_vision(config: RunConfig) -> Vision | None:
     kind = trainable_class(load_config(config.base_model, may_be_quantized=True))
     if "pixel_values" not in inspect.signature(kind.forward).parameters:
         return None
-    if not any(has_images(record) for source in (*config.datasets, *config.test_datasets) for record in read(source)):
+    sources = [source for source in (*config.datasets, *config.test_datasets) if may_have_images(source)]
+    if not any(has_images(record) for source in sources for record in read(source)):
         return None
     need("PIL.Image", to_read="images", extra="vision")
     if config.sample_packing:

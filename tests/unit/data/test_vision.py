@@ -100,6 +100,7 @@ def test_with_train_on_inputs_the_loss_is_on_all_but_the_images(tmp_path: Path, 
         "qwen": "¤+",
         "idefics3": "|".join(map(re.escape, reversed(TILES.values()))),
         "gemma3": GEMMA,
+        "mllama": "¤",
     }
     bare = re.sub("[⟦⟧]", "", EXPECTED[kind])
     _, labels = written(kind, "⟦" + re.sub(images[kind], r"⟧\g<0>⟦", bare) + "⟧")

@@ -7,6 +7,7 @@ from typing import Any
 
 import folders
 import pytest
+import transformers
 import vision_folders
 import yaml as yaml_format
 from rich.console import Console
@@ -37,9 +38,11 @@ def test_the_processor_is_loaded_only_if_data_hold_images_and_the_model_takes_th
     assert load_vision(read_config(path)) is None
     (tmp_path / "eval.jsonl").write_text(json.dumps(asked("a.png")) + "\n")
     given = yaml_format.safe_load(path.read_text()) | {"test_datasets": [str(tmp_path / "eval.jsonl")]}
-    path.write_text(yaml_format.safe_dump(given | {"sample_packing": False, "image_size": 32}))
+    settings = {"sample_packing": False, "image_size": 32, "processor_kwargs": {"image_mean": [0.0, 0.0, 0.0]}}
+    path.write_text(yaml_format.safe_dump(given | settings))
     found = load_vision(read_config(path))
     assert found is not None and found.image_size == (32,) and type(found.processor).__name__ == "LlavaProcessor"
+    assert list(found.processor.image_processor.image_mean) == [0.0, 0.0, 0.0]
     (tmp_path / "text").mkdir()
     assert load_vision(read_config(folders.write_run(tmp_path / "text"))) is None
 
@@ -49,12 +52,37 @@ def test_the_processor_is_loaded_only_if_data_hold_images_and_the_model_takes_th
     [
         ({"sample_packing": True}, "sample_packing: rows with images are not packed"),
         ({"processor_type": "NoProcessor"}, "processor_type: transformers has no NoProcessor"),
-        ({"processor_type": "Qwen2VLProcessor"}, r"has no usable processor|needs a package .*outsize\[vision\]"),
     ],
 )
 def test_a_run_that_cannot_have_images_is_refused_by_name(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_vision(read_config(vision_folders.write_run(tmp_path, **keys)))
+
+
+def test_a_processor_that_needs_a_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: Any, **__: Any) -> None:
+        raise ImportError("\nQwen2VLVideoProcessor requires the Torchvision library but it was not found.\nSee …")
+
+    monkeypatch.setattr(transformers.LlavaProcessor, "from_pretrained", raises)
+    found = r"is not installed \(Qwen2VLVideoProcessor requires .* not found\). Run: pip install 'outsize\[vision\]'"
+    with pytest.raises(ConfigError, match=found):
+        load_vision(read_config(vision_folders.write_run(tmp_path)))
+
+
+def test_a_tokenizer_without_a_pad_token_is_refused(tmp_path: Path) -> None:
+    path = vision_folders.write_run(tmp_path)
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": None}))
+    with pytest.raises(ConfigError, match=r"the tokenizer has no pad token, which the processor of .* pads with"):
+        assemble(read_config(path))
+
+
+def test_a_damaged_image_ends_the_run_with_its_name_at_its_batch(tmp_path: Path) -> None:
+    path = vision_folders.write_run(tmp_path)
+    image = tmp_path / "1-0.png"
+    image.write_bytes(image.read_bytes()[:400])
+    done = CliRunner().invoke(app, ["train", str(path), "--set", "train_sampling_strategy=sequential"])
+    assert done.exit_code == 2 and "data.jsonl:2: the image" in done.output and "1-0.png cannot be read" in done.output
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
