@@ -61,7 +61,7 @@ def has_images(record: Record) -> bool:
 
 
 def _column(record: Record) -> list[Any]:
-    found = next((record.fields[name] for name in IMAGE_COLUMNS if record.fields.get(name) is not None), [])
+    found: Any = next((record.fields[name] for name in IMAGE_COLUMNS if record.fields.get(name) is not None), [])
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
@@ -71,8 +71,7 @@ def image_parts(record: Record, messages: Sequence[Message]) -> tuple[list[Messa
     A part without an image of its own takes the next of the column `images`, as does `<image>` in a text. If there is
     neither, all images of the column come before the first message of the user, as in TRL.
     """
-    column, used = _column(record), 0
-    found: list[Any] = []
+    column, found, used = _column(record), list[Any](), 0
     made: list[Message] = []
     for message in messages:
         content = message.get("content")
@@ -202,7 +201,7 @@ def _kept(key: str | bytes, content: Callable[[], bytes], place: str) -> Path:
             Path(file.name).replace(path)
         except OSError as error:
             raise ConfigError(
-                f"{path.parent}: images cannot be written there ({error.strerror}). Set OUTSIZE_CACHE to another folder."
+                f"{path.parent}: no image can be written there ({error.strerror}). Set OUTSIZE_CACHE to another folder."
             ) from None
     return path
 

@@ -103,6 +103,7 @@ def example_batch(
     batch |= form.inputs
     if "mm_token_type_ids" in takes:
         batch["mm_token_type_ids"] = (ids == token).int()
+    batch = with_positions(kind, batch)
     if "token_type_ids" in takes:
         batch["token_type_ids"] = (ids == token).long()
     many = "1 image" if num == 1 else f"{num} images"

@@ -92,7 +92,8 @@ def fake_trace(
             if batch is None:
                 images = images or Images()
                 batch, text = example_batch(kind, config, rows=rows, tokens=tokens, images=images, model=built)
-            batch = with_positions(kind, batch)
+            else:
+                batch = with_positions(kind, batch)
             model = built()
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(

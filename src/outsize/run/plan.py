@@ -17,7 +17,7 @@ from outsize.run.assemble import pins_of, rows, training_arguments
 from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
-from outsize.run.vision import load_vision
+from outsize.run.vision import load_vision, takes_images
 
 DEFAULT_HARDWARE = "rtx4090"
 
@@ -35,7 +35,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     notes = []
     tokens, filled, collator = config.sequence_len, 1.0, collator_of(config, 0, config.sequence_len, None)
     parts: list[Any] = []
-    if not config.sample_packing and not config.pad_to_sequence_len:
+    if not config.sample_packing and (not config.pad_to_sequence_len or takes_images(config)):
         try:
             tokens, filled, collator, parts = _rows_of(config)
             notes += [text] if (text := rows_text(tokens, config.sequence_len)) else []

@@ -16,10 +16,14 @@ from outsize.model.build import load_config, trainable_class
 from outsize.run.compat_checks import first_line
 
 
+def takes_images(config: RunConfig) -> bool:
+    kind = trainable_class(load_config(config.base_model, may_be_quantized=True))
+    return "pixel_values" in inspect.signature(kind.forward).parameters
+
+
 def load_vision(config: RunConfig) -> Vision | None:
     """None: the model takes no images, or the data have none."""
-    kind = trainable_class(load_config(config.base_model, may_be_quantized=True))
-    if "pixel_values" not in inspect.signature(kind.forward).parameters:
+    if not takes_images(config):
         return None
     sources = [source for source in (*config.datasets, *config.test_datasets) if may_have_images(source)]
     if not any(has_images(record) for source in sources for record in read(source)):
