@@ -89,10 +89,10 @@ def image_parts(record: Record, messages: Sequence[Message]) -> tuple[list[Messa
                 found.append(part if own else _at(column, part.get("index", used), record))
                 used += not own
             elif column and PLACEHOLDER in str(part.get("text", "")):
-                first, *others = part["text"].split(PLACEHOLDER)
-                parts += _text(first.removesuffix("\n"))
+                first, *others = re.split(rf"\n?{PLACEHOLDER}\n?", part["text"])
+                parts += _text(first)
                 for text in others:
-                    parts += [{"type": "image"}, *_text(text.removeprefix("\n"))]
+                    parts += [{"type": "image"}, *_text(text)]
                     found.append(_at(column, used, record))
                     used += 1
             else:

@@ -211,8 +211,8 @@ class VisionCollator:
             expected = torch.from_numpy(row["input_ids"].astype(np.int64))
             if not torch.equal(ids[index, :length], expected) or int(batch["attention_mask"][index].sum()) != length:
                 raise DataError(
-                    f"{row['place']}: the processor makes other tokens of this row than its text and the sizes of its "
-                    "images promise. Remove the record, or train with OutsizeTrainer."
+                    f"{row['place']}: {type(self.vision.processor).__name__} makes other tokens than expected from the "
+                    "row's text and image sizes. Remove the record, or train with OutsizeTrainer."
                 )
             labels[index, :length] = torch.from_numpy(row["labels"].astype(np.int64))
         return {**batch, "labels": labels}

@@ -233,7 +233,7 @@ def test_other_tokens_than_a_blank_image_has_are_refused_at_the_batch(tmp_path: 
     names = save_pictures(tmp_path)
     rows = rows_of(tmp_path, vision, {"messages": TURNS, "images": names})
     picture(64, 64).save(tmp_path / names[0])
-    with pytest.raises(DataError, match=r"data.jsonl:1: the processor makes other tokens"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: QwenImages makes other tokens than expected"):
         VisionCollator(vision)([rows[0]])
 
 
