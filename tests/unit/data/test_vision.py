@@ -91,6 +91,39 @@ def test_the_loss_is_on_the_answers_token_by_token(tmp_path: Path, kind: str) ->
     assert row["labels"].tolist() == labels
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(
+            {
+                "image": "1.png",
+                "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}],
+            },
+            id="llava-json",
+        ),
+        pytest.param(
+            {"prompt": [{"role": "user", "content": "What?"}], "completion": [TURNS[1]], "images": ["1.png"]}, id="trl"
+        ),
+        pytest.param(
+            {
+                "messages": [
+                    {"role": "user", "content": [{"index": 0, "type": "image"}, {"type": "text", "text": "What?"}]},
+                    {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+                ],
+                "images": [{"path": "1.png"}],
+            },
+            id="vsft",
+        ),
+    ],
+)
+def test_a_question_about_an_image_has_the_same_document_in_each_form(tmp_path: Path, record: dict[str, Any]) -> None:
+    save_pictures(tmp_path)
+    (row,) = rows_of(tmp_path, Vision(processor=processor_of("qwen")), record)
+    shown = "<|im_start|>user\n<|vision_start|>" + "¤" * 8 + "<|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
+    ids, labels = written("qwen", shown + "⟦A cat.<|im_end|>\n⟧")
+    assert row["input_ids"].tolist() == ids and row["labels"].tolist() == labels
+
+
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_with_train_on_inputs_the_loss_is_on_all_but_the_images(tmp_path: Path, kind: str) -> None:
     vision = Vision(processor=processor_of(kind))

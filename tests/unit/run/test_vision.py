@@ -97,6 +97,25 @@ def test_a_missing_image_is_found_before_the_model_is_built(tmp_path: Path) -> N
         assemble(read_config(run_file(tmp_path, [asked("1-0.png"), asked("away.png")], reinit_weights=True)))
 
 
+def test_the_keys_of_an_axolotl_file_for_images_are_accepted(tmp_path: Path) -> None:
+    path = vision_folders.write_run(
+        tmp_path,
+        processor_type="AutoProcessor",
+        skip_prepare_dataset=True,
+        remove_unused_columns=False,
+        sample_packing=False,
+        chat_template="llava",
+        image_size=[24, 16],
+        image_resize_algorithm="bicubic",
+        adapter="lora",
+        lora_target_modules=r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj",
+        flash_attention=None,
+        eager_attention=None,
+    )
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run"])
+    assert done.exit_code == 0 and "frozen" in done.output, done.output
+
+
 @pytest.mark.parametrize("kind", ["llava", "qwen"])
 def test_the_plan_is_for_the_rows_with_most_images_and_the_longest_row(tmp_path: Path, kind: str) -> None:
     for n, size in enumerate([(16, 16), (32, 32), (24, 24), (48, 40)]):
