@@ -149,6 +149,9 @@ AXOLOTL: dict[str, OtherKey] = {
         "total_supervised_tokens",
     ),
     **ignored("the loss covers what the chat template renders as the end of an answer", "eot_tokens"),
+    **ignored("turns are located in what the chat template renders", "role_boundaries"),
+    **refused("Images are resized by image_size, which pads with black. Remove it, or resize the files.",
+              "image_resize_buckets image_resize_no_upscale image_resize_pad_color"),
     **refused("sample_packing: true packs rows to sequence_len. Use these.", "max_packed_sequence_len"),
     **refused("The data is used as it is. Filter or extend it beforehand.", "min_sample_len dataset_shard_num "
               "dataset_shard_idx default_system_message chat_template_kwargs use_pose pose_* eval_sequence_len"),
