@@ -148,6 +148,9 @@ AXOLOTL: dict[str, OtherKey] = {
         "total_supervised_tokens",
     ),
     **ignored("the loss covers what the chat template renders as the end of an answer", "eot_tokens"),
+    **ignored("turns are located in what the chat template renders", "role_boundaries"),
+    **refused("Images are resized by image_size, which pads with black. Remove it, or resize the files.",
+              "image_resize_buckets image_resize_no_upscale image_resize_pad_color"),
     **refused("sample_packing: true packs rows to sequence_len. Use these.", "max_packed_sequence_len"),
     **refused("The data is used as it is. Filter or extend it beforehand.", "min_sample_len dataset_shard_num "
               "dataset_shard_idx default_system_message chat_template_kwargs use_pose pose_* eval_sequence_len"),
@@ -169,7 +172,7 @@ AXOLOTL: dict[str, OtherKey] = {
                 "model_type type_of_model"),
     **ignored(
         "the class is read from the files of the model or tokenizer", "tokenizer_type tokenizer_use_fast "
-        "tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files processor_type processor_kwargs "
+        "tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files "
         "is_*_derived_model base_model_ignore_patterns strict",
     ),
     **ignored("log in with `hf auth login`, or set HF_TOKEN", "hf_use_auth_token"),

@@ -17,6 +17,7 @@ from outsize.config.types import (
     CountOrShare,
     DatasetType,
     DpoLoss,
+    ImageSize,
     NotNegative,
     Optimizer,
     PinName,
@@ -121,6 +122,13 @@ class RunConfig:
     """Tokens of the vocabulary that have these roles."""
     tokens: tuple[Text, ...] = ()
     """Tokens of the vocabulary that are never split."""
+    processor_type: Text = "AutoProcessor"
+    """The class of the processor, for data with images. It is read from the folder of the tokenizer."""
+    processor_kwargs: dict[str, Any] | None = None
+    """Settings that replace the processor's saved ones, such as `max_pixels`."""
+    image_size: ImageSize = ()
+    """`[width, height]`, or the side of a square that images are padded to. Empty: as they are."""
+    image_resize_algorithm: Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"] = "bilinear"
 
     batch_size: Count | None = None
     """Rows in an optimizer step. None: `micro_batch_size` × `gradient_accumulation_steps`."""

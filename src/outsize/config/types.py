@@ -71,6 +71,14 @@ Optimizer = Annotated[
 Adapter = Annotated[Literal["lora"], Rule(expected="lora, the only adapter (base weights are never quantized)")]
 Bf16 = Annotated[bool, Rule(also=(("auto", True),))]
 Tf32 = Annotated[bool | None, Rule(also=(("auto", None),))]
+ImageSize = Annotated[
+    tuple[Count, ...],
+    Rule(
+        expected="pixels of a side, or [width, height]",
+        convert=lambda value: [value] if isinstance(value, int) else value,
+        holds=lambda value: len(value) in (1, 2),
+    ),
+]
 SpecialToken = Literal["bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens"]
 Trackers = Annotated[
     tuple[Text, ...], Rule(expected="a list of trackers such as [wandb, tensorboard]", also=(("none", ()),))

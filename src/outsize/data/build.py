@@ -12,6 +12,7 @@ from outsize.data.formats import open_format
 from outsize.data.packing import PackedRows, pack
 from outsize.data.rows import Document, Excess, Rows, check_lengths, cut, split_off, trainable
 from outsize.data.sources import read
+from outsize.data.vision import Vision
 from outsize.progress import counted
 
 _RECORDS_AT_ONCE = 256
@@ -31,22 +32,25 @@ def load_rows(
     train_on_inputs: bool = False,
     deduplicate: bool = False,
     fingerprints: list[str] | None = None,
+    vision: Vision | None = None,
 ) -> tuple[Rows | PackedRows, Rows | PackedRows | None]:
     """Rows to train on, and rows to validate on if `val_set_size` is not zero. Deterministic.
 
     `pad_id` fills up packed rows (see `collate.pad_id_of`). `fingerprints` gets one entry per dataset, of its tokens.
+    `vision`: if the data have images; rows then have what the processor needs.
     """
     if sequence_len < 2:
         raise ConfigError(
             f"sequence_len {sequence_len} is too small: a token is predicted from the one before. Use 2 or more."
         )
     # All are opened before any is tokenized, so that a wrong path or column in the last one is found first.
-    opened = [_open(source, tokenizer, train_on_inputs) for source in datasets]
+    opened = [_open(source, tokenizer, train_on_inputs, vision) for source in datasets]
     sizes, seen = [0] * len(opened), set[int]()
 
     def of(number: int) -> Iterator[Document]:
         for document in opened[number]:
-            if deduplicate and (content := hash((*document.ids, None, *document.labels))) in seen:
+            images = document.media.images if document.media is not None else ()
+            if deduplicate and (content := hash((*document.ids, None, *document.labels, *images))) in seen:
                 continue
             seen.update([content] if deduplicate else [])
             sizes[number] += 1
@@ -69,10 +73,10 @@ def load_rows(
     return finish(train, "training"), None if validation is None else finish(validation, "validation")
 
 
-def _open(source: DatasetConfig, tokenizer: Any, train_on_inputs: bool) -> Iterator[Document]:
+def _open(source: DatasetConfig, tokenizer: Any, train_on_inputs: bool, vision: Vision | None) -> Iterator[Document]:
     records = read(source)
     first = next(records)  # reading raises if there is none
-    tokenize = open_format(first, source, tokenizer, train_on_inputs)
+    tokenize = open_format(first, source, tokenizer, train_on_inputs, vision)
     return _documents(chain([first], records), tokenize)
 
 

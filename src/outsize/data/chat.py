@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -20,10 +21,12 @@ from outsize.base.errors import ConfigError, DataError
 from outsize.base.log import log
 from outsize.config.run import DatasetConfig
 from outsize.data.files import Record, json_type
+from outsize.data.images import has_images, image_parts
 from outsize.data.rows import Document
 from outsize.data.templates import template_named
 from outsize.data.text import Span, check_offsets, span_documents
 from outsize.data.turns import Message, UnlocatedError, UnrenderedError, locate
+from outsize.data.vision import Vision
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_FIELD = "conversations"
@@ -41,6 +44,8 @@ class Chats:
     source: DatasetConfig = field(default_factory=lambda: DatasetConfig(path="-"))
     train_on_inputs: bool = False
     """The loss is on every token."""
+    vision: Vision | None = None
+    """Makes rows of conversations that may have images. None: the data have none."""
     _noted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -63,12 +68,28 @@ class Chats:
             return False
 
     def documents(self, records: Sequence[Record]) -> list[Document]:
-        rendered = [self._render(record) for record in records]
-        texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
-        return span_documents(self.tokenizer, records, texts, None if self.train_on_inputs else spans)
+        messages = [messages_of(record, self.source) for record in records]
+        if self.vision is None:
+            texts, spans = self._rendered(records, messages)
+            return span_documents(self.tokenizer, records, texts, spans)
+        with_parts, images = zip(*map(image_parts, records, messages), strict=True)
+        path = Path(self.source.path).expanduser()
+        files = self.vision.files(images, records, path if path.is_dir() else path.parent)
+        texts, spans = self._rendered(records, with_parts)
+        return self.vision.documents(self.tokenizer, records, texts, spans, files)
 
-    def _render(self, record: Record) -> tuple[str, list[Span]]:
-        messages = messages_of(record, self.source)
+    def _rendered(
+        self, records: Sequence[Record], messages: Sequence[list[Message]]
+    ) -> tuple[list[str], list[list[Span]] | None]:
+        """Texts, and where the loss is in them."""
+        rendered = list(map(self._render, records, messages))
+        return [text for text, _ in rendered], None if self.train_on_inputs else [spans for _, spans in rendered]
+
+    def _render(self, record: Record, messages: list[Message]) -> tuple[str, list[Span]]:
+        if self.vision is None and has_images(record):
+            raise DataError(
+                f"{record.place}: the row has images, but the model takes none. Remove them, or use another model."
+            )
         if len(messages) > 1 and self.source.drop_system_message and messages[0]["role"] == "system":
             messages = messages[1:]
         if self._in_parts:

@@ -57,14 +57,15 @@ def read_file(path: Path, *, suffix: str, field: str) -> Iterator[Record]:
         raise DataError(f"{path}: the file is empty. Write it again, or remove it from the datasets.")
 
 
-def need(module: str, *, to_read: str) -> Any:
-    """Import a module of an optional package."""
+def need(module: str, *, to_read: str, extra: str = "data") -> Any:
+    """Import a module of an optional package. `extra`: of outsize, which installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
+        package = {"PIL": "pillow"}.get(module.partition(".")[0], module.partition(".")[0])
         raise ConfigError(
-            f"Reading {to_read} needs the package {package}, which is not installed. Run: pip install 'outsize[data]'"
+            f"Reading {to_read} needs the package {package}, which is not installed. Run: pip install "
+            f"'outsize[{extra}]'"
         ) from error
 
 

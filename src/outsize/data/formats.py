@@ -13,8 +13,10 @@ from outsize.base.errors import DataError
 from outsize.config.run import DatasetConfig
 from outsize.data.chat import Chats, field_of
 from outsize.data.files import Record, json_type
+from outsize.data.images import IMAGE_COLUMNS
 from outsize.data.rows import Document
 from outsize.data.text import Segment, check_offsets, segment_documents, text_documents
+from outsize.data.vision import Vision
 
 Columns = Callable[[dict[str, Any], DatasetConfig], tuple[str, ...]]
 """The columns that a row must have. Takes its fields and the dataset."""
@@ -26,6 +28,8 @@ class Format:
     columns: Columns
     open: Callable[[Any, DatasetConfig, bool], Documents]
     """Takes a tokenizer, the dataset and `train_on_inputs`."""
+    open_with_images: Callable[[Any, DatasetConfig, bool, Vision], Documents] | None = None
+    """None: its rows cannot have images."""
     inferred: bool = False
     """Chosen for a dataset without `type` if its columns fit no other such format."""
     unless: tuple[str, ...] = ()
@@ -37,11 +41,24 @@ class Format:
         )
 
 
-def open_format(first: Record, source: DatasetConfig, tokenizer: Any, train_on_inputs: bool) -> Documents:
+def open_format(
+    first: Record, source: DatasetConfig, tokenizer: Any, train_on_inputs: bool, vision: Vision | None = None
+) -> Documents:
     """What turns the records of a dataset into documents. `first`: its first record."""
-    if source.prompt is not None:
-        return _instructions(**_own_prompt(source.prompt)).open(tokenizer, source, train_on_inputs)
-    return FORMATS[source.type or _inferred(first, source)].open(tokenizer, source, train_on_inputs)
+    form = _instructions(**_own_prompt(source.prompt)) if source.prompt is not None else None
+    form = form or FORMATS[source.type or _inferred(first, source)]
+    if vision is None:
+        return form.open(tokenizer, source, train_on_inputs)
+    if form.open_with_images is None:
+        raise DataError(
+            f"{first.place}: the run's data have images, and this dataset is of a type that has no messages. Write it "
+            "as conversations (type: chat_template), or train on it in a run of its own."
+        )
+    return form.open_with_images(tokenizer, source, train_on_inputs, vision)
+
+
+def may_have_images(source: DatasetConfig) -> bool:
+    return source.prompt is None and (source.type is None or FORMATS[source.type].open_with_images is not None)
 
 
 # --- formats of segments
@@ -169,8 +186,8 @@ def _labelled_segments(record: Record) -> list[Segment]:
 # --- the others
 
 
-def _open_chat(tokenizer: Any, source: DatasetConfig, train_on_inputs: bool) -> Documents:
-    return Chats(tokenizer=tokenizer, source=source, train_on_inputs=train_on_inputs).documents
+def _open_chat(tokenizer: Any, source: DatasetConfig, train_on_inputs: bool, vision: Vision | None = None) -> Documents:
+    return Chats(tokenizer=tokenizer, source=source, train_on_inputs=train_on_inputs, vision=vision).documents
 
 
 def _open_text(tokenizer: Any, source: DatasetConfig, _: bool) -> Documents:
@@ -180,7 +197,9 @@ def _open_text(tokenizer: Any, source: DatasetConfig, _: bool) -> Documents:
 _IN_COMPLETION = "in_completion"
 
 
-def _open_prompt_completion(tokenizer: Any, source: DatasetConfig, train_on_inputs: bool) -> Documents:
+def _open_prompt_completion(
+    tokenizer: Any, source: DatasetConfig, train_on_inputs: bool, vision: Vision | None = None
+) -> Documents:
     """Texts, or messages: then the completion's messages are trained."""
     text = _segmented(
         ("prompt", "completion"),
@@ -193,12 +212,13 @@ def _open_prompt_completion(tokenizer: Any, source: DatasetConfig, train_on_inpu
 
     def documents(records: Sequence[Record]) -> list[Document]:
         nonlocal chats
-        if not isinstance(records[0].fields.get("completion"), list):
+        if vision is None and not isinstance(records[0].fields.get("completion"), list):
             return text(records)
         chats = chats or Chats(
             tokenizer=tokenizer,
             source=replace(source, field_messages="messages", message_field_training=_IN_COMPLETION),
             train_on_inputs=train_on_inputs,
+            vision=vision,
         )
         return chats.documents([_as_messages(record, source) for record in records])
 
@@ -213,8 +233,8 @@ def _as_messages(record: Record, source: DatasetConfig) -> Record:
             raise DataError(f"{record.place}: {column!r} is {json_type(part)}, not messages. Correct the record.")
         trained = column == "completion"
         messages += [{**message, _IN_COMPLETION: trained} if isinstance(message, dict) else message for message in part]
-    tools = {"tools": record.fields["tools"]} if "tools" in record.fields else {}
-    return Record(fields={"messages": messages, **tools}, place=record.place)
+    others = {name: record.fields[name] for name in ("tools", *IMAGE_COLUMNS) if name in record.fields}
+    return Record(fields={"messages": messages, **others}, place=record.place)
 
 
 def _alpaca(style: str, **options: Any) -> Format:
@@ -226,7 +246,12 @@ def _with_system(style: str, **options: Any) -> Format:
 
 
 _COMPLETION = Format(columns=lambda fields, source: (source.field,), open=_open_text, inferred=True)
-_CHAT = Format(columns=lambda fields, source: (field_of(fields, source),), open=_open_chat, inferred=True)
+_CHAT = Format(
+    columns=lambda fields, source: (field_of(fields, source),),
+    open=_open_chat,
+    open_with_images=_open_chat,
+    inferred=True,
+)
 
 FORMATS: dict[str, Format] = {
     "completion": _COMPLETION,
@@ -235,7 +260,10 @@ FORMATS: dict[str, Format] = {
     "chat_template.default": replace(_CHAT, inferred=False),
     "sharegpt": replace(_CHAT, inferred=False),
     "prompt_completion": Format(
-        columns=lambda fields, source: ("prompt", "completion"), open=_open_prompt_completion, inferred=True
+        columns=lambda fields, source: ("prompt", "completion"),
+        open=_open_prompt_completion,
+        open_with_images=_open_prompt_completion,
+        inferred=True,
     ),
     "input_output": _segmented(("segments",), _labelled_segments, special_tokens=False, inferred=True),
     "alpaca": _alpaca("instruct", inferred=True),

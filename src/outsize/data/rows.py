@@ -8,7 +8,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,23 @@ IGNORED = -100
 """The label of a token without loss; torch's default."""
 
 Ints = NDArray[np.int32]
-Row = dict[str, Ints]
+Row = dict[str, Any]
+"""`input_ids` and `labels`. In a run with images also `media` and `place`."""
 Excess = Literal["split", "truncate", "drop", "raise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Media:
+    """What the model's processor makes a row from."""
+
+    text: str
+    """Rendered, with one token per image."""
+    images: tuple[str, ...]
+    """Paths."""
+    digests: tuple[str, ...]
+    """Of the images' content."""
+    elements: int
+    """Numbers that the images take in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +47,7 @@ class Document:
     labels: list[int]
     """As long as `ids`; the model shifts them."""
     place: str
+    media: Media | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,21 +61,32 @@ class Rows:
     documents: NDArray[np.int64]  # (rows,)
     """Per row, the document it is from: an index into `places`."""
     places: tuple[str, ...]
+    media: tuple[Media, ...] = ()
+    """Per document. Empty: none has images."""
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> "Rows":
         ids, labels, ends, places = array("i"), array("i"), array("q", [0]), []
+        media: list[Media] = []
         for document in documents:
             assert len(document.ids) == len(document.labels), document.place
             ids.extend(document.ids)
             labels.extend(document.labels)
             ends.append(len(ids))
             places.append(document.place)
+            if document.media is not None:
+                media.append(document.media)
+        assert not media or len(media) == len(places), "all documents of a run have media, or none has"
         edges = np.array(ends, dtype=np.int64)
         bounds = np.stack([edges[:-1], edges[1:]], axis=1)
         flat = (np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32) for tokens in (ids, labels))
         return cls(
-            ids=next(flat), labels=next(flat), bounds=bounds, documents=np.arange(len(places)), places=tuple(places)
+            ids=next(flat),
+            labels=next(flat),
+            bounds=bounds,
+            documents=np.arange(len(places)),
+            places=tuple(places),
+            media=tuple(media),
         )
 
     def __len__(self) -> int:
@@ -67,7 +94,8 @@ class Rows:
 
     def __getitem__(self, index: int) -> Row:
         start, end = self.bounds[index]
-        return {"input_ids": self.ids[start:end], "labels": self.labels[start:end]}
+        row: Row = {"input_ids": self.ids[start:end], "labels": self.labels[start:end]}
+        return {**row, "media": self.media[self.documents[index]], "place": self.place(index)} if self.media else row
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -78,7 +106,7 @@ class Rows:
         return int(self.lengths.sum())
 
     def fingerprint(self, start: int, end: int) -> str:
-        """A hash of the tokens, labels and lengths of rows `start` to `end`, in order.
+        """A hash of the tokens, labels, lengths and images of rows `start` to `end`, in order.
 
         Only for rows as `of` makes them, which are contiguous. Takes 1 s for 90 million tokens.
         """
@@ -87,6 +115,8 @@ class Rows:
         digest = hashlib.blake2b(digest_size=16)
         for values in (bounds - first, self.ids[first:last], self.labels[first:last]):
             digest.update(np.ascontiguousarray(values).reshape(-1).data)
+        if any(media.images for media in self.media[start:end]):
+            digest.update(repr([media.digests for media in self.media[start:end]]).encode())
         return digest.hexdigest()
 
     def place(self, index: int) -> str:
@@ -133,6 +163,11 @@ def check_lengths(rows: Rows, *, sequence_len: int, strategy: Excess) -> None:
     longest = int(lengths.argmax())
     where = f"the longest with {lengths[longest]} tokens at {rows.place(longest)}"
     found = f"{num_long} of {len(rows)} documents are longer than sequence_len ({sequence_len}), {where}"
+    if rows.media and strategy in ("split", "truncate"):
+        raise DataError(
+            f"{found}: rows with images are not cut (excess_length_strategy: {strategy}). Raise sequence_len, set "
+            "excess_length_strategy: drop, or make the images smaller (image_size)."
+        )
     if strategy == "raise":
         raise DataError(
             f"{found} (excess_length_strategy: raise). Raise sequence_len, shorten them, or set excess_length_strategy "

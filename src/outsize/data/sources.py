@@ -90,9 +90,18 @@ def _load(source: DatasetConfig, load: Callable[[Any], Any]) -> Any:
 
 def _records_of(dataset: Any, source: DatasetConfig) -> Iterator[Record]:
     number = 0
-    for number, fields in enumerate(dataset, start=1):
+    for number, fields in enumerate(_fields_of(dataset), start=1):
         yield Record(fields=dict(fields), place=f"{source.path}:{number}")
     if not number:
         raise DataError(
             f"{source.path}: the split {source.split!r} is empty. Set another `split`, or remove the dataset."
         )
+
+
+def _fields_of(dataset: Any) -> Iterator[Any]:
+    """The rows. Images are left as they are stored: as bytes, or as paths."""
+    if "Image(" not in repr(getattr(dataset, "features", None)):
+        yield from dataset
+        return
+    for table in dataset.with_format("arrow").iter(batch_size=64):
+        yield from table.to_pylist()

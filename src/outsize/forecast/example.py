@@ -103,13 +103,20 @@ def example_batch(
     batch |= form.inputs
     if "mm_token_type_ids" in takes:
         batch["mm_token_type_ids"] = (ids == token).int()
-    if form.is_framed and "position_ids" in takes:  # models cannot always compute 3D positions on fake tensors
-        batch["position_ids"] = torch.arange(tokens).expand(3, rows, tokens).contiguous()
+    batch = with_positions(kind, batch)
     if "token_type_ids" in takes:
         batch["token_type_ids"] = (ids == token).long()
     many = "1 image" if num == 1 else f"{num} images"
     each = "1 token" if length == 1 else f"{length} tokens"
     return Example(batch, f"{many} of {form.size} in every row ({each} each)")
+
+
+def with_positions(kind: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with 3D positions, if its images are patches: models cannot always compute them on fake tensors."""
+    if "image_grid_thw" not in batch or "position_ids" not in inspect.signature(kind.forward).parameters:
+        return batch
+    rows, tokens = batch["input_ids"].shape
+    return {**batch, "position_ids": torch.arange(tokens).expand(3, rows, tokens).contiguous()}
 
 
 def _form(

@@ -17,7 +17,7 @@ from outsize.base.errors import ConfigError, ModelUnsupported, OutsizeError
 from outsize.base.log import log
 from outsize.compat import fake_tensor
 from outsize.device.sim import AbsentDevice
-from outsize.forecast.example import Images, example_batch
+from outsize.forecast.example import Images, example_batch, with_positions
 from outsize.forecast.fake_weights import FakeWeights
 from outsize.hardware.spec import HardwareSpec
 from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
@@ -92,6 +92,8 @@ def fake_trace(
             if batch is None:
                 images = images or Images()
                 batch, text = example_batch(kind, config, rows=rows, tokens=tokens, images=images, model=built)
+            else:
+                batch = with_positions(kind, batch)
             model = built()
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(

@@ -15,9 +15,10 @@ from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, newest, read_manifest
 from outsize.config.run import RunConfig
 from outsize.data.build import load_rows
-from outsize.data.collate import Collator, pad_id_of, widest_batch
+from outsize.data.collate import pad_id_of
 from outsize.data.packing import keeps_documents_apart
 from outsize.data.preference import load_pairs
+from outsize.data.vision import Vision
 from outsize.device.choose import choose_device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
@@ -36,11 +37,13 @@ from outsize.run.compat_checks import (
 )
 from outsize.run.disk import disk_need, num_steps, require_disk_space
 from outsize.run.dpo import dpo_arguments, dpo_trainer, widest_pairs
+from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.resume_fingerprint import require_resumable, require_same_data, resume_fingerprint, split_of
 from outsize.run.row_lengths import longest_row, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
 from outsize.run.trained import freeze
 from outsize.run.trainer import RunTrainer
+from outsize.run.vision import load_vision
 from outsize.schedule.pins import Pins
 from outsize.setup.micro_batch import Split, splits_of
 
@@ -92,9 +95,10 @@ def assemble(config: RunConfig) -> Assembled:
     trackers, arguments.report_to = make_trackers(arguments.report_to), []
     require_scheduler(config)
     load_config(config.base_model)  # a wrong name is reported as such, not as a missing tokenizer
-    tokenizer = load_tokenizer(config)
+    vision = load_vision(config)
+    tokenizer = load_tokenizer(config, vision.processor if vision is not None else None)
     pad_id = pad_id_of(tokenizer)
-    train, evaluated, fingerprints = rows(config, tokenizer, pad_id)
+    train, evaluated, fingerprints = rows(config, tokenizer, pad_id, vision)
     if checkpoint is not None:
         require_same_data(checkpoint, config, fingerprints)
     set_seed(config.seed)
@@ -107,20 +111,18 @@ def assemble(config: RunConfig) -> Assembled:
     freeze(built.model, config)
     if config.adapter is not None:
         built = adapt(built, config)
-    collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
-    tokens = longest_row(config, [train] if evaluated is None else [train, evaluated])
+    parts = [train] if evaluated is None else [train, evaluated]
+    tokens = longest_row(config, parts)
     vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     patience = config.early_stopping_patience
-
-    def batch_of(rows: int) -> dict[str, Any]:
-        if config.rl is not None:
-            return widest_pairs(collator, pairs=rows, tokens=tokens, vocab_size=vocabulary)
-        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
-
+    collator = collator_of(config, pad_id, config.sequence_len, vision)
+    batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
+    if config.rl is not None:
+        batch_of = partial(widest_pairs, collator, tokens, vocabulary)
     common: dict[str, Any] = dict(
         model=built.model,
         args=arguments,
-        processing_class=tokenizer,
+        processing_class=tokenizer if vision is None else vision.processor,
         callbacks=[*trackers, *([EarlyStoppingCallback(patience)] if patience else [])],
         gpu_memory=config.gpu_memory,
         host_memory=config.host_memory,
@@ -241,7 +243,7 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return found
 
 
-def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list[str]]:
+def rows(config: RunConfig, tokenizer: Any, pad_id: int, vision: Vision | None = None) -> tuple[Any, Any, list[str]]:
     """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset. With `rl: dpo`, two rows a pair."""
     fingerprints: list[str] = []
     load: Any = load_rows if config.rl is None else load_pairs
@@ -252,7 +254,9 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int) -> tuple[Any, Any, list
         deduplicate=config.dataset_exact_deduplication,
     )
     if config.rl is None:
-        settings |= dict(pad_id=pad_id, sample_packing=config.sample_packing, train_on_inputs=config.train_on_inputs)
+        settings |= dict(
+            pad_id=pad_id, sample_packing=config.sample_packing, train_on_inputs=config.train_on_inputs, vision=vision
+        )
     train, evaluated = load(
         tokenizer, config.datasets, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
     )

@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outsize.base.errors import OutsizeError
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
-from outsize.data.collate import Collator, pad_id_of, widest_batch
+from outsize.data.collate import pad_id_of
 from outsize.device.choose import choose_device
 from outsize.forecast.forecast import ForecastRequest
 from outsize.hardware.spec import HardwareSpec
@@ -18,8 +17,10 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import load_config, trainable_class
 from outsize.run.adapters import adapter_of
 from outsize.run.assemble import pins_of, rows, training_arguments
+from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
+from outsize.run.vision import load_vision, takes_images
 
 DEFAULT_HARDWARE = "rtx4090"
 
@@ -35,10 +36,11 @@ class RunRequest:
 def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     """`hardware`: as `--hardware`. None: the GPU that the file simulates, this machine's, or one of the catalog."""
     notes = []
-    tokens, filled, pad_id = config.sequence_len, 1.0, 0
-    if not config.sample_packing and not config.pad_to_sequence_len:
+    tokens, filled, collator = config.sequence_len, 1.0, collator_of(config, 0, config.sequence_len, None)
+    parts: list[Any] = []
+    if not config.sample_packing and (not config.pad_to_sequence_len or takes_images(config)):
         try:
-            tokens, filled, pad_id = _rows_of(config)
+            tokens, filled, collator, parts = _rows_of(config)
             notes += [text] if (text := rows_text(tokens, config.sequence_len)) else []
         except OutsizeError as error:
             notes.append(f"planned for rows of sequence_len tokens, because the data cannot be read here: {error}")
@@ -48,18 +50,12 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     if config.plan_file is not None:
         notes.append("plan: the plan file is not used here; `outsize train --dry-run` shows it")
     arguments = training_arguments(replace(config, rl=None), on_gpu=False)  # without TRL, which may not be installed
-    collator = Collator(pad_id, tokens if config.pad_to_sequence_len else None)
     vocabulary: int = load_config(config.base_model, may_be_quantized=True).get_text_config().vocab_size
-
+    batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
     reserved = 0
     if config.rl is not None:
         reserved, note = _reference(config)
         notes.append(note)
-
-    def batch_of(rows: int) -> dict[str, Tensor]:
-        rows *= 1 if config.rl is None else 2
-        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
-
     request = ForecastRequest(
         hardware=machine or DEFAULT_HARDWARE,
         optimizer=optimizer_of(arguments, (), (), config.nonfinite),
@@ -75,7 +71,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         chunked_loss=config.chunked_loss,
         adapter=None if config.adapter is None else adapter_of(config),
-        batch_of=batch_of,
+        batch_of=batch_of if config.rl is None else lambda pairs: batch_of(2 * pairs),
     )
     return RunRequest(request=request, notes=tuple(notes), filled=filled if config.rl is None else 1.0)
 
@@ -96,13 +92,16 @@ def _reference(config: RunConfig) -> tuple[int, str]:
     return needed, f"{note}; its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
 
 
-def _rows_of(config: RunConfig) -> tuple[int, float, int]:
-    """Tokens of the longest row, the share of them that the average training row has, and the padding token."""
-    tokenizer = load_tokenizer(config)
+def _rows_of(config: RunConfig) -> tuple[int, float, AnyCollator, list[Any]]:
+    """Tokens of the longest row, the share of them that the average training row has, the collator, and the rows."""
+    vision = load_vision(config)
+    tokenizer = load_tokenizer(config, vision.processor if vision is not None else None)
     pad_id = pad_id_of(tokenizer)
-    train, evaluated, _ = rows(config, tokenizer, pad_id)
-    longest = longest_row(config, [train] if evaluated is None else [train, evaluated])
-    return longest, tokens_per_row(train) / longest, pad_id
+    train, evaluated, _ = rows(config, tokenizer, pad_id, vision)
+    parts = [train] if evaluated is None else [train, evaluated]
+    longest = longest_row(config, parts)
+    filled = tokens_per_row(train) / longest if vision is None else 1.0  # packing, which this is about, is refused
+    return longest, filled, collator_of(config, pad_id, longest, vision), parts
 
 
 def _machine_of(config: RunConfig) -> str | HardwareSpec | None:

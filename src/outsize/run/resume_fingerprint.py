@@ -102,8 +102,8 @@ def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequenc
     else:
         other = [path for path, was, now in zip(paths, then[DATA], fingerprints, strict=True) if was != now]
         found = [
-            f"datasets: the content of {path} has changed since the run began (rows, order, tokenizer or chat "
-            "template)."
+            f"datasets: the content of {path} has changed since the run began (rows, images, order, tokenizer or "
+            "chat template)."
             for path in other
         ]
     raise _refused(checkpoint, [f"{text} Restore it." for text in found])

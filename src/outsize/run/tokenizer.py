@@ -12,7 +12,8 @@ from outsize.data.templates import template_named
 from outsize.run.compat_checks import first_line
 
 
-def load_tokenizer(config: RunConfig) -> Any:
+def load_tokenizer(config: RunConfig, processor: Any = None) -> Any:
+    """`processor`: that of a run with images. It gets the tokenizer; its chat template is the tokenizer's default."""
     key = "base_model" if config.tokenizer_config is None else "tokenizer_config"
     source = config.tokenizer_config or config.base_model
     try:
@@ -22,11 +23,20 @@ def load_tokenizer(config: RunConfig) -> Any:
             f"{key}: {source} has no usable tokenizer ({first_line(error)}). Save one into the folder."
         ) from None
     _set_tokens(tokenizer, config)
+    if processor is not None:
+        tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     if config.chat_template_jinja is not None:
         tokenizer.chat_template = _template(config.chat_template_jinja)
     elif config.chat_template is not None:
         named = template_named(config.chat_template, has_own=bool(tokenizer.chat_template))
         tokenizer.chat_template = named or tokenizer.chat_template
+    if processor is not None:
+        if tokenizer.pad_token is None:
+            raise ConfigError(
+                f"{key}: the tokenizer has no pad token, which the processor of {source} pads with. Set "
+                "special_tokens: {pad_token: …} to a token of the vocabulary."
+            )
+        processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return tokenizer
 
 

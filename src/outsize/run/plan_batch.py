@@ -1,0 +1,48 @@
+"""The batch that a run's plan is for: the most expensive one that its data can produce."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outsize.config.run import RunConfig
+from outsize.data.collate import Collator, widest_batch
+from outsize.data.rows import Rows
+from outsize.data.vision import Vision, VisionCollator
+from outsize.model.batch import is_mask
+from outsize.setup.batches import pad_to_shape
+
+AnyCollator = Collator | VisionCollator
+
+
+def collator_of(config: RunConfig, pad_id: int, tokens: int, vision: Vision | None) -> AnyCollator:
+    """`tokens`: the length of padded rows under `pad_to_sequence_len`."""
+    pad_to = tokens if config.pad_to_sequence_len else None
+    return Collator(pad_id, pad_to) if vision is None else VisionCollator(vision, pad_to)
+
+
+def batches_to_plan_for(
+    config: RunConfig, collator: AnyCollator, parts: Sequence[Any], tokens: int, vocabulary: int
+) -> Callable[[int], dict[str, Any]]:
+    """The batch to plan for, by its number of rows. `parts`: training and evaluation rows. `tokens`: of the longest."""
+
+    def batch_of(rows: int) -> dict[str, Any]:
+        if isinstance(collator, VisionCollator):
+            return _with_most_images(collator, parts, rows=rows, tokens=tokens)
+        return widest_batch(collator, rows=rows, tokens=tokens, packed=config.sample_packing, vocab_size=vocabulary)
+
+    return batch_of
+
+
+def _with_most_images(collator: VisionCollator, parts: Sequence[Rows], *, rows: int, tokens: int) -> dict[str, Any]:
+    """The rows whose images take most, filled up with text to `tokens`. Deterministic."""
+    ranked = sorted(
+        ((part, index) for part in parts for index in range(len(part))),
+        key=lambda one: (one[0].media[one[0].documents[one[1]]].elements, one[0].lengths[one[1]]),
+        reverse=True,
+    )
+    chosen = [ranked[n % len(ranked)] for n in range(rows)]
+    batch: dict[str, Any] = pad_to_shape(collator([part[index] for part, index in chosen]), (rows, tokens))
+    for name, value in batch.items():
+        may_mask = name != "attention_mask" or rows > 1 or collator.pad_to is not None
+        if is_mask(name) and may_mask and bool((value == 1).all()):
+            value.view(-1)[-1] = 0  # a mask that masks something costs more
+    return batch
