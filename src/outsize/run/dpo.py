@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from outsize.base.errors import ConfigError, OutsizeError
 from outsize.base.log import log
 from outsize.config.run import RunConfig
-from outsize.data.collate import Collator, widest_batch
+from outsize.data.collate import widest_batch
 from outsize.data.preference import trl_columns
 from outsize.data.rows import Rows
 from outsize.integrations.hf import OutsizeMixin
@@ -76,7 +76,7 @@ def dpo_trainer(
     return trainer
 
 
-def widest_pairs(collator: Collator, *, pairs: int, tokens: int, vocab_size: int) -> dict[str, Tensor]:
+def widest_pairs(collator: Any, tokens: int, vocab_size: int, pairs: int) -> dict[str, Tensor]:
     """The batch of pairs that needs the most memory: prompts of one token."""
     batch = widest_batch(collator, rows=2 * pairs, tokens=tokens, packed=False, vocab_size=vocab_size)
     mask = batch["attention_mask"].clone()
