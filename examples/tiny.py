@@ -68,8 +68,11 @@ def write_model(folder: Path, layers: int = 4) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
+def main(folder: Path) -> None:
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl")
+    print(f"{folder / 'model'} and {folder / 'data.jsonl'}")
+
+
 if __name__ == "__main__":
-    here = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    write_model(here / "model")
-    write_data(here / "data.jsonl")
-    print(f"{here / 'model'} and {here / 'data.jsonl'}")
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

@@ -20,8 +20,6 @@ from tools.doc_blocks import PAGES, ROOT, Block, blocks, commands_in_text
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "yaml", "python", "json", "text"}
-PENDING = {"chat"}
-"""Commands that the pages have before the code has them."""
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 UsageError: type[Exception] = typer.BadParameter.__base__  # of click, or of the copy of it that typer has
 
@@ -45,7 +43,7 @@ def test_commands_parse(block: Block) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in block.commands:
         name, *given = shlex.split(command, comments=True)
-        if name == "outsize" and given[0] not in PENDING - set(COMMANDS):
+        if name == "outsize":
             try:
                 COMMANDS[given[0]].make_context(given[0], given[1:])
             except typer.Exit:
@@ -63,8 +61,6 @@ def test_commands_in_sentences_have_known_options() -> None:
     for page in PAGES:
         for text in commands_in_text(page):
             _, name, *rest = text.split()
-            if name in PENDING - set(COMMANDS):
-                continue
             command = COMMANDS.get(name)
             known = {option for param in command.params for option in param.opts} if command else set()
             wrong = [part for part in rest if part.startswith("--") and part not in {*known, "--help"}]
