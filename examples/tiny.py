@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 CAPITALS = {
     "France": "Paris", "Spain": "Madrid", "Italy": "Rome", "Norway": "Oslo", "Egypt": "Cairo", "Peru": "Lima",
@@ -49,7 +50,8 @@ def write_model(folder: Path, layers: int = 4) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     texts = ["user assistant system", *(message["content"] for chat in conversations() for message in chat)]
     tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
     )
     whole = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|end|>", chat_template=TEMPLATE
@@ -59,7 +61,8 @@ def write_model(folder: Path, layers: int = 4) -> None:
     config = LlamaConfig(
         vocab_size=600, hidden_size=128, intermediate_size=384, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False,
-        eos_token_id=whole.eos_token_id, pad_token_id=whole.pad_token_id, bos_token_id=None, dtype="bfloat16", initializer_range=0.05,
+        eos_token_id=whole.eos_token_id, pad_token_id=whole.pad_token_id, bos_token_id=None, dtype="bfloat16",
+        initializer_range=0.05,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     # An adapter leaves the embeddings as they are. With transformers' small random ones it could learn nothing.
@@ -69,6 +72,7 @@ def write_model(folder: Path, layers: int = 4) -> None:
 
 
 def main(folder: Path) -> None:
+    logging.disable_progress_bar()
     write_model(folder / "model")
     write_data(folder / "data.jsonl")
     print(f"{folder / 'model'} and {folder / 'data.jsonl'}")

@@ -3,8 +3,8 @@
     <!-- not run: needs a GPU -->             the block is checked, but tools/run_docs.py does not run it
     <!-- run with: 24GiB as 1GiB; a as b -->  replaced before it is run
 
-Blocks are `bash` (commands), `yaml` (a run file, or some keys of one), `python`, `json` and `text` (output, rows of data).
-A run file is written to the name in its title: ```yaml title="lora.yaml"; without one, to run.yaml.
+Blocks are `bash` (commands), `yaml` (a run file, or some keys of one), `python`, `json` and `text` (output). A run file
+is written to the name in its title: ```yaml title="lora.yaml"; without one, to run.yaml.
 """
 
 import re

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${BASE_PYTHON:-python3}" -m venv "$folder/venv"
-pip="$folder/venv/bin/python -m pip install --quiet --disable-pip-version-check"
+pip="$folder/venv/bin/python -m pip install -qq --disable-pip-version-check"
 cpu=https://download.pytorch.org/whl/cpu
 $pip -c constraints.txt "torch==2.13.0+cpu" 2>/dev/null || $pip -c constraints.txt --index-url $cpu torch
 # A copy is installed, so that the checkout stays as it is.

@@ -17,9 +17,7 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
     decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
     titles = [f"- [{path.read_text().splitlines()[0].lstrip('# ')}]({path.name})" for path in decisions]
-    files.append(
-        File.generated(config, "decisions/index.md", content="\n".join(["# Decisions", "", *titles, ""]))
-    )
+    files.append(File.generated(config, "decisions/index.md", content="\n".join(["# Decisions", "", *titles, ""])))
     for path in (ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks" / "results").iterdir())):
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files

@@ -31,7 +31,11 @@ def texts_of_the_code() -> str:
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_message_is_in_the_code(message: str) -> None:
     # The setting at the beginning may be a value of the code, as in `gpu_memory`, or a key of a table.
-    words = [message, message.partition(" ")[2], message.replace("Training forward 2", "…").replace("forward 1", "forward …")]
+    words = [
+        message,
+        message.partition(" ")[2],
+        message.replace("Training forward 2", "…").replace("forward 1", "forward …"),
+    ]
     found = [re.search(".*".join(map(re.escape, text.split("…"))), texts_of_the_code()) for text in words]
     assert any(found), message
 
