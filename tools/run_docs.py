@@ -62,7 +62,9 @@ def run_page(page: Path, work: Path) -> tuple[int, int]:
         copy_repository(folder)
         write_stand_ins(folder)
         write_stand_ins(home)
-    environment = {**os.environ, "HOME": str(home), "OUTSIZE_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1"}
+    # One thread: small operators on several are many times slower as soon as another process uses a core.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"HOME": str(home), "OUTSIZE_CACHE": str(home / "cache")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     ran = failed = 0
     for block in blocks(page):
