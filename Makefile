@@ -6,6 +6,8 @@
 #   make test-compat               private names and one plan per kind of model, on the oldest supported transformers
 #   make smoke                     one minute: architecture, plan, planner, layout, one streamed plan per kind of model
 #   make train                     the small demo run
+#   make docs                      the documentation as a site, in site/
+#   make docs-test                 what a newcomer does: pip install in a new environment, then all commands of the docs
 #   make bench                     measures training speed on this machine (docs/bench.md)
 #   make test-gpu PYTHON=python3   uses an interpreter that has all packages and installs nothing (a GPU machine without
 #                                  network). OUTSIZE_PYTHON in the environment does the same for all targets.
@@ -34,7 +36,7 @@ TESTS := tests/parity tests
 SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/schedule tests/unit/planner \
 	tests/unit/layout tests/parity/test_covering.py
 
-.PHONY: setup train test test-all test-compat smoke check test-gpu bench browser
+.PHONY: setup train test test-all test-compat smoke check test-gpu bench browser docs docs-test
 
 setup: $(READY)
 
@@ -67,6 +69,14 @@ browser:
 
 train: $(READY)
 	PYTHONPATH=src $(PYTHON) -m examples.demo
+
+docs: $(READY)
+	$(PYTHON) -m pip install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+	@echo site/index.html
+
+docs-test:
+	tools/fresh_install.sh
 
 check: $(READY)
 	$(PYTHON) -m ruff check .

@@ -55,6 +55,24 @@ def test_changelog_entries_are_one_line_and_say_what_kind_they_are() -> None:
     assert [line for line in entries if not re.match(r"- (Added|Changed|Fixed|Removed): .", line)] == []
 
 
+def _anchors(path: Path) -> set[str]:
+    """Of the headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = [re.sub(r"\[(.+?)\]\(.+?\)", r"\1", line) for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=_named(DOCS))
+def test_anchors_exist(path: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", path.read_text())
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in _anchors(path.parent / target if target else path)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("path", DOCS, ids=_named(DOCS))
 def test_prose_has_at_most_120_columns(path: Path) -> None:
     long = [line for line in path.read_text().splitlines() if len(line) > 120 and not line.startswith("|")]

@@ -159,6 +159,8 @@ def _halved(rows: Tensor) -> Tensor:
 
 
 class AdamW(Optimizer):
+    """What a prepared model with `outsize.AdamW` computes, as a torch optimizer of a plain model."""
+
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(

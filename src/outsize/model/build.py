@@ -116,7 +116,7 @@ def _is_config(path: Path) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")
 
 
 def trainable_class(config: Any) -> Any:

@@ -44,6 +44,8 @@ PlanFunction = Callable[[nn.Module, Any, StepConfig], PlannedModel]
 
 
 class Engine:
+    """A prepared model's memory, steps and files. `optimizer` is its torch optimizer."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -338,7 +340,7 @@ class Engine:
         Args:
             folder: must not exist, unless `replace`.
             background: return once tensors on the device are written; a thread writes the rest during training.
-            `finish_saving` waits for it.
+                `finish_saving` waits for it.
             only_model: leave the optimizer's state out; training cannot be resumed from such a checkpoint.
             extra: writes more files into the folder before it is published.
             then: called when the folder is published, perhaps on another thread.

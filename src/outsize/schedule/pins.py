@@ -16,6 +16,8 @@ from outsize.model.strategies import choices
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pins:
+    """Parts of a plan that the user fixes. The search chooses the others."""
+
     n_persist: int | None = None
     """Chunks whose weights stay on the GPU."""
     n_buffer: int | None = None

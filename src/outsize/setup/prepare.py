@@ -60,7 +60,7 @@ def prepare(
         optimizer: settings of the optimizer; `engine.optimizer` is the torch optimizer with these settings.
         gpu_memory: maximum GPU memory, such as "24GiB", CUDA context included. Default: what is free.
         host_memory: maximum host memory. Default: what is free within the container's limit, less a tenth.
-        device: "cuda", "cpu", "sim:<catalog name, .yaml file or size>". Default: the GPU if there is one.
+        device: "cuda", "cpu" or `"sim:<catalog name, .yaml file or size>"`. Default: the GPU if there is one.
         blocks: paths of the lists of layers, to override their discovery. Empty: the model is one block.
         accumulate: backward passes per step that the plan is for. A hint: any loop stays correct.
         max_shape: (rows, tokens) of the largest batch; the plan is for it. A larger one re-plans.
