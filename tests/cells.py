@@ -62,7 +62,7 @@ def uniform(
     """The same for every chunk and every layer that can have it. With updates in backward, those of every second chunk
     come after it.
     """
-    homes = tuple(make_homes(weights, optimizer, chunk.trainable) for chunk in layout.chunks)
+    homes = tuple(make_homes(weights, optimizer, chunk.is_updated) for chunk in layout.chunks)
     strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.calls)))
     return Decision(homes=homes, strategies=strategies, depth=depth, host_update_interval=host_update_interval)  # type: ignore[arg-type]
 

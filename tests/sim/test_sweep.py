@@ -59,7 +59,7 @@ def prepare(cell: Cell, device: Any, pins: outsize.Pins | None = None) -> Engine
 @functools.cache
 def everything_resident(cell: Cell) -> outsize.Pins:
     layout = pack(cell.traced("sim:1GiB")[0], CHUNK_BYTES)
-    trainable = sum(chunk.trainable for chunk in layout.chunks)
+    trainable = sum(chunk.is_updated for chunk in layout.chunks)
     return outsize.Pins(n_persist=len(layout.chunks), n_optimizer_gpu=trainable, n_swap=0, n_offload=0, n_checkpoint=0)
 
 

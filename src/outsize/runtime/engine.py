@@ -26,8 +26,10 @@ from outsize.model.batch import ModelCall, positional_names
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights, convert, is_finite
+from outsize.optim.method import Method
 from outsize.optim.spec import OptimizerSpec
 from outsize.runtime import process_hooks
+from outsize.runtime.coordinates import KeptConstants
 from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.plan_runtime import PlannedModel, PlanRuntime
 from outsize.runtime.replan import CarriedGradients, needs_new_plan, requiring_grad
@@ -53,6 +55,7 @@ class Engine:
         device: Device,
         optimizer: OptimizerSpec,
         planner: PlanFunction,
+        method: Method | None = None,
         weights: Weights | None = None,
         given_dtypes: Mapping[str, torch.dtype] | None = None,
         takes_all_memory: bool = False,
@@ -63,7 +66,7 @@ class Engine:
         self.model, self.device, self.takes_all_memory = model, device, takes_all_memory
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
-        self._planner = planner
+        self._planner, self._method = planner, method
         self._names = positional_names(model)
         self._runtime: PlanRuntime | None = None
         self.state = StateMachine()
@@ -80,7 +83,14 @@ class Engine:
 
     # Attaching and detaching.
 
-    def _attach(self, planned: PlannedModel, weights: Weights | None = None, *, check_finite: bool = False) -> None:
+    def _attach(
+        self,
+        planned: PlannedModel,
+        weights: Weights | None = None,
+        *,
+        constants: Mapping[str, KeptConstants] | None = None,
+        check_finite: bool = False,
+    ) -> None:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
             self._runtime = PlanRuntime(
@@ -89,6 +99,8 @@ class Engine:
                 weights,
                 update_work=self._steps.update_work,
                 before_grad=self._steps.before_grad_access,
+                method=self._method,
+                constants=constants,
                 check_finite=check_finite,
             )
         except BaseException:
@@ -417,6 +429,8 @@ class Engine:
         self.drain()
         self._steps.apply_clipping()
         gradients = CarriedGradients.of(self.runtime)
+        with self.device.on_host():
+            constants = self.runtime.coordinates.keep()
         state = self._release()
         with requiring_grad(self.model, set(self.optimizer.names)):
             try:
@@ -424,7 +438,7 @@ class Engine:
                 self.optimizer.join_groups(self.model.named_parameters())
                 planned = new
             finally:
-                self._attach(planned)
+                self._attach(planned, constants=constants)
                 for name, values in state.items():
                     self.runtime.updates.load_state(name, values)
                 gradients.restore(self.runtime)

@@ -62,9 +62,12 @@ class Updates:
         self.wait_written(index)
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
-        weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
         grads = store.flat(place.host_gradient_buffer(index) if on_host else place.gradient_buffer(index), index)
         state, lo = store.state_at_update(index)
+        if place.has_coordinates(index):
+            weights, *state = state
+        else:
+            weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
         scratch = self._scratch["host" if on_host else "gpu"]
         for start, end, numbers in self._ranges(index, step):
             part = slice(start, end)
@@ -75,7 +78,7 @@ class Updates:
     def _ranges(self, index: int, step: StepSettings) -> list[tuple[int, int, Numbers]]:
         ranges: list[tuple[int, int, Numbers]] = []
         touching = False
-        for piece in self._store.place.chunk(index).pieces:
+        for piece in self._store.place.update_of(index).pieces:
             numbers = step.numbers.get(piece.name)
             end = piece.offset + piece.numel
             if numbers is None:
