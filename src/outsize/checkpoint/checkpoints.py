@@ -9,8 +9,9 @@ from torch import nn
 
 from outsize.base.errors import EngineMisuse
 from outsize.base.log import log
+from outsize.checkpoint.constants import write_constants
 from outsize.checkpoint.contents import Contents, add_state, describe, weights_of
-from outsize.checkpoint.folder import StagedDir
+from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed
 from outsize.checkpoint.loading import CheckpointReader
 from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
 from outsize.checkpoint.parameter_store import TrainedModel
@@ -40,6 +41,9 @@ class Checkpoints:
         contents, files = _model_contents(trained)
         add_state(contents, trained, only_model=only_model)
         facts = describe(trained, contents, num_steps, only_model=only_model)
+        if trained.constants is not None:
+            with os_errors_as_save_failed(place):
+                write_constants(place.parent, trained.constants)
         later = trained.store.host_chunks() if background else set()
         saving = Saving(StagedDir.of(place, replace=replace), contents, later=later)
         with saving.writing() as folder:

@@ -10,12 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
+from outsize.checkpoint.constants import describe_constants
 from outsize.checkpoint.model_files import Conversion, ModelFiles
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import TensorSpec
 
 STATE = "state.safetensors"
+COORDINATES = "coordinates"
+"""The state tensor of coordinates (layout/coordinates.py). It belongs to the weights: a checkpoint without optimizer
+state has it too."""
 NO_CHUNK = -1
 """The chunk of buffers, and of tensors that are converted from weights of several chunks."""
 
@@ -106,8 +110,10 @@ def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) ->
     converted, and the trained parameters of a PEFT model.
     """
     store, buffers = trained.store, trained.buffers
-    for name in trained.steps if not only_model else ():
+    for name in trained.steps:
         for part, ranges in store.state_ranges(name).items():
+            if only_model and part != COORDINATES:
+                continue
             contents.add_ranges(store.chunk_of(name), STATE, state_key(part, name), ranges)
     for name in trained.saved_names - contents.values.keys():
         is_param = name in store.params
@@ -133,6 +139,7 @@ def describe(trained: TrainedModel, contents: Contents, num_steps: int, *, only_
         "values": contents.values,
         "only_model": only_model,
         "loss_chunk": trained.loss_chunk,
+        "constants": {} if trained.constants is None else describe_constants(trained.constants),
     }
 
 

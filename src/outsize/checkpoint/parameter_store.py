@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from outsize.checkpoint.constants import ConstantStore
 from outsize.checkpoint.ranges import Ranges
 from outsize.device.device import Device
 
@@ -53,6 +54,8 @@ class TrainedModel:
     """The optimizer's `param_groups`."""
     loss_chunk: int
     """Tokens per chunk of the loss; 0: full logits."""
+    constants: ConstantStore | None = None
+    """Of weights that are trained in coordinates, if there are any."""
 
     @property
     def is_adapted(self) -> bool:

@@ -1,12 +1,11 @@
-"""Method: trains some weights of a model in coordinates (layout/coordinates.py), beside the optimizer.
+"""MethodSpec and Method: the interface of methods that train some weights in coordinates (layout/coordinates.py).
 
-`outsize.OSFT` is one. The engine keeps coordinates, constants and initial weights, and calls a method for everything
-that depends on its mathematics.
+`outsize.OSFT` is a MethodSpec. The engine keeps coordinates, constants and initial weights, and calls the method for
+everything that depends on its mathematics.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -23,11 +22,16 @@ class Constants:
     """Flat uint8 of `Coordinates.merge_bytes`. A contraction does not read it, and it may hold anything then."""
 
 
-class Method(Protocol):
-    def freeze(self, model: nn.Module) -> None:
-        """Set which parameters train. Runs before the model is profiled."""
+class MethodSpec(Protocol):
+    """The settings of a method, as the user gives them beside the optimizer's."""
 
-    def coordinates(self, model: nn.Module) -> dict[str, Coordinates]:
+    def bind(self, model: nn.Module) -> "Method":
+        """The method for a model. Freezes the parameters that it does not train."""
+
+
+class Method(Protocol):
+    @property
+    def coordinates(self) -> dict[str, Coordinates]:
         """The weights that are trained in coordinates, by parameter name."""
 
     def compute(self, name: str, weight: Tensor, out: Constants) -> None:
@@ -44,6 +48,3 @@ class Method(Protocol):
         """Write the weight to `out`: the initial weight `base`, changed by the coordinates. Allocates nothing on the
         GPU.
         """
-
-    def describe(self) -> Mapping[str, Any]:
-        """Settings that a checkpoint must share to be resumed."""

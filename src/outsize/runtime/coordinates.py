@@ -1,11 +1,16 @@
 """CoordinateTraining: contract and merge of the weights that a method trains in coordinates, and their constants."""
 
+import hashlib
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.constants import ConstantHashes
+from outsize.checkpoint.ranges import Ranges
 from outsize.optim.method import Constants, Method
 from outsize.progress import counted
 from outsize.runtime.store import Store
@@ -20,6 +25,7 @@ class KeptConstants:
     constants: Constants
     base: Tensor
     """Flat, in the order of the parameter's memory."""
+    hashes: ConstantHashes | None
 
 
 class CoordinateTraining:
@@ -31,13 +37,20 @@ class CoordinateTraining:
             piece.name for index in place.updated if place.has_coordinates(index) for piece in place.chunk(index).pieces
         ]
         assert method is not None or not self.names
-        for name in counted(self.names, "Decomposing weights", total=len(self.names)) if kept is None else self.names:
-            if kept is None:
-                self._compute(name)
-            else:
+        self._hashes: dict[str, ConstantHashes] = {}
+        if kept is None:
+            self.compute()
+        else:
+            for name in self.names:
                 self._restore(name, kept[name])
 
     # Constants.
+
+    def compute(self) -> None:
+        """Make the present weights the initial ones, and compute their constants."""
+        self._hashes.clear()
+        for name in counted(self.names, "Decomposing weights", total=len(self.names)):
+            self._compute(name)
 
     def _home(self, name: str) -> Tensor:
         index = self._store.chunk_of(name)
@@ -76,6 +89,8 @@ class CoordinateTraining:
         constants.contract.copy_(kept.constants.contract)
         constants.merge.copy_(kept.constants.merge)
         self._base(name, memory).copy_(kept.base)
+        if kept.hashes is not None:
+            self._hashes[name] = kept.hashes
 
     def keep(self) -> dict[str, KeptConstants]:
         """The constants for the next plan: those on the host are handed over, those on the device are copied."""
@@ -84,9 +99,35 @@ class CoordinateTraining:
             memory = self._home(name)
             found = self._constants(name, memory)
             kept[name] = KeptConstants(
-                Constants(found.contract.cpu(), found.merge.cpu()), self._base(name, memory).cpu()
+                Constants(found.contract.cpu(), found.merge.cpu()),
+                self._base(name, memory).cpu(),
+                self._hashes.get(name),
             )
         return kept
+
+    # For checkpoints.
+
+    def hashes(self) -> dict[str, ConstantHashes]:
+        """Computed when a checkpoint first needs them, by several threads: hashing does not hold Python's lock."""
+        missing = [name for name in self.names if name not in self._hashes]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            self._hashes |= dict(zip(missing, pool.map(self._hash, missing), strict=True))
+        return self._hashes
+
+    def _hash(self, name: str) -> ConstantHashes:
+        memory = self._home(name)
+        found = self._constants(name, memory)
+        constants = hashlib.sha256(found.contract.cpu().numpy())
+        constants.update(found.merge.cpu().numpy())
+        initial = hashlib.sha256(self._base(name, memory).cpu().view(torch.uint8).numpy())
+        return ConstantHashes(initial.hexdigest()[:16], constants.hexdigest()[:16])
+
+    def forget_hashes(self) -> None:
+        self._hashes.clear()
+
+    def constant_ranges(self, name: str) -> dict[str, Ranges]:
+        found = self._constants(name, self._home(name))
+        return {"contract": Ranges.of(found.contract), "merge": Ranges.of(found.merge)}
 
     # Work of actions.
 

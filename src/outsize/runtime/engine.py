@@ -396,8 +396,15 @@ class Engine:
             self._checkpoints.export(Path(folder), self._trained_model(), tokenizer=tokenizer)
 
     def _trained_model(self) -> TrainedModel:
-        runtime, groups = self.runtime, self.optimizer.param_groups
-        return TrainedModel(self.model, runtime.store, runtime.updates.steps, groups, runtime.plan.loss_chunk)
+        runtime = self.runtime
+        return TrainedModel(
+            self.model,
+            runtime.store,
+            runtime.updates.steps,
+            self.optimizer.param_groups,
+            runtime.plan.loss_chunk,
+            runtime.coordinates if runtime.coordinates.names else None,
+        )
 
     def _require_saveable(self, verb: str) -> None:
         self._hooks.require(verb)
@@ -411,6 +418,18 @@ class Engine:
 
     def name_of(self, param: nn.Parameter) -> str | None:
         return next((name for name, own in self.runtime.store.params.items() if own is param), None)
+
+    def next_task(self) -> None:
+        """Begin another task with a method such as OSFT: the present weights become the initial ones, and the optimizer
+        starts anew. Exact master weights of other parameters stay.
+        """
+        self._require_saveable("next_task")
+        runtime = self.runtime
+        if not runtime.coordinates.names:
+            raise EngineMisuse("next_task: no method trains this model. Prepare it with method=outsize.OSFT(...).")
+        runtime.updates.reset()
+        runtime.coordinates.compute()
+        self.state_was_loaded()
 
     # Re-planning.
 

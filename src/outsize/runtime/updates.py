@@ -115,6 +115,15 @@ class Updates:
             else {key: value.detach().cpu().clone() for key, value in state.items()}
         )
 
+    def reset(self) -> None:
+        """Forget all optimizer state but master weights. Coordinates become zero."""
+        for name in self.steps:
+            self.steps[name] = 0
+            for key, ranges in self._store.state_ranges(name).items():
+                if key != "lo":
+                    for part, _ in ranges.parts:
+                        part.zero_()
+
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.steps[name] = int(state["step"])
         for key, ranges in self._store.state_ranges(name).items():

@@ -73,9 +73,8 @@ class Planner:
         """Where unmaterialized parameters get their values."""
         _disable_own_checkpointing(model)
         self._trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        if request.method is not None:
-            request.method.freeze(model)
-        self._coordinates = {} if request.method is None else request.method.coordinates(model)
+        self.method = None if request.method is None else request.method.bind(model)
+        self._coordinates = {} if self.method is None else self.method.coordinates
         layers = find_layers(model, request.blocks)
         if request.blocks is None:  # both ways to cut the model; the profiling run decides between them
             whole = find_layers(model, in_sequentials=False)

@@ -13,7 +13,7 @@ from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights
-from outsize.optim.method import Method
+from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.profile.calling import Loss
@@ -34,7 +34,7 @@ def prepare(
     batch: Any,
     *,
     optimizer: OptimizerSpec | None = None,
-    method: Method | None = None,
+    method: MethodSpec | None = None,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     device: str | Device | None = None,
@@ -114,7 +114,7 @@ def prepare_as(model: nn.Module, batch: Any, request: PrepareRequest) -> Engine:
             device=planner.device,
             optimizer=request.optimizer,
             planner=planner.plan,
-            method=request.method,
+            method=planner.method,
             weights=planner.weights,
             given_dtypes=planner.given_dtypes,
             takes_all_memory=request.gpu_memory is None,

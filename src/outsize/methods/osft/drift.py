@@ -1,15 +1,19 @@
-"""DriftTraining: the drift parametrization of OSFT as a method of the engine (optim/method.py)."""
+"""DriftTraining: the drift of OSFT as a method of the engine (optim/method.py)."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from outsize.base.errors import ConfigError
 from outsize.layout.coordinates import Coordinates
 from outsize.methods.osft.bases import Bases
+from outsize.methods.osft.method import OSFT
 from outsize.methods.osft.products import contract, merge
 from outsize.methods.osft.shape import SplitShape
+from outsize.methods.osft.stored_bases import bases_folder, load_or_split
+from outsize.methods.osft.targets import choose_trainable, find_targets
 from outsize.optim.method import Constants
 
 FP32_COST = 12
@@ -17,26 +21,28 @@ FP32_COST = 12
 
 
 class DriftTraining:
-    def __init__(
-        self,
-        shapes: Mapping[str, SplitShape],
-        *,
-        freeze: Callable[[nn.Module], None],
-        bases: Callable[[str, Tensor], Bases],
-        settings: Mapping[str, Any],
-    ):
-        """`shapes`: of the target weights, by parameter name. `bases` computes those of a weight, or reads them from a
-        cache. `settings`: those that a resumed run must share.
-        """
-        self._shapes, self._bases, self._settings = dict(shapes), bases, dict(settings)
-        self.freeze = freeze
+    def __init__(self, shapes: Mapping[str, SplitShape], dtypes: Mapping[str, torch.dtype], *, svd: bool = False):
+        """`shapes`, `dtypes`: of the weights that are split, by parameter name."""
+        self._shapes, self._svd, self._folder = dict(shapes), svd, bases_folder()
+        self.coordinates = {name: _coordinates(shape, dtypes[name]) for name, shape in shapes.items()}
 
-    def coordinates(self, model: nn.Module) -> dict[str, Coordinates]:
+    @classmethod
+    def of(cls, model: nn.Module, settings: OSFT) -> "DriftTraining":
+        """Choose the weights that are split, and freeze what the settings do not train."""
+        if settings.parametrization != "drift":
+            raise ConfigError(
+                f"OSFT: outsize.prepare trains drifts, not parametrization={settings.parametrization!r}. "
+                "Leave it out, or train with outsize.osft.AdamW in a plain loop."
+            )
+        targets = find_targets(model, settings)
+        choose_trainable(model, settings, targets)
         params = dict(model.named_parameters())
-        return {name: _coordinates(shape, params[name].dtype) for name, shape in self._shapes.items()}
+        shapes = {target.name: target.shape for target in targets if target.update == "split"}
+        return cls(shapes, {name: params[name].dtype for name in shapes}, svd=settings.svd)
 
     def compute(self, name: str, weight: Tensor, out: Constants) -> None:
-        bases, kept = self._bases(name, weight), self._view(name, out, weight.dtype)
+        ((bases, _),) = load_or_split([(self._shapes[name], weight)], svd=self._svd, folder=self._folder)
+        kept = self._view(name, out, weight.dtype)
         for key, tensor in bases.tensors().items():
             kept.tensors()[key].copy_(tensor)
 
@@ -51,9 +57,6 @@ class DriftTraining:
     ) -> None:
         merge(base, coordinates, self._view(name, constants, base.dtype), out=out, scratch=scratch)
 
-    def describe(self) -> Mapping[str, Any]:
-        return self._settings
-
     def _view(self, name: str, constants: Constants, dtype: torch.dtype) -> Bases:
         """The bases of a weight in the memory of its constants: upper halves for contract, lower halves for merge."""
         shape = self._shapes[name]
@@ -65,14 +68,15 @@ class DriftTraining:
 
 
 def _coordinates(shape: SplitShape, dtype: torch.dtype) -> Coordinates:
-    itemsize = 2 if dtype == torch.bfloat16 else 4  # fp16 weights are trained in fp32
-    is_halved = itemsize == 2
-    half_bytes = itemsize * shape.bases_numel
+    is_halved = dtype == torch.bfloat16
+    constant_bytes = dtype.itemsize * shape.bases_numel
     return Coordinates(
         shape=shape.drift,
-        contract_bytes=half_bytes,
-        merge_bytes=half_bytes if is_halved else 0,
+        contract_bytes=constant_bytes,
+        merge_bytes=constant_bytes if is_halved else 0,
         contract_flops=shape.contract_flops * (1 if is_halved else FP32_COST),
         merge_flops=shape.merge_flops * (3 if is_halved else FP32_COST),
-        scratch_bytes=max(shape.contract_scratch_bytes(itemsize, accumulate=True), shape.merge_scratch_bytes(itemsize)),
+        scratch_bytes=max(
+            shape.contract_scratch_bytes(dtype.itemsize, accumulate=True), shape.merge_scratch_bytes(dtype.itemsize)
+        ),
     )
