@@ -405,7 +405,9 @@ def adapted(num_layers: int = 6, *, numel: int = 128, tied: bool = False) -> Cas
 
 
 def trained_homes(case: Case, plan: Plan) -> set[str]:
-    return {str(homes) for chunk, homes in zip(case.layout.chunks, plan.decision.homes, strict=True) if chunk.is_updated}
+    return {
+        str(homes) for chunk, homes in zip(case.layout.chunks, plan.decision.homes, strict=True) if chunk.is_updated
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """DriftTraining: the drift of OSFT as a method of the engine (optim/method.py)."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn

@@ -59,7 +59,7 @@ def contract(
     )
     carve = _Carver(shape.contract_scratch_bytes(gradient.itemsize, accumulate=accumulate), scratch, out)
     g, d = (gradient.T, out.T) if shape.is_mirrored else (gradient, out)
-    with _without_tf32(gradient.dtype):
+    with without_tf32(gradient.dtype):
         for rows in _blocks(shape.rank, shape.contract_rows):
             carve.at = 0
             size = rows.stop - rows.start, shape.large
@@ -119,7 +119,7 @@ def _spread_blocks(drift: Tensor, bases: Bases, scratch: Tensor | None) -> Itera
         return y[:, : columns.stop - columns.start].copy_(d[:, columns])
 
     core_operand = _Operand(core)
-    with _without_tf32(dtype):
+    with without_tf32(dtype):
         if shape.frozen_rank:
             for columns in _blocks(shape.large, shape.merge_columns):
                 part = operand(columns, block_of(columns))
@@ -131,7 +131,7 @@ def _spread_blocks(drift: Tensor, bases: Bases, scratch: Tensor | None) -> Itera
         carve.at = start
     delta = carve((shape.small, shape.merge_columns), drift.dtype, shape.is_mirrored)
     for columns in _blocks(shape.large, shape.merge_columns):
-        with _without_tf32(dtype):
+        with without_tf32(dtype):
             part = block_of(columns)
             if shape.frozen_rank:
                 _product_of_halves(part, core_operand, frozen.columns(columns), beta=1, alpha=-1)
@@ -199,7 +199,7 @@ class _Carver:
 
 
 @contextmanager
-def _without_tf32(dtype: torch.dtype) -> Iterator[None]:
+def without_tf32(dtype: torch.dtype) -> Iterator[None]:
     """TF32 loses 1e-4 of a change to the frozen span."""
     if dtype != torch.float32:
         yield
