@@ -300,6 +300,10 @@ class Engine:
             }
             store.write({n: v for n, v in written.items() if not torch.equal(v, store.value(n).cpu())})
 
+    def updated_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter's optimizer state: its own, or that of its coordinates."""
+        return self.runtime.place.updated_shape(name)
+
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         self.drain()
         return self.runtime.updates.state(name) if name in self.runtime.updates.steps else {"step": torch.tensor(0.0)}
@@ -326,6 +330,12 @@ class Engine:
         with suppress(UpdateFailed):
             self.drain()
         self.runtime.executor.lanes.reset()
+
+    def merge_loaded(self) -> None:
+        """Make weights from coordinates that were loaded with the optimizer's state."""
+        if self.runtime.coordinates.names:
+            self.runtime.executor.merge()
+            self.drain()
 
     def state_was_loaded(self) -> None:
         """The optimizer's state was loaded, and the weights before it: training may continue after a failed update."""

@@ -163,8 +163,15 @@ class Executor:
         self._without_grad.add(call)
 
     def update(self) -> None:
+        self._run("update")
+
+    def merge(self) -> None:
+        """Make weights from coordinates that were loaded from outside."""
+        self._run("merge")
+
+    def _run(self, segment: str) -> None:
         self.lanes.end()
-        self._segment = self.schedule.segments["update"]
+        self._segment = self.schedule.segments[segment]
         for action in self._segment.actions:
             self._issue(action)
 

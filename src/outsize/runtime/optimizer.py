@@ -68,6 +68,8 @@ class OwnsState(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def optimizer_state(self, name: str) -> dict[str, Tensor]: ...
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None: ...
+    def updated_shape(self, name: str) -> tuple[int, ...]: ...
+    def merge_loaded(self) -> None: ...
     def state_was_loaded(self) -> None: ...
     def name_of(self, param: nn.Parameter) -> str | None: ...
 
@@ -123,6 +125,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def load_state_of(self, name: str, state: dict[str, Tensor]) -> None:
         self._engine.load_optimizer_state(name, state)
+        self._engine.merge_loaded()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -230,11 +233,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"state_dict: it has {sum(sizes)} parameters in {len(sizes)} groups, and the optimizer has {mine}; "
                 "number, group sizes and names must be the same. Prepare with the model and groups it was saved from."
             )
-        shapes = {
-            name: p.shape
-            for group in self.param_groups
-            for name, p in zip(group["param_names"], group["params"], strict=True)
-        }
+        shapes = {name: self._engine.updated_shape(name) for name in self.names}
         for number, name in enumerate(theirs or self.names):
             for key, value in state_dict["state"].get(number, {}).items():
                 if key != "step" and value.shape != shapes[name]:
@@ -248,4 +247,5 @@ class EngineOptimizer(torch.optim.Optimizer):
         empty = {"step": torch.tensor(0.0)}
         for number, name in enumerate(order):
             self._engine.load_optimizer_state(name, state_dict["state"].get(number, empty))
+        self._engine.merge_loaded()
         self._engine.state_was_loaded()

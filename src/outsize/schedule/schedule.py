@@ -1,7 +1,7 @@
 """Schedule: the actions of a decision as segments, each a list of actions in the order of issue.
 
 One optimizer step runs `forward` and one of the backwards per micro-batch, then `update` unless the last backward
-updates. `evaluate` is a forward without grad. The simulator and the executor process the segments in the same order.
+updates. `evaluate` is a forward without grad; `merge` makes the weights from loaded coordinates. The simulator and the executor process the segments in the same order.
 schedule/actions.py defines the actions.
 
 [Note: Which update comes when] After the step, updates run in forward order, so that the next forward can overlap with
@@ -83,6 +83,7 @@ def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
     segments["update"] = _updates(place, place.in_update_order)
     if not only_steps:
         segments["evaluate"] = _forward(place, offloads=False)
+        segments["merge"] = [action for chunk in place.in_update_order for action in _merge_alone(place, chunk)]
     return make_schedule(segments)
 
 
@@ -270,6 +271,18 @@ def _after_host_updates(place: Placement, chunks: list[int]) -> list[Action]:
 
 def _merge(place: Placement, chunk: int) -> list[Action]:
     return [Action(Kind.MERGE, chunk), *([Action(Kind.WRITE_BACK, chunk)] if place.streams(chunk) else [])]
+
+
+def _merge_alone(place: Placement, chunk: int) -> list[Action]:
+    """The merge of a chunk whose coordinates were loaded from outside."""
+    if not place.has_coordinates(chunk):
+        return []
+    loads = (
+        (Kind.LOAD_CONSTANTS, place.streams_constants(chunk)),
+        (Kind.LOAD_COORDINATES, place.updates_on_host(chunk)),
+        (Kind.LOAD_STATE, place.streams_state(chunk)),
+    )
+    return [*(Action(kind, chunk) for kind, needed in loads if needed), *_merge(place, chunk)]
 
 
 def _one_update(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
