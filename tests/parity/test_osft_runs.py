@@ -132,6 +132,14 @@ def test_an_optimizer_state_makes_the_weights(pins: outsize.Pins | None) -> None
         assert_equal({name: found[name] for name in split}, {name: expected[name] for name in split})
 
 
+def test_an_optimizer_state_of_other_initial_weights_is_refused() -> None:
+    with closing(prepare()) as engine:
+        step(engine, 0)
+        state = engine.optimizer.state_dict()
+    with closing(prepare(engine.model)) as again, pytest.raises(ConfigError, match="had other initial values"):
+        again.optimizer.load_state_dict(state)
+
+
 def engine_names(state: dict[str, Any]) -> list[tuple[str, dict[str, Tensor]]]:
     names = [name for group in state["param_groups"] for name in group["param_names"]]
     return [(names[i], one) for i, one in state["state"].items()]

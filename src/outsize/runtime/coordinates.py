@@ -110,6 +110,8 @@ class CoordinateTraining:
     def hashes(self) -> dict[str, ConstantHashes]:
         """Computed when a checkpoint first needs them, by several threads: hashing does not hold Python's lock."""
         missing = [name for name in self.names if name not in self._hashes]
+        if not missing:
+            return self._hashes
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             self._hashes |= dict(zip(missing, pool.map(self._hash, missing), strict=True))
         return self._hashes
@@ -117,10 +119,8 @@ class CoordinateTraining:
     def _hash(self, name: str) -> ConstantHashes:
         memory = self._home(name)
         found = self._constants(name, memory)
-        constants = hashlib.sha256(found.contract.cpu().numpy())
-        constants.update(found.merge.cpu().numpy())
-        initial = hashlib.sha256(self._base(name, memory).cpu().view(torch.uint8).numpy())
-        return ConstantHashes(initial.hexdigest()[:16], constants.hexdigest()[:16])
+        base = self._base(name, memory).view(torch.uint8)
+        return ConstantHashes(_sha256(base), _sha256(found.contract, found.merge))
 
     def forget_hashes(self) -> None:
         self._hashes.clear()
@@ -173,3 +173,10 @@ class CoordinateTraining:
 
 def _fp32(memory: Tensor, numel: int) -> Tensor:
     return memory[: 4 * numel].view(torch.float32)
+
+
+def _sha256(*parts: Tensor) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.cpu().numpy().data)
+    return digest.hexdigest()[:16]

@@ -304,6 +304,10 @@ class Engine:
         """The shape of a parameter's optimizer state: its own, or that of its coordinates."""
         return self.runtime.place.updated_shape(name)
 
+    def constant_hashes(self) -> dict[str, list[str]]:
+        """Hashes of the initial value and the constants of each weight that is trained in coordinates."""
+        return {name: list(found) for name, found in self.runtime.coordinates.hashes().items()}
+
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         self.drain()
         return self.runtime.updates.state(name) if name in self.runtime.updates.steps else {"step": torch.tensor(0.0)}

@@ -16,6 +16,10 @@ from outsize.optim.rule import UpdateRule
 from outsize.optim.spec import OptimizerSpec
 
 
+_CONSTANTS = "constants"
+"""Key of a state dict: hashes of the initial values and constants of weights that are trained in coordinates."""
+
+
 class _ParamState(dict[str, Tensor]):
     """The state of one parameter. Its tensors are views of the engine's memory; assigned entries are copied into it."""
 
@@ -69,6 +73,7 @@ class OwnsState(Protocol):
     def optimizer_state(self, name: str) -> dict[str, Tensor]: ...
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None: ...
     def updated_shape(self, name: str) -> tuple[int, ...]: ...
+    def constant_hashes(self) -> dict[str, list[str]]: ...
     def merge_loaded(self) -> None: ...
     def state_was_loaded(self) -> None: ...
     def name_of(self, param: nn.Parameter) -> str | None: ...
@@ -212,7 +217,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 if float(views["step"]):
                     state[number] = views
                 number += 1
-        return {"state": state, "param_groups": groups}
+        constants = self._engine.constant_hashes()
+        return {"state": state, "param_groups": groups, **({_CONSTANTS: constants} if constants else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the engine's memory, by `param_names` if it has them, else by position."""
@@ -232,6 +238,13 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"state_dict: it has {sum(sizes)} parameters in {len(sizes)} groups, and the optimizer has {mine}; "
                 "number, group sizes and names must be the same. Prepare with the model and groups it was saved from."
+            )
+        if (theirs_constants := state_dict.get(_CONSTANTS, {})) != (constants := self._engine.constant_hashes()):
+            changed = sorted(k for k in theirs_constants | constants if theirs_constants.get(k) != constants.get(k))
+            raise ConfigError(
+                f"state_dict: {changed[0]} and {len(changed) - 1} more parameters had other initial values or bases "
+                "there, or other coordinates. Prepare the model with the weights and the method that the run began "
+                "with; engine.load() of a checkpoint takes its bases too."
             )
         shapes = {name: self._engine.updated_shape(name) for name in self.names}
         for number, name in enumerate(theirs or self.names):
