@@ -263,3 +263,16 @@ def test_a_plan_file_of_other_ranks_is_refused() -> None:
             plan=plan,
             chunk_bytes=cells.CHUNK_BYTES,
         )
+
+
+def test_a_forecast_has_the_bytes_of_the_prepared_model() -> None:
+    model = zoo.make("llama-untied", torch.bfloat16)
+    batch = zoo.batch("llama-untied", size=2, tokens=16)
+    settings: dict[str, Any] = {"method": HALF, "optimizer": outsize.AdamW(), "pins": outsize.Pins(n_optimizer_gpu=2)}
+    found = outsize.plan(
+        model.config, sequence_len=16, micro_batch_size=2, hardware="64MiB", chunk_bytes=CHUNK_BYTES, **settings
+    )
+    with closing(outsize.prepare(model, batch, device="sim:64MiB", chunk_bytes=CHUNK_BYTES, **settings)) as engine:
+        assert found.plan.step_config.coordinates == engine.plan.step_config.coordinates != {}
+        assert found.plan.estimate.gpu_parts == engine.plan.estimate.gpu_parts
+        assert found.plan.estimate.host_bytes == engine.plan.estimate.host_bytes

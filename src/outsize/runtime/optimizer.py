@@ -15,7 +15,6 @@ from outsize.base.errors import ConfigError
 from outsize.optim.rule import UpdateRule
 from outsize.optim.spec import OptimizerSpec
 
-
 _CONSTANTS = "constants"
 """Key of a state dict: hashes of the initial values and constants of weights that are trained in coordinates."""
 

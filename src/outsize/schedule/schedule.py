@@ -1,7 +1,8 @@
 """Schedule: the actions of a decision as segments, each a list of actions in the order of issue.
 
 One optimizer step runs `forward` and one of the backwards per micro-batch, then `update` unless the last backward
-updates. `evaluate` is a forward without grad; `merge` makes the weights from loaded coordinates. The simulator and the executor process the segments in the same order.
+updates. `evaluate` is a forward without grad; `merge` makes the weights from loaded coordinates. The simulator and the
+executor process the segments in the same order.
 schedule/actions.py defines the actions.
 
 [Note: Which update comes when] After the step, updates run in forward order, so that the next forward can overlap with
