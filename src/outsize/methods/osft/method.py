@@ -72,8 +72,8 @@ class OSFT:
         rank = "effective_rank" if self.unfreeze_rank_ratio is None else "unfreeze_rank_ratio"
         if self.variant in _RANK_OF and rank != _RANK_OF[self.variant]:
             problems.append(f"{rank} is not a setting of {self.variant}. Set {_RANK_OF[self.variant]}")
-        values = {rank: getattr(self, rank)} | {f"rank_pattern[{k!r}]": v for k, v in self.rank_pattern.items()}
-        for name, value in values.items():
+        ranks = {rank: getattr(self, rank)} | {f"rank_pattern[{k!r}]": v for k, v in self.rank_pattern.items()}
+        for name, value in ranks.items():
             if value is None or not self._is_rank(value):
                 meaning = "a count or a fraction in (0, 1]" if rank == "effective_rank" else "a number from 0 to 1"
                 problems += (
