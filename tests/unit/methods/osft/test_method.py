@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import outsize
@@ -185,3 +185,25 @@ def test_adaptive_ranks_freeze_more_of_layers_that_change_less() -> None:
     )
     with pytest.raises(ConfigError, match=r"the mean frozen share is 0\.05"):
         outsize.osft.adaptive_ranks(model, {"input_ids": tokens}, 0.95)
+
+
+class Wrapped(Tensor):
+    """Keeps its values in another tensor, in a dtype that it does not show, as quantized weights do."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "Wrapped":
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: args[0])
+
+
+def test_tensors_that_wrap_others_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(Wrapped(torch.zeros(8, 8)), requires_grad=False)
+    with pytest.raises(
+        ModelUnsupported, match=r"OSFT: 0\.weight is a Wrapped, which keeps its values in other tensors"
+    ):
+        find_targets(model, HALF)
