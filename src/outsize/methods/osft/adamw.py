@@ -55,8 +55,8 @@ class AdamW(reference.AdamW):
             {**group, "params": [pair for name, p in group["params"] for pair in self._trained(name, p)]}
             for group in spec.param_groups(params.items())
         ]
-        common = dict(max_grad_norm=spec.max_grad_norm, nonfinite=spec.nonfinite, fp32_grads=spec.fp32_grads)
-        super().__init__(groups, **spec.defaults, **common)
+        settings = {**spec.defaults, "max_grad_norm": spec.max_grad_norm, "nonfinite": spec.nonfinite}
+        super().__init__(groups, **settings, fp32_grads=spec.fp32_grads)
         if self._shards.group is None:
             for weight in self.split_weights.values():
                 # Weak: a discarded optimizer must not take the gradient from the next one.

@@ -50,8 +50,9 @@ def split(
     `eigh` decomposes the Gram matrix of the smaller side, `svd` the weight. Different machines give different bases:
     store them with a run.
     """
-    shape = SplitShape(*weight.shape, frozen_rank, is_transposed)
-    assert weight.dim() == 2 and 0 <= frozen_rank <= shape.small, (weight.shape, frozen_rank)
+    rows, columns = weight.shape
+    shape = SplitShape(rows, columns, frozen_rank, is_transposed)
+    assert 0 <= frozen_rank <= shape.small, (weight.shape, frozen_rank)
     flat = weight.detach().T if shape.is_mirrored else weight.detach()
     matrix = flat if weight.dtype == torch.float64 else flat.float()
     if decomposition == "svd":

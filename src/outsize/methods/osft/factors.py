@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outsize.methods.osft.products import without_tf32
+from outsize.methods.osft.products import exact_products
 from outsize.methods.osft.row_shards import RowShards
 
 _WHOLE = RowShards()
@@ -49,14 +49,14 @@ def split_factors(weight: Tensor, frozen_rank: int) -> FactorSplit:
 
 def merge_factors(u: Tensor, s: Tensor, v: Tensor, shards: RowShards = _WHOLE) -> Tensor:
     """U diag(S) V: these rows of it."""
-    with without_tf32(u.dtype):
+    with exact_products(u):
         return (u * s) @ shards.gather(v, len(s))
 
 
 def contract_factors(gradient: Tensor, u: Tensor, s: Tensor, v: Tensor, shards: RowShards = _WHOLE) -> FactorGradients:
     """dU, dS and dV from rows of the dense gradient. dS is a partial sum: the caller sums it over the shards."""
     g = gradient.to(u.dtype)
-    with without_tf32(u.dtype):
+    with exact_products(u):
         product = g @ shards.gather(v, len(s)).T
         return FactorGradients(product * s, (u * product).sum(0), shards.sum_to_rows((u * s).T @ g))
 
@@ -65,7 +65,7 @@ def project_u(values: Sequence[Tensor], frozen_u: Sequence[Tensor], shards: RowS
     """x - U_h (U_hᵀ x) in place, for all weights at once: one all-reduce."""
     if not values:
         return
-    with without_tf32(values[0].dtype):
+    with exact_products(values[0]):
         products = [u.T @ x for x, u in zip(values, frozen_u, strict=True)]
         shards.sum_all(products)
         for x, u, product in zip(values, frozen_u, products, strict=True):
@@ -75,5 +75,5 @@ def project_u(values: Sequence[Tensor], frozen_u: Sequence[Tensor], shards: RowS
 def project_v(value: Tensor, frozen_v: Tensor, frozen_rank: int, shards: RowShards = _WHOLE) -> None:
     """x - (x V_hᵀ) V_h in place. `frozen_rank`: rows of V_h over all shards, which are gathered."""
     rows = shards.gather(frozen_v, frozen_rank)
-    with without_tf32(value.dtype):
+    with exact_products(value):
         value.addmm_(value @ rows.T, rows, alpha=-1)

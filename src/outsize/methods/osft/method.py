@@ -59,9 +59,9 @@ class OSFT:
     def _problems(self) -> list[str]:
         problems = []
         if (self.unfreeze_rank_ratio is None) == (self.effective_rank is None):
-            given = "none is" if self.effective_rank is None else "both are"
+            number = "none is" if self.effective_rank is None else "both are"
             problems.append(
-                f"exactly one of unfreeze_rank_ratio and effective_rank is needed, and {given} given. Set "
+                f"exactly one of unfreeze_rank_ratio and effective_rank is needed, and {number} given. Set "
                 "unfreeze_rank_ratio to train, for example, 0.25 of the directions"
             )
         allowed: dict[str, tuple[Any, ...]] = {
@@ -77,15 +77,10 @@ class OSFT:
         rank = "effective_rank" if self.unfreeze_rank_ratio is None else "unfreeze_rank_ratio"
         if self.variant in _RANK_OF and rank != _RANK_OF[self.variant]:
             problems.append(f"{rank} is not a setting of {self.variant}. Set {_RANK_OF[self.variant]}")
-        values = {rank: getattr(self, rank)} | {f"rank_pattern[{k!r}]": v for k, v in self.rank_pattern.items()}
-        for name, value in values.items():
-            if value is None or not self._is_rank(value):
-                meaning = "a count or a fraction in (0, 1]" if rank == "effective_rank" else "a number from 0 to 1"
-                problems += (
-                    []
-                    if value is None and not name.startswith("rank_pattern")
-                    else [f"{name} is {value!r}; it must be {meaning}"]
-                )
+        given = {} if getattr(self, rank) is None else {rank: getattr(self, rank)}
+        given |= {f"rank_pattern[{pattern!r}]": value for pattern, value in self.rank_pattern.items()}
+        meaning = "a count or a fraction in (0, 1]" if rank == "effective_rank" else "a number from 0 to 1"
+        problems += [f"{k} is {v!r}; it must be {meaning}" for k, v in given.items() if not self._is_rank(v)]
         patterns = [*self.rank_pattern, *([self.target_modules] if isinstance(self.target_modules, str) else [])]
         for pattern in patterns:
             try:

@@ -15,7 +15,7 @@ its errors cannot leave the span of Q D P. `merge` computes each product from ha
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,13 +53,11 @@ def contract(
     """
     shape, is_halved = bases.shape, bases.free.dtype == torch.bfloat16
     assert gradient.shape == (shape.rows, shape.columns) and gradient.dtype == bases.free.dtype, gradient.dtype
-    assert out.shape == shape.drift and out.is_contiguous() and out.dtype == wide(gradient.dtype), (
-        out.shape,
-        out.dtype,
-    )
+    assert out.shape == shape.drift and out.is_contiguous(), (out.shape, out.stride())
+    assert out.dtype == wide(gradient.dtype), out.dtype
     carve = _Carver(shape.contract_scratch_bytes(gradient.itemsize, accumulate=accumulate), scratch, out)
     g, d = (gradient.T, out.T) if shape.is_mirrored else (gradient, out)
-    with without_tf32(gradient.dtype):
+    with exact_products(out):
         for rows in _blocks(shape.rank, shape.contract_rows):
             carve.at = 0
             size = rows.stop - rows.start, shape.large
@@ -98,10 +96,8 @@ def spread(drift: Tensor, bases: Bases) -> Tensor:
 def _spread_blocks(drift: Tensor, bases: Bases, scratch: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Columns of Q D P, block by block (mirrored: of its transpose). The caller may overwrite the block."""
     shape, dtype = bases.shape, bases.free.dtype
-    assert drift.shape == shape.drift and drift.is_contiguous() and drift.dtype == wide(dtype), (
-        drift.shape,
-        drift.dtype,
-    )
+    assert drift.shape == shape.drift and drift.is_contiguous(), (drift.shape, drift.stride())
+    assert drift.dtype == wide(dtype), drift.dtype
     carve = _Carver(shape.merge_scratch_bytes(dtype.itemsize), scratch, drift)
     d, is_halved = drift.T if shape.is_mirrored else drift, dtype == torch.bfloat16
     free, frozen = _Operand(bases.free, bases.free_lo), _Operand(bases.frozen, bases.frozen_lo)
@@ -119,7 +115,7 @@ def _spread_blocks(drift: Tensor, bases: Bases, scratch: Tensor | None) -> Itera
         return y[:, : columns.stop - columns.start].copy_(d[:, columns])
 
     core_operand = _Operand(core)
-    with without_tf32(dtype):
+    with exact_products(drift):
         if shape.frozen_rank:
             for columns in _blocks(shape.large, shape.merge_columns):
                 part = operand(columns, block_of(columns))
@@ -131,12 +127,12 @@ def _spread_blocks(drift: Tensor, bases: Bases, scratch: Tensor | None) -> Itera
         carve.at = start
     delta = carve((shape.small, shape.merge_columns), drift.dtype, shape.is_mirrored)
     for columns in _blocks(shape.large, shape.merge_columns):
-        with without_tf32(dtype):
-            part = block_of(columns)
+        with exact_products(drift):
+            block = block_of(columns)
             if shape.frozen_rank:
-                _product_of_halves(part, core_operand, frozen.columns(columns), beta=1, alpha=-1)
+                _product_of_halves(block, core_operand, frozen.columns(columns), beta=1, alpha=-1)
             result = delta[:, : columns.stop - columns.start]
-            _product_of_halves(result, free, operand(columns, part))
+            _product_of_halves(result, free, operand(columns, block))
         yield columns, result
 
 
@@ -199,17 +195,17 @@ class _Carver:
 
 
 @contextmanager
-def without_tf32(dtype: torch.dtype) -> Iterator[None]:
-    """TF32 loses 1e-4 of a change to the frozen span."""
-    if dtype != torch.float32:
-        yield
-        return
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+def exact_products(like: Tensor) -> Iterator[None]:
+    """No autocast, and no TF32 for fp32 operands: it loses 1e-4 of a change to the frozen span."""
+    backends: tuple[Any, ...] = ()
+    if like.dtype == torch.float32:
+        backends = (torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn).matmul)
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"
     try:
-        yield
+        with torch.autocast(like.device.type, enabled=False):
+            yield
     finally:
         for backend, value in zip(backends, before, strict=True):
             backend.fp32_precision = value

@@ -57,7 +57,7 @@ def _distributed(
     split: FactorSplit | None, shape: SplitShape, rows: Tensor, replica: int, owner: int, shards: RowShards
 ) -> FactorSplit:
     n, m, k, r = shape.rows, shape.columns, shape.frozen_rank, shape.rank
-    sizes = FactorSplit((n, k), (k, m), (n, r), (r, 1), (r, m))
+    sizes = (n, k), (k, m), (n, r), (r, 1), (r, m)
     parts = []
     for i, size in enumerate(sizes):
         whole = None if split is None else split[i].reshape(size)
@@ -71,7 +71,8 @@ def _distributed(
             part = part.contiguous()
             dist.broadcast(part, dist.get_global_rank(shards.replicas, replica), group=shards.replicas)
         parts.append(part)
-    return FactorSplit(*parts[:3], parts[3].view(-1), parts[4])
+    frozen_u, frozen_v, u, values, v = parts
+    return FactorSplit(frozen_u, frozen_v, u, values.view(-1), v)
 
 
 def _scattered(

@@ -5,7 +5,10 @@ Bases differ between machines, so a run that resumes elsewhere needs the files i
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from outsize.progress import counted
 
 _FORMAT = 1
 _DIGITS = 24
+_PART_BYTES = 4 * 2**20
 
 
 class BasesId(NamedTuple):
@@ -107,12 +111,20 @@ def _save(folder: Path, bases: Bases, found: BasesId) -> None:
         temporary.replace(path)
     except OSError as error:
         log.warning("%s: the bases of a weight cannot be written (%s), so later runs compute them again", path, error)
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
-def _hash(text: str, tensors: Iterable[Tensor] | Sequence[Tensor]) -> str:
+def _hash(text: str, tensors: Iterable[Tensor]) -> str:
+    """Parts of tensors are hashed by several threads, then their hashes."""
     digest = hashlib.sha256(text.encode())
     for tensor in tensors:
-        flat = tensor.detach().to("cpu").contiguous().view(-1)
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        parts = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).split(_PART_BYTES)
+        for part in _threads().map(lambda part: hashlib.sha256(part.numpy().data).digest(), parts):
+            digest.update(part)
     return digest.hexdigest()[:_DIGITS]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="outsize-hash")

@@ -85,7 +85,8 @@ def _require_plain(module: str, weight: Tensor) -> None:
 
 def _embeddings(model: nn.Module) -> set[int]:
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
     return {id(table) for table in (*tables, getattr(head, "weight", None)) if table is not None}
 
 

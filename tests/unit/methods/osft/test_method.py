@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import outsize
@@ -162,4 +162,48 @@ def test_quantized_weights_are_refused_by_name(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(torch.zeros(8, 8).to(dtype), requires_grad=False)
     with pytest.raises(ModelUnsupported, match=r"OSFT: 1.weight is .*only bf16 and fp32"):
+        find_targets(model, HALF)
+
+
+def test_adaptive_ranks_freeze_more_of_layers_that_change_less() -> None:
+    model, tokens = llama(), torch.arange(12).view(2, 6)
+    for parameter, factor in (
+        (model.model.layers[0].mlp.down_proj.weight, 50.0),
+        (model.model.layers[1].mlp.down_proj.weight, 0.0),
+    ):
+        parameter.data.mul_(factor)
+    model.train()
+    pattern = outsize.osft.adaptive_ranks(model, {"input_ids": tokens}, 0.4)
+    first, second = pattern.values()
+    assert model.training and (first + second) / 2 == pytest.approx(0.4, abs=1e-6) and first > 0.45
+    method = outsize.OSFT(unfreeze_rank_ratio=0.4, rank_pattern=pattern)
+    ranks = {t.name: t.shape.rank for t in find_targets(model, method)}
+    assert (
+        ranks["model.layers.0.self_attn.q_proj.weight"]
+        == round(32 * first)
+        > ranks["model.layers.1.self_attn.q_proj.weight"]
+    )
+    with pytest.raises(ConfigError, match=r"the mean frozen share is 0\.05"):
+        outsize.osft.adaptive_ranks(model, {"input_ids": tokens}, 0.95)
+
+
+class Wrapped(Tensor):
+    """Keeps its values in another tensor, in a dtype that it does not show, as quantized weights do."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "Wrapped":
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: args[0])
+
+
+def test_tensors_that_wrap_others_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(Wrapped(torch.zeros(8, 8)), requires_grad=False)
+    with pytest.raises(
+        ModelUnsupported, match=r"OSFT: 0\.weight is a Wrapped, which keeps its values in other tensors"
+    ):
         find_targets(model, HALF)

@@ -163,6 +163,19 @@ def test_a_drift_of_zeros_is_the_checkpoint() -> None:
     assert torch.equal(out, weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_ignore_autocast(dtype: torch.dtype) -> None:
+    """A backward or a step may run inside of it."""
+    base, dense = random(96, 160, dtype=dtype), random(96, 160, seed=1, dtype=dtype)
+    bases, merged = split(base, 40), [torch.empty_like(base) for _ in range(2)]
+    expected = gradient_of(bases, dense)
+    merge(base, expected, bases, out=merged[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gradient_of(bases, dense), expected)
+        merge(base, expected, bases, out=merged[1])
+    assert torch.equal(*merged)
+
+
 def test_fp32_products_ignore_tf32_and_leave_the_setting(request: pytest.FixtureRequest) -> None:
     matmul = torch.backends.mkldnn.matmul
     request.addfinalizer(lambda before=matmul.fp32_precision: setattr(matmul, "fp32_precision", before))
