@@ -10,7 +10,7 @@ from outsize.layout.coordinates import Coordinates
 from outsize.methods.osft.bases import Bases
 from outsize.methods.osft.method import OSFT
 from outsize.methods.osft.products import contract, merge
-from outsize.methods.osft.shape import SplitShape
+from outsize.methods.osft.shape import SplitShape, aligned_bytes
 from outsize.methods.osft.stored_bases import bases_folder, load_or_split
 from outsize.methods.osft.targets import choose_trainable, find_targets
 from outsize.optim.method import Constants
@@ -59,16 +59,17 @@ class DriftTraining:
     def _view(self, name: str, constants: Constants, dtype: torch.dtype) -> Bases:
         """The bases of a weight in the memory of its constants: upper halves for contract, lower halves for merge."""
         shape = self._shapes[name]
-        upper, lower = constants.contract.view(dtype), constants.merge.view(dtype)
-        at = shape.free[0] * shape.free[1]
-        parts = [(half[:at].view(shape.free), half[at:].view(shape.frozen)) for half in (upper, lower) if half.numel()]
-        (free, frozen), *rest = parts
-        return Bases(shape, free, frozen, *(rest[0] if rest else ()))
+        free, frozen = shape.free[0] * shape.free[1], shape.frozen[0] * shape.frozen[1]
+        at = aligned_bytes(free * dtype.itemsize) // dtype.itemsize
+        halves = (half.view(dtype) for half in (constants.contract, constants.merge) if half.numel())
+        parts = [(half[:free].view(shape.free), half[at : at + frozen].view(shape.frozen)) for half in halves]
+        (upper_free, upper_frozen), *rest = parts
+        return Bases(shape, upper_free, upper_frozen, *(rest[0] if rest else ()))
 
 
 def _coordinates(shape: SplitShape, dtype: torch.dtype) -> Coordinates:
     is_halved = dtype == torch.bfloat16
-    constant_bytes = dtype.itemsize * shape.bases_numel
+    constant_bytes = aligned_bytes(*(rows * columns * dtype.itemsize for rows, columns in (shape.free, shape.frozen)))
     return Coordinates(
         shape=shape.drift,
         contract_bytes=constant_bytes,

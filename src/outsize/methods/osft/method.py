@@ -1,17 +1,13 @@
 """OSFT: the settings of orthogonal subspace fine-tuning. Does not import torch."""
 
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from outsize.base.errors import ConfigError
 from outsize.methods.osft.shape import SplitShape
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from outsize.methods.osft.drift import DriftTraining
 
 Others = Literal["train", "freeze", "norms"]
 Variant = Literal["peft", "mini_trainer"]
@@ -96,11 +92,9 @@ class OSFT:
             return 0 <= value <= 1
         return value >= 0 if isinstance(value, int) else 0 < value <= 1
 
-    def bind(self, model: "nn.Module") -> "DriftTraining":
-        """The method for one model, as `outsize.prepare(method=...)` uses it."""
-        from outsize.methods.osft.drift import DriftTraining
-
-        return DriftTraining.of(model, self)
+    def bind(self, model: Any) -> Any:
+        """The method for one model (optim/method.py). Freezes what it does not train."""
+        return importlib.import_module("outsize.methods.osft.drift").DriftTraining.of(model, self)
 
     @property
     def trains_others(self) -> Others:

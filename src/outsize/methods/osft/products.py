@@ -15,11 +15,13 @@ its errors cannot leave the span of Q D P. `merge` computes each product from ha
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from outsize.base.log import log
 from outsize.methods.osft.bases import Bases
 from outsize.methods.osft.shape import aligned_bytes
 
@@ -166,12 +168,29 @@ def _product(out: Tensor, a: Tensor, b: Tensor, *, beta: int = 0, alpha: int = 1
         out.mul_(beta) if beta else out.zero_()
     elif a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    elif a.is_cuda:
+    elif a.is_cuda and _adds_in_place(a.device):
         _aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
+    elif a.is_cuda and not beta and alpha == 1:
+        _aten.mm.dtype_out(a, b, out.dtype, out=out)
+    elif a.is_cuda:
+        product = _aten.mm.dtype(a, b, out.dtype).mul_(alpha)
+        out.copy_(product) if not beta else out.add_(product)
     else:
         for part in _blocks(a.shape[1], _WIDENED_LENGTH):
             first, second = a[:, part].to(out.dtype), b[part].to(out.dtype)
             torch.addmm(out, first, second, beta=1 if part.start else beta, alpha=alpha, out=out)
+
+
+@cache
+def _adds_in_place(device: torch.device) -> bool:
+    """Whether this torch adds a product of bf16 matrices to an fp32 one. Others need memory for the product."""
+    out, a = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        _aten.addmm.dtype_out(out, a, a, torch.float32, out=out)
+    except RuntimeError as error:
+        log.info("torch %s adds no bf16 product in place: %s", torch.__version__, error)
+        return False
+    return True
 
 
 def _blocks(length: int, step: int) -> Iterator[slice]:
