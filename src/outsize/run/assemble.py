@@ -27,7 +27,7 @@ from outsize.model.build import Built, build_model, load_config
 from outsize.model.strategies import STRATEGIES
 from outsize.optim.names import OPTIMIZERS, spec_class
 from outsize.optim.spec import OptimizerSpec
-from outsize.run.adapters import adapt
+from outsize.run.adapters import adapt, method_of
 from outsize.run.compat_checks import (
     first_line,
     make_trackers,
@@ -178,7 +178,7 @@ def assemble(config: RunConfig) -> Assembled:
         require_packable(built.model)
     require_vocabulary(built.model, tokenizer, [train] if evaluated is None else [train, evaluated], pad_id)
     freeze(built.model, config)
-    if config.adapter is not None:
+    if config.adapter == "lora":
         built = adapt(built, config)
     collator = Collator(pad_id, config.sequence_len if config.pad_to_sequence_len else None)
     tokens = longest_row(config, [train] if evaluated is None else [train, evaluated])
@@ -205,6 +205,7 @@ def assemble(config: RunConfig) -> Assembled:
         weights=built.weights,
         nonfinite=config.nonfinite,
         chunked_loss=_chunked_loss(config, checkpoint),
+        method=method_of(config),
         plan_batch=batch_of(splits[0].rows),
     )
     trainer.remove_callback(PrinterCallback)
@@ -253,7 +254,7 @@ def _split(config: RunConfig, split: Split) -> RunConfig:
 
 
 def _build(config: RunConfig, checkpoint: Path | None) -> Built:
-    whole = checkpoint is not None and config.adapter is None
+    whole = checkpoint is not None and config.adapter is None  # OSFT needs the weights that the run began with
     try:
         return build_model(
             config.base_model,

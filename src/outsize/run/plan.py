@@ -14,7 +14,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import load_config
-from outsize.run.adapters import adapter_of
+from outsize.run.adapters import adapter_of, method_of
 from outsize.run.assemble import pins_of, rows, training_arguments
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
@@ -65,7 +65,8 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         dtype="bfloat16" if config.bf16 else "float32",
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         chunked_loss=config.chunked_loss,
-        adapter=None if config.adapter is None else adapter_of(config),
+        adapter=adapter_of(config) if config.adapter == "lora" else None,
+        method=method_of(config),
         batch_of=batch_of,
     )
     return RunRequest(request=request, notes=tuple(notes), filled=filled)

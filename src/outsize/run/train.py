@@ -88,7 +88,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     finally:
         progress.stop()
         engine.close()
-    base = trainer.model.get_base_model() if config.adapter is not None else trainer.model
+    base = trainer.model.get_base_model() if config.adapter == "lora" else trainer.model
     _print_result(outcome, config, console, type(base).__name__)
     return outcome
 
@@ -125,7 +125,7 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
 
 
 def _how_to_load(result: Path, config: RunConfig, model_class: str) -> str:
-    if config.adapter is None:
+    if config.adapter != "lora":
         return f'{model_class}.from_pretrained("{result}", dtype="auto")'
     base = f'{model_class}.from_pretrained("{config.base_model}", dtype="auto")'
     return f'PeftModel.from_pretrained({base}, "{result}"); or as a whole model: outsize export {result} merged --merge'
