@@ -9,9 +9,11 @@ import torch
 import zoo
 from cells import CHUNK_BYTES, closing
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import outsize
 from outsize.base.errors import BadFile, ConfigError, EngineMisuse, PlanInfeasible
+from outsize.optim.split import join
 from outsize.runtime.engine import Engine
 
 HALF = outsize.OSFT(unfreeze_rank_ratio=0.5)
@@ -243,6 +245,32 @@ def test_what_the_method_froze_is_restored_if_no_plan_fits() -> None:
     assert {name for name, param in model.named_parameters() if param.requires_grad} == trained
     with closing(prepare(model, method=frozen)) as engine:
         assert set(engine.runtime.updates.steps) == set(engine.runtime.coordinates.names)
+
+
+@pytest.mark.parametrize("pins", PLANS.values(), ids=PLANS)
+def test_an_export_in_fp32_has_the_masters(tmp_path: Path, pins: outsize.Pins | None) -> None:
+    """Of drifts, base + Q D P before it is rounded; of other weights, both halves."""
+    model = zoo.make("llama-untied", torch.bfloat16)
+    optimizer = outsize.osft.AdamW(zoo.make("llama-untied", torch.bfloat16), HALF, lr=1e-2)
+    settings: dict[str, Any] = {"optimizer": outsize.AdamW(lr=1e-2), "method": HALF, "pins": pins}
+    batch = zoo.batch("llama-untied")
+    with closing(outsize.prepare(model, batch, device="sim:1GiB", chunk_bytes=CHUNK_BYTES, **settings)) as engine:
+        engine.model(**batch).loss.backward()
+        engine.optimizer.step()
+        engine.export(tmp_path, fp32=True)
+        lower = {name: found["lo"] for name, found in named_state(engine) if "lo" in found}
+        rounded = values(engine)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert found.dtype == torch.float32
+    split = optimizer.split_weights.keys()
+    for name, value in found.named_parameters():
+        assert torch.equal(value.to(torch.bfloat16), rounded[name]) or name in lower
+        assert name in split or torch.equal(value, join(rounded[name], lower[name]))
+    assert any(not torch.equal(found.get_parameter(name), rounded[name].float()) for name in split)
+
+
+def named_state(engine: Engine) -> list[tuple[str, dict[str, Tensor]]]:
+    return [(name, engine.optimizer_state(name)) for name in engine.optimizer.names]
 
 
 def test_factors_are_refused_by_name() -> None:

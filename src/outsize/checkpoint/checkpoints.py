@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from outsize.base.errors import EngineMisuse
@@ -98,12 +99,12 @@ class Checkpoints:
                 _warn_if_other_loss(checkpoint.loss_chunk, trained.loss_chunk)
         return checkpoint.num_steps
 
-    def export(self, place: Path, trained: TrainedModel, *, tokenizer: Any) -> None:
+    def export(self, place: Path, trained: TrainedModel, *, tokenizer: Any, fp32: bool) -> None:
         self.raise_if_failed()
-        contents, files = _model_contents(trained)
+        contents, files = _model_contents(trained, fp32=fp32)
         saving = Saving(StagedDir.into(place), contents, later=set())
         with saving.writing() as folder:
-            _write_configs(trained.model, folder, files)
+            _write_configs(trained.model, folder, files, torch.float32 if fp32 else None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         # The folder of an adapter may also hold its base, whose weights stay.
@@ -111,19 +112,21 @@ class Checkpoints:
         saving.write(lambda staged: staged.commit_files(is_stale))
 
 
-def _model_contents(trained: TrainedModel) -> tuple[Contents, ModelFiles | None]:
+def _model_contents(trained: TrainedModel, *, fp32: bool = False) -> tuple[Contents, ModelFiles | None]:
     """The weights to write and their files. Nothing for a PEFT model: PEFT writes the adapter itself."""
     if trained.is_adapted:
+        if fp32:
+            raise EngineMisuse("export: PEFT writes adapters in their own dtype. Leave fp32 out.")
         return Contents(), None
-    files = model_files(trained.model)
-    return weights_of(trained, files), files
+    files = model_files(trained.model, fp32=fp32)
+    return weights_of(trained, files, fp32=fp32), files
 
 
-def _write_configs(model: nn.Module, folder: Path, files: ModelFiles | None) -> None:
+def _write_configs(model: nn.Module, folder: Path, files: ModelFiles | None, dtype: torch.dtype | None = None) -> None:
     if files is None:
         model.save_pretrained(folder)  # type: ignore[operator]
     else:
-        write_configs(model, folder, files)
+        write_configs(model, folder, files, dtype=dtype)
 
 
 def _warn_if_other_loss(saved: int, here: int) -> None:

@@ -6,11 +6,12 @@ them, a checkpoint names them by hash, and a resumed run takes them from the fil
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from outsize.base.errors import BadFile
 from outsize.checkpoint.folder import sync
@@ -29,7 +30,13 @@ class ConstantHashes(NamedTuple):
 class ConstantStore(Protocol):
     """The constants of a prepared model, by parameter name."""
 
+    @property
+    def names(self) -> Sequence[str]: ...
+
     def hashes(self) -> Mapping[str, ConstantHashes]: ...
+
+    def master(self, name: str) -> Tensor:
+        """The weight in fp32, before it is rounded to the model's dtype."""
 
     def constant_ranges(self, name: str) -> Mapping[str, Ranges]: ...
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outsize.checkpoint.constants import describe_constants
@@ -61,7 +62,8 @@ class Contents:
         return sum(spec.nbytes for keys in self.specs.values() for spec in keys.values())
 
 
-def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
+def weights_of(trained: TrainedModel, files: ModelFiles, *, fp32: bool = False) -> Contents:
+    """`fp32`: bf16 weights as their exact fp32 masters."""
     contents, model, store = Contents(), trained.model, trained.store
     buffers = dict(model.named_buffers())
     first = {id(tensor): name for name, tensor in (*store.params.items(), *buffers.items())}
@@ -73,9 +75,13 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
     where = {key: (file, key, spec) for file, keys in files.files.items() for key, spec in keys.items()}
 
     def ranges(name: str) -> Ranges:
+        if fp32:
+            return Ranges.of(value(name))
         return store.ranges(names[name]) if names[name] in store.params else Ranges.of(buffers[names[name]])
 
     def value(name: str) -> Tensor:
+        if fp32:
+            return trained.master(names[name]) if names[name] in store.params else _as_fp32(buffers[names[name]])
         return store.value(names[name]) if names[name] in store.params else buffers[names[name]]
 
     def chunk_of(sources: Iterable[str]) -> int:
@@ -90,6 +96,10 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
         for key in conversion.keys:
             contents.add(chunk_of(conversion.inputs), *where[key], partial(converted.take, key))
     return contents
+
+
+def _as_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 class _Converted:

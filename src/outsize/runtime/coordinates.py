@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outsize.checkpoint.constants import ConstantHashes
 from outsize.checkpoint.ranges import Ranges
+from outsize.layout.coordinates import COORDINATES
 from outsize.optim.method import Constants, Method
 from outsize.progress import counted
 from outsize.runtime.store import Store
@@ -121,6 +122,20 @@ class CoordinateTraining:
         found = self._constants(name, memory)
         base = self._base(name, memory).view(torch.uint8)
         return ConstantHashes(_sha256(base), _sha256(found.contract, found.merge))
+
+    @torch.no_grad()
+    def master(self, name: str) -> Tensor:
+        """The weight in fp32, made on the CPU: its kernels may differ from the GPU's in the last bits."""
+        assert self._method is not None
+        memory, value = self._home(name), self._store.value(name)
+        found = self._constants(name, memory)
+        coordinates = self._store.state_ranges(name)[COORDINATES].whole().cpu()
+        out = torch.empty(value.shape, dtype=torch.float32)
+        scratch = torch.empty(self._place.step_config.coordinates[name].scratch_bytes, dtype=torch.uint8)
+        base = self._base(name, memory).cpu().as_strided(value.shape, value.stride())
+        constants = Constants(found.contract.cpu(), found.merge.cpu())
+        self._method.merge(name, base, coordinates, constants, out=out, scratch=scratch)
+        return out
 
     def forget_hashes(self) -> None:
         self._hashes.clear()

@@ -401,13 +401,13 @@ class Engine:
             self.state.num_steps = num_steps
             self.state_was_loaded()
 
-    def export(self, folder: str | Path, *, tokenizer: Any = None) -> None:
+    def export(self, folder: str | Path, *, tokenizer: Any = None, fp32: bool = False) -> None:
         """Write a plain Hugging Face folder (of a PEFT model: its adapter) for `from_pretrained`. Tensors are streamed,
-        with dtypes as in `save`.
+        with dtypes as in `save`; with `fp32`, bf16 weights are written as their exact fp32 masters.
         """
         self._require_saveable("export")
         with self.runtime.patches.caches_as_given():
-            self._checkpoints.export(Path(folder), self._trained_model(), tokenizer=tokenizer)
+            self._checkpoints.export(Path(folder), self._trained_model(), tokenizer=tokenizer, fp32=fp32)
 
     def _trained_model(self) -> TrainedModel:
         runtime = self.runtime

@@ -23,6 +23,7 @@ from outsize.checkpoint.ranges import Ranges, memory_order
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
+from outsize.optim.split import join
 from outsize.progress import counted
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
@@ -234,6 +235,16 @@ class Store:
         device.
         """
         return self.ranges(name, on_device=on_device).whole(owns=True)
+
+    def master(self, name: str) -> Tensor:
+        """A parameter's value on the CPU; of a bf16 weight, its exact fp32 master."""
+        value = self.value(name).cpu()
+        if value.dtype != torch.bfloat16:
+            return value
+        if not self.place.has_split_masters(self.chunk_of(name)):
+            return value.float()
+        lower = self.state_ranges(name)["lo"].whole().cpu()
+        return join(value, lower)
 
     def load(self, names: Iterable[str], read: Callable[[str, Ranges], None]) -> None:
         """Replace values: `read` fills the ranges of one parameter. The new values become the master weights too."""
