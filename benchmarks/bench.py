@@ -67,6 +67,10 @@ def bench(
     image_size: Annotated[int, typer.Option(help="Pixels of an image's side.")] = 1024,
     accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm here.", show_default="no clipping")] = None,
+    osft: Annotated[
+        float | None,
+        typer.Option(help="Train this share of directions with OSFT; the rest is frozen.", show_default="full"),
+    ] = None,
     update: Annotated[
         str | None,
         typer.Option(help="in-backward or after-step.", show_default="in-backward where nothing needs all gradients"),
@@ -112,6 +116,7 @@ def bench(
             "--image-size": image_size,
             "--accumulate": accumulate,
             "--clip": clip,
+            "--osft": osft,
             "--update": update,
             "--steps": steps,
             "--warm-up": warm_up,
@@ -148,6 +153,7 @@ def bench(
         plan=plan,
         images=images,
         image_size=image_size,
+        osft=osft,
     )
     if request.device.startswith("sim"):
         print(SIMULATED)

@@ -29,6 +29,8 @@ class Bench:
     images: int | None = None
     """Of a row, for models that see; None: 1 for those."""
     image_size: int = 1024
+    osft: float | None = None
+    """Share of free directions, with OSFT and everything else frozen."""
 
     @property
     def tokens(self) -> int:

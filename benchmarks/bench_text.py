@@ -79,6 +79,7 @@ def _head(result: Result) -> list[str]:
     micro = f", {bench.accumulate} micro-batches a step" if bench.accumulate > 1 else ""
     clip = f", clipped at {bench.clip:g}" if bench.clip is not None else ""
     update = {"in_backward": "updated in backward", "after_step": "updated after the step"}[bench.update]
+    update += f", OSFT with {bench.osft:.0%} of the directions" if bench.osft is not None else ""
     under = f" under {bench.gpu_memory}" if bench.gpu_memory is not None else ""
     simulated = " (a simulated clock)" if result.is_simulated else ""
     size = f"{result.num_params / 1e9:.3g} B" if result.num_params >= 1e8 else f"{result.num_params / 1e6:.3g} M"

@@ -29,6 +29,7 @@ from outsize.hardware.host import peak_rss_bytes
 from outsize.hardware.lanes import LANES
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.methods.osft.method import OSFT
 from outsize.optim.adamw import AdamW
 from outsize.report.measured import Measured
 from outsize.report.page import write_page
@@ -61,6 +62,7 @@ def complete(
     plan: Path | None = None,
     images: int | None = None,
     image_size: int = 1024,
+    osft: float | None = None,
 ) -> Bench:
     """Fill in defaults: a real model on a GPU, otherwise `tiny` on `sim`."""
     has_gpu = device.startswith("cuda") if device is not None else choose_device().is_gpu
@@ -91,6 +93,7 @@ def complete(
         plan=str(plan) if plan is not None else None,
         images=images,
         image_size=image_size,
+        osft=osft,
     )
 
 
@@ -117,6 +120,7 @@ def run_bench(
         model,
         batches[0],
         optimizer=AdamW(lr=1e-5, update=bench.update, max_grad_norm=bench.clip),
+        method=None if bench.osft is None else OSFT(unfreeze_rank_ratio=bench.osft, others="freeze"),
         gpu_memory=bench.gpu_memory,
         host_memory=bench.host_memory,
         device=device,

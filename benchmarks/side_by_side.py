@@ -34,6 +34,7 @@ class Case:
     rows: int = 8
     seq: int = 1024
     clip: float | None = None
+    osft: float | None = None
     update: str | None = None
     """None: the default of `benchmarks.bench`."""
     against: str = ""
@@ -57,6 +58,18 @@ CASES = {
     "1b-resident": Case(
         model="llama-1b", gpu_gib=None, update="after-step", against="plain", least_ratio=1.0, seconds=70
     ),
+    # As peers_osft.py: compare the 4k-token rows with it, and each with the row beside it without OSFT.
+    "1b-4k": Case(model="llama-1b", gpu_gib=None, rows=4, update="after-step", seconds=60),
+    "1b-4k-osft": Case(model="llama-1b", gpu_gib=None, rows=4, osft=0.5, update="after-step", seconds=70),
+    "1b-4k-osft-tenth": Case(model="llama-1b", gpu_gib=None, rows=4, osft=0.1, update="after-step", seconds=70),
+    "1b-32k": Case(model="llama-1b", gpu_gib=None, rows=32, update="after-step", seconds=70),
+    "1b-32k-osft": Case(model="llama-1b", gpu_gib=None, rows=32, osft=0.5, update="after-step", seconds=80),
+    "1b-12-osft": Case(model="llama-1b", gpu_gib=12, rows=4, osft=0.5, update="after-step", seconds=80),
+    "3b-4k": Case(model="llama-3b", gpu_gib=None, rows=4, update="after-step", seconds=70),
+    "3b-4k-osft": Case(model="llama-3b", gpu_gib=None, rows=4, osft=0.5, update="after-step", seconds=90),
+    "3b-32k": Case(model="llama-3b", gpu_gib=None, rows=32, update="after-step", seconds=80),
+    "3b-32k-osft": Case(model="llama-3b", gpu_gib=None, rows=32, osft=0.5, update="after-step", seconds=100),
+    "8b-24-osft": Case(model="llama-8b", gpu_gib=24, clip=1.0, osft=0.5, seconds=150),
     "8b-24": Case(model="llama-8b", gpu_gib=24, most_host=12.5, seconds=120),
     "8b-24-clip": Case(model="llama-8b", gpu_gib=24, clip=1.0, most_host=14.5, seconds=120),
 }
@@ -151,6 +164,7 @@ class Run:
                 str(out),
                 *(["--gpu-memory", f"{case.gpu_gib}GiB"] if case.gpu_gib else []),
                 *(["--clip", str(case.clip)] if case.clip else []),
+                *(["--osft", str(case.osft)] if case.osft is not None else []),
                 *(["--update", case.update] if case.update else []),
                 *(["--compare", "plain"] if case.against == "plain" else []),
             ]

@@ -17,6 +17,7 @@ import zoo
 from synthetic import make_homes
 from torch import nn
 
+import outsize
 from outsize.base.records import fingerprint
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
@@ -24,10 +25,12 @@ from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import ChunkLayout, pack
+from outsize.methods.osft.method import OSFT
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import Strategy
 from outsize.optim.adamw import AdamW
+from outsize.optim.method import MethodSpec
 from outsize.optim.spec import OptimizerSpec
 from outsize.planner.simulate import simulate
 from outsize.profile import cache
@@ -62,7 +65,7 @@ def uniform(
     """The same for every chunk and every layer that can have it. With updates in backward, those of every second chunk
     come after it.
     """
-    homes = tuple(make_homes(weights, optimizer, chunk.trainable) for chunk in layout.chunks)
+    homes = tuple(make_homes(weights, optimizer, chunk.is_updated) for chunk in layout.chunks)
     strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.calls)))
     return Decision(homes=homes, strategies=strategies, depth=depth, host_update_interval=host_update_interval)  # type: ignore[arg-type]
 
@@ -109,6 +112,7 @@ def prepare_by_hand(
     chunk_bytes: int = CHUNK_BYTES,
     budget: int | None = 16 * GiB,
     traced: Traced | None = None,
+    method: MethodSpec | None = None,
     **how: Any,
 ) -> Engine:
     """An engine under a plan that no search made: `decision=` (a Decision, or a function that makes one), or what
@@ -117,12 +121,14 @@ def prepare_by_hand(
     where = choose_device(device)
     where.count_anew()  # garbage of earlier tests on a device that tests share is not this plan's
     layers = find_layers(model)
+    bound = None if method is None else method.bind(model)
+    coordinates = {} if bound is None else bound.coordinates
     # Bytes are the same on `sim`, which does not time.
     graph, trace = traced or cache.traced(
         model, batch, layers, SimDevice(lookup("1GiB")) if where.kind == "cpu" else where
     )
-    layout = pack(graph, chunk_bytes)
-    step_config = spec.step_config(accumulate)
+    layout = pack(graph, chunk_bytes, in_coordinates=coordinates)
+    step_config = dataclasses.replace(spec.step_config(accumulate), coordinates=coordinates)
     decision = how.pop("decision", None) or uniform(graph, layout, trace, **how)
     plan = make_plan(
         graph,
@@ -137,7 +143,9 @@ def prepare_by_hand(
     def planner(model: nn.Module, batch: Any, step_config: StepConfig) -> PlannedModel:
         raise AssertionError("a hand-made plan is not made again")
 
-    return Engine(model, layers, PlannedModel(graph, layout, plan), device=where, optimizer=spec, planner=planner)
+    return Engine(
+        model, layers, PlannedModel(graph, layout, plan), device=where, optimizer=spec, planner=planner, method=bound
+    )
 
 
 @contextlib.contextmanager
@@ -224,8 +232,22 @@ def train(
 
 
 def plain(
-    model: nn.Module, data: list[Any], *, spec: AdamW, steps: int = STEPS, accumulate: int = 1, **how: Any
+    model: nn.Module,
+    data: list[Any],
+    *,
+    spec: AdamW,
+    steps: int = STEPS,
+    accumulate: int = 1,
+    method: OSFT | None = None,
+    **how: Any,
 ) -> Outcome:
+    if method is not None:
+        settings = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name != "update"}
+        optimizer = outsize.osft.AdamW(model, method, **settings)
+        outcome = train(model, optimizer, data, steps=steps, accumulate=accumulate, **how)
+        for name, weight in optimizer.split_weights.items():
+            outcome.state[name]["coordinates"] = weight.params["drift"].detach().clone()
+        return outcome
     reference = Reference(
         spec.param_groups(model.named_parameters()),
         lr=spec.lr,
@@ -275,6 +297,8 @@ class Cell:
     """
     fp32_grads: bool = False
     autocast: bool = False
+    osft: float | None = None
+    """Share of free directions, with outsize.OSFT."""
 
     def __str__(self) -> str:
         words = [
@@ -286,6 +310,7 @@ class Cell:
             f"accumulate{self.accumulate}",
             self.update,
         ]
+        words += [f"osft{self.osft}"] if self.osft is not None else []
         words += ["tied" if self.tied else "untied"] if self.tied is not None else []
         words += [f"frozen_{self.frozen}"] if self.frozen != "none" else []
         return "-".join(words + [name for name in ("clip", "fp32_grads", "autocast") if getattr(self, name)])
@@ -304,6 +329,10 @@ class Cell:
             fp32_grads=self.fp32_grads,
             update="in_backward" if self.update == "in_backward" else "after_step",
         )
+
+    @property
+    def method(self) -> OSFT | None:
+        return None if self.osft is None else OSFT(unfreeze_rank_ratio=self.osft)
 
     def model(self) -> nn.Module:
         model = zoo.make(self.kind, self.torch_dtype, self.tied)
@@ -345,6 +374,7 @@ def prepare(cell: Cell, device: str | Device = "cpu", **how: Any) -> Engine:
     if "decision" not in how:
         how |= {"strategy": cell.strategy, "weights": cell.weights, "optimizer": cell.optimizer, "depth": cell.depth}
     how.setdefault("spec", cell.spec)
+    how.setdefault("method", cell.method)
     return prepare_by_hand(
         cell.model(), zoo.batch(cell.kind), device=device, accumulate=cell.accumulate, traced=cell.traced(device), **how
     )
@@ -389,6 +419,7 @@ def _plain_once(cell: Cell, steps: int) -> Outcome:
         steps=steps,
         accumulate=cell.accumulate,
         autocast=cell.autocast,
+        method=cell.method,
     )
     assert not cell.clip or max(outcome.norms) > MAX_GRAD_NORM, "clipping must clip, or it is not tested"
     return outcome

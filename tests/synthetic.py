@@ -74,7 +74,7 @@ class Case:
                 strategies if strategies in self.trace.strategies(v) else "keep" for v in range(len(self.graph.calls))
             ]
         both = tuple(
-            make_homes(*text.split("/"), chunk.trainable)
+            make_homes(*text.split("/"), chunk.is_updated)
             for text, chunk in zip(per_chunk, self.layout.chunks, strict=True)
         )
         return Decision(

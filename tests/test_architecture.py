@@ -37,11 +37,12 @@ MAY_IMPORT: dict[str, str] = {
     "activation dist optim checkpoint progress",
     "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
     "data": "base compat config.run progress",
-    "methods": "base model device schedule",
+    "methods": "base checkpoint.tensorfile optim layout progress reference",
     "loss": "base compat",
     # Top-level modules count as packages of one file. `outsize` is the package itself.
     "progress": "",
     "reference": "base optim.clip optim.split",
+    "osft": "methods",
 }
 _ALL_BELOW = " ".join(MAY_IMPORT)
 MAY_IMPORT["setup"] = _ALL_BELOW
@@ -65,6 +66,8 @@ WITHOUT_TORCH = (
     "model.strategies",
     "model.work",
     "profile.trace",
+    "methods.osft.method",
+    "methods.osft.shape",
 )
 VAGUE = {"utils", "util", "helpers", "helper", "misc", "manager", "handler"}
 

@@ -9,19 +9,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outsize import osft
     from outsize.forecast.forecast import plan
+    from outsize.methods.osft.method import OSFT
     from outsize.optim.adamw import AdamW
     from outsize.optim.lion import Lion
     from outsize.optim.sgd import SGD
     from outsize.schedule.pins import Pins
     from outsize.setup.prepare import prepare
 
-__all__ = ["SGD", "AdamW", "Lion", "Pins", "plan", "prepare"]
+__all__ = ["OSFT", "SGD", "AdamW", "Lion", "Pins", "osft", "plan", "prepare"]
 __version__ = "0.1.0"
 
 _MODULES = {
     "AdamW": "outsize.optim.adamw",
     "Lion": "outsize.optim.lion",
+    "OSFT": "outsize.methods.osft.method",
     "Pins": "outsize.schedule.pins",
     "SGD": "outsize.optim.sgd",
     "plan": "outsize.forecast.forecast",
@@ -39,6 +42,8 @@ def _imported(name: str) -> ModuleType:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "osft":
+        return _imported("outsize.osft")
     if name not in _MODULES:
         raise AttributeError(f"module 'outsize' has no attribute {name!r}")
     return getattr(_imported(_MODULES[name]), name)

@@ -83,11 +83,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads: dict[Tensor, Tensor | None] = {
-            p: self._sums.get(p, p.grad) for g in self.param_groups for p in g["params"] if p.requires_grad
-        }
-        self._sums.clear()
-        self.grad_norm = _norm(grads)
+        grads = self._collect()
+        self.grad_norm = self._measure(grads)
         total = self.grad_norm.item()
         if not math.isfinite(total):
             if self.nonfinite == "raise":
@@ -97,26 +94,42 @@ class Optimizer(torch.optim.Optimizer):
                 )
             self.skipped += 1
             return loss
-        clip = clip_factor(total, self.max_grad_norm)
+        self._update_all(grads, clip_factor(total, self.max_grad_norm))
+        return loss
+
+    def _collect(self) -> dict[Tensor, Tensor | None]:
+        """The gradients of the step, in the optimizer's order."""
+        grads = {p: self._sums.get(p, p.grad) for g in self.param_groups for p in g["params"] if p.requires_grad}
+        self._sums.clear()
+        return grads
+
+    def _measure(self, grads: dict[Tensor, Tensor | None]) -> Tensor:
+        return _norm(grads)
+
+    def _update_all(self, grads: dict[Tensor, Tensor | None], clip: float) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if (grad := grads.get(p)) is not None:
                     self._update(p, grad, clip, group)
-        return loss
 
     def _update(self, p: Tensor, grad: Tensor, clip: float, group: dict[str, Any]) -> None:
-        state = self.state[p]
+        state = self._next_state(p)
+        w = join(p, state["lo"]) if "lo" in state else p
+        w = self._new(w, grad.float() * clip, state, group)
+        if "lo" in state:
+            w, state["lo"] = split(w)
+        p.copy_(w)
+
+    def _next_state(self, p: Tensor) -> dict[str, Any]:
+        """The parameter's state, with the number of this update."""
+        state: dict[str, Any] = self.state[p]
         if not state:
             state["step"] = 0
             state.update({name: torch.zeros_like(p, dtype=torch.float32) for name in self.state_names})
             if p.dtype == torch.bfloat16:
                 state["lo"] = torch.zeros_like(p, dtype=torch.int16)
         state["step"] = int(state["step"]) + 1  # a loaded state may hold it as a tensor, whose powers would be fp32
-        w = join(p, state["lo"]) if "lo" in state else p
-        w = self._new(w, grad.float() * clip, state, group)
-        if "lo" in state:
-            w, state["lo"] = split(w)
-        p.copy_(w)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -273,7 +273,7 @@ def test_lora_factors_in_fp32_under_autocast_train_to_the_bit() -> None:
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     engine = cells.prepare_by_hand(model, data[0], spec=SPEC, weights="host", optimizer="host", strategy="recompute")
     assert run(model, engine.optimizer) == expected
-    frozen = {c.index for c in engine.layout.chunks if not c.trainable}
+    frozen = {c.index for c in engine.layout.chunks if not c.is_updated}
     everything = [a for segment in engine.runtime.executor.schedule.segments.values() for a in segment.actions]
     assert frozen and not any(a.kind in "GQUW" and a.index in frozen for a in everything)
     state = model.state_dict()

@@ -124,7 +124,7 @@ def base_streams(
 ) -> Decision:
     """What trains stays; layers take the strategies in turn, as far as they know them."""
     homes = tuple(
-        make_homes("gpu", "gpu") if chunk.trainable else make_homes("host", "host") for chunk in layout.chunks
+        make_homes("gpu", "gpu") if chunk.is_updated else make_homes("host", "host") for chunk in layout.chunks
     )
     wanted = [strategies[call % len(strategies)] for call in range(len(graph.calls))]
     return Decision(
@@ -285,18 +285,18 @@ def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(
     )
     with cells.closing(engine):
         chunks, homes = engine.layout.chunks, [str(home) for home in engine.plan.decision.homes]
-        assert {homes[c.index] for c in chunks if c.trainable} == {"gpu/gpu"}
-        assert "host/host" in {homes[c.index] for c in chunks if not c.trainable}
+        assert {homes[c.index] for c in chunks if c.is_updated} == {"gpu/gpu"}
+        assert "host/host" in {homes[c.index] for c in chunks if not c.is_updated}
         schedule = engine.runtime.executor.schedule
         everything = [
             *schedule["forward"],
             *(a for segment in schedule.backwards for a in segment.actions),
             *schedule["update"],
         ]
-        assert {a.kind for a in everything if a.kind in "LQGUW" and not chunks[a.index].trainable} == {"L"}, (
+        assert {a.kind for a in everything if a.kind in "LQGUW" and not chunks[a.index].is_updated} == {"L"}, (
             "the base is loaded, and no more"
         )
-        assert {a.kind for a in everything if a.kind in "LQGUW" and chunks[a.index].trainable} == {"U"}, (
+        assert {a.kind for a in everything if a.kind in "LQGUW" and chunks[a.index].is_updated} == {"U"}, (
             "adapters do not move"
         )
         before_adapters = [v for v, backward in enumerate(engine.graph.has_backward) if not backward]

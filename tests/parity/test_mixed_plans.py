@@ -42,7 +42,7 @@ def random_decision(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *
     homes = []
     for chunk in layout.chunks:
         weights = rng.choice(("gpu", "host"))
-        homes.append(make_homes(weights, rng.choice(("gpu", "host", "streamed")), chunk.trainable))
+        homes.append(make_homes(weights, rng.choice(("gpu", "host", "streamed")), chunk.is_updated))
     strategies = tuple(rng.choice(trace.strategies(call)) for call in range(len(graph.calls)))
     return Decision(homes=tuple(homes), strategies=strategies, depth=rng.randrange(4))
 

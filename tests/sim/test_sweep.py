@@ -35,6 +35,8 @@ SWEPT = [
     Cell(kind="gpt2", dtype="bf16", update="declared"),
     Cell(kind="bert", dtype="fp32", accumulate=3, clip=True),
     Cell(kind="bert", dtype="bf16"),
+    Cell(kind="plain", dtype="bf16", accumulate=2, clip=True, osft=0.5),
+    Cell(kind="gpt2", dtype="fp32", update="in_backward", osft=0.25),
 ]
 
 
@@ -51,6 +53,7 @@ def prepare(cell: Cell, device: Any, pins: outsize.Pins | None = None) -> Engine
         device=device,
         chunk_bytes=CHUNK_BYTES,
         optimizer=cell.spec,
+        method=cell.method,
         accumulate=cell.accumulate,
         pins=pins,
     )
@@ -58,8 +61,9 @@ def prepare(cell: Cell, device: Any, pins: outsize.Pins | None = None) -> Engine
 
 @functools.cache
 def everything_resident(cell: Cell) -> outsize.Pins:
-    layout = pack(cell.traced("sim:1GiB")[0], CHUNK_BYTES)
-    trainable = sum(chunk.trainable for chunk in layout.chunks)
+    in_coordinates = () if cell.method is None else cell.method.bind(cell.model()).coordinates
+    layout = pack(cell.traced("sim:1GiB")[0], CHUNK_BYTES, in_coordinates=in_coordinates)
+    trainable = sum(chunk.is_updated for chunk in layout.chunks)
     return outsize.Pins(n_persist=len(layout.chunks), n_optimizer_gpu=trainable, n_swap=0, n_offload=0, n_checkpoint=0)
 
 
@@ -97,7 +101,7 @@ def train_and_compare(cell: Cell, engine: Engine) -> int:
                 end = walk.run(action, update_in_backward=segment.updates_in_backward)
                 if action.kind == "B":
                     last = end
-                if action.kind in "BE":
+                if action.kind in "BEK":
                     computed = end
         backward_ends.append(last)
         compute_ends.append(computed)

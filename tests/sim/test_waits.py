@@ -47,6 +47,11 @@ PLANS = [
     Cell(kind="plain", weights="gpu", optimizer="streamed", update="in_backward", dtype="bf16"),
     Cell(kind="looped", strategy="swap", weights="host", optimizer="host", depth=0, accumulate=3),
     Cell(kind="llama", strategy="swap", weights="host", optimizer="host", depth=0),
+    Cell(kind="plain", weights="host", optimizer="host", depth=0, accumulate=3, osft=0.5),
+    Cell(kind="plain", weights="gpu", optimizer="host", update="in_backward", osft=0.5),
+    Cell(kind="plain", weights="host", optimizer="streamed", update="in_backward", dtype="bf16", osft=0.5),
+    Cell(kind="plain", weights="host", optimizer="streamed", accumulate=2, osft=0.25),
+    Cell(kind="plain", weights="host", optimizer="gpu", osft=0.5),
 ]
 MIXED = [
     Cell(
@@ -108,21 +113,35 @@ def waits_of(cell: Cell, seed: int | None) -> frozenset[str]:
 
 # F forward, B backward, L load weights, S send and P bring back activations, R let go of them, G gradient to the host,
 # Q partial sum to the device, E add to it, I load and O store streamed state, U update, W write updated weights.
+# Of coordinates: J and N load constants, K contract, D load coordinates, M merge.
 CLASSES = (
     "B<G",
     "B<L",
     "B<P",
     "B<Q",
+    "D<U",
     "F<L",
     "F<W",
     "G<B",
     "G<E",
+    "G<K",
     "G<U",
+    "I<M",
     "I<O",
+    "J<K",
+    "J<M",
+    "K<G",
+    "K<J",
+    "K<N",
     "L<B",
     "L<F",
     "L<U",
     "L<W",
+    "M<D",
+    "M<N",
+    "M<W",
+    "N<K",
+    "N<M",
     "O<U",
     "P<B",
     "P<S",
@@ -135,6 +154,7 @@ CLASSES = (
     "U<G",
     "U<I",
     "U<L",
+    "W<M",
     "W<U",
 )
 

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from outsize.base.errors import EngineMisuse
 from outsize.base.log import log
+from outsize.checkpoint.constants import write_constants
 from outsize.checkpoint.contents import Contents, add_state, describe, weights_of
-from outsize.checkpoint.folder import StagedDir
+from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed
 from outsize.checkpoint.loading import CheckpointReader
 from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
 from outsize.checkpoint.parameter_store import TrainedModel
@@ -40,6 +42,9 @@ class Checkpoints:
         contents, files = _model_contents(trained)
         add_state(contents, trained, only_model=only_model)
         facts = describe(trained, contents, num_steps, only_model=only_model)
+        if trained.constants is not None:
+            with os_errors_as_save_failed(place):
+                write_constants(place.parent, trained.constants)
         later = trained.store.host_chunks() if background else set()
         saving = Saving(StagedDir.of(place, replace=replace), contents, later=later)
         with saving.writing() as folder:
@@ -94,12 +99,12 @@ class Checkpoints:
                 _warn_if_other_loss(checkpoint.loss_chunk, trained.loss_chunk)
         return checkpoint.num_steps
 
-    def export(self, place: Path, trained: TrainedModel, *, tokenizer: Any) -> None:
+    def export(self, place: Path, trained: TrainedModel, *, tokenizer: Any, fp32: bool) -> None:
         self.raise_if_failed()
-        contents, files = _model_contents(trained)
+        contents, files = _model_contents(trained, fp32=fp32)
         saving = Saving(StagedDir.into(place), contents, later=set())
         with saving.writing() as folder:
-            _write_configs(trained.model, folder, files)
+            _write_configs(trained.model, folder, files, torch.float32 if fp32 else None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         # The folder of an adapter may also hold its base, whose weights stay.
@@ -107,19 +112,21 @@ class Checkpoints:
         saving.write(lambda staged: staged.commit_files(is_stale))
 
 
-def _model_contents(trained: TrainedModel) -> tuple[Contents, ModelFiles | None]:
+def _model_contents(trained: TrainedModel, *, fp32: bool = False) -> tuple[Contents, ModelFiles | None]:
     """The weights to write and their files. Nothing for a PEFT model: PEFT writes the adapter itself."""
     if trained.is_adapted:
+        if fp32:
+            raise EngineMisuse("export: PEFT writes adapters in their own dtype. Leave fp32 out.")
         return Contents(), None
-    files = model_files(trained.model)
-    return weights_of(trained, files), files
+    files = model_files(trained.model, fp32=fp32)
+    return weights_of(trained, files, fp32=fp32), files
 
 
-def _write_configs(model: nn.Module, folder: Path, files: ModelFiles | None) -> None:
+def _write_configs(model: nn.Module, folder: Path, files: ModelFiles | None, dtype: torch.dtype | None = None) -> None:
     if files is None:
         model.save_pretrained(folder)  # type: ignore[operator]
     else:
-        write_configs(model, folder, files)
+        write_configs(model, folder, files, dtype=dtype)
 
 
 def _warn_if_other_loss(saved: int, here: int) -> None:

@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from outsize.checkpoint.constants import describe_constants
 from outsize.checkpoint.model_files import Conversion, ModelFiles
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import TensorSpec
 
 STATE = "state.safetensors"
+COORDINATES = "coordinates"
+"""The state tensor of coordinates (layout/coordinates.py). It belongs to the weights: a checkpoint without optimizer
+state has it too."""
 NO_CHUNK = -1
 """The chunk of buffers, and of tensors that are converted from weights of several chunks."""
 
@@ -57,7 +62,8 @@ class Contents:
         return sum(spec.nbytes for keys in self.specs.values() for spec in keys.values())
 
 
-def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
+def weights_of(trained: TrainedModel, files: ModelFiles, *, fp32: bool = False) -> Contents:
+    """`fp32`: bf16 weights as their exact fp32 masters."""
     contents, model, store = Contents(), trained.model, trained.store
     buffers = dict(model.named_buffers())
     first = {id(tensor): name for name, tensor in (*store.params.items(), *buffers.items())}
@@ -69,9 +75,13 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
     where = {key: (file, key, spec) for file, keys in files.files.items() for key, spec in keys.items()}
 
     def ranges(name: str) -> Ranges:
+        if fp32:
+            return Ranges.of(value(name))
         return store.ranges(names[name]) if names[name] in store.params else Ranges.of(buffers[names[name]])
 
     def value(name: str) -> Tensor:
+        if fp32:
+            return trained.master(names[name]) if names[name] in store.params else _as_fp32(buffers[names[name]])
         return store.value(names[name]) if names[name] in store.params else buffers[names[name]]
 
     def chunk_of(sources: Iterable[str]) -> int:
@@ -86,6 +96,10 @@ def weights_of(trained: TrainedModel, files: ModelFiles) -> Contents:
         for key in conversion.keys:
             contents.add(chunk_of(conversion.inputs), *where[key], partial(converted.take, key))
     return contents
+
+
+def _as_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 class _Converted:
@@ -106,8 +120,10 @@ def add_state(contents: Contents, trained: TrainedModel, *, only_model: bool) ->
     converted, and the trained parameters of a PEFT model.
     """
     store, buffers = trained.store, trained.buffers
-    for name in trained.steps if not only_model else ():
+    for name in trained.steps:
         for part, ranges in store.state_ranges(name).items():
+            if only_model and part != COORDINATES:
+                continue
             contents.add_ranges(store.chunk_of(name), STATE, state_key(part, name), ranges)
     for name in trained.saved_names - contents.values.keys():
         is_param = name in store.params
@@ -133,6 +149,7 @@ def describe(trained: TrainedModel, contents: Contents, num_steps: int, *, only_
         "values": contents.values,
         "only_model": only_model,
         "loss_chunk": trained.loss_chunk,
+        "constants": {} if trained.constants is None else describe_constants(trained.constants),
     }
 
 

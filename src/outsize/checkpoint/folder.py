@@ -81,12 +81,12 @@ class StagedDir:
             inside = sorted(self.path.rglob("*"))
             files = {str(path.relative_to(self.path)): path.stat().st_size for path in inside if path.is_file()}
             for path in inside:
-                _sync(path)
+                sync(path)
             # Only now: a staged folder with a manifest has all its files on disk.
             with (self.path / MANIFEST).open("x") as manifest:
                 manifest.write(json.dumps({"format": FORMAT, "files": files, **facts}, indent=1))
-            _sync(self.path / MANIFEST)
-            _sync(self.path)
+            sync(self.path / MANIFEST)
+            sync(self.path)
             _require_free(self.place, replace=self._replace)
             old = _staged_path(self.place, _OLD)
             try:
@@ -97,7 +97,7 @@ class StagedDir:
                 if old.exists() and not self.place.exists():
                     old.rename(self.place)
                 raise
-            _sync(self.place.parent)
+            sync(self.place.parent)
             shutil.rmtree(old, ignore_errors=True)
 
     def commit_files(self, is_stale: Callable[[str], bool] = lambda name: False) -> None:
@@ -110,7 +110,7 @@ class StagedDir:
             self.place.mkdir(exist_ok=True)
             inside = sorted(self.path.rglob("*"), key=lambda path: (path.suffix == ".json", path))
             for path in inside:
-                _sync(path)
+                sync(path)
             stay = {path.name for path in inside if path.suffix != ".json"}
             for path in self.place.iterdir():
                 if path.is_file() and is_stale(path.name) and path.name not in stay:
@@ -121,7 +121,7 @@ class StagedDir:
                     to.parent.mkdir(parents=True, exist_ok=True)
                     path.replace(to)
             self.discard()
-            _sync(self.place)
+            sync(self.place)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -298,7 +298,7 @@ def _started(pid: int) -> int:
         return 0
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from outsize.base.errors import BadFile
-from outsize.checkpoint.contents import STATE, state_key
+from outsize.checkpoint.constants import load_constants, require_same_start
+from outsize.checkpoint.contents import COORDINATES, STATE, state_key
 from outsize.checkpoint.folder import MANIFEST, read_manifest
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.ranges import Ranges
@@ -35,6 +36,7 @@ class CheckpointReader:
             self.num_steps = int(facts["num_steps"])
             self.only_model = bool(facts["only_model"])
             self.loss_chunk = int(facts.get("loss_chunk", 0))
+            self.constants: dict[str, Any] = dict(facts.get("constants", {}))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadFile(
                 f"{folder / MANIFEST}: the entry {error} is missing or wrong, so this is not a checkpoint of weights "
@@ -63,6 +65,8 @@ class CheckpointReader:
         for name in sorted(self.values.keys() & tensors.keys()):
             wrong += self._differences(name, *self.values[name], TensorSpec.of(tensors[name]))
         self._refuse(wrong)
+        if trained.constants is not None:
+            require_same_start(self.folder, self.constants, trained.constants)
 
     def require_state(self, trained: TrainedModel) -> None:
         """Refuse optimizer state of other parameters or other groups."""
@@ -108,6 +112,10 @@ class CheckpointReader:
                 if name in buffers:
                     buffers[name].copy_(self._file(file).read(key))
             store.load([name for name in self.values if name not in buffers], self._read_value)
+            if trained.constants is not None:
+                load_constants(self.folder, self.constants, trained.constants)
+                for name in trained.constants.hashes():
+                    store.state_ranges(name)[COORDINATES].read(self._file(STATE), state_key(COORDINATES, name))
 
     def fill_state(self, trained: TrainedModel) -> None:
         store = trained.store

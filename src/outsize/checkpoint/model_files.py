@@ -52,8 +52,8 @@ def is_weight_file(name: str) -> bool:
     return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
 
 
-def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) -> ModelFiles:
-    """`max_shard_size`: as in `save_pretrained`; None: its default."""
+def model_files(model: nn.Module, *, max_shard_size: int | str | None = None, fp32: bool = False) -> ModelFiles:
+    """`max_shard_size`: as in `save_pretrained`; None: its default. `fp32`: bf16 tensors are stored as fp32."""
     from transformers import PreTrainedModel
 
     owner = {
@@ -63,7 +63,8 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None) ->
     metas: Tensors = {}
     for name in model.state_dict():
         if name in owner:
-            metas[name] = torch.empty(owner[name].shape, dtype=owner[name].dtype, device="meta")
+            dtype = torch.float32 if fp32 and owner[name].dtype == torch.bfloat16 else owner[name].dtype
+            metas[name] = torch.empty(owner[name].shape, dtype=dtype, device="meta")
         else:
             log.warning("%s is not saved: it is in the state dict, but is neither a parameter nor a buffer", name)
     if not isinstance(model, PreTrainedModel):
@@ -127,15 +128,16 @@ def _conversions(
     return (Conversion(tuple(inputs), tuple(wanted), convert),)
 
 
-def write_configs(model: nn.Module, folder: Path, files: ModelFiles) -> None:
-    """Write the index, config and generation config."""
+def write_configs(model: nn.Module, folder: Path, files: ModelFiles, *, dtype: torch.dtype | None = None) -> None:
+    """Write the index, config and generation config. `dtype`: of the files; None: the model's."""
     from transformers import PreTrainedModel
 
     if files.index is not None:
         (folder / INDEX).write_text(json.dumps(files.index, indent=2, sort_keys=True) + "\n")
     if isinstance(model, PreTrainedModel):
-        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.dtype = str(dtype or model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
         if model.can_generate():
             model.generation_config.save_pretrained(folder)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from outsize.checkpoint.constants import ConstantStore
 from outsize.checkpoint.ranges import Ranges
 from outsize.device.device import Device
 
@@ -32,6 +33,9 @@ class ParameterStore(Protocol):
     def value(self, name: str) -> Tensor:
         """A parameter's whole value, for reading."""
 
+    def master(self, name: str) -> Tensor:
+        """A parameter's value on the CPU; of a bf16 weight, its exact fp32 master."""
+
     def load(self, names: Iterable[str], read: Callable[[str, Ranges], None]) -> None:
         """Replace values: `read` fills the ranges of one parameter. The new values become the master weights too."""
 
@@ -53,6 +57,14 @@ class TrainedModel:
     """The optimizer's `param_groups`."""
     loss_chunk: int
     """Tokens per chunk of the loss; 0: full logits."""
+    constants: ConstantStore | None = None
+    """Of weights that are trained in coordinates, if there are any."""
+
+    def master(self, name: str) -> Tensor:
+        """The exact fp32 value of a parameter that is bf16 or fp32, on the CPU."""
+        if self.constants is not None and name in self.constants.names:
+            return self.constants.master(name)
+        return self.store.master(name)
 
     @property
     def is_adapted(self) -> bool:

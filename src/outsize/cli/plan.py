@@ -17,6 +17,8 @@ from outsize.schedule.render import busiest_lane
 if TYPE_CHECKING:
     from outsize.forecast.forecast import Forecast, ForecastRequest
 
+DEFAULT_FREE_SHARE = 0.25
+"""Of the directions, that OSFT trains."""
 DEFAULT_LORA_R = 16
 FULL_SHARE = 0.9
 """Rows with less of the planned tokens on average gain from packing."""
@@ -32,6 +34,8 @@ outsize plan meta-llama/Llama-3.1-8B --gpu-memory 16GiB --host-memory 64GiB
 outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]side by side[/dim]
 
 outsize plan ~/models/llama-8b --adapter lora --lora-r 16
+
+outsize plan ~/models/llama-8b --adapter osft --osft-unfreeze-rank-ratio 0.25
 
 outsize plan run.yaml     [dim]the run of this file: model, adapter, data, batch, budgets[/dim]
 
@@ -85,10 +89,13 @@ def plan(
         int | None,
         typer.Option(help="Backward passes per optimizer step.", show_default="1, or what --batch-size leaves"),
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="lora.", show_default="all weights are trained")] = None,
+    adapter: Annotated[str | None, typer.Option(help="lora or osft.", show_default="all weights are trained")] = None,
     lora_r: Annotated[int | None, typer.Option(help="Rank of the adapter.", show_default="16")] = None,
     lora_target_modules: Annotated[
         str | None, typer.Option(help="Modules with an adapter, separated by commas.", show_default="all linear layers")
+    ] = None,
+    osft_unfreeze_rank_ratio: Annotated[
+        float | None, typer.Option(help="Share of the directions that OSFT trains.", show_default="0.25")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the weights: bfloat16 or float32.", show_default="bfloat16")
@@ -129,9 +136,11 @@ def plan(
         require_file(option, path)
     for name in names or []:
         lookup(name)  # check all names before the first plan
-    require_one_of(("lora",), adapter or "lora", "--adapter")
-    if adapter is None and (lora_r or lora_target_modules):
+    require_one_of(("lora", "osft"), adapter or "lora", "--adapter")
+    if adapter != "lora" and (lora_r or lora_target_modules):
         raise ConfigError("--lora-r and --lora-target-modules have no effect without --adapter lora. Add it.")
+    if adapter != "osft" and osft_unfreeze_rank_ratio is not None:
+        raise ConfigError("--osft-unfreeze-rank-ratio has no effect without --adapter osft. Add it.")
     # What a run file says itself, by option.
     settings = {
         "--sequence-len": sequence_len,
@@ -179,7 +188,12 @@ def plan(
             **_given(sequence_len=sequence_len, dtype=dtype, image_size=image_size),
             **memory,
         )
-        if adapter is not None:
+        if adapter == "osft":
+            from outsize.methods.osft.method import OSFT
+
+            ratio = DEFAULT_FREE_SHARE if osft_unfreeze_rank_ratio is None else osft_unfreeze_rank_ratio
+            first = replace(first, method=OSFT(unfreeze_rank_ratio=ratio))
+        if adapter == "lora":
             from outsize.model.adapter import lora
 
             targets = lora_target_modules.replace(" ", "").split(",") if lora_target_modules else "all-linear"
@@ -236,7 +250,8 @@ def _with_lora(model: str, request: "ForecastRequest") -> str:
 
     what = f"LoRA (--adapter lora --lora-r {DEFAULT_LORA_R}, all linear layers)"
     try:
-        found = forecast(model, replace(request, adapter=lora(r=DEFAULT_LORA_R), pins=None, reserved_host_bytes=0))
+        other = replace(request, adapter=lora(r=DEFAULT_LORA_R), method=None, pins=None, reserved_host_bytes=0)
+        found = forecast(model, other)
     except PlanInfeasible as no:
         memory = "GPU" if no.resource == "gpu" else "host"
         return f"{what} does not fit either: it needs {show_enough(no.needed_bytes)} of {memory} memory."

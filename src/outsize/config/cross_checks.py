@@ -26,6 +26,8 @@ _LORA_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if fiel
 _DPO_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("rl_", "dpo_")))
 _CHAT_TYPES = ("chat_template", "chat_template.default")
 _SHARED = {"field_system"}
+_OSFT_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("osft_"))
+_OSFT_RANKS = ("osft_unfreeze_rank_ratio", "osft_effective_rank")
 _SPLIT = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
 
 
@@ -53,6 +55,11 @@ def _of_datasets(is_wrong: Callable[[DatasetConfig, bool], object], problem: str
 def _needs(key: str, other: str, value: str) -> Contradiction:
     problem = f"has no effect without {other}. Set {other}: {value}, or remove {key}."
     return Contradiction((key, other), lambda config, given: key in given and not getattr(config, other), problem)
+
+
+def _needs_adapter(key: str, kind: str) -> Contradiction:
+    problem = f"has no effect without adapter: {kind}. Set adapter: {kind}, or remove {key}."
+    return Contradiction((key, "adapter"), lambda config, given: key in given and config.adapter != kind, problem)
 
 
 def _needs_eval_data(key: str, is_set: Callable[[RunConfig], bool]) -> Contradiction:
@@ -128,7 +135,17 @@ CONTRADICTIONS = (
         "eval_steps ({config.eval_steps}). Change one of them.",
     ),
     *(_needs(key, "load_best_model_at_end", "true") for key in ("early_stopping_patience", "metric_for_best_model")),
-    *(_needs(key, "adapter", "lora") for key in _LORA_KEYS),
+    *(_needs_adapter(key, "lora") for key in _LORA_KEYS),
+    *(_needs_adapter(key, "osft") for key in _OSFT_KEYS),
+    Contradiction(
+        ("adapter", *_OSFT_RANKS),
+        lambda config, given: (
+            config.adapter == "osft"
+            and (config.osft_unfreeze_rank_ratio is None) == (config.osft_effective_rank is None)
+        ),
+        "osft needs one rank. Set osft_unfreeze_rank_ratio (0.25 trains a quarter of the directions) or "
+        "osft_effective_rank, not both.",
+    ),
     *(_needs(key, "rl", "dpo") for key in _DPO_KEYS),
     _of_datasets(
         lambda source, pairs: not pairs and (source.type in PAIR_TYPES or PAIR_KEYS & set(source.prompt or ())),
@@ -187,20 +204,21 @@ CONTRADICTIONS = (
     Contradiction(
         ("adapter", "lora_target_modules", "lora_target_linear", "lora_model_dir"),
         lambda config, given: (
-            config.adapter is not None
+            config.adapter == "lora"
             and not (config.lora_target_modules or config.lora_target_linear or config.lora_model_dir)
         ),
         "has no modules to adapt. Set lora_target_modules, or lora_target_linear: true.",
     ),
     Contradiction(
         ("unfrozen_parameters", "adapter"),
-        lambda config, given: bool(config.unfrozen_parameters) and config.adapter is not None,
+        lambda config, given: bool(config.unfrozen_parameters) and config.adapter == "lora",
         "an adapter freezes all weights of its base. Remove unfrozen_parameters, or use lora_modules_to_save.",
     ),
     Contradiction(
         ("reinit_weights", "adapter"),
         lambda config, given: config.reinit_weights and config.adapter is not None,
-        "an adapter of random weights is useless. Remove reinit_weights or adapter.",
+        "an adapter of random weights is useless, and random weights have nothing to keep. Remove reinit_weights or "
+        "adapter.",
     ),
     Contradiction(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints"),

@@ -102,7 +102,7 @@ def _take_axolotl_defaults(found: Normalized, key: str) -> list[str]:
     if data.get("early_stopping_patience") and data.get("load_best_model_at_end") is None:
         data["load_best_model_at_end"] = True
     of_other_kind = [] if data.get("rl") else ["rl_", "dpo_"]
-    of_other_kind += ["unfrozen_parameters"] if data.get("adapter") else ["lora_", "peft_"]
+    of_other_kind += ["unfrozen_parameters"] if data.get("adapter") == "lora" else ["lora_", "peft_"]
     idle = [name for name in data if name.startswith(tuple(of_other_kind))]
     if not data.get("val_set_size") and not data.get("test_datasets"):
         idle += [name for name in ("eval_steps", "eval_strategy") if name in data]

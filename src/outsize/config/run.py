@@ -231,7 +231,9 @@ class RunConfig:
     """Compute the loss in chunks of tokens. None: if batches are larger than a chunk and the model allows it."""
 
     adapter: Adapter | None = None
-    """None: all weights are trained."""
+    """`lora`: adapters beside frozen weights. `osft`: weights outside of their large singular directions. None: all
+    weights are trained.
+    """
     unfrozen_parameters: tuple[Text, ...] = ()
     """Patterns of the names of parameters to train. Empty: all."""
     freeze_mm_modules: bool = False
@@ -251,6 +253,16 @@ class RunConfig:
     """Adapters in fp32 over a bf16 base, as PEFT makes them. False: in the base's dtype, with fp32 master weights."""
     peft_use_rslora: bool = False
     peft_use_dora: bool = False
+    osft_unfreeze_rank_ratio: Share | None = None
+    """Share of each weight's directions that are trained."""
+    osft_effective_rank: Positive | None = None
+    """Frozen directions instead: a count, or a share up to 1."""
+    osft_target_modules: TargetModules | None = None
+    """Names of modules, or a regex of whole names. None: all linear layers except the output head."""
+    osft_rank_pattern: dict[str, float] | None = None
+    """By regex of module names: another share, or number."""
+    osft_others: Literal["train", "freeze", "norms"] = "train"
+    """What happens to all other parameters."""
 
     resume_from_checkpoint: Checkpoint | None = None
     """A checkpoint's folder; true: the newest in `output_dir`, which must have one."""

@@ -4,6 +4,7 @@ import copy
 import logging
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -74,9 +75,10 @@ def fake_trace(
     images: Images | None = None,
     adapter: Adapter | None = None,
     batch: dict[str, Tensor] | None = None,
+    bind: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
     """Trace a model without weights, and choose how its loss is computed. Changes the config. `batch`: instead of an
-    example batch.
+    example batch. `bind` is called with the model before it is traced; it may freeze parameters.
     """
     kind = trainable_class(config)
     text_config = config.get_text_config()
@@ -95,6 +97,7 @@ def fake_trace(
             else:
                 batch = with_positions(kind, batch)
             model = built()
+            bind(model)
             layers = find_layers(model)
             (graph, trace), loss = trace_with_loss(
                 model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
@@ -24,8 +24,10 @@ from outsize.hardware.catalog import CATALOG, lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
+from outsize.layout.coordinates import Coordinates
 from outsize.model.adapter import Adapter
 from outsize.model.graph import BlockGraph
+from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.planner.explain import Explanation, Problem, explain, what_if
@@ -143,6 +145,7 @@ def plan(
     host_memory: str | int | None = None,
     accumulate: int | None = None,
     optimizer: OptimizerSpec | None = None,
+    method: MethodSpec | None = None,
     pins: Pins | None = None,
     dtype: str = "bfloat16",
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
@@ -164,6 +167,7 @@ def plan(
         host_memory: maximum host memory. Default: the machine's, less a tenth.
         accumulate: backward passes per step. Default: 1, or what `batch_size` leaves.
         optimizer: of its settings, those that change memory: `update`, `fp32_grads`.
+        method: trains some weights in coordinates, as in `prepare`.
         pins: parts of the plan to fix.
         dtype: of the weights, "bfloat16" or "float32".
         chunk_bytes: maximum size of a chunk.
@@ -186,6 +190,7 @@ def plan(
         host_memory=host_memory,
         accumulate=accumulate,
         optimizer=optimizer or default_spec(),
+        method=method,
         pins=pins,
         dtype=dtype,
         chunk_bytes=chunk_bytes,
@@ -214,6 +219,7 @@ class _OfflinePlanner:
         self._host_bytes = max(0, _host_bytes(self._spec, request.host_memory) - request.reserved_host_bytes)
         self._config = config_of(model)
         self._images = Images(per_row=request.images, pixels=request.image_size)
+        self._coordinates: dict[str, Coordinates] = {}
 
     def plan(self) -> Forecast:
         """The forecast of the fastest split of the batch."""
@@ -241,19 +247,26 @@ class _OfflinePlanner:
             images=self._images,
             adapter=request.adapter,
             batch=request.batch_of(rows) if request.batch_of is not None else None,
+            bind=self._bind,
         )
         is_real = spec.context_bytes > 0  # `sim` counts bytes as the trace does
         return Traced(rows=rows, graph=graph, trace=added_in_place(trace, graph) if is_real else trace, loss=loss)
 
+    def _bind(self, model: nn.Module) -> None:
+        if (method := self._request.method) is not None:
+            self._coordinates = method.bind(model).coordinates
+
     def _solve(self, found: Traced, split: Split) -> Forecast:
         request, graph = self._request, found.graph
-        layout = pack(graph, parse_bytes(request.chunk_bytes, name="chunk_bytes"))
+        chunk_bytes = parse_bytes(request.chunk_bytes, name="chunk_bytes")
+        layout = pack(graph, chunk_bytes, in_coordinates=self._coordinates)
+        step_config = replace(request, accumulate=split.passes).step_config
         problem = Problem(
             graph=graph,
             layout=layout,
             trace=found.trace,
             spec=self._spec,
-            step_config=replace(request, accumulate=split.passes).step_config,
+            step_config=replace(step_config, coordinates=self._coordinates),
             gpu=self._gpu,
             host_bytes=self._host_bytes,
             pins=request.pins or Pins(),

@@ -1,19 +1,26 @@
 """ChunkLayout: the chunk and offset of every parameter. Does not import torch.
 
-A chunk holds parameters that are used by the same calls, in forward and backward, of one dtype, all trainable or all
-frozen. A chunk therefore has one kind of master weights, one gradient and one optimizer state, and weight decay never
+A chunk holds parameters that are used by the same calls, in forward and backward, of one dtype, and updated in the same
+way. A chunk therefore has one kind of master weights, one gradient and one optimizer state, and weight decay never
 applies to frozen parameters. Every parameter begins at a multiple of 256 bytes in its chunk, so that kernels see the
 same alignment under every plan.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from outsize.base.units import ALIGN_BYTES
 from outsize.model.graph import DTYPE_BYTES, BlockGraph
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 """Large enough for full PCIe speed, small enough that the first load of a block arrives early."""
+
+
+Updated = Literal["frozen", "weights", "coordinates"]
+"""What the optimizer updates: nothing, the weights, or coordinates that the weights are made from
+(layout/coordinates.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +39,14 @@ class Chunk:
     calls: tuple[int, ...]
     """The calls that use it, in forward order. More than one: tied weights, or a block that runs twice."""
     dtype: str
-    trainable: bool
+    updated: Updated
     numel: int
     """Number of elements, with padding."""
     pieces: tuple[Piece, ...]
+
+    @property
+    def is_updated(self) -> bool:
+        return self.updated != "frozen"
 
     @property
     def nbytes(self) -> int:
@@ -67,8 +78,13 @@ class ChunkLayout:
         return self.by_call[call] if call < len(self.by_call) else ()
 
 
-def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayout:
-    """Assign every parameter to a chunk. A chunk has at most `chunk_bytes`, unless one parameter alone is larger."""
+def pack(
+    graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, in_coordinates: Collection[str] = ()
+) -> ChunkLayout:
+    """Assign every parameter to a chunk. A chunk has at most `chunk_bytes`, unless one parameter alone is larger.
+
+    `in_coordinates`: the parameters that a method trains in coordinates.
+    """
     ordered: dict[str, None] = {}
     for block in graph.calls:
         ordered.update(dict.fromkeys(graph.blocks[block].params))
@@ -76,15 +92,21 @@ def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayo
     last = (len(graph.calls) - 1,)
     ordered.update(dict.fromkeys(p.name for p in graph.params))
 
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool], list[str]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, Updated], list[str]] = {}
     for name in ordered:
         param = graph.param[name]
-        groups.setdefault(
-            (graph.users[name] or last, graph.backward_users[name], param.dtype, param.trainable), []
-        ).append(name)
+        updated: Updated = "frozen" if not param.trainable else "coordinates" if name in in_coordinates else "weights"
+        groups.setdefault((graph.users[name] or last, graph.backward_users[name], param.dtype, updated), []).append(
+            name
+        )
 
     chunks: list[Chunk] = []
-    for (calls, _, dtype, trainable), names in groups.items():
+
+    def add(calls: tuple[int, ...], dtype: str, updated: Updated, numel: int, pieces: list[Piece]) -> None:
+        chunk = Chunk(index=len(chunks), calls=calls, dtype=dtype, updated=updated, numel=numel, pieces=tuple(pieces))
+        chunks.append(chunk)
+
+    for (calls, _, dtype, updated), names in groups.items():
         size = DTYPE_BYTES[dtype]
         pieces: list[Piece] = []
         end = 0
@@ -92,20 +114,9 @@ def pack(graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> ChunkLayo
             numel = graph.param[name].numel
             step = -(-numel * size // ALIGN_BYTES) * ALIGN_BYTES // size
             if pieces and (end + step) * size > chunk_bytes:
-                chunks.append(
-                    Chunk(
-                        index=len(chunks),
-                        calls=calls,
-                        dtype=dtype,
-                        trainable=trainable,
-                        numel=end,
-                        pieces=tuple(pieces),
-                    )
-                )
+                add(calls, dtype, updated, end, pieces)
                 pieces, end = [], 0
             pieces.append(Piece(name=name, offset=end, numel=numel))
             end += step
-        chunks.append(
-            Chunk(index=len(chunks), calls=calls, dtype=dtype, trainable=trainable, numel=end, pieces=tuple(pieces))
-        )
+        add(calls, dtype, updated, end, pieces)
     return ChunkLayout(chunk_bytes=chunk_bytes, chunks=tuple(chunks))

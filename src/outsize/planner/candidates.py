@@ -22,15 +22,17 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from outsize.hardware.lanes import copy_seconds, update_seconds
 from outsize.hardware.spec import HardwareSpec
-from outsize.layout.chunks import ChunkLayout
+from outsize.layout.chunks import Chunk, ChunkLayout
 from outsize.layout.slots import assign_slots, call_intervals
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import STRATEGIES, STRATEGY, Mix, Strategy, choices
 from outsize.planner.memory import activation_peak
 from outsize.profile.trace import ModelTrace
+from outsize.schedule.actions import Action, Kind, action_seconds
 from outsize.schedule.pins import Pins
 from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Decision, Home, Homes, StepConfig
@@ -70,6 +72,26 @@ class Candidate:
     host_update_interval: int = 1
     streamed_state: int = 0
     """Chunks with streamed state."""
+
+
+class ChunkCost(NamedTuple):
+    """Seconds of the copies and updates of a chunk, and bytes of its update."""
+
+    load: float
+    send: float
+    has_backward: bool
+    grad_in: float = 0.0
+    grad_out: float = 0.0
+    gpu_update: float = 0.0
+    host_update: float = 0.0
+    update_bytes: int = 0
+    state_bytes: int = 0
+    # Of a chunk that is trained in coordinates.
+    contract: float = 0.0
+    merge: float = 0.0
+    contract_in: float = 0.0
+    constants_in: float = 0.0
+    coordinates_in: float = 0.0
 
 
 class SearchSpace:
@@ -239,7 +261,7 @@ class SearchSpace:
             place = self.place(self.decision(counts))
             gpu, host = place.parts(place.gpu), place.parts(place.host)
             self._states[key] = (
-                sum(gpu.get(kind, 0) for kind in ("state", "state_slot", "gradient", "stage", "arrival", "scratch")),
+                sum(size for kind, size in gpu.items() if kind not in ("weights", "slot", "return", "norms")),
                 sum(size for kind, size in host.items() if kind not in ("home", "arena")),
             )
         return self._states[key]
@@ -249,7 +271,8 @@ class SearchSpace:
         key = (optimizer, streamed_state)
         if key not in self._homes:
             home_bytes = self.sizes.home_bytes
-            updated_there = {*self.state_order[optimizer:]} - {*self.streamed(optimizer, streamed_state)}
+            on_host = {*self.state_order[optimizer:]} - {*self.streamed(optimizer, streamed_state)}
+            updated_there = {chunk for chunk in on_host if not self.sizes.has_coordinates(chunk)}
             leaves = itertools.accumulate(
                 (0 if c in updated_there else home_bytes(c) for c in self.weight_order), initial=0
             )
@@ -319,41 +342,40 @@ class SearchSpace:
         if key not in self._lanes:
             streamed = set(self.weight_order[counts.resident :])
             streamed_state = set(self.streamed(counts.optimizer, counts.streamed_state))
-            on_gpu = streamed_state.union(self.state_order[: counts.optimizer])
+            state_on_gpu = set(self.state_order[: counts.optimizer])
+            on_gpu = streamed_state | state_on_gpu
             compute = h2d = d2h = host = 0.0
             traffic = 0
             again = self.step_config.accumulate
             is_late = self.step_config.update == "after_step"
-            for cost in self._costs:
-                (
-                    index,
-                    load,
-                    send,
-                    grad_in,
-                    grad_out,
-                    gpu_update,
-                    host_update,
-                    has_backward,
-                    update_bytes,
-                    state_bytes,
-                ) = cost
+            for index, cost in enumerate(self._costs):
                 if index in streamed:
-                    h2d += again * (load + (load if has_backward else 0.0))
-                if gpu_update:
-                    if index in on_gpu:
-                        compute += gpu_update
-                        if index in streamed:
-                            d2h += send
-                            h2d += load if is_late else 0.0
-                        if index in streamed_state:
-                            d2h += copy_seconds(self.spec, "d2h", state_bytes) + (again - (not is_late)) * grad_out
-                            h2d += copy_seconds(self.spec, "h2d", state_bytes) + (again - (not is_late)) * grad_in
-                            traffic += 2 * state_bytes
-                    else:
-                        host += host_update
-                        traffic += update_bytes
-                        d2h += again * grad_out
-                        h2d += (again - 1) * grad_in + (0.0 if index in streamed else load)
+                    h2d += again * (cost.load + (cost.load if cost.has_backward else 0.0))
+                if not cost.gpu_update:
+                    continue
+                is_merged = bool(cost.merge)
+                compute += again * cost.contract + cost.merge
+                if is_merged and index in streamed:
+                    d2h += cost.send
+                if is_merged and index not in state_on_gpu:
+                    h2d += cost.constants_in + (again - (index in on_gpu and not is_late)) * cost.contract_in
+                if index in on_gpu:
+                    compute += cost.gpu_update
+                    if index in streamed and not is_merged:
+                        d2h += cost.send
+                        h2d += cost.load if is_late else 0.0
+                    if index in streamed_state:
+                        d2h += (
+                            copy_seconds(self.spec, "d2h", cost.state_bytes) + (again - (not is_late)) * cost.grad_out
+                        )
+                        h2d += copy_seconds(self.spec, "h2d", cost.state_bytes) + (again - (not is_late)) * cost.grad_in
+                        traffic += 2 * cost.state_bytes
+                else:
+                    host += cost.host_update
+                    traffic += cost.update_bytes
+                    d2h += again * cost.grad_out
+                    h2d += (again - 1) * cost.grad_in
+                    h2d += cost.coordinates_in if is_merged else 0.0 if index in streamed else cost.load
             # Backward does not load the chunks that forward leaves in the slots.
             held = again * self.weights(counts.resident, counts.depth)[1] / self.spec.h2d_bytes_per_second
             launches = again * len(streamed) * self.spec.launch_seconds
@@ -363,20 +385,37 @@ class SearchSpace:
         return self._lanes[key]
 
     @cached_property
-    def _costs(self) -> list[tuple[int, float, float, float, float, float, float, bool, int, int]]:
-        rows = []
-        for chunk in self.layout.chunks:
-            backward = any(self.graph.has_backward[v] for v in chunk.calls)
-            update = self.updates[chunk.index] if backward else None
-            home, grad = self.sizes.home_bytes(chunk.index), self.sizes.gradient_bytes(chunk.index) if update else 0
-            load, send = copy_seconds(self.spec, "h2d", home), copy_seconds(self.spec, "d2h", home)
-            grad_in, grad_out = copy_seconds(self.spec, "h2d", grad), copy_seconds(self.spec, "d2h", grad)
-            gpu_update, host_update = (
-                update_seconds(self.spec, lane, update.traffic_bytes) if update else 0.0 for lane in ("compute", "host")
-            )
-            sizes = (update.traffic_bytes, update.state_bytes) if update else (0, 0)
-            rows.append((chunk.index, load, send, grad_in, grad_out, gpu_update, host_update, backward, *sizes))
-        return rows
+    def _costs(self) -> list["ChunkCost"]:
+        return [self._cost(chunk) for chunk in self.layout.chunks]
+
+    def _cost(self, chunk: Chunk) -> "ChunkCost":
+        spec, index = self.spec, chunk.index
+        backward = any(self.graph.has_backward[v] for v in chunk.calls)
+        home = self.sizes.home_bytes(index)
+        load, send = copy_seconds(spec, "h2d", home), copy_seconds(spec, "d2h", home)
+        update = self.updates[index] if backward else None
+        if update is None:
+            return ChunkCost(load, send, backward)
+        cost = ChunkCost(
+            load,
+            send,
+            backward,
+            copy_seconds(spec, "h2d", update.gradient_bytes),
+            copy_seconds(spec, "d2h", update.gradient_bytes),
+            update_seconds(spec, "compute", update.traffic_bytes),
+            update_seconds(spec, "host", update.traffic_bytes),
+            update.traffic_bytes,
+            update.state_bytes,
+        )
+        if (constants := update.constants) is None:
+            return cost
+        return cost._replace(
+            contract=action_seconds(self.sizes, Action(Kind.CONTRACT, index), spec, "compute"),
+            merge=action_seconds(self.sizes, Action(Kind.MERGE, index), spec, "compute"),
+            contract_in=copy_seconds(spec, "h2d", constants.contract_bytes),
+            constants_in=copy_seconds(spec, "h2d", constants.num_bytes),
+            coordinates_in=copy_seconds(spec, "h2d", constants.coordinate_bytes),
+        )
 
     # Candidates under pins.
 

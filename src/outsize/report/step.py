@@ -22,7 +22,7 @@ from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Plan
 from outsize.schedule.schedule import Schedule, compile_schedule
 
-KINDS = ("weights", "slots", "optimizer", "gradients", "returned", "other")
+KINDS = ("weights", "slots", "optimizer", "constants", "gradients", "returned", "other")
 """Groups of memory that is allocated for the whole run. Activations and transients are on top of it."""
 
 

@@ -1,4 +1,4 @@
-"""Adds LoRA adapters to a model, whose weights may still be unmaterialized."""
+"""What `adapter:` says: LoRA adapters for a model, whose weights may still be unmaterialized, or OSFT."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
 from outsize.config.run import RunConfig
+from outsize.methods.osft.method import OSFT
 from outsize.model.adapter import Adapter, add_adapter, lora, saved_lora
 from outsize.model.build import Built
 from outsize.model.weights import Weights, is_unmaterialized
@@ -57,6 +58,20 @@ def materialize(built: Built) -> nn.Module:
         _fill(built.model, built.weights, ends=("",))
         built.weights.close()
     return built.model
+
+
+def method_of(config: RunConfig) -> OSFT | None:
+    """The method that the config describes."""
+    if config.adapter != "osft":
+        return None
+    rank = config.osft_effective_rank
+    return OSFT(
+        unfreeze_rank_ratio=config.osft_unfreeze_rank_ratio,
+        effective_rank=rank if rank is None or rank <= 1 else int(rank),
+        target_modules=config.osft_target_modules,
+        rank_pattern=config.osft_rank_pattern or {},
+        others=config.osft_others,
+    )
 
 
 @dataclass(frozen=True, slots=True)

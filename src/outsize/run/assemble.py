@@ -24,7 +24,7 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config
 from outsize.model.strategies import STRATEGIES
 from outsize.optim.names import OPTIMIZERS, spec_class
-from outsize.run.adapters import adapt, materialize
+from outsize.run.adapters import adapt, materialize, method_of
 from outsize.run.compat_checks import (
     first_line,
     make_trackers,
@@ -109,7 +109,7 @@ def assemble(config: RunConfig) -> Assembled:
         require_packable(built.model)
     require_vocabulary(built.model, tokenizer, [train] if evaluated is None else [train, evaluated], pad_id)
     freeze(built.model, config)
-    if config.adapter is not None:
+    if config.adapter == "lora":
         built = adapt(built, config)
     parts = [train] if evaluated is None else [train, evaluated]
     tokens = longest_row(config, parts)
@@ -133,13 +133,14 @@ def assemble(config: RunConfig) -> Assembled:
         weights=built.weights,
         nonfinite=config.nonfinite,
         chunked_loss=_chunked_loss(config, checkpoint),
+        method=method_of(config),
         plan_batch=batch_of(splits[0].rows),
     )
     trainer: Any
     if config.rl is None:
         trainer = RunTrainer(train_dataset=train, eval_dataset=evaluated, data_collator=collator, **common)
     else:
-        reference = None if config.adapter is not None else materialize(_build(config, None))
+        reference = None if config.adapter == "lora" else materialize(_build(config, None))
         trainer = dpo_trainer(config, train, evaluated, reference, **common)
     trainer.remove_callback(PrinterCallback)
     chosen_by = ""
@@ -188,7 +189,7 @@ def _split(config: RunConfig, split: Split) -> RunConfig:
 
 
 def _build(config: RunConfig, checkpoint: Path | None) -> Built:
-    whole = checkpoint is not None and config.adapter is None
+    whole = checkpoint is not None and config.adapter is None  # OSFT needs the weights that the run began with
     try:
         return build_model(
             config.base_model,

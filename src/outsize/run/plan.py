@@ -15,7 +15,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import load_config, trainable_class
-from outsize.run.adapters import adapter_of
+from outsize.run.adapters import adapter_of, method_of
 from outsize.run.assemble import pins_of, rows, training_arguments
 from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
@@ -70,7 +70,8 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         dtype="bfloat16" if config.bf16 else "float32",
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         chunked_loss=config.chunked_loss,
-        adapter=None if config.adapter is None else adapter_of(config),
+        adapter=adapter_of(config) if config.adapter == "lora" else None,
+        method=method_of(config),
         batch_of=batch_of if config.rl is None else lambda pairs: batch_of(2 * pairs),
     )
     return RunRequest(request=request, notes=tuple(notes), filled=filled if config.rl is None else 1.0)
@@ -82,7 +83,7 @@ def _reference(config: RunConfig) -> tuple[int, str]:
         "rl: dpo: a pair is planned as two rows; TRL's loss and the forward of the reference are not in the prediction "
         "(`outsize train --dry-run` measures them)"
     )
-    if config.adapter is not None:
+    if config.adapter == "lora":
         return 0, f"{note}; the reference is the base model without the adapter, which needs no memory of its own"
     model_config = load_config(config.base_model, may_be_quantized=True)
     with torch.device("meta"):

@@ -93,7 +93,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     finally:
         progress.stop()
         engine.close()
-    base = trainer.model.get_base_model() if config.adapter is not None else trainer.model
+    base = trainer.model.get_base_model() if config.adapter == "lora" else trainer.model
     _print_result(outcome, config, console, type(base).__name__)
     return outcome
 

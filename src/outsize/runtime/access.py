@@ -157,6 +157,7 @@ class ParameterAccess:
         return made
 
     def gradient(self, name: str) -> PreparedTensor | None:
+        self._require_own_gradient(name)
         self.before_grad()
         if not self.gradients.has(name):
             return None
@@ -165,7 +166,17 @@ class ParameterAccess:
             memory = self.gradients.hand_out(name)
             return prepared(memory, Handle(weakref.ref(self), "gradient", name, self.gradients.generation(name)))
 
+    def _require_own_gradient(self, name: str) -> None:
+        if not self.gradients.has_own_shape(name):
+            raise EngineMisuse(
+                f"{name}.grad: this weight is trained in coordinates, and the gradient that is kept is theirs. Clip "
+                "with engine.clip_grad_norm_(...) or max_grad_norm; a tensor hook on the parameter sees the gradient "
+                "of the weight."
+            )
+
     def set_gradient(self, name: str, value: Tensor | None) -> None:
+        if value is not None:
+            self._require_own_gradient(name)
         self.before_grad()
         self.synchronize()
         if value is None:
@@ -191,6 +202,7 @@ class ParameterAccess:
         return result
 
     def _require_writable(self, name: str) -> None:
+        self._store.require_elementwise(name)
         if self._pass_state() is EngineState.HELD:
             raise EngineMisuse(
                 f"{name}: it was written between a forward and its backward, which still needs the old value. "
@@ -203,6 +215,7 @@ class ParameterAccess:
         self._written_unseen(name)
 
     def _written_unseen(self, name: str) -> None:
+        self._store.require_elementwise(name)
         self._touched.add(self._chunk_of(name))
         if name in self._split:
             self._drain()

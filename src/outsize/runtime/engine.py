@@ -26,8 +26,10 @@ from outsize.model.batch import ModelCall, positional_names
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights, convert, is_finite
+from outsize.optim.method import Method
 from outsize.optim.spec import OptimizerSpec
 from outsize.runtime import process_hooks
+from outsize.runtime.coordinates import KeptConstants
 from outsize.runtime.optimizer import EngineOptimizer
 from outsize.runtime.plan_runtime import PlannedModel, PlanRuntime
 from outsize.runtime.replan import CarriedGradients, needs_new_plan, requiring_grad
@@ -55,6 +57,7 @@ class Engine:
         device: Device,
         optimizer: OptimizerSpec,
         planner: PlanFunction,
+        method: Method | None = None,
         weights: Weights | None = None,
         given_dtypes: Mapping[str, torch.dtype] | None = None,
         takes_all_memory: bool = False,
@@ -65,7 +68,7 @@ class Engine:
         self.model, self.device, self.takes_all_memory = model, device, takes_all_memory
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
-        self._planner = planner
+        self._planner, self._method = planner, method
         self._names = positional_names(model)
         self._runtime: PlanRuntime | None = None
         self.state = StateMachine()
@@ -82,7 +85,14 @@ class Engine:
 
     # Attaching and detaching.
 
-    def _attach(self, planned: PlannedModel, weights: Weights | None = None, *, check_finite: bool = False) -> None:
+    def _attach(
+        self,
+        planned: PlannedModel,
+        weights: Weights | None = None,
+        *,
+        constants: Mapping[str, KeptConstants] | None = None,
+        check_finite: bool = False,
+    ) -> None:
         self.device.open(id(self), planned.plan.gpu_budget_bytes)
         try:
             self._runtime = PlanRuntime(
@@ -91,6 +101,8 @@ class Engine:
                 weights,
                 update_work=self._steps.update_work,
                 before_grad=self._steps.before_grad_access,
+                method=self._method,
+                constants=constants,
                 check_finite=check_finite,
             )
         except BaseException:
@@ -290,6 +302,14 @@ class Engine:
             }
             store.write({n: v for n, v in written.items() if not torch.equal(v, store.value(n).cpu())})
 
+    def updated_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter's optimizer state: its own, or that of its coordinates."""
+        return self.runtime.place.updated_shape(name)
+
+    def constant_hashes(self) -> dict[str, list[str]]:
+        """Hashes of the initial value and the constants of each weight that is trained in coordinates."""
+        return {name: list(found) for name, found in self.runtime.coordinates.hashes().items()}
+
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         self.drain()
         return self.runtime.updates.state(name) if name in self.runtime.updates.steps else {"step": torch.tensor(0.0)}
@@ -316,6 +336,12 @@ class Engine:
         with suppress(UpdateFailed):
             self.drain()
         self.runtime.executor.lanes.reset()
+
+    def merge_loaded(self) -> None:
+        """Make weights from coordinates that were loaded with the optimizer's state."""
+        if self.runtime.coordinates.names:
+            self.runtime.executor.merge()
+            self.drain()
 
     def state_was_loaded(self) -> None:
         """The optimizer's state was loaded, and the weights before it: training may continue after a failed update."""
@@ -377,17 +403,24 @@ class Engine:
             self.state.num_steps = num_steps
             self.state_was_loaded()
 
-    def export(self, folder: str | Path, *, tokenizer: Any = None) -> None:
+    def export(self, folder: str | Path, *, tokenizer: Any = None, fp32: bool = False) -> None:
         """Write a plain Hugging Face folder (of a PEFT model: its adapter) for `from_pretrained`. Tensors are streamed,
-        with dtypes as in `save`.
+        with dtypes as in `save`; with `fp32`, bf16 weights are written as their exact fp32 masters.
         """
         self._require_saveable("export")
         with self.runtime.patches.caches_as_given():
-            self._checkpoints.export(Path(folder), self._trained_model(), tokenizer=tokenizer)
+            self._checkpoints.export(Path(folder), self._trained_model(), tokenizer=tokenizer, fp32=fp32)
 
     def _trained_model(self) -> TrainedModel:
-        runtime, groups = self.runtime, self.optimizer.param_groups
-        return TrainedModel(self.model, runtime.store, runtime.updates.steps, groups, runtime.plan.loss_chunk)
+        runtime = self.runtime
+        return TrainedModel(
+            self.model,
+            runtime.store,
+            runtime.updates.steps,
+            self.optimizer.param_groups,
+            runtime.plan.loss_chunk,
+            runtime.coordinates if runtime.coordinates.names else None,
+        )
 
     def _require_saveable(self, verb: str) -> None:
         self._hooks.require(verb)
@@ -401,6 +434,18 @@ class Engine:
 
     def name_of(self, param: nn.Parameter) -> str | None:
         return next((name for name, own in self.runtime.store.params.items() if own is param), None)
+
+    def next_task(self) -> None:
+        """Begin another task with a method such as OSFT: the present weights become the initial ones, and the optimizer
+        starts anew. Exact master weights of other parameters stay.
+        """
+        self._require_saveable("next_task")
+        runtime = self.runtime
+        if not runtime.coordinates.names:
+            raise EngineMisuse("next_task: no method trains this model. Prepare it with method=outsize.OSFT(...).")
+        runtime.updates.reset()
+        runtime.coordinates.compute()
+        self.state_was_loaded()
 
     # Re-planning.
 
@@ -419,6 +464,8 @@ class Engine:
         self.drain()
         self._steps.apply_clipping()
         gradients = CarriedGradients.of(self.runtime)
+        with self.device.on_host():
+            constants = self.runtime.coordinates.keep()
         state = self._release()
         with requiring_grad(self.model, set(self.optimizer.names)):
             try:
@@ -426,7 +473,7 @@ class Engine:
                 self.optimizer.join_groups(self.model.named_parameters())
                 planned = new
             finally:
-                self._attach(planned)
+                self._attach(planned, constants=constants)
                 for name, values in state.items():
                     self.runtime.updates.load_state(name, values)
                 gradients.restore(self.runtime)

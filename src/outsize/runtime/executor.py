@@ -43,9 +43,10 @@ class Executor:
         *,
         update_work: Callable[[int, bool], Callable[[], None]],
         add_work: Callable[[int], Callable[[], None]],
+        merge_work: Callable[[int], Callable[[], None]],
     ):
         """`update_work(chunk, in_backward)` returns the work of one update, with its hyperparameters fixed;
-        `add_work(chunk)` that of one addition to a gradient sum.
+        `add_work(chunk)` that of one addition to a gradient sum, and `merge_work(chunk)` that of one merge.
         """
         self.place, self.schedule, self.store, self.device = place, schedule, store, device
         self.sees_calls = not place.is_plain or device.finds_races
@@ -53,7 +54,7 @@ class Executor:
         """The call whose forward or backward is open; ALL_CALLS if calls are not seen."""
         self.issued: list[str] = []
         """The actions issued since the last forward began, as text."""
-        self._update_work, self._add_work = update_work, add_work
+        self._update_work, self._add_work, self._merge_work = update_work, add_work, merge_work
         self._kind = Kind.FORWARD
         """The kind of action that runs a block call in the current pass: FORWARD or BACKWARD."""
         self._segment = Segment("none", ())
@@ -162,8 +163,15 @@ class Executor:
         self._without_grad.add(call)
 
     def update(self) -> None:
+        self._run("update")
+
+    def merge(self) -> None:
+        """Make weights from coordinates that were loaded from outside."""
+        self._run("merge")
+
+    def _run(self, segment: str) -> None:
         self.lanes.end()
-        self._segment = self.schedule.segments["update"]
+        self._segment = self.schedule.segments[segment]
         for action in self._segment.actions:
             self._issue(action)
 
@@ -259,9 +267,14 @@ class Executor:
             case "add":
                 return self._add_work(i)
             case "update":
-                if self.place.updates_on_host(i):
+                if self.place.updates_on_host(i) and not self.place.has_coordinates(i):
                     store.invalidate(i)
                 return self._update_work(i, self._segment.updates_in_backward)
+            case "merge":
+                kind, slot = touches.writes[0]
+                if kind == B.SLOT:
+                    store.slot_contents[slot] = i
+                return self._merge_work(i)
             case "model":
                 raise AssertionError(f"{action} is run by the model, not issued")
 

@@ -16,18 +16,27 @@ from torch import Tensor
 from outsize.base.errors import EngineMisuse, NonFiniteGradient, OrderMismatch
 from outsize.compat import without_torch_function
 from outsize.optim.norm import GradientNorm, not_finite
+from outsize.runtime.coordinates import CoordinateTraining
 from outsize.runtime.executor import ALL_CALLS
 from outsize.runtime.store import Store
 from outsize.schedule.buffers import BufferKind as B
 
 
 class Gradients:
-    def __init__(self, store: Store, trainable: Sequence[str], current_call: Callable[[], int | None]):
+    def __init__(
+        self,
+        store: Store,
+        trainable: Sequence[str],
+        current_call: Callable[[], int | None],
+        coordinates: CoordinateTraining,
+    ):
         """`trainable`: names in the optimizer's order. `current_call`: whose backward runs."""
         self._store, self._names = store, list(trainable)
-        self._current_call = current_call
-        param = store.place.graph.param
-        self._norm = GradientNorm({name: param[name].numel for name in trainable}, store.gpu.get((B.NORMS, 0)))
+        self._current_call, self._coordinates = current_call, coordinates
+        self._contracted = frozenset(coordinates.names)
+        """Parameters whose gradient sum is that of their coordinates."""
+        numels = {name: store.place.updated_numel(name) for name in trainable}
+        self._norm = GradientNorm(numels, store.gpu.get((B.NORMS, 0)))
         self.total = self._norm.total
         self.accumulated: set[str] = set()
         """Parameters whose gradient is in its buffer: it waits for a step, or was applied by one and not
@@ -53,7 +62,7 @@ class Gradients:
         same in every step. Both None for a parameter that gets no gradient.
         """
         self._apart: dict[str, Tensor] = {}
-        """Arrival slots: an action adds the gradient there to the sum of earlier micro-batches."""
+        """Arrival slots: an action adds the gradient there to the sum of earlier micro-batches, or contracts it."""
         self._arrived: set[str] = set()
         """Gradients in arrival slots that are not added yet."""
         self._has_sums = False
@@ -80,6 +89,7 @@ class Gradients:
         me, param = weakref.ref(self), self._store.params[name]
         with without_torch_function():
             has_others = bool(getattr(param, "_post_accumulate_grad_hooks", None))
+            shows_sum = has_others and name not in self._contracted  # no sum has the weight's shape
 
             def show_sum(param: Tensor) -> None:
                 gradients = me()
@@ -93,14 +103,15 @@ class Gradients:
                 if grad is None:  # a user's hook has set it to None
                     gradients.remove(name)
                 else:
-                    gradients._take(name, grad, is_sum=has_others)
+                    gradients._take(name, grad, is_sum=shows_sum)
 
             handles = []
             if has_others:
                 hooks: Any = param._post_accumulate_grad_hooks
                 others = list(hooks.items())
                 hooks.clear()  # torch runs them in the order of insertion
-                handles.append(param.register_post_accumulate_grad_hook(show_sum))
+                if shows_sum:
+                    handles.append(param.register_post_accumulate_grad_hook(show_sum))
                 hooks.update(others)
             self._handles[name] = [*handles, param.register_post_accumulate_grad_hook(take)]
 
@@ -129,6 +140,12 @@ class Gradients:
             self._early[name] = grad
             return
         self.is_applied = False
+        if name in self._contracted:
+            with torch.no_grad():
+                # Autograd may bring a gradient in parts. The constants may not have been loaded yet.
+                self._apart[name].add_(grad) if name in self._arrived else self._apart[name].copy_(grad)
+            self._arrived.add(name)
+            return
         self._add_arrived(name)  # autograd may bring a gradient in parts
         is_sum = is_sum and name in self.accumulated
         if self._has_sums and name in self._apart and not is_sum:
@@ -160,9 +177,20 @@ class Gradients:
         return work
 
     def _add_arrived(self, name: str) -> None:
-        if name in self._arrived:
-            self._arrived.remove(name)
+        if name not in self._arrived:
+            return
+        self._arrived.remove(name)
+        total = self._arrival[name][1]
+        if name in self._contracted and total is not None:
+            self._coordinates.contract(name, self._apart[name], total, accumulate=name in self.accumulated)
+            self.accumulated.add(name)
+            self._norm.measure(name, total)
+        else:
             self._add(name, self._apart[name])
+
+    def has_own_shape(self, name: str) -> bool:
+        """Whether the gradient that is kept has the parameter's shape; that of coordinates has another."""
+        return name not in self._contracted
 
     def begin_backward(self) -> bool:
         """Returns whether earlier micro-batches have left sums."""

@@ -15,6 +15,9 @@ from outsize.base.errors import ConfigError
 from outsize.optim.rule import UpdateRule
 from outsize.optim.spec import OptimizerSpec
 
+_CONSTANTS = "constants"
+"""Key of a state dict: hashes of the initial values and constants of weights that are trained in coordinates."""
+
 
 class _ParamState(dict[str, Tensor]):
     """The state of one parameter. Its tensors are views of the engine's memory; assigned entries are copied into it."""
@@ -68,6 +71,9 @@ class OwnsState(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def optimizer_state(self, name: str) -> dict[str, Tensor]: ...
     def load_optimizer_state(self, name: str, state: dict[str, Tensor]) -> None: ...
+    def updated_shape(self, name: str) -> tuple[int, ...]: ...
+    def constant_hashes(self) -> dict[str, list[str]]: ...
+    def merge_loaded(self) -> None: ...
     def state_was_loaded(self) -> None: ...
     def name_of(self, param: nn.Parameter) -> str | None: ...
 
@@ -123,6 +129,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def load_state_of(self, name: str, state: dict[str, Tensor]) -> None:
         self._engine.load_optimizer_state(name, state)
+        self._engine.merge_loaded()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -209,7 +216,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 if float(views["step"]):
                     state[number] = views
                 number += 1
-        return {"state": state, "param_groups": groups}
+        constants = self._engine.constant_hashes()
+        return {"state": state, "param_groups": groups, **({_CONSTANTS: constants} if constants else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the engine's memory, by `param_names` if it has them, else by position."""
@@ -230,11 +238,14 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"state_dict: it has {sum(sizes)} parameters in {len(sizes)} groups, and the optimizer has {mine}; "
                 "number, group sizes and names must be the same. Prepare with the model and groups it was saved from."
             )
-        shapes = {
-            name: p.shape
-            for group in self.param_groups
-            for name, p in zip(group["param_names"], group["params"], strict=True)
-        }
+        if (theirs_constants := state_dict.get(_CONSTANTS, {})) != (constants := self._engine.constant_hashes()):
+            changed = sorted(k for k in theirs_constants | constants if theirs_constants.get(k) != constants.get(k))
+            raise ConfigError(
+                f"state_dict: {changed[0]} and {len(changed) - 1} more parameters had other initial values or bases "
+                "there, or other coordinates. Prepare the model with the weights and the method that the run began "
+                "with; engine.load() of a checkpoint takes its bases too."
+            )
+        shapes = {name: self._engine.updated_shape(name) for name in self.names}
         for number, name in enumerate(theirs or self.names):
             for key, value in state_dict["state"].get(number, {}).items():
                 if key != "step" and value.shape != shapes[name]:
@@ -248,4 +259,5 @@ class EngineOptimizer(torch.optim.Optimizer):
         empty = {"step": torch.tensor(0.0)}
         for number, name in enumerate(order):
             self._engine.load_optimizer_state(name, state_dict["state"].get(number, empty))
+        self._engine.merge_loaded()
         self._engine.state_was_loaded()

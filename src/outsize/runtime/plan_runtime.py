@@ -1,7 +1,7 @@
 """PlanRuntime: everything that exists under one plan. A re-plan releases it and makes another."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,10 @@ from outsize.layout.chunks import ChunkLayout
 from outsize.model.batch import Measured, Signature, of_unknown_kind
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights
+from outsize.optim.method import Method
 from outsize.runtime.access import ParameterAccess
 from outsize.runtime.call_path import CallPath
+from outsize.runtime.coordinates import CoordinateTraining, KeptConstants
 from outsize.runtime.executor import Executor
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.guard import Guard
@@ -67,13 +69,21 @@ class PlanRuntime:
         *,
         update_work: Callable[[int, bool], Callable[[], None]],
         before_grad: Callable[[], None],
+        method: Method | None,
+        constants: Mapping[str, KeptConstants] | None,
         check_finite: bool = False,
     ):
+        """`constants`: of coordinates, from the plan before. None: computed from the weights."""
         graph, layout, plan = planned.graph, planned.layout, planned.plan
         model, device, optimizer, state = engine.model, engine.device, engine.optimizer, engine.state
         self.planned, self.device = planned, device
         self.place = Placement(graph, layout, plan.decision, plan.step_config, plan.work, plan.shared)
         self.store = Store(model, self.place, device, weights, check_finite=check_finite)
+        try:
+            coordinates = self.coordinates = CoordinateTraining(self.store, method, constants)
+        except BaseException:
+            self.store.release()
+            raise
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
@@ -97,9 +107,15 @@ class PlanRuntime:
 
         schedule = compile_schedule(self.place)
         executor = self.executor = Executor(
-            self.place, schedule, self.store, device, update_work=update_work, add_work=add_work
+            self.place,
+            schedule,
+            self.store,
+            device,
+            update_work=update_work,
+            add_work=add_work,
+            merge_work=coordinates.merge,
         )
-        self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_call)
+        self.gradients = Gradients(self.store, list(group_of), lambda: executor.current_call, coordinates)
         self.access = ParameterAccess(
             self.store,
             self.gradients,

@@ -78,6 +78,7 @@ RULES = {
     "state_dict": CallRule(PASSES | UNUSABLE | {S.UPDATED_UNCONFIRMED}, frozenset(), nonfinite="warn"),
     "save": CallRule(frozenset({S.IDLE}), nonfinite="raise"),
     "export": CallRule(frozenset({S.IDLE}), nonfinite="raise"),
+    "next_task": CallRule(frozenset({S.IDLE}), nonfinite="raise"),
     "load": CallRule(UNUSABLE | {S.IDLE, S.UPDATED_UNCONFIRMED}),
     "replan": CallRule(frozenset({S.IDLE, S.GRADIENTS_INCOMPLETE})),
     "retrying": CallRule(frozenset({S.IDLE, S.GRADIENTS_INCOMPLETE})),

@@ -18,11 +18,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import BadFile, ModelUnsupported
+from outsize.base.errors import BadFile, EngineMisuse, ModelUnsupported
 from outsize.checkpoint.ranges import Ranges, memory_order
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
+from outsize.optim.split import join
 from outsize.progress import counted
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
@@ -120,13 +121,19 @@ class Store:
 
     def _ranges(self, buffer: Buffer, name: str, *, on_device: bool = False) -> Ranges:
         """A parameter's elements in a buffer of its chunk."""
-        return self._part(self.flat(buffer, self.chunk_of(name), on_device=on_device), name)
-
-    def _part(self, flat: Tensor, name: str) -> Ranges:
-        """A parameter's elements among those of its chunk."""
+        flat = self.flat(buffer, self.chunk_of(name), on_device=on_device)
+        if buffer[0] in _GRADIENTS:
+            return self._updated_part(flat, name)
         _, piece = self.place.layout.location[name]
         part = flat[piece.offset : piece.offset + piece.numel]
         return Ranges(self.place.graph.param[name].shape, self._strides[name], ((part, 0),))
+
+    def _updated_part(self, flat: Tensor, name: str) -> Ranges:
+        """A parameter's part of its chunk's gradient, or of a state tensor."""
+        piece = self.place.updated_pieces[name]
+        stride = None if self.place.has_coordinates(self.chunk_of(name)) else self._strides[name]
+        part = flat[piece.offset : piece.offset + piece.numel]
+        return Ranges(self.place.updated_shape(name), stride, ((part, 0),))
 
     # Buffers of a chunk.
 
@@ -144,9 +151,12 @@ class Store:
                 self._mapped[buffer] = self.device.map_host(memory)
             memory = self._mapped[buffer]
         chunk = self.place.chunk(index)
-        name = self.place.update_of(index).gradient_dtype if buffer[0] in _GRADIENTS else chunk.dtype
+        name, numel = chunk.dtype, chunk.numel
+        if buffer[0] in _GRADIENTS:
+            update = self.place.update_of(index)
+            name, numel = update.gradient_dtype, update.numel
         dtype: torch.dtype = getattr(torch, name)
-        return memory[: chunk.numel * dtype.itemsize].view(dtype)
+        return memory[: numel * dtype.itemsize].view(dtype)
 
     def state(self, index: int) -> tuple[list[Tensor], Tensor | None]:
         """The optimizer's state tensors, and the lower half of the master (None: the weight is the master), flat, in
@@ -162,10 +172,10 @@ class Store:
         return self._as_state(index, self.gpu[self.place.state_slot(index)][: self.place.update_of(index).state_bytes])
 
     def _as_state(self, index: int, buffer: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        n = self.place.chunk(index).numel
-        count = len(self.place.step_config.optimizer.state)
+        update = self.place.update_of(index)
+        n, count = update.numel, len(update.state)
         state = [buffer[4 * n * i : 4 * n * (i + 1)].view(torch.float32) for i in range(count)]
-        return state, buffer[4 * n * count :].view(torch.int16) if self.place.update_of(index).is_split else None
+        return state, buffer[4 * n * count :].view(torch.int16) if update.is_split else None
 
     def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
         ids = {id(p) for p in params}
@@ -191,19 +201,24 @@ class Store:
 
     def state_ranges(self, name: str) -> dict[str, Ranges]:
         """The memory of a parameter's optimizer state."""
-        state, lo = self.state(self.chunk_of(name))
-        flats = dict(zip(self.place.step_config.optimizer.state, state, strict=True))
+        index = self.chunk_of(name)
+        state, lo = self.state(index)
+        flats = dict(zip(self.place.update_of(index).state, state, strict=True))
         flats |= {} if lo is None else {"lo": lo}
-        return {key: self._part(flat, name) for key, flat in flats.items()}
+        return {key: self._updated_part(flat, name) for key, flat in flats.items()}
+
+    def in_buffer(self, buffer: Buffer, name: str) -> Tensor:
+        """A parameter, or its gradient, in a buffer of its chunk."""
+        return self._ranges(buffer, name).whole()
 
     def gradient_view(self, name: str) -> Tensor:
-        """The memory on the device that backward writes a parameter's gradient to."""
-        return self._ranges(self.place.gradient_buffer(self.chunk_of(name)), name).whole()
+        """The memory on the device of a parameter's gradient sum."""
+        return self.in_buffer(self.place.gradient_buffer(self.chunk_of(name)), name)
 
     def arrival_view(self, name: str) -> Tensor | None:
         """The part of an arrival slot for a gradient; None if it arrives in its sum."""
         slot = self.place.arrivals.get(self.chunk_of(name))
-        return None if slot is None else self._ranges((B.ARRIVAL, slot), name).whole()
+        return None if slot is None else self.in_buffer((B.ARRIVAL, slot), name)
 
     def gradient_ranges(self, name: str, *, on_device: bool = False) -> Ranges:
         """The memory of a gradient between backward and step."""
@@ -221,6 +236,16 @@ class Store:
         """
         return self.ranges(name, on_device=on_device).whole(owns=True)
 
+    def master(self, name: str) -> Tensor:
+        """A parameter's value on the CPU; of a bf16 weight, its exact fp32 master."""
+        value = self.value(name).cpu()
+        if value.dtype != torch.bfloat16:
+            return value
+        if not self.place.has_split_masters(self.chunk_of(name)):
+            return value.float()
+        lower = self.state_ranges(name)["lo"].whole().cpu()
+        return join(value, lower)
+
     def load(self, names: Iterable[str], read: Callable[[str, Ranges], None]) -> None:
         """Replace values: `read` fills the ranges of one parameter. The new values become the master weights too."""
         loaded: dict[int, None] = {}
@@ -235,6 +260,8 @@ class Store:
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters to new values. An element that changes becomes its own master weight."""
+        for name in values:
+            self.require_elementwise(name)
         with torch.no_grad(), self.device.on_host():
             for name, value in values.items():
                 weight = self.value(name)
@@ -242,6 +269,14 @@ class Store:
                 self.ranges(name).copy_(value)
             for index in {self.chunk_of(name) for name in values}:
                 self.refresh_copies(index)
+
+    def require_elementwise(self, name: str) -> None:
+        """Raise if a parameter must not be written, because it is made from its coordinates."""
+        if self.place.has_coordinates(self.chunk_of(name)):
+            raise EngineMisuse(
+                f"{name}: it was written, but a method trains it in coordinates, and the next step makes it from them "
+                "and its initial value. Call engine.detach(), change the weight and prepare the model again."
+            )
 
     def clear_lower_halves(self, name: str, changed: Tensor | None = None) -> None:
         """Make a bf16 weight that was written from outside its own master: set the lower half of the master to zero,

@@ -62,9 +62,12 @@ class Updates:
         self.wait_written(index)
         place, store = self._store.place, self._store
         on_host = place.updates_on_host(index)
-        weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
         grads = store.flat(place.host_gradient_buffer(index) if on_host else place.gradient_buffer(index), index)
         state, lo = store.state_at_update(index)
+        if place.has_coordinates(index):
+            weights, *state = state
+        else:
+            weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
         scratch = self._scratch["host" if on_host else "gpu"]
         for start, end, numbers in self._ranges(index, step):
             part = slice(start, end)
@@ -75,7 +78,7 @@ class Updates:
     def _ranges(self, index: int, step: StepSettings) -> list[tuple[int, int, Numbers]]:
         ranges: list[tuple[int, int, Numbers]] = []
         touching = False
-        for piece in self._store.place.chunk(index).pieces:
+        for piece in self._store.place.update_of(index).pieces:
             numbers = step.numbers.get(piece.name)
             end = piece.offset + piece.numel
             if numbers is None:
@@ -111,6 +114,15 @@ class Updates:
             if self._store.place.has_host_state(index)
             else {key: value.detach().cpu().clone() for key, value in state.items()}
         )
+
+    def reset(self) -> None:
+        """Forget all optimizer state but master weights. Coordinates become zero."""
+        for name in self.steps:
+            self.steps[name] = 0
+            for key, ranges in self._store.state_ranges(name).items():
+                if key != "lo":
+                    for part, _ in ranges.parts:
+                        part.zero_()
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         self.steps[name] = int(state["step"])

@@ -12,11 +12,14 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from outsize.base.errors import PlanInvalid
-from outsize.hardware.lanes import Lane, copy_seconds, update_seconds
+from outsize.hardware.lanes import Lane, compute_seconds, copy_seconds, update_seconds
 from outsize.hardware.spec import HardwareSpec
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
+
+MATRIX_LAUNCHES = 8
+"""Operators that contract or merge launches for one weight."""
 
 
 class Kind(StrEnum):
@@ -30,10 +33,15 @@ class Kind(StrEnum):
     LOAD_GRADIENT = "Q"
     BACKWARD = "B"
     ADD = "E"
+    LOAD_FOR_CONTRACT = "J"
+    CONTRACT = "K"
     STORE_GRADIENT = "G"
     LOAD_STATE = "I"
     UPDATE = "U"
     STORE_STATE = "O"
+    LOAD_CONSTANTS = "N"
+    LOAD_COORDINATES = "D"
+    MERGE = "M"
     WRITE_BACK = "W"
 
 
@@ -54,7 +62,7 @@ class Effect(NamedTuple):
     writes: tuple[Buffer, ...]
 
 
-Operation = Literal["model", "copy", "offload", "free", "restore", "add", "update"]
+Operation = Literal["model", "copy", "offload", "free", "restore", "add", "update", "merge"]
 """How the runtime performs an action. `model`: the model's own code runs it. `copy`: the first buffer read is copied to
 the first one written."""
 
@@ -98,7 +106,17 @@ def action_seconds(place: Placement, action: Action, spec: HardwareSpec, lane: L
         case "free":
             return 0.0
         case "add":  # reads both, writes the sum, and reads it again for the norm
-            return update_seconds(spec, lane, place.chunk(i).nbytes + 3 * place.gradient_bytes(i))
+            traffic = place.chunk(i).nbytes + 3 * place.gradient_bytes(i)
+            if kind == Kind.ADD:
+                return update_seconds(spec, lane, traffic)
+            constants = place.constants_of(i)
+            return spec.launch_seconds + compute_seconds(
+                spec, constants.contract_flops, traffic + constants.contract_bytes
+            )
+        case "merge":
+            constants = place.constants_of(i)
+            traffic = constants.num_bytes + constants.coordinate_bytes + place.chunk(i).nbytes
+            return spec.launch_seconds + compute_seconds(spec, constants.merge_flops, traffic)
         case "update":
             seconds = update_seconds(spec, lane, place.update_of(i).traffic_bytes)
             return seconds * _host_slowdown(place, spec) if lane == "host" else seconds
@@ -121,6 +139,8 @@ def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float,
     operation = TYPES[kind].operation
     if not place.has_launch_times or operation == "free":
         return 0.0, False
+    if kind in (Kind.CONTRACT, Kind.MERGE):
+        return MATRIX_LAUNCHES * len(place.chunk(i).pieces) * spec.op_launch_seconds, False
     if operation != "model":
         return spec.launch_seconds, False
     call = place.work[i]
@@ -149,7 +169,7 @@ def _backward(place: Placement, call: int, _: bool) -> Effect:
     returned = ((B.RETURN, place.return_slot[call]),) if call in place.return_slot else ()
     completed = place.grads_completed_by.get(call, ())
     # Chunks with an arrival slot have their sum here too: the first micro-batch, and users' hooks, write it.
-    gradients = tuple(place.gradient_buffer(chunk) for chunk in completed)
+    gradients = tuple(place.gradient_buffer(chunk) for chunk in completed if not place.has_coordinates(chunk))
     arrivals = tuple((B.ARRIVAL, place.arrivals[chunk]) for chunk in completed if chunk in place.arrivals)
     norms = ((B.NORMS, 0),) if gradients else ()
     return Effect("compute", (*_weights_of(place, call), *returned), (*gradients, *arrivals, *norms))
@@ -159,18 +179,35 @@ def _add(place: Placement, chunk: int, _: bool) -> Effect:
     return Effect("compute", ((B.ARRIVAL, place.arrivals[chunk]),), (place.gradient_buffer(chunk), (B.NORMS, 0)))
 
 
+def _contract(place: Placement, chunk: int, _: bool) -> Effect:
+    reads = (B.ARRIVAL, place.arrivals[chunk]), place.constants_buffer(chunk)
+    return Effect("compute", reads, (place.gradient_buffer(chunk), (B.NORMS, 0)))
+
+
 def _update(place: Placement, chunk: int, update_in_backward: bool) -> Effect:
     # After the step, the clipping factor comes from all norms. In backward there is no clipping.
     norms = () if update_in_backward else ((B.NORMS, 0),)
     if place.updates_on_host(chunk):
-        return Effect("host", (place.host_gradient_buffer(chunk), *norms), ((B.HOME, chunk),))
-    state = (place.state_slot(chunk),) if place.streams_state(chunk) else ()
-    return Effect("compute", (place.gradient_buffer(chunk), *norms), (place.weights_buffer(chunk), *state))
+        updated = B.HOST_STATE if place.has_coordinates(chunk) else B.HOME
+        return Effect("host", (place.host_gradient_buffer(chunk), *norms), ((updated, chunk),))
+    state = (place.state_buffer(chunk),) if place.streams_state(chunk) or place.has_coordinates(chunk) else ()
+    weights = () if place.has_coordinates(chunk) else (place.weights_buffer(chunk),)
+    return Effect("compute", (place.gradient_buffer(chunk), *norms), (*weights, *state))
+
+
+def _merge(place: Placement, chunk: int, _: bool) -> Effect:
+    reads = place.constants_buffer(chunk), place.coordinates_buffer(chunk)
+    return Effect("compute", reads, (place.weights_buffer(chunk),))
 
 
 def _write_back(place: Placement, chunk: int, _: bool) -> Effect:
     home, weights = (B.HOME, chunk), place.weights_buffer(chunk)
-    return Effect("h2d", (home,), (weights,)) if place.updates_on_host(chunk) else Effect("d2h", (weights,), (home,))
+    is_updated_there = place.updates_on_host(chunk) and not place.has_coordinates(chunk)
+    return Effect("h2d", (home,), (weights,)) if is_updated_there else Effect("d2h", (weights,), (home,))
+
+
+def _load_constants(place: Placement, chunk: int, _: bool) -> Effect:
+    return Effect("h2d", ((B.HOST_CONSTANTS, chunk),), (place.constants_buffer(chunk),))
 
 
 TYPES: dict[Kind, ActionType] = {
@@ -198,6 +235,13 @@ TYPES: dict[Kind, ActionType] = {
     ),
     Kind.BACKWARD: ActionType("backward of", "call", "model", "backward", _backward, _no_bytes),
     Kind.ADD: ActionType("add the gradient of", "chunk", "add", "gradients", _add, Placement.gradient_bytes),
+    Kind.LOAD_FOR_CONTRACT: ActionType(
+        "load the constants for the contraction of", "chunk", "copy", "constants", _load_constants,
+        lambda place, i: place.constants_of(i).contract_bytes,
+    ),
+    Kind.CONTRACT: ActionType(
+        "contract the gradient of", "chunk", "add", "gradients", _contract, Placement.gradient_bytes
+    ),
     Kind.STORE_GRADIENT: ActionType(
         "store the gradient of", "chunk", "copy", "gradients",
         lambda place, i, _: Effect("d2h", (place.gradient_buffer(i),), (place.host_gradient_buffer(i),)),
@@ -212,10 +256,23 @@ TYPES: dict[Kind, ActionType] = {
         "store the optimizer state of", "chunk", "copy", "optimizer",
         lambda place, i, _: Effect("d2h", (place.state_slot(i),), ((B.HOST_STATE, i),)), Placement.state_bytes,
     ),
+    Kind.LOAD_CONSTANTS: ActionType(
+        "load the constants of", "chunk", "copy", "constants", _load_constants,
+        lambda place, i: place.constants_of(i).num_bytes,
+    ),
+    Kind.LOAD_COORDINATES: ActionType(
+        "load the coordinates of", "chunk", "copy", "optimizer",
+        lambda place, i, _: Effect("h2d", ((B.HOST_STATE, i),), (place.coordinates_buffer(i),)),
+        lambda place, i: place.constants_of(i).coordinate_bytes,
+    ),
+    Kind.MERGE: ActionType(
+        "make the weights of", "chunk", "merge", "weights", _merge, lambda place, i: place.constants_of(i).num_bytes
+    ),
     Kind.WRITE_BACK: ActionType(
         "write the updated weights of", "chunk", "copy", "weights", _write_back, Placement.home_bytes
     ),
 }  # fmt: skip
 """UPDATE runs at the chunk's update site; streamed state is in its slot by then. WRITE_BACK copies to the GPU (resident
 weights, updated on the host) or to the host (streamed weights, updated on the GPU). ADD adds a gradient to the sum over
-earlier micro-batches, between LOAD_GRADIENT and STORE_GRADIENT. FREE waits for OFFLOAD, then frees the GPU memory."""
+earlier micro-batches, between LOAD_GRADIENT and STORE_GRADIENT; CONTRACT does so for coordinates, in every
+micro-batch. FREE waits for OFFLOAD, then frees the GPU memory."""

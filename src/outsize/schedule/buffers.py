@@ -14,13 +14,20 @@ class BufferKind(StrEnum):
     STATE_SLOT = "state_slot"
     """Optimizer state that is streamed to the GPU for its update; chunks share it."""
     SCRATCH = "scratch"
-    """Workspace of the updates on the GPU."""
+    """Workspace of the updates, contractions and merges on the GPU."""
+    CONSTANTS = "constants"
+    """Constants of a chunk that is trained in coordinates, and its initial weights; in its state home."""
+    CONSTANTS_SLOT = "constants_slot"
+    """Constants that are streamed to the GPU for contract and merge; chunks share it."""
+    COORDINATES_SLOT = "coordinates_slot"
+    """Coordinates that the host has updated, on the GPU for their merge; chunks share it."""
     GRADIENT = "gradient"
     """Gradient of a chunk, from its backward to the step."""
     STAGE = "stage"
     """Stage: gradients on their way to the host or to their update; chunks share it."""
     ARRIVAL = "arrival"
-    """Arrival slot: a new gradient, whose sum waits on the host and passes through a stage; block calls share it."""
+    """Arrival slot: a new gradient that is not summed in place, because the sum waits on the host or is that of
+    coordinates; block calls share it."""
     RETURN = "return"
     """Return slot: offloaded activations, loaded for the backward."""
     NORMS = "norms"
@@ -30,6 +37,8 @@ class BufferKind(StrEnum):
     """Weights in host memory, of a chunk that is streamed, or resident and updated on the host."""
     HOST_STATE = "host_state"
     """Optimizer state of a chunk whose state home is the host."""
+    HOST_CONSTANTS = "host_constants"
+    """Constants of a chunk whose state home is the host."""
     HOST_GRADIENT = "host_gradient"
     """Gradient of a chunk, until its update."""
     HOST_STAGE = "host_stage"
@@ -50,7 +59,7 @@ class BufferKind(StrEnum):
     @property
     def is_pinned_for_copies(self) -> bool:
         """Whether only copies access this host memory."""
-        return self in (BufferKind.HOST_GRADIENT, BufferKind.HOST_STAGE, BufferKind.ARENA)
+        return self in (BufferKind.HOST_GRADIENT, BufferKind.HOST_STAGE, BufferKind.HOST_CONSTANTS, BufferKind.ARENA)
 
 
 def group_of(kind: str) -> str:
@@ -70,6 +79,10 @@ _GROUPS = {
     BufferKind.HOST_STATE: "optimizer",
     BufferKind.SCRATCH: "optimizer",
     BufferKind.HOST_SCRATCH: "optimizer",
+    BufferKind.CONSTANTS: "constants",
+    BufferKind.CONSTANTS_SLOT: "constants",
+    BufferKind.COORDINATES_SLOT: "constants",
+    BufferKind.HOST_CONSTANTS: "constants",
     BufferKind.GRADIENT: "gradients",
     BufferKind.HOST_GRADIENT: "gradients",
     BufferKind.STAGE: "gradients",

@@ -7,7 +7,8 @@ a pair such as (SLOT, 2) or (HOME, 7); actions refer to the buffers they read an
 from dataclasses import dataclass
 from functools import cached_property
 
-from outsize.layout.chunks import Chunk, ChunkLayout
+from outsize.layout.chunks import Chunk, ChunkLayout, Piece
+from outsize.layout.coordinates import ChunkConstants
 from outsize.layout.norm import norm_parts
 from outsize.layout.optimizer import ChunkUpdate
 from outsize.layout.slots import SlotMap, assign_slots, call_intervals, turn_intervals
@@ -19,6 +20,8 @@ from outsize.schedule.plan import Decision, StepConfig
 
 STAGE_DEPTH = 1
 """One block's gradients can be copied out while the next block's are computed."""
+CONSTANTS_DEPTH = 1
+"""One chunk's constants can be copied in while those before it are used."""
 STATE_DEPTH = 1
 """One chunk's state can be copied in while the state before it is copied out."""
 RETURN_SLOTS = 2
@@ -73,6 +76,20 @@ class Placement:
         """The chunks that are not frozen."""
         return tuple([index for index, update in enumerate(self._updates) if update is not None])
 
+    @cached_property
+    def updated_pieces(self) -> dict[str, Piece]:
+        """By trained parameter: its range in the gradient and the state tensors of its chunk."""
+        return {piece.name: piece for chunk in self.updated for piece in self.update_of(chunk).pieces}
+
+    def updated_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter's gradient and state tensors."""
+        coordinates = self.step_config.coordinates.get(name)
+        return self.graph.param[name].shape if coordinates is None else coordinates.shape
+
+    def updated_numel(self, name: str) -> int:
+        coordinates = self.step_config.coordinates.get(name)
+        return self.graph.param[name].numel if coordinates is None else coordinates.numel
+
     def is_updated(self, index: int) -> bool:
         return self._updates[index] is not None
 
@@ -94,9 +111,22 @@ class Placement:
             and self.update_of(index).state_bytes > 0
         )
 
+    def has_coordinates(self, index: int) -> bool:
+        """Whether a method trains the chunk in coordinates (layout/coordinates.py)."""
+        return self.chunk(index).updated == "coordinates"
+
+    def constants_of(self, index: int) -> ChunkConstants:
+        constants = self.update_of(index).constants
+        assert constants is not None, f"chunk {index} has no coordinates"
+        return constants
+
+    def streams_constants(self, index: int) -> bool:
+        """Whether the constants are on the host, and copied to the GPU for contract and merge."""
+        return self.has_coordinates(index) and self.has_host_state(index)
+
     def has_host_weights(self, index: int) -> bool:
         """Whether the host holds the weights: they are streamed, or updated on the host and copied to the device."""
-        return self.streams(index) or self.updates_on_host(index)
+        return self.streams(index) or (self.updates_on_host(index) and not self.has_coordinates(index))
 
     @cached_property
     def is_plain(self) -> bool:
@@ -104,7 +134,8 @@ class Placement:
         without outsize.
         """
         stays = all(homes.weights == homes.state == "gpu" for homes in self.decision.homes)
-        return stays and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
+        elementwise = not any(map(self.has_coordinates, range(len(self.layout.chunks))))
+        return stays and elementwise and self.step_config.hold_gradients and set(self.decision.strategies) <= {"keep"}
 
     @cached_property
     def has_launch_times(self) -> bool:
@@ -159,6 +190,18 @@ class Placement:
         return assign_slots(turn_intervals(list(sizes), STATE_DEPTH), sizes)
 
     @cached_property
+    def constants_slots(self) -> SlotMap:
+        sizes = {c: self.constants_of(c).num_bytes for c in self.in_update_order if self.streams_constants(c)}
+        return assign_slots(turn_intervals(list(sizes), CONSTANTS_DEPTH), sizes)
+
+    @cached_property
+    def coordinates_slots(self) -> SlotMap:
+        """For coordinates that the host updates."""
+        on_host = [c for c in self.in_update_order if self.has_coordinates(c) and self.updates_on_host(c)]
+        sizes = {c: self.constants_of(c).coordinate_bytes for c in on_host}
+        return assign_slots(turn_intervals(on_host, CONSTANTS_DEPTH), sizes)
+
+    @cached_property
     def streamed_state_bytes(self) -> int:
         return sum(map(self.state_bytes, self.state_slots.slot_of))
 
@@ -169,15 +212,15 @@ class Placement:
 
     @cached_property
     def arrivals(self) -> dict[int, int]:
-        """By chunk: the arrival slot of its gradient, for gradients whose sum waits on the host. All others arrive in
-        their sum. Only the compute lane uses these slots, so block calls can share them.
+        """By chunk: the arrival slot of its gradient, for gradients that are contracted or whose sum waits on the host.
+        All others arrive in their sum. Only the compute lane uses these slots, so block calls can share them.
         """
-        if self.step_config.accumulate == 1:
-            return {}
+        has_sums = self.step_config.accumulate > 1
         slot_of = {}
         for chunks in self.grads_completed_by.values():
-            on_host = sorted(filter(self.sends_gradient, chunks), key=lambda c: -self.chunk(c).nbytes)
-            slot_of.update({chunk: slot for slot, chunk in enumerate(on_host)})
+            apart = [c for c in chunks if self.has_coordinates(c) or (has_sums and self.sends_gradient(c))]
+            apart.sort(key=lambda c: -self.chunk(c).nbytes)
+            slot_of.update({chunk: slot for slot, chunk in enumerate(apart)})
         return slot_of
 
     @cached_property
@@ -222,25 +265,31 @@ class Placement:
                 buffers[B.WEIGHTS, i] = self.slot_bytes(i)
             if self.is_updated(i) and not self.has_host_state(i):
                 buffers[B.STATE, i] = self.state_bytes(i)
+                if self.has_coordinates(i):
+                    buffers[B.CONSTANTS, i] = self.constants_of(i).num_bytes
                 if self.step_config.hold_gradients:
                     buffers[B.GRADIENT, i] = self.gradient_bytes(i)
         buffers.update({(B.SLOT, s): size for s, size in enumerate(self.slots.slot_bytes)})
         buffers.update({(B.STATE_SLOT, s): size for s, size in enumerate(self.state_slots.slot_bytes)})
+        buffers.update({(B.CONSTANTS_SLOT, s): size for s, size in enumerate(self.constants_slots.slot_bytes)})
+        buffers.update({(B.COORDINATES_SLOT, s): size for s, size in enumerate(self.coordinates_slots.slot_bytes)})
         buffers.update({(B.STAGE, s): size for s, size in enumerate(self.stages.slot_bytes)})
         for index, slot in self.arrivals.items():
             buffers[B.ARRIVAL, slot] = max(buffers.get((B.ARRIVAL, slot), 0), self.chunk(index).nbytes)
         for call, slot in self.return_slot.items():
             buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
-        if trainable := [p.numel for p in self.graph.params if p.trainable]:
-            buffers[B.NORMS, 0] = sum(norm_parts(trainable))
+        if numels := [self.updated_numel(p.name) for p in self.graph.params if p.trainable]:
+            buffers[B.NORMS, 0] = sum(norm_parts(numels))
         if scratch := self._scratch_bytes(on_host=False):
             buffers[B.SCRATCH, 0] = scratch
         return buffers
 
     def _scratch_bytes(self, *, on_host: bool) -> int:
-        """Workspace of the updates at one site, which run one at a time."""
+        """Workspace of the updates at one site, which run one at a time; on the GPU, of contractions and merges too."""
         chunks = [c for c in self.updated if self.updates_on_host(c) == on_host]
-        return max((self.update_of(c).scratch_bytes for c in chunks), default=0)
+        updates = max((self.update_of(c).scratch_bytes for c in chunks), default=0)
+        merged = [] if on_host else [c for c in self.updated if self.has_coordinates(c)]
+        return max(updates, max((self.constants_of(c).scratch_bytes for c in merged), default=0))
 
     @cached_property
     def host(self) -> dict[Buffer, int]:
@@ -252,6 +301,8 @@ class Placement:
                 buffers[B.HOME, i] = self.home_bytes(i)
             if self.has_host_state(i):
                 buffers[B.HOST_STATE, i] = self.state_bytes(i)
+                if self.has_coordinates(i):
+                    buffers[B.HOST_CONSTANTS, i] = self.constants_of(i).num_bytes
                 if self.has_host_gradient(i):
                     buffers[B.HOST_GRADIENT, i] = self.gradient_bytes(i)
         passed_through = {
@@ -282,7 +333,8 @@ class Placement:
     def is_pinned(self, buffer: Buffer) -> bool:
         """Whether a host buffer is pinned and only accessed by copies to or from the GPU."""
         kind, index = buffer
-        return kind.is_pinned_for_copies or (kind == B.HOST_STATE and self.streams_state(index))
+        is_copied = kind == B.HOST_STATE and (self.streams_state(index) or self.has_coordinates(index))
+        return kind.is_pinned_for_copies or is_copied
 
     # The buffers of an action.
 
@@ -301,6 +353,20 @@ class Placement:
     def state_slot(self, index: int) -> Buffer:
         """The buffer on the device that holds streamed state during the update."""
         return (B.STATE_SLOT, self.state_slots.slot_of[index])
+
+    def state_buffer(self, index: int) -> Buffer:
+        """The buffer with the state of an update on the GPU."""
+        return self.state_slot(index) if self.streams_state(index) else (B.STATE, index)
+
+    def constants_buffer(self, index: int) -> Buffer:
+        """The buffer with the constants that contract and merge read."""
+        is_streamed = self.streams_constants(index)
+        return (B.CONSTANTS_SLOT, self.constants_slots.slot_of[index]) if is_streamed else (B.CONSTANTS, index)
+
+    def coordinates_buffer(self, index: int) -> Buffer:
+        """The buffer that begins with the updated coordinates, for the merge."""
+        is_slot = self.updates_on_host(index)
+        return (B.COORDINATES_SLOT, self.coordinates_slots.slot_of[index]) if is_slot else self.state_buffer(index)
 
     def host_gradient_buffer(self, index: int) -> Buffer:
         return (B.HOST_GRADIENT, index) if self.has_host_gradient(index) else (B.HOST_STAGE, self.stages.slot_of[index])

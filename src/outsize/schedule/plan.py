@@ -5,11 +5,12 @@ The *step_config* is given by the user (how to train). The *decision* is chosen 
 and its prediction compared with a measurement.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from outsize.hardware.spec import ProcessOverhead
 from outsize.layout.chunks import Chunk
+from outsize.layout.coordinates import Coordinates
 from outsize.layout.optimizer import ChunkUpdate, OptimizerLayout
 from outsize.model.strategies import Strategy
 from outsize.model.work import SharedTensor, Work
@@ -48,10 +49,12 @@ class StepConfig:
     accumulate: int = 1
     """Backward passes per step that the predicted time and memory assume."""
     fp32_grads: bool = False
+    coordinates: dict[str, Coordinates] = field(default_factory=dict)
+    """By parameter that a method trains in coordinates."""
 
     def update_of(self, chunk: Chunk) -> ChunkUpdate | None:
         """The update of a chunk. None for a frozen one."""
-        return self.optimizer.update_of(chunk, fp32_grads=self.fp32_grads)
+        return self.optimizer.update_of(chunk, fp32_grads=self.fp32_grads, coordinates=self.coordinates)
 
     @property
     def hold_gradients(self) -> bool:

@@ -1,7 +1,8 @@
 """Schedule: the actions of a decision as segments, each a list of actions in the order of issue.
 
 One optimizer step runs `forward` and one of the backwards per micro-batch, then `update` unless the last backward
-updates. `evaluate` is a forward without grad. The simulator and the executor process the segments in the same order.
+updates. `evaluate` is a forward without grad; `merge` makes the weights from loaded coordinates. The simulator and the
+executor process the segments in the same order.
 schedule/actions.py defines the actions.
 
 [Note: Which update comes when] After the step, updates run in forward order, so that the next forward can overlap with
@@ -11,7 +12,7 @@ would be updated last. So the host updates every `host_update_interval`-th chunk
 in forward order after the last gradient. The host is then busy from the first gradient to the next forward.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from outsize.schedule.actions import Action, Kind, parse_action
@@ -83,6 +84,7 @@ def compile_schedule(place: Placement, *, only_steps: bool = False) -> Schedule:
     segments["update"] = _updates(place, place.in_update_order)
     if not only_steps:
         segments["evaluate"] = _forward(place, offloads=False)
+        segments["merge"] = [action for chunk in place.in_update_order for action in _merge_alone(place, chunk)]
     return make_schedule(segments)
 
 
@@ -165,9 +167,16 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
     actions += _first_per_slot(returning, place.return_slot, Kind.RESTORE)
     actions += _first_per_slot(summed, place.stages.slot_of, Kind.LOAD_GRADIENT)
     actions += _first_per_slot(streaming, place.state_slots.slot_of, Kind.LOAD_STATE)
-    deferred = (
-        _updates(place, [c for c in place.in_update_order if c in place.updated_after_backward]) if update else []
-    )
+    # In backward, contract needs the first part of the constants; an update, and its merge, all of them.
+    contracting = [chunk for chunk in completing if place.streams_constants(chunk)]
+    next_constants = _next_in_slot(contracting, place.constants_slots.slot_of)
+
+    def load_constants(chunk: int) -> Kind:
+        return Kind.LOAD_CONSTANTS if update and not place.updates_on_host(chunk) else Kind.LOAD_FOR_CONTRACT
+
+    actions += _first_per_slot(contracting, place.constants_slots.slot_of, load_constants)
+    after_backward = [c for c in place.in_update_order if c in place.updated_after_backward] if update else []
+    merged_last = [c for c in place.in_update_order if place.has_coordinates(c) and place.updates_on_host(c)]
     last_completion = min(
         (call for call, chunks in place.grads_completed_by.items() if any(map(place.updates_on_host, chunks))),
         default=-1,
@@ -176,7 +185,9 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
         actions.append(Action(Kind.BACKWARD, call))
         later: list[Action] = []
         for chunk in place.grads_completed_by.get(call, ()):
-            if pending and chunk in place.arrivals:
+            if place.has_coordinates(chunk):
+                actions.append(Action(Kind.CONTRACT, chunk))
+            elif pending and chunk in place.arrivals:
                 actions.append(Action(Kind.ADD, chunk))
             follows = [Action(Kind.LOAD_GRADIENT, next_summed[chunk])] if chunk in next_summed else []
             updates = []
@@ -188,6 +199,9 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
                 actions += [Action(Kind.STORE_GRADIENT, chunk), *follows]
             else:
                 actions += [*updates, *follows]
+            if (constants := next_constants.get(chunk)) is not None:
+                is_urgent = place.grad_complete_at[constants] == call
+                (actions if is_urgent else later).append(Action(load_constants(constants), constants))
             if (state := next_streaming.get(chunk)) is not None:
                 # State for another call is loaded after the weights of the next calls, which are needed earlier.
                 is_urgent = place.grad_complete_at[state] == call
@@ -195,18 +209,21 @@ def _backward(place: Placement, *, pending: bool, update: bool) -> list[Action]:
         if call == last_completion:
             # The host has all its gradients, so the deferred updates start now and not at the end of the backward.
             # The copies to the device wait: they would delay the loads that the rest of the backward needs.
-            actions += [action for action in deferred if action.kind == Kind.UPDATE]
+            actions += [Action(Kind.UPDATE, chunk) for chunk in after_backward]
         actions += slots.loads(slots.used(position))
         if call in next_returning:
             actions.append(Action(Kind.RESTORE, next_returning[call]))
         actions += later
-    actions += [action for action in deferred if action.kind == Kind.WRITE_BACK]
+    late = {*after_backward, *(merged_last if update else ())}
+    actions += _after_host_updates(place, [chunk for chunk in place.in_update_order if chunk in late])
     return actions
 
 
-def _first_per_slot(items: list[int], slot_of: dict[int, int], kind: Kind) -> list[Action]:
+def _first_per_slot(items: list[int], slot_of: dict[int, int], kind: Kind | Callable[[int], Kind]) -> list[Action]:
     firsts = {slot_of[item]: item for item in reversed(items)}
-    return [Action(kind, item) for item in items if firsts[slot_of[item]] == item]
+    return [
+        Action(kind if isinstance(kind, Kind) else kind(item), item) for item in items if firsts[slot_of[item]] == item
+    ]
 
 
 def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
@@ -222,26 +239,66 @@ def _next_in_slot(items: list[int], slot_of: dict[int, int]) -> dict[int, int]:
 
 
 def _updates(place: Placement, chunks: Iterable[int]) -> list[Action]:
-    actions = [action for chunk in chunks for action in _one_update(place, chunk, loaded=False)]
-    if not any(action.kind == Kind.LOAD_STATE for action in actions):
-        return actions
-    # The launching thread waits for the GPU, which waits for streamed state. So updates on the host, which overlap with
-    # these, are issued first, and the copies that wait for host updates last.
-    on_host = [action for action in actions if place.updates_on_host(action.index)]
-    first = [action for action in on_host if action.kind == Kind.UPDATE]
-    last = [action for action in on_host if action.kind != Kind.UPDATE]
-    return [*first, *(action for action in actions if not place.updates_on_host(action.index)), *last]
+    chunks = list(chunks)
+    on_host = [chunk for chunk in chunks if place.updates_on_host(chunk)]
+    if not any(place.streams_state(chunk) or place.has_coordinates(chunk) for chunk in chunks):
+        return [action for chunk in chunks for action in _one_update(place, chunk, loaded=False)]
+    # The launching thread waits for the GPU, which waits for streamed state and for coordinates. So updates on the
+    # host, which overlap with these, are issued first, and what waits for host updates last.
+    actions = [Action(Kind.UPDATE, chunk) for chunk in on_host]
+    for chunk in chunks:
+        if not place.updates_on_host(chunk):
+            actions += _one_update(place, chunk, loaded=False)
+    return actions + _after_host_updates(place, on_host)
+
+
+def _after_host_updates(place: Placement, chunks: list[int]) -> list[Action]:
+    """The weights of chunks that the host updates: they are copied to the GPU, or made there from coordinates."""
+    merged = [chunk for chunk in chunks if place.has_coordinates(chunk)]
+    actions: list[Action] = []
+    following: list[tuple[Kind, dict[int, int]]] = []
+    for kind, slots in ((Kind.LOAD_CONSTANTS, place.constants_slots), (Kind.LOAD_COORDINATES, place.coordinates_slots)):
+        actions += _first_per_slot(merged, slots.slot_of, kind)
+        following.append((kind, _next_in_slot(merged, slots.slot_of)))
+    actions.sort(key=lambda action: merged.index(action.index))
+    for chunk in chunks:
+        if place.has_coordinates(chunk):
+            actions += _merge(place, chunk)
+            actions += [Action(kind, after[chunk]) for kind, after in following if chunk in after]
+        elif not place.streams(chunk):
+            actions.append(Action(Kind.WRITE_BACK, chunk))
+    return actions
+
+
+def _merge(place: Placement, chunk: int) -> list[Action]:
+    return [Action(Kind.MERGE, chunk), *([Action(Kind.WRITE_BACK, chunk)] if place.streams(chunk) else [])]
+
+
+def _merge_alone(place: Placement, chunk: int) -> list[Action]:
+    """The merge of a chunk whose coordinates were loaded from outside."""
+    if not place.has_coordinates(chunk):
+        return []
+    loads = (
+        (Kind.LOAD_CONSTANTS, place.streams_constants(chunk)),
+        (Kind.LOAD_COORDINATES, place.updates_on_host(chunk)),
+        (Kind.LOAD_STATE, place.streams_state(chunk)),
+    )
+    return [*(Action(kind, chunk) for kind, needed in loads if needed), *_merge(place, chunk)]
 
 
 def _one_update(place: Placement, chunk: int, *, loaded: bool) -> list[Action]:
-    """`loaded`: weights, gradient and state are on the GPU already."""
+    """`loaded`: weights, gradient, state and constants are on the GPU already. Coordinates that the host updates are
+    merged later."""
     streamed, on_host, streams_state = place.streams(chunk), place.updates_on_host(chunk), place.streams_state(chunk)
+    in_place = not place.has_coordinates(chunk)
     steps = (
-        (Kind.LOAD, streamed and not on_host and not loaded),
+        (Kind.LOAD, streamed and not on_host and not loaded and in_place),
         (Kind.LOAD_GRADIENT, place.sends_gradient(chunk) and not on_host and not loaded),
         (Kind.LOAD_STATE, streams_state and not loaded),
+        (Kind.LOAD_CONSTANTS, place.streams_constants(chunk) and not on_host and not loaded),
         (Kind.UPDATE, True),
         (Kind.STORE_STATE, streams_state),
-        (Kind.WRITE_BACK, streamed != on_host),
+        (Kind.WRITE_BACK, streamed != on_host and in_place),
     )
-    return [Action(kind, chunk) for kind, needed in steps if needed]
+    merge = [] if in_place or on_host else _merge(place, chunk)
+    return [*(Action(kind, chunk) for kind, needed in steps if needed), *merge]

@@ -56,7 +56,7 @@ class Planner:
     """Plans one model on one device under one request.
 
     Creating it changes the model: parameters on meta become unmaterialized ones, the model's own gradient checkpointing
-    is turned off, and trainable fp16 parameters become fp32. `restored` undoes the last.
+    is turned off, a method freezes parameters, and trainable fp16 parameters become fp32. `undo` reverts the last two.
     """
 
     def __init__(self, model: nn.Module, request: PrepareRequest):
@@ -72,6 +72,9 @@ class Planner:
         self.weights = _weights_of(model, request.weights)
         """Where unmaterialized parameters get their values."""
         _disable_own_checkpointing(model)
+        self._trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        self.method = None if request.method is None else request.method.bind(model)
+        self._coordinates = {} if self.method is None else self.method.coordinates
         layers = find_layers(model, request.blocks)
         if request.blocks is None:  # both ways to cut the model; the profiling run decides between them
             whole = find_layers(model, in_sequentials=False)
@@ -97,12 +100,19 @@ class Planner:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the model's dtypes and the process's memory limit afterwards. For code that only plans."""
+        """Undo the changes to the model and the process afterwards. For code that only plans."""
         try:
             yield
         finally:
-            convert(self.model, self.given_dtypes)
-            self.device.lift_limit()
+            self.undo()
+
+    def undo(self) -> None:
+        """Restore the model's dtypes, what it trains, and the process's memory limit."""
+        convert(self.model, self.given_dtypes)
+        if self.request.method is not None:
+            for name, param in self.model.named_parameters():
+                param.requires_grad_(name in self._trained)
+        self.device.lift_limit()
 
     # Profile.
 
@@ -179,7 +189,9 @@ class Planner:
     def solve(self, found: Traced, step_config: StepConfig, *, gpu_bytes: int | None = None) -> PlannedModel:
         """Search the fastest plan for what was measured. `gpu_bytes`: instead of the request's."""
         graph, trace, chosen, given = found.graph, found.trace, found.loss, self._given
-        layout = pack(graph, given.chunk_bytes if given is not None else self._chunk_bytes)
+        chunk_bytes = given.chunk_bytes if given is not None else self._chunk_bytes
+        layout = pack(graph, chunk_bytes, in_coordinates=self._coordinates)
+        step_config = replace(step_config, coordinates=self._coordinates)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
             if given.loss_chunk != chosen.chunk:
@@ -216,6 +228,8 @@ class Planner:
             for name in ("update", "accumulate", "fp32_grads")
             if (theirs := getattr(given.step_config, name)) != (ours := getattr(self.step_config, name))
         ]
+        if given.step_config.coordinates != self._coordinates:
+            conflicts.append("its method, or its ranks, are others than here")
         conflicts += [
             f"it needs {show_bytes(needed)} of {name} and {show_bytes(allowed)} is allowed"
             for name, needed, allowed in (

@@ -12,7 +12,8 @@ from outsize.base.log import log
 from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.model.weights import Weights, convert
+from outsize.model.weights import Weights
+from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.profile.calling import Loss
@@ -33,6 +34,7 @@ def prepare(
     batch: Any,
     *,
     optimizer: OptimizerSpec | None = None,
+    method: MethodSpec | None = None,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     device: str | Device | None = None,
@@ -58,6 +60,7 @@ def prepare(
             cannot be called like that, and for anything else (a tensor, a dataclass): `model(batch)`. Inputs may be
             nested. A batch that costs more than the measured ones re-plans.
         optimizer: settings of the optimizer; `engine.optimizer` is the torch optimizer with these settings.
+        method: trains some weights in coordinates, as `outsize.OSFT(...)` does. Default: the weights themselves.
         gpu_memory: maximum GPU memory, such as "24GiB", CUDA context included. Default: what is free.
         host_memory: maximum host memory. Default: what is free within the container's limit, less a tenth.
         device: "cuda", "cpu" or `"sim:<catalog name, .yaml file or size>"`. Default: the GPU if there is one.
@@ -79,6 +82,7 @@ def prepare(
         batch,
         PrepareRequest(
             optimizer=optimizer or default_spec(),
+            method=method,
             gpu_memory=gpu_memory,
             host_memory=host_memory,
             device=device,
@@ -110,13 +114,13 @@ def prepare_as(model: nn.Module, batch: Any, request: PrepareRequest) -> Engine:
             device=planner.device,
             optimizer=request.optimizer,
             planner=planner.plan,
+            method=planner.method,
             weights=planner.weights,
             given_dtypes=planner.given_dtypes,
             takes_all_memory=request.gpu_memory is None,
         )
     except BaseException:
-        convert(model, planner.given_dtypes)
-        planner.device.lift_limit()
+        planner.undo()
         raise
     if planner.weights is not None:
         planner.weights.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from outsize.device.device import Device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.weights import Weights
+from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.profile.calling import Loss
@@ -19,6 +20,7 @@ class PlanRequest:
     """Settings that every plan has. The docstring of `outsize.prepare` describes them."""
 
     optimizer: OptimizerSpec = field(default_factory=default_spec)
+    method: MethodSpec | None = None
     gpu_memory: str | int | None = None
     host_memory: str | int | None = None
     accumulate: int | None = None

@@ -69,7 +69,7 @@ def test_any_graph_is_packed_without_gap_overlap_or_mixture(
             param = graph.param[piece.name]
             assert piece.offset * size % ALIGN_BYTES == 0
             assert 0 <= piece.offset - end < ALIGN_BYTES // size, "no overlap, and no more padding than alignment asks"
-            assert (piece.numel, chunk.dtype, chunk.trainable) == (param.numel, param.dtype, param.trainable)
+            assert (piece.numel, chunk.dtype, chunk.is_updated) == (param.numel, param.dtype, param.trainable)
             assert chunk.calls == (graph.users[piece.name] or (len(order) - 1,))
             end = piece.offset + piece.numel
         assert 0 <= chunk.numel - end < ALIGN_BYTES // size
@@ -117,7 +117,9 @@ def test_c1_parameters_begin_at_multiples_of_256_bytes_whatever_their_dtype() ->
 
 def test_c2_frozen_and_trainable_parameters_never_share_a_chunk_and_frozen_ones_have_no_state() -> None:
     layout = pack(graph_of([Spec(100), Spec(100, trainable=False), Spec(100), Spec(100, trainable=False)]))
-    frozen, trained = (next(chunk for chunk in layout.chunks if chunk.trainable is value) for value in (False, True))
+    frozen, trained = (
+        next(chunk for chunk in layout.chunks if chunk.updated == value) for value in ("frozen", "weights")
+    )
     assert [piece.name for piece in frozen.pieces] == ["p1", "p3"] and [piece.name for piece in trained.pieces] == [
         "p0",
         "p2",

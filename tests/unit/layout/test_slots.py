@@ -18,7 +18,7 @@ def layout_of(chunks: list[tuple[tuple[int, ...], int]]) -> ChunkLayout:
     """(calls, KiB) per chunk, in the order of first use as `pack` gives them."""
     chunks = sorted(chunks, key=lambda c: c[0])
     made = (
-        Chunk(index=i, calls=calls, dtype="uint8", trainable=False, numel=kib * 1024, pieces=())
+        Chunk(index=i, calls=calls, dtype="uint8", updated="frozen", numel=kib * 1024, pieces=())
         for i, (calls, kib) in enumerate(chunks)
     )
     return ChunkLayout(chunk_bytes=2**20, chunks=tuple(made))

@@ -405,7 +405,9 @@ def adapted(num_layers: int = 6, *, numel: int = 128, tied: bool = False) -> Cas
 
 
 def trained_homes(case: Case, plan: Plan) -> set[str]:
-    return {str(homes) for chunk, homes in zip(case.layout.chunks, plan.decision.homes, strict=True) if chunk.trainable}
+    return {
+        str(homes) for chunk, homes in zip(case.layout.chunks, plan.decision.homes, strict=True) if chunk.is_updated
+    }
 
 
 @pytest.mark.parametrize(
@@ -445,9 +447,9 @@ def test_much_that_trains_is_placed_as_any_other() -> None:
     """The border: at the share it stays, above it the search may move it."""
     few, many = adapted(numel=256), adapted(numel=448)
     for case, stays in ((few, True), (many, False), (make_case(6), False)):
-        trained = sum(c.nbytes for c in case.layout.chunks if c.trainable)
+        trained = sum(c.nbytes for c in case.layout.chunks if c.is_updated)
         assert (trained <= STAYING_SHARE * sum(c.nbytes for c in case.layout.chunks)) == stays
-        assert space_of(case).num_staying == (sum(c.trainable for c in case.layout.chunks) if stays else 0)
+        assert space_of(case).num_staying == (sum(c.is_updated for c in case.layout.chunks) if stays else 0)
     assert "host" in "".join(trained_homes(many, find(many, gpu=refuse(many, gpu=1).needed_bytes)))
 
 
@@ -461,9 +463,9 @@ def test_frozen_chunks_are_only_loaded_and_a_frozen_prefix_not_in_backward() -> 
             of_chunks = [
                 action for action in (*schedule["forward"], *backward, *schedule["update"]) if action.kind in "LQGUW"
             ]
-            assert {a.kind for a in of_chunks if not here.layout.chunks[a.index].trainable} <= {"L"}
+            assert {a.kind for a in of_chunks if not here.layout.chunks[a.index].is_updated} <= {"L"}
             for action in backward:
                 if action.kind == "L":
                     assert any(here.graph.has_backward[call] for call in here.layout.chunks[action.index].calls)
                 assert action.kind != "B" or here.graph.has_backward[action.index]
-            assert not any(a.kind == "L" and not here.layout.chunks[a.index].trainable for a in schedule["update"])
+            assert not any(a.kind == "L" and not here.layout.chunks[a.index].is_updated for a in schedule["update"])

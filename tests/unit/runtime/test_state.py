@@ -123,7 +123,7 @@ def test_a_step_in_backward_that_was_not_finite_is_read_only_by_calls_that_need_
             state.require(call)
         assert bool(reads) == (rule.nonfinite != "ignore") == (state.fault is S.FAILED)
     refusing = {call for call, rule in RULES.items() if rule.nonfinite == "raise"}
-    assert refusing == {"step", "clip_grad_norm_", "save", "export"}
+    assert refusing == {"step", "clip_grad_norm_", "save", "export", "next_task"}
 
 
 def engine_with(**fields: str) -> Engine:

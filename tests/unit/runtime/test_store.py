@@ -79,7 +79,7 @@ def padding(engine: Engine) -> dict[tuple[int, str], Tensor]:
     for chunk in engine.layout.chunks:
         free = gaps(engine, chunk.index)
         found[chunk.index, "weights"] = store.flat(store.place.home_buffer(chunk.index), chunk.index)[free]
-        if chunk.trainable:
+        if chunk.is_updated:
             state, lo = store.state(chunk.index)
             named = {**dict(zip(("m", "v"), state, strict=True)), **({} if lo is None else {"lo": lo})}
             found |= {(chunk.index, name): flat[free] for name, flat in named.items()}
@@ -236,7 +236,7 @@ def test_odd_parameters_stream_and_train_to_the_bit(layer: type[nn.Module], stra
         assert train(model, engine.optimizer) == expected
         state = model.state_dict()
         assert all(torch.equal(state[n], v) and state[n].dtype == torch.int8 for n, v in bytes_before.items())
-        assert not any(c.dtype == "int8" and c.trainable for c in engine.layout.chunks)
+        assert not any(c.dtype == "int8" and c.is_updated for c in engine.layout.chunks)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
@@ -345,7 +345,7 @@ def test_frozen_chunks_cause_no_traffic_to_the_host(weights: str, optimizer: str
     cell = cells.Cell(kind="llama", weights=weights, optimizer=optimizer, frozen="scattered")
     with cells.closing(cells.prepare(cell)) as engine:
         chunks = engine.layout.chunks
-        frozen, trained = {c.index for c in chunks if not c.trainable}, {c.index for c in chunks if c.trainable}
+        frozen, trained = {c.index for c in chunks if not c.is_updated}, {c.index for c in chunks if c.is_updated}
         step(engine, "llama")
         issued = list(engine.runtime.executor.issued)
         of = lambda kind: [int(word[1:]) for word in issued if word[0] == kind]

@@ -1,0 +1,99 @@
+"""Which weights of a model OSFT splits, and which other parameters train."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from outsize.base.errors import ConfigError, ModelUnsupported
+from outsize.methods.osft.method import OSFT
+from outsize.methods.osft.shape import SplitShape
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    """Of the parameter."""
+    shape: SplitShape
+
+    @property
+    def update(self) -> Literal["frozen", "whole", "split"]:
+        """`frozen`: all directions are frozen. `whole`: all are free, so the weight trains as without OSFT."""
+        if not self.shape.rank:
+            return "frozen"
+        return "split" if self.shape.frozen_rank else "whole"
+
+
+def find_targets(model: nn.Module, method: OSFT) -> tuple[Target, ...]:
+    """The trainable weights of linear modules that the method names, in the model's order. Refuses quantized ones.
+
+    A weight that several modules share counts once. Without `target_modules`, weights that an embedding or the output
+    head shares are no targets.
+    """
+    if getattr(model, "peft_config", None):
+        raise ConfigError("OSFT: the model has a PEFT adapter, which leaves no weights to split. Use one or the other.")
+    names = {id(param): name for name, param in model.named_parameters()}
+    heads = set() if method.target_modules is not None else _embeddings(model)
+    found: dict[str, Target] = {}
+    for module_name, module in model.named_modules():
+        is_transposed = _is_conv1d(module)
+        weight = module._parameters.get("weight") if is_transposed or isinstance(module, nn.Linear) else None
+        if weight is None or not method.is_target(module_name) or id(weight) in heads:
+            continue
+        _require_plain(module_name, weight)
+        if weight.requires_grad and weight.dim() == 2:
+            name = names[id(weight)]
+            found.setdefault(name, Target(name, method.shape(module_name, *weight.shape, is_transposed=is_transposed)))
+    if not found:
+        named = "" if method.target_modules is None else f" that target_modules={method.target_modules!r} names"
+        raise ConfigError(
+            f"OSFT: the model has no trainable linear weight{named}. Name linear modules of the model in "
+            "target_modules, and unfreeze their weights."
+        )
+    return tuple(found.values())
+
+
+def choose_trainable(model: nn.Module, method: OSFT, targets: Sequence[Target]) -> None:
+    """Set `requires_grad`: off for frozen targets and for what `method.others` leaves out. Nothing is unfrozen."""
+    updates = {target.name: target.update for target in targets}
+    norms = {id(p) for module in model.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
+    others = method.trains_others
+    for name, param in model.named_parameters():
+        trains = others == "train" or (others == "norms" and id(param) in norms)
+        if not (updates[name] != "frozen" if name in updates else trains):
+            param.requires_grad_(False)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError(
+            f"OSFT: there is nothing to train: all directions are frozen, and so are all others (others={others!r}). "
+            "Raise unfreeze_rank_ratio, or set others='train'."
+        )
+
+
+def _require_plain(module: str, weight: Tensor) -> None:
+    if hasattr(weight, "__tensor_flatten__") and type(weight).__name__ != "DTensor":
+        raise ModelUnsupported(
+            f"OSFT: {module}.weight is a {type(weight).__name__}, which keeps its values in other tensors, as "
+            "quantized weights do. Use the unquantized model."
+        )
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        do = "Use the unquantized model" if weight.dtype != torch.float16 else "Convert the model to bf16"
+        raise ModelUnsupported(f"OSFT: {module}.weight is {dtype}; only bf16 and fp32 weights can be split. {do}.")
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    return {id(table) for table in (*tables, getattr(head, "weight", None)) if table is not None}
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, whose weight is (inputs, outputs)."""
+    return any(cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
