@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _DOC = """Chat with a trained model: the output_dir of a run, a checkpoint, an exported folder, or an adapter.
 
-The chat template of the folder is used; without one, the model continues your text. Ctrl-C ends an answer; /new begins
+Prompts are written as in the training data of the run: with the folder's chat template, or in the format of single
+instructions. Without both, the model continues your text. Ctrl-C ends an answer; /new begins
 a new conversation; Ctrl-D or /exit ends the chat. Models with images: text only.
 
 [bold]Examples[/bold]
@@ -32,6 +33,7 @@ def chat(
     folder: Annotated[Path, typer.Argument(help="The folder of a model or an adapter.", metavar="FOLDER")],
     prompt: Annotated[str | None, typer.Option(help="Print one answer and exit.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as given, without a template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer.")] = 512,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0: greedy.", show_default="the folder's generation config")
@@ -54,12 +56,15 @@ def chat(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         system=system,
+        raw=raw,
     )
     talk = Chat(request)
     try:
         _say(talk.summary)
-        if not talk.has_template:
-            _say("No chat template: the model continues your text.")
+        if talk.note:
+            _say(talk.note)
+        elif not talk.has_template:
+            _say(f"{'--raw' if raw else 'No chat template'}: the model continues your text.")
         if prompt is not None:
             _answer(talk, prompt)
         else:

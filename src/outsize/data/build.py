@@ -8,7 +8,7 @@ from outsize.base.errors import ConfigError, DataError
 from outsize.base.log import log
 from outsize.config.run import DatasetConfig
 from outsize.data.files import Record
-from outsize.data.formats import open_format
+from outsize.data.formats import open_format, prompt_of
 from outsize.data.packing import PackedRows, pack
 from outsize.data.rows import Document, Excess, Rows, check_lengths, cut, split_off, trainable
 from outsize.data.sources import read
@@ -32,11 +32,13 @@ def load_rows(
     train_on_inputs: bool = False,
     deduplicate: bool = False,
     fingerprints: list[str] | None = None,
+    prompts: list[str | None] | None = None,
     vision: Vision | None = None,
 ) -> tuple[Rows | PackedRows, Rows | PackedRows | None]:
     """Rows to train on, and rows to validate on if `val_set_size` is not zero. Deterministic.
 
     `pad_id` fills up packed rows (see `collate.pad_id_of`). `fingerprints` gets one entry per dataset, of its tokens.
+    `prompts` gets what is written before a trained answer (`Format.prompt`), once.
     `vision`: if the data have images; rows then have what the processor needs.
     """
     if sequence_len < 2:
@@ -44,7 +46,8 @@ def load_rows(
             f"sequence_len {sequence_len} is too small: a token is predicted from the one before. Use 2 or more."
         )
     # All are opened before any is tokenized, so that a wrong path or column in the last one is found first.
-    opened = [_open(source, tokenizer, train_on_inputs, vision) for source in datasets]
+    found = [] if prompts is None else prompts
+    opened = [_open(source, tokenizer, train_on_inputs, vision, found) for source in datasets]
     sizes, seen = [0] * len(opened), set[int]()
 
     def of(number: int) -> Iterator[Document]:
@@ -73,10 +76,13 @@ def load_rows(
     return finish(train, "training"), None if validation is None else finish(validation, "validation")
 
 
-def _open(source: DatasetConfig, tokenizer: Any, train_on_inputs: bool, vision: Vision | None) -> Iterator[Document]:
+def _open(
+    source: DatasetConfig, tokenizer: Any, train_on_inputs: bool, vision: Vision | None, prompts: list[str | None]
+) -> Iterator[Document]:
     records = read(source)
     first = next(records)  # reading raises if there is none
     tokenize = open_format(first, source, tokenizer, train_on_inputs, vision)
+    prompts += [prompt] if (prompt := prompt_of(first, source)) not in prompts else []
     return _documents(chain([first], records), tokenize)
 
 

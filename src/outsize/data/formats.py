@@ -21,6 +21,9 @@ from outsize.data.vision import Vision
 Columns = Callable[[dict[str, Any], DatasetConfig], tuple[str, ...]]
 """The columns that a row must have. Takes its fields and the dataset."""
 Documents = Callable[[Sequence[Record]], list[Document]]
+INSTRUCTION = "{instruction}"
+UNKNOWN_PROMPT = ""
+"""In place of a prompt that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,8 @@ class Format:
     """Chosen for a dataset without `type` if its columns fit no other such format."""
     unless: tuple[str, ...] = ()
     """Columns that this format would ignore: it is then not chosen."""
+    prompt: str | None = INSTRUCTION
+    """The text before a trained answer, with `INSTRUCTION` in place of the user's. None: the chat template's."""
 
     def fits(self, fields: dict[str, Any], source: DatasetConfig) -> bool:
         return all(name in fields for name in self.columns(fields, source)) and not any(
@@ -45,8 +50,7 @@ def open_format(
     first: Record, source: DatasetConfig, tokenizer: Any, train_on_inputs: bool, vision: Vision | None = None
 ) -> Documents:
     """What turns the records of a dataset into documents. `first`: its first record."""
-    form = _instructions(**_own_prompt(source.prompt)) if source.prompt is not None else None
-    form = form or FORMATS[source.type or _inferred(first, source)]
+    form = _format_of(first, source)
     if vision is None:
         return form.open(tokenizer, source, train_on_inputs)
     if form.open_with_images is None:
@@ -55,6 +59,22 @@ def open_format(
             "as conversations (type: chat_template), or train on it in a run of its own."
         )
     return form.open_with_images(tokenizer, source, train_on_inputs, vision)
+
+
+def prompt_of(first: Record, source: DatasetConfig) -> str | None:
+    """`Format.prompt` of a dataset. `first`: its first record."""
+    form = _format_of(first, source)
+    has_messages = form is FORMATS["prompt_completion"] and isinstance(first.fields.get("completion"), list)
+    if form.prompt is not None and not has_messages:
+        return form.prompt
+    # The tokenizer that is saved has another template.
+    return None if source.chat_template is None else UNKNOWN_PROMPT
+
+
+def _format_of(first: Record, source: DatasetConfig) -> Format:
+    if source.prompt is not None:
+        return _instructions(**_own_prompt(source.prompt))
+    return FORMATS[source.type or _inferred(first, source)]
 
 
 def may_have_images(source: DatasetConfig) -> bool:
@@ -71,6 +91,7 @@ def _segmented(
     special_tokens: bool = True,
     inferred: bool = False,
     unless: tuple[str, ...] = (),
+    prompt: str = INSTRUCTION,
 ) -> Format:
     """A format whose rows are texts with and without loss."""
 
@@ -86,7 +107,7 @@ def _segmented(
 
         return documents
 
-    return Format(columns=lambda fields, source: columns, open=open, inferred=inferred, unless=unless)
+    return Format(columns=lambda fields, source: columns, open=open, inferred=inferred, unless=unless, prompt=prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +161,10 @@ def _instructions(
     input, for rows that have none.
     """
 
+    def prompt_text(values: dict[str, Any]) -> str:
+        before = _filled(style.system, values) if values["system"] else ""
+        return before + _filled(style.turn if values["input"] else style.turn_without_input, values)
+
     def segments(record: Record) -> list[Segment]:
         given = record.fields.get(input)
         values = {
@@ -147,12 +172,15 @@ def _instructions(
             "input": given if given is None else record.get_text(input, key="type"),
             "system": (record.fields.get(system) if system else None) or system_texts[0 if given else 1],
         }
-        prompt = _filled(style.system, values) if values["system"] else ""
-        prompt += _filled(style.turn if given else style.turn_without_input, values)
-        return [Segment(text=prompt, trained=False), Segment(text=record.get_text(output, key="type"), trained=True)]
+        return [
+            Segment(text=prompt_text(values), trained=False),
+            Segment(text=record.get_text(output, key="type"), trained=True),
+        ]
 
     # A column that holds a system prompt is not ignored without saying so.
-    return _segmented((instruction, output), segments, inferred=inferred, unless=() if system else ("system",))
+    unless = () if system else ("system",)
+    prompt = prompt_text({"instruction": INSTRUCTION, "input": None, "system": system_texts[1]})
+    return _segmented((instruction, output), segments, inferred=inferred, unless=unless, prompt=prompt)
 
 
 def _filled(text: str, values: dict[str, Any]) -> str:
@@ -251,6 +279,7 @@ _CHAT = Format(
     open=_open_chat,
     open_with_images=_open_chat,
     inferred=True,
+    prompt=None,
 )
 
 FORMATS: dict[str, Format] = {

@@ -17,6 +17,7 @@ from outsize.base.log import log
 from outsize.config.run import DatasetConfig
 from outsize.data.chat import Chats, message_of
 from outsize.data.files import Record, json_type
+from outsize.data.formats import INSTRUCTION, UNKNOWN_PROMPT
 from outsize.data.rows import IGNORED, Document, Excess, Ints, Rows, check_lengths, cut, split_off, trainable
 from outsize.data.sources import read
 from outsize.progress import counted
@@ -254,6 +255,13 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 # --- rows
 
 
+def _prompt_of(first: Record, source: DatasetConfig) -> str | None:
+    """`Format.prompt` of a dataset."""
+    if not isinstance(pair_of(first, source)["prompt"], str):
+        return None
+    return INSTRUCTION if source.type is None and source.prompt is None else UNKNOWN_PROMPT
+
+
 def load_pairs(
     tokenizer: Any,
     datasets: Sequence[DatasetConfig],
@@ -264,15 +272,20 @@ def load_pairs(
     seed: int = 42,
     deduplicate: bool = False,
     fingerprints: list[str] | None = None,
+    prompts: list[str | None] | None = None,
 ) -> tuple[Rows, Rows | None]:
     """Rows to train on, and rows to validate on if `val_set_size` is not zero. Rows 2i and 2i + 1 are a pair: its
-    chosen and its rejected document.
+    chosen and its rejected document. `prompts`: as in `load_rows`.
     """
     sizes, seen = [], set[int]()
 
     def of(source: DatasetConfig) -> Iterator[Document]:
         sizes.append(0)
         records, tokenize = read(source), pair_documents(tokenizer, source)
+        first = next(records)  # reading raises if there is none
+        records = chain([first], records)
+        if prompts is not None and (prompt := _prompt_of(first, source)) not in prompts:
+            prompts.append(prompt)
         batches = iter(lambda: list(islice(records, _RECORDS_AT_ONCE)), [])
         documents = chain.from_iterable(map(tokenize, batches))
         for chosen, rejected in zip(documents, documents, strict=True):

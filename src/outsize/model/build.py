@@ -18,6 +18,8 @@ from outsize.base.log import log
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
 
+_HUB_SECONDS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -86,14 +88,26 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
     """Load a model's config. A quantized model is refused, with the name of the method."""
     from transformers import AutoConfig
 
-    path = Path(model)
+    path, local = Path(model), {}
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{path} has an adapter, not a whole model. To train it further, name its base here and set "
+            f"lora_model_dir: {path}. Or merge it (outsize export {path} merged --merge) and name that folder."
+        )
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{path} has no config.json. Name the folder that a model was saved to.")
-    if not path.exists() and not _may_be_hub_id(str(model)):  # transformers would ask the hub, with retries
-        raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
+    if not path.exists():  # transformers would ask the hub, with retries for half a minute
+        if not _may_be_hub_id(str(model)):
+            raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
+        local = {} if _hub_answers(str(model)) else {"local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model)
+        config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model, **local)
     except (OSError, ValueError, KeyError) as error:
+        if local:
+            raise ConfigError(
+                f"{model}: there is no such folder, and the hub cannot be reached. Correct the path, or download the "
+                "model where there is network and name its folder."
+            ) from None
         raise ConfigError(
             f"{model}: transformers cannot load its config: {_first_line(error)}. Name a folder with a config.json, "
             "that file, or a hub id."
@@ -104,7 +118,22 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
 
 
 def _may_be_hub_id(name: str) -> bool:
-    return name[:1] not in "/.~" and name.count("/") <= 1 and "\\" not in name
+    is_below_a_folder = "/" in name and Path(name).parent.is_dir()
+    return name[:1] not in "/.~" and name.count("/") <= 1 and "\\" not in name and not is_below_a_folder
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub says something about this id. One request, without retries."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+    except (HfHubHTTPError, ValueError):  # an answer, or no valid id
+        return True
+    except Exception:  # of the HTTP library, which depends on huggingface_hub's version
+        return False
+    return True
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -35,10 +35,17 @@ from outsize.run.compat_checks import (
     require_vocabulary,
     with_installed_attention,
 )
+from outsize.run.cpu_threads import set_threads
 from outsize.run.disk import disk_need, num_steps, require_disk_space
 from outsize.run.dpo import dpo_arguments, dpo_trainer, widest_pairs
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
-from outsize.run.resume_fingerprint import require_resumable, require_same_data, resume_fingerprint, split_of
+from outsize.run.resume_fingerprint import (
+    require_resumable,
+    require_same_data,
+    resume_fingerprint,
+    split_of,
+    threads_in,
+)
 from outsize.run.row_lengths import longest_row, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
 from outsize.run.trained import freeze
@@ -74,6 +81,8 @@ class Assembled:
     """Of the average training row, without padding."""
     chosen_by: str
     """How the micro-batch was chosen, if it was."""
+    threads_text: str
+    """For the user, if the number of CPU threads was chosen."""
 
 
 def assemble(config: RunConfig) -> Assembled:
@@ -98,7 +107,8 @@ def assemble(config: RunConfig) -> Assembled:
     vision = load_vision(config)
     tokenizer = load_tokenizer(config, vision.processor if vision is not None else None)
     pad_id = pad_id_of(tokenizer)
-    train, evaluated, fingerprints = rows(config, tokenizer, pad_id, vision)
+    prompts: list[str | None] = []
+    train, evaluated, fingerprints = rows(config, tokenizer, pad_id, vision, prompts)
     if checkpoint is not None:
         require_same_data(checkpoint, config, fingerprints)
     set_seed(config.seed)
@@ -109,10 +119,12 @@ def assemble(config: RunConfig) -> Assembled:
         require_packable(built.model)
     require_vocabulary(built.model, tokenizer, [train] if evaluated is None else [train, evaluated], pad_id)
     freeze(built.model, config)
-    if config.adapter == "lora":
-        built = adapt(built, config)
     parts = [train] if evaluated is None else [train, evaluated]
     tokens = longest_row(config, parts)
+    stored_threads = threads_in(checkpoint) if checkpoint is not None else None
+    threads_text = set_threads(built.model, splits[0].rows * tokens, device, stored_threads)
+    if config.adapter == "lora":
+        built = adapt(built, config)
     vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     patience = config.early_stopping_patience
     collator = collator_of(config, pad_id, config.sequence_len, vision)
@@ -153,7 +165,9 @@ def assemble(config: RunConfig) -> Assembled:
     rows_per_item = 1 if config.rl is None else 2
     steps = num_steps(config, len(train) // rows_per_item)
     require_disk_space(disk_need(built.model, arguments, layout, checkpoint, steps), arguments)
-    trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints), tuple(changed)
+    threads = None if device.is_gpu else torch.get_num_threads()
+    trainer.prompts = tuple(prompts)
+    trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints, threads), tuple(changed)
     return Assembled(
         trainer=trainer,
         tokenizer=tokenizer,
@@ -163,6 +177,7 @@ def assemble(config: RunConfig) -> Assembled:
         longest_row=tokens,
         tokens_per_row=tokens_per_row(train),
         chosen_by=chosen_by,
+        threads_text=threads_text,
     )
 
 
@@ -244,8 +259,12 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return found
 
 
-def rows(config: RunConfig, tokenizer: Any, pad_id: int, vision: Vision | None = None) -> tuple[Any, Any, list[str]]:
-    """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset. With `rl: dpo`, two rows a pair."""
+def rows(
+    config: RunConfig, tokenizer: Any, pad_id: int, vision: Vision | None, prompts: list[str | None] | None = None
+) -> tuple[Any, Any, list[str]]:
+    """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset. With `rl: dpo`, two rows a pair.
+    `prompts`: see `load_rows`.
+    """
     fingerprints: list[str] = []
     load: Any = load_rows if config.rl is None else load_pairs
     settings: dict[str, Any] = dict(
@@ -259,7 +278,12 @@ def rows(config: RunConfig, tokenizer: Any, pad_id: int, vision: Vision | None =
             pad_id=pad_id, sample_packing=config.sample_packing, train_on_inputs=config.train_on_inputs, vision=vision
         )
     train, evaluated = load(
-        tokenizer, config.datasets, val_set_size=config.val_set_size, fingerprints=fingerprints, **settings
+        tokenizer,
+        config.datasets,
+        val_set_size=config.val_set_size,
+        fingerprints=fingerprints,
+        prompts=prompts,
+        **settings,
     )
     if config.test_datasets:
         evaluated, _ = load(tokenizer, config.test_datasets, **settings)

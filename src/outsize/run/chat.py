@@ -17,8 +17,10 @@ from transformers import AutoTokenizer, TextStreamer
 from outsize.base.errors import BadFile, ConfigError, PlanInfeasible
 from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints
+from outsize.data.formats import INSTRUCTION
 from outsize.device.choose import choose_device
 from outsize.run.compat_checks import first_line
+from outsize.run.prompt_format import prompt_format, read_prompts
 from outsize.run.result_folder import base_of, load_adapted, load_model, require_folder
 from outsize.runtime.engine import Engine
 from outsize.setup.prepare import prepare
@@ -44,16 +46,19 @@ class ChatRequest:
     temperature: float | None = None
     """0: greedy. None: as the model's generation config says."""
     system: str | None = None
+    raw: bool = False
+    """Prompts are continued as given."""
 
 
 class Chat:
-    """A conversation with a model. Without a chat template, the model continues each text by itself."""
+    """A conversation with a model. Without a chat template, each prompt is answered by itself."""
 
     def __init__(self, request: ChatRequest):
         self._request = request
         folder = self.folder = _folder_with_model(request.folder)
         base = base_of(folder, request.base) if require_folder(folder) else None
-        self._prompts = Prompts(_load_tokenizer(folder, base), request.system)
+        form, self.note = (INSTRUCTION, "") if request.raw else prompt_format(read_prompts(folder))
+        self._prompts = Prompts(_load_tokenizer(folder, base), request.system, form)
         self.has_template = self._prompts.has_template
         model = self._model = load_model(folder) if base is None else load_adapted(folder, base)
         usual = _ENCODER_TOKENS if model.config.is_encoder_decoder else _CONTEXT_TOKENS
@@ -151,12 +156,17 @@ class Chat:
 
 
 class Prompts:
-    """Makes tokens of conversations with the tokenizer's chat template, or of single texts."""
+    """Makes tokens of conversations with the tokenizer's chat template, or of single texts.
 
-    def __init__(self, tokenizer: Any, system: str | None):
-        self.tokenizer, self.has_template = tokenizer, bool(tokenizer.chat_template)
+    `form`: the format of prompts in place of the chat template.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None, form: str | None = None):
+        self.tokenizer, self.has_template = tokenizer, form is None and bool(tokenizer.chat_template)
+        self._form = form or INSTRUCTION
         if system is not None and not self.has_template:
-            raise ConfigError("--system: the tokenizer has no chat template. Leave it out.")
+            why = "the tokenizer has no chat template" if form is None else "prompts are not in the chat template"
+            raise ConfigError(f"--system: {why}. Leave it out.")
         self._system = [] if system is None else [_message("system", system)]
         # Templates of models with images may show contents only in parts.
         self._in_parts = False
@@ -168,7 +178,7 @@ class Prompts:
 
     def tokens(self, messages: list[Message], text: str) -> Tensor:
         if not self.has_template:
-            return self.encode(text)
+            return self.encode(self._form.replace(INSTRUCTION, text) if text else "")
         rendered = self._render([*self._system, *messages, _message("user", text)], prompt=True)
         return self.encode(rendered, add_special_tokens=False)
 

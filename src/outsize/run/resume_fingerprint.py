@@ -23,6 +23,8 @@ from outsize.setup.micro_batch import Split
 FINGERPRINT_FILE = "run.json"
 DATA = "data"
 """The key of the fingerprints, one per dataset."""
+_THREADS = "cpu_threads"
+"""The key of the number of threads, of runs on the CPU."""
 _FREE = {
     "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps",
     "eval_batch_size", "test_datasets", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
@@ -44,9 +46,17 @@ _ON_REQUEST = {
 }  # fmt: skip
 
 
-def resume_fingerprint(config: RunConfig, fingerprints: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint stores of a config with a chosen micro-batch. `fingerprints`: of its datasets."""
-    return {**_settings(config), DATA: list(fingerprints)}
+def resume_fingerprint(config: RunConfig, fingerprints: Sequence[str], cpu_threads: int | None) -> dict[str, Any]:
+    """What a checkpoint stores of a config with a chosen micro-batch. `fingerprints`: of its datasets. `cpu_threads`:
+    None on a GPU.
+    """
+    return {**_settings(config), DATA: list(fingerprints), _THREADS: cpu_threads}
+
+
+def threads_in(checkpoint: Path) -> int | None:
+    """The number of CPU threads of the checkpoint's steps. None if they ran on a GPU or it is unknown."""
+    number: int | None = _read(checkpoint).get(_THREADS)
+    return number
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -71,7 +81,7 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
     changed = []
     # Reported elsewhere: data by its content once it is read, the split above.
-    reported = {DATA, "datasets", "chat_template_jinja"} | (set() if keeps_batch else set(_SPLIT))
+    reported = {DATA, _THREADS, "datasets", "chat_template_jinja"} | (set() if keeps_batch else set(_SPLIT))
     for name in sorted(then.keys() - reported):
         if then[name] == now.get(name):
             continue
@@ -145,6 +155,12 @@ def _show(value: Any) -> str:
 
 def _refused(checkpoint: Path, problems: Sequence[str]) -> ConfigError:
     new = f"To start a new run from these weights: base_model: {checkpoint}, another output_dir and no --resume."
+    if (checkpoint / "adapter_config.json").exists():
+        new = (
+            f"To start a new run from this adapter, with its rank: lora_model_dir: {checkpoint}, another output_dir "
+            f"and no --resume. For another rank, merge it first (outsize export {checkpoint} merged --merge) and use "
+            "base_model: merged."
+        )
     return ConfigError("\n  ".join([f"{checkpoint}: cannot be resumed with these settings.", *problems, new]))
 
 

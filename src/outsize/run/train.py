@@ -14,6 +14,7 @@ from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.hub import create_repository, upload
 from outsize.run.interrupt import Interrupt
 from outsize.run.progress import ProgressCallback
+from outsize.run.prompt_format import prompt_format
 from outsize.run.row_lengths import rows_text
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.render import render
@@ -37,6 +38,7 @@ def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     """Plan and stop."""
     _show_notes(config, console)
     assembled = assemble(config)
+    _show_threads(assembled, console)
     planned = assembled.trainer.preview()
     _show(planned, console, assembled, config)
     _show_replaced_optimizer(planned, console, config)
@@ -55,6 +57,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         f"{assembled.num_rows} {items} to train on{held_out}, of at most {assembled.longest_row} tokens.",
         highlight=False,
     )
+    _show_threads(assembled, console)
     start(assembled, config)
     engine = trainer.engine
     progress = ProgressCallback(trainer, console, assembled.tokens_per_row)
@@ -94,7 +97,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         progress.stop()
         engine.close()
     base = trainer.model.get_base_model() if config.adapter == "lora" else trainer.model
-    _print_result(outcome, config, console, type(base).__name__)
+    _print_result(outcome, config, console, type(base).__name__, trainer.prompts)
     return outcome
 
 
@@ -106,6 +109,11 @@ def _last_checkpoint(folder: Path, step: int) -> Path | None:
 def _show_notes(config: RunConfig, console: Console) -> None:
     for note in config.notes:
         console.print(f"[yellow]note[/yellow] {note}", highlight=False)
+
+
+def _show_threads(assembled: Assembled, console: Console) -> None:
+    if assembled.threads_text:
+        console.print(f"[yellow]note[/yellow] {assembled.threads_text}", highlight=False)
 
 
 def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
@@ -157,9 +165,11 @@ def _how_to_load(result: Path, config: RunConfig, model_class: str) -> list[str]
     ]
 
 
-def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_class: str) -> None:
-    """`model_class`: the name of the model's class, without an adapter."""
-    say = lambda text: console.print(text, highlight=False, soft_wrap=True)
+def _print_result(
+    outcome: Outcome, config: RunConfig, console: Console, model_class: str, prompts: tuple[str | None, ...]
+) -> None:
+    """`model_class`: the name of the model's class, without an adapter. `prompts`: how the data write them."""
+    say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
     if outcome.losses:
         first, last = outcome.losses[0], outcome.losses[-1]
         say(
@@ -178,6 +188,8 @@ def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_c
         for number, line in enumerate(_how_to_load(outcome.result, config, model_class)):
             say(f"{'        ' if number else 'load    '}{line}")
         say(f"chat    outsize chat {shlex.quote(str(outcome.result))}")
+        if note := prompt_format(prompts)[1]:
+            say(f"        {note}")
         if config.adapter == "lora":
             say(f"merge   outsize export {shlex.quote(str(outcome.result))} merged --merge")
     else:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from outsize.integrations.arguments import update_mode
 from outsize.integrations.hf import OutsizeTrainer
 from outsize.optim.spec import OptimizerSpec
+from outsize.run.prompt_format import write_prompts
 from outsize.run.resume_fingerprint import FINGERPRINT_FILE
 from outsize.runtime.engine import PlannedModel
 from outsize.setup.micro_batch import Choice, Split
@@ -29,6 +30,8 @@ class ForRuns(_Trainer):
     _plan_batch: dict[str, Any] | None
     fingerprint: dict[str, Any]
     """See run/resume_fingerprint.py."""
+    prompts: tuple[str | None, ...] = ()
+    """How the data write prompts (`Format.prompt`), for `outsize chat`."""
     shows_plan = False
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, changed with `--set`."""
@@ -72,6 +75,7 @@ class ForRuns(_Trainer):
     def _write_common(self, folder: Path) -> None:
         super()._write_common(folder)
         (folder / FINGERPRINT_FILE).write_text(json.dumps(self.fingerprint, indent=1))
+        write_prompts(folder, self.prompts)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loading restores the checkpoint's optimizer settings and learning rate; changed ones are applied again."""

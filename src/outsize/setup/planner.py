@@ -281,6 +281,11 @@ def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
             )
         return free
     requested = parse_bytes(gpu_memory, name="gpu_memory")
+    if requested > free and not device.has_own_memory:
+        raise ConfigError(
+            f"gpu_memory {exact_bytes(requested)}: the run uses no GPU but the CPU, which has {show_bytes(free)} free. "
+            "Leave gpu_memory out, or try a budget with device: sim:24GiB. `outsize doctor` says why there is no GPU."
+        )
     if requested > free:
         others = f" (other engines hold {show_bytes(taken)})" if taken else ""
         raise ConfigError(

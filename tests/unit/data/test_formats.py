@@ -13,7 +13,8 @@ from outsize.config.read import parse_config
 from outsize.config.run import DatasetConfig
 from outsize.config.types import TextType
 from outsize.data.build import load_rows
-from outsize.data.formats import FORMATS
+from outsize.data.files import Record
+from outsize.data.formats import FORMATS, INSTRUCTION, UNKNOWN_PROMPT, prompt_of
 from outsize.data.rows import IGNORED
 
 ALPACA = {"instruction": "Is the sea full?", "input": "", "output": "Not yet."}
@@ -231,3 +232,40 @@ def test_slow_tokenizers_are_refused_where_offsets_are_needed(write_jsonl: Calla
     source = DatasetConfig(path=str(write_jsonl(ALPACA)))
     with pytest.raises(Exception, match="Slow does not report character offsets"):
         load_rows(Slow(), [source], sequence_len=64, pad_id=0)
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "prompt"),
+    [
+        (ALPACA, {}, f"{BARE}\n\n### Instruction:\n{{instruction}}\n\n### Response:\n"),
+        (
+            ALPACA,
+            {"type": "alpaca:chatml"},
+            f"<|im_start|>system\n{BARE}<|im_end|>\n<|im_start|>user\n{{instruction}}<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (WITH_SYSTEM, {"type": "alpaca_w_system"}, "USER: {instruction}\nASSISTANT:"),
+        (
+            {"q": "a", "a": "b"},
+            {
+                "type": {
+                    "field_instruction": "q",
+                    "field_output": "a",
+                    "format": "Q: {instruction}\nA: ",
+                    "no_input_format": "Q: {instruction}\nA: ",
+                }
+            },
+            "Q: {instruction}\nA: ",
+        ),
+        ({"prompt": "a", "completion": "b"}, {}, INSTRUCTION),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, {}, None),
+        ({"messages": [QUESTION, ANSWER]}, {}, None),
+        ({"messages": [QUESTION, ANSWER]}, {"chat_template": "chatml"}, UNKNOWN_PROMPT),
+        ({"text": "a"}, {}, INSTRUCTION),
+    ],
+)
+def test_the_prompt_that_answers_are_trained_after(
+    record: dict[str, Any], keys: dict[str, Any], prompt: str | None
+) -> None:
+    given = {"base_model": "m", "datasets": [{"path": "-", **keys}]}
+    (source,) = parse_config(given, "run.yaml").datasets
+    assert prompt_of(Record(fields=record, place="-"), source) == prompt

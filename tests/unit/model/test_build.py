@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cells
+import huggingface_hub
 import pytest
 import torch
 import zoo
@@ -264,3 +265,26 @@ def test_a_head_that_cannot_be_trained_or_is_not_known_is_not_exchanged_for_anot
 def test_a_folder_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
         load_config(name)
+
+
+def test_a_name_below_a_folder_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^models/llama-8b: there is no such folder"):
+        load_config("models/llama-8b")
+
+
+def test_without_network_a_hub_id_may_be_a_wrong_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
+    )
+    with pytest.raises(ConfigError, match=r"^nobody/knows-this: there is no such folder, and the hub cannot be reached"):
+        load_config("nobody/knows-this")
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=rf"has an adapter, not a whole model.* lora_model_dir: {tmp_path}\. Or merge it"
+    ):
+        load_config(tmp_path)

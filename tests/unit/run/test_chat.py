@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from outsize.base.errors import BadFile, ConfigError, OutsizeError
 from outsize.cli.main import app
 from outsize.run.chat import Chat, ChatRequest
+from outsize.run.export import export_folder
+from outsize.run.prompt_format import read_prompts, write_prompts
 
 CHATML = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|system|>' }}{% endfor %}{{ 'assistant: ' }}"
 
@@ -121,6 +123,42 @@ def test_the_command_prints_answers_to_stdout_and_the_rest_to_stderr(source: Pat
     assert empty.exit_code == 2 and "prompt: it is empty" in empty.stderr
     refused = CliRunner().invoke(app, [*args, "--system", "a"])
     assert refused.exit_code == 2 and "--system: the tokenizer has no chat template" in refused.stderr
+
+
+ALPACA = "Do this.\n### Instruction:\n{instruction}\n### Response:\n"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "raw", "text", "note"),
+    [
+        ([ALPACA], False, ALPACA.format(instruction="a cat {input}"), "in the format of the training data: 'Do this."),
+        ([ALPACA], True, "a cat {input}", ""),
+        (["{instruction}"], False, "a cat {input}", "the text as it is, without the chat template"),
+        ([None], False, "<|user|>a cat {input}</s><|assistant|>", ""),
+        (
+            [None, ALPACA],
+            False,
+            "<|user|>a cat {input}</s><|assistant|>",
+            "have 2 prompt formats; prompts use the first",
+        ),
+        ([""], False, "<|user|>a cat {input}</s><|assistant|>", "is not known"),
+    ],
+)
+def test_prompts_are_written_as_in_the_training_data(
+    source: Path, prompts: list[str | None], raw: bool, text: str, note: str
+) -> None:
+    write_prompts(source / "model", prompts)
+    chat = chat_of(source / "model", raw=raw)
+    chat.answer("a cat {input}")
+    assert chat._prompts.tokens(chat._messages[:-2], "a cat {input}").tolist() == chat._prompts.encode(text).tolist()
+    assert note in chat.note and bool(note) == bool(chat.note)
+    assert bool(chat._messages) == text.startswith("<|user|>")
+
+
+def test_an_exported_folder_keeps_the_format_of_prompts(source: Path, tmp_path: Path) -> None:
+    write_prompts(source / "adapter", [ALPACA])
+    export_folder(source / "adapter", tmp_path / "merged", merge=True)
+    assert read_prompts(tmp_path / "merged") == [ALPACA]
 
 
 def test_the_result_of_a_run_and_its_checkpoints_can_be_chatted_with(tmp_path: Path) -> None:

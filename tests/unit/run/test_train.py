@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from outsize.cli.main import app
 from outsize.config.read import read_config
+from outsize.run.prompt_format import read_prompts
 from outsize.run.train import train_run
 
 
@@ -24,6 +25,7 @@ def test_the_result_loads_as_the_last_line_says(tmp_path: Path, keys: dict[str, 
     assert "of the simulated GPU at most" in text and "simulated GPU" in text.split("step 1/1: ")[1]
     assert "tokens/s, 0 s left, lr " in text and ", norm " in text
     assert "the plan, on a simulated GPU" in text
+    assert read_prompts(tmp_path / "out") == ["{instruction}"] and "the text as it is, without the chat" in text
     code, chat = text.split("\nload")[1].split("\nchat")
     names: dict[str, Any] = {}
     exec("\n".join(line.strip() for line in code.splitlines()), names)

@@ -1,0 +1,41 @@
+"""How the training data of a run wrote prompts: stored with its checkpoints and its result, for `outsize chat`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from outsize.base.errors import BadFile
+from outsize.data.formats import INSTRUCTION, UNKNOWN_PROMPT
+
+PROMPT_FILE = "prompt_format.json"
+_RAW = "`outsize chat --raw` takes prompts as they are in the data."
+
+
+def write_prompts(folder: Path, prompts: Sequence[str | None]) -> None:
+    """`prompts`: the different `Format.prompt` of the datasets."""
+    (folder / PROMPT_FILE).write_text(json.dumps({"prompts": prompts}, indent=1))
+
+
+def read_prompts(folder: Path) -> list[str | None]:
+    """Empty if the folder does not say."""
+    path = folder / PROMPT_FILE
+    if not path.exists():
+        return []
+    try:
+        return list(json.loads(path.read_text())["prompts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadFile(f"{path}: cannot be read ({error}). Remove it to use the chat template.") from None
+
+
+def prompt_format(prompts: Sequence[str | None]) -> tuple[str | None, str]:
+    """The format to chat with (None: the chat template), and a note for the user."""
+    first = next(iter(prompts), None) or None
+    if UNKNOWN_PROMPT in prompts:
+        return first, f"The prompt format of the training data is not known; the answers may be meaningless. {_RAW}"
+    if first is None and len(prompts) < 2:
+        return None, ""
+    shown = {None: "the chat template", INSTRUCTION: "the text as it is, without the chat template"}.get(first)
+    text = f"Prompts are single, in the format of the training data: {shown or repr(first)}."
+    if len(prompts) > 1:
+        text = f"The training data have {len(prompts)} prompt formats; prompts use the first: {shown or repr(first)}."
+    return first, text if prompts == [INSTRUCTION] else f"{text} {_RAW}"
