@@ -1,7 +1,7 @@
 """Runs the commands, run files and Python of README.md and docs/ as they are written: `python -m tools.run_docs`.
 
 Each page has a copy of the repository as its working folder and an empty home. Models and data of the names that pages
-use are tiny stand-ins, made by examples/tiny.py. What is not run is listed with the reason (tools/doc_blocks.py).
+use are tiny stand-ins, of `outsize example`. What is not run is listed with the reason (tools/doc_blocks.py).
 Arguments: names of pages, such as quickstart.md. `tools/fresh_install.sh` does this in a new environment.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from examples.tiny import write_data, write_model
+from outsize.run.example import write_data, write_model
 from tools.doc_blocks import PAGES, ROOT, Block, blocks
 
 RUN = """\
@@ -39,7 +39,7 @@ def copy_repository(target: Path) -> None:
 
 
 def write_stand_ins(folder: Path) -> None:
-    """A page that makes its own model and data (the quickstart) replaces these by equal ones."""
+    """For pages that do not write them with `outsize example`."""
     write_model(folder / MODELS[0])
     for name in MODELS[1:]:
         shutil.copytree(folder / MODELS[0], folder / name)
@@ -60,7 +60,8 @@ def run_page(page: Path, work: Path) -> tuple[int, int]:
     folder, home = work / page.stem, work / f"{page.stem}-home"
     if any(block.not_run is None and scripts(block) for block in blocks(page)):
         copy_repository(folder)
-        write_stand_ins(folder)
+        if "\noutsize example\n" not in page.read_text():
+            write_stand_ins(folder)
         write_stand_ins(home)
     # One thread: small operators on several are many times slower as soon as another process uses a core.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -14,6 +14,7 @@ from outsize.base.errors import OutsizeError
 from outsize.cli.bench import bench
 from outsize.cli.chat import chat
 from outsize.cli.doctor import doctor
+from outsize.cli.example import example
 from outsize.cli.export import export
 from outsize.cli.plan import plan
 from outsize.cli.probe import probe
@@ -39,6 +40,7 @@ app.command()(export)
 app.command()(bench)
 app.command()(probe)
 app.command()(doctor)
+app.command()(example)
 
 
 def _show_version(wanted: bool) -> None:

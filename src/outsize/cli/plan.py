@@ -1,5 +1,6 @@
 """`outsize plan`: plans a model's config, or a run file, for any machine, without weights or a GPU."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,6 +154,7 @@ def plan(
         "--images": images,
         "--image-size": image_size,
     }
+    print("Measuring the model and planning …", file=sys.stderr, flush=True)
     notes: list[str] = []
     filled = 1.0
     memory = _given(gpu_memory=gpu_memory, host_memory=host_memory)
@@ -205,6 +207,7 @@ def plan(
         return
     made = forecast_or_adapter(model, first)
     print(made)
+    print("`outsize plan --legend` explains these lines.\n")
     print(made.machine_text())
     print(f"\n{made.explain()}" if why else _advice(model, first, made, filled))
     if save is not None:

@@ -52,6 +52,7 @@ SHARED: dict[str, OtherKey] = {
     **renamed("sequence_len", "max_seq_length max_length cutoff_len"),
     **renamed("sample_packing", "packing"),
     **renamed("num_epochs", "num_train_epochs"),
+    **renamed("learning_rate", "lr"),
     **renamed("micro_batch_size", "per_device_train_batch_size"),
     **renamed("eval_batch_size", "per_device_eval_batch_size"),
     **renamed("lr_scheduler", "lr_scheduler_type"),

@@ -68,7 +68,12 @@ Optimizer = Annotated[
         also=tuple((other, name) for name, (_, others) in OPTIMIZERS.items() for other in others),
     ),
 ]
-Adapter = Annotated[Literal["lora", "osft"], Rule(expected="lora or osft (base weights are never quantized)")]
+Adapter = Annotated[
+    Literal["lora", "osft"],
+    Rule(
+        expected="lora or osft. Weights are not quantized: for qlora, use lora; its bf16 base is streamed where needed"
+    ),
+]
 Bf16 = Annotated[bool, Rule(also=(("auto", True),))]
 Tf32 = Annotated[bool | None, Rule(also=(("auto", None),))]
 ImageSize = Annotated[

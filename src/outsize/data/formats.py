@@ -74,7 +74,16 @@ def prompt_of(first: Record, source: DatasetConfig) -> str | None:
 def _format_of(first: Record, source: DatasetConfig) -> Format:
     if source.prompt is not None:
         return _instructions(**_own_prompt(source.prompt))
-    return FORMATS[source.type or _inferred(first, source)]
+    if source.type is None:
+        return FORMATS[_inferred(first, source)]
+    form = FORMATS[source.type]
+    others = _fitting(first.fields, source)
+    if len(others) == 1 and not all(name in first.fields for name in form.columns(first.fields, source)):
+        raise DataError(
+            f"{first.place}: its columns ({', '.join(first.fields)}) are not those of type: {source.type}. Use type: "
+            f"{others[0]}."
+        )
+    return form
 
 
 def may_have_images(source: DatasetConfig) -> bool:
@@ -322,9 +331,13 @@ _ASKING = ("instruction", "question", "query", "problem", "input", "prompt", "us
 _ANSWERING = ("output", "response", "answer", "completion", "solution", "assistant", "target", "summary")
 
 
+def _fitting(fields: dict[str, Any], source: DatasetConfig) -> list[str]:
+    return [name for name, kind in FORMATS.items() if kind.inferred and kind.fits(fields, source)]
+
+
 def _inferred(first: Record, source: DatasetConfig) -> str:
     fields = first.fields
-    fits = [name for name, kind in FORMATS.items() if kind.inferred and kind.fits(fields, source)]
+    fits = _fitting(fields, source)
     if len(fits) == 1:
         return fits[0]
     columns = ", ".join(fields) or "none"

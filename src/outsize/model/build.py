@@ -117,6 +117,10 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
     return config
 
 
+def absolute_if_local(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).exists() else model
+
+
 def _may_be_hub_id(name: str) -> bool:
     is_below_a_folder = "/" in name and Path(name).parent.is_dir()
     return name[:1] not in "/.~" and name.count("/") <= 1 and "\\" not in name and not is_below_a_folder

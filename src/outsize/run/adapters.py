@@ -10,7 +10,7 @@ from outsize.base.errors import ConfigError
 from outsize.config.run import RunConfig
 from outsize.methods.osft.method import OSFT
 from outsize.model.adapter import Adapter, add_adapter, lora, saved_lora
-from outsize.model.build import Built
+from outsize.model.build import Built, absolute_if_local
 from outsize.model.weights import Weights, is_unmaterialized
 
 
@@ -27,6 +27,7 @@ def adapt(built: Built, config: RunConfig) -> Built:
         _fill(built.model, built.weights, ends=("",) if adapter.peft_config.use_dora else saved)
     before = {id(param): name for name, param in built.model.named_parameters()}
     model = add_adapter(built.model, adapter)
+    adapter.peft_config.base_model_name_or_path = absolute_if_local(config.base_model)
     if built.weights is None or not any(is_unmaterialized(param) for param in model.parameters()):
         return Built(model, None)
     after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}

@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArgumen
 
 from outsize.base.errors import ConfigError, OutsizeError
 from outsize.base.log import log
-from outsize.checkpoint.folder import checkpoints, newest, read_manifest
+from outsize.checkpoint.folder import checkpoints, read_manifest
 from outsize.config.run import RunConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import pad_id_of
@@ -38,8 +38,10 @@ from outsize.run.compat_checks import (
 from outsize.run.cpu_threads import set_threads
 from outsize.run.disk import disk_need, num_steps, require_disk_space
 from outsize.run.dpo import dpo_arguments, dpo_trainer, widest_pairs
+from outsize.run.model_card import adapter_card
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.resume_fingerprint import (
+    newest_of_run,
     require_resumable,
     require_same_data,
     resume_fingerprint,
@@ -166,8 +168,12 @@ def assemble(config: RunConfig) -> Assembled:
     steps = num_steps(config, len(train) // rows_per_item)
     require_disk_space(disk_need(built.model, arguments, layout, checkpoint, steps), arguments)
     threads = None if device.is_gpu else torch.get_num_threads()
+    if config.adapter == "lora":
+        adapter = built.model.peft_config["default"]  # type: ignore[union-attr, index, operator]
+        found = {name: getattr(adapter, name) for name in ("r", "lora_alpha", "lora_dropout")}
+        trainer.card = adapter_card(config, found, type(built.model.get_base_model()).__name__)  # type: ignore[operator]
     trainer.prompts = tuple(prompts)
-    trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints, threads), tuple(changed)
+    trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints, threads, checkpoint), tuple(changed)
     return Assembled(
         trainer=trainer,
         tokenizer=tokenizer,
@@ -250,12 +256,20 @@ def find_checkpoint(config: RunConfig) -> Path | None:
         return Path(wanted)
     if not wanted and not config.auto_resume_from_checkpoints:
         return None
-    found = newest(Path(config.output_dir))
+    found, earlier = newest_of_run(Path(config.output_dir))
     if found is None and wanted:
+        advice = "Remove the setting, or name the folder."
+        if earlier is not None:
+            advice = (
+                f"{earlier} is of an earlier run; --set resume_from_checkpoint={earlier} in place of --resume "
+                "continues it."
+            )
         raise ConfigError(
-            f"resume_from_checkpoint: there is no complete checkpoint in {config.output_dir}. Remove the setting, or "
-            "name the folder."
+            f"resume_from_checkpoint: there is no complete checkpoint in {config.output_dir}"
+            f"{' of the last run' if earlier is not None else ''}. {advice}"
         )
+    if earlier is not None:
+        log.warning("%s is of an earlier run in this folder and is not used", earlier)
     return found
 
 
@@ -344,7 +358,11 @@ def _check_earlier_run(config: RunConfig) -> None:
             f"save_total_limit: {last} is from an earlier run. Resume from it with --resume, set another "
             "output_dir, or remove the checkpoints."
         )
-    log.warning("%s is from an earlier run: equal steps are replaced, and --resume takes the highest", last)
+    log.warning(
+        "%s is from an earlier run, and this is a new one. To continue the earlier one, stop now and add --resume. "
+        "Otherwise its checkpoints stay until equal steps replace them, and --resume takes those of this run alone.",
+        last,
+    )
 
 
 def _require_writable(folder: Path) -> None:

@@ -10,6 +10,7 @@ Data is compared by content, not by path: by a fingerprint of each dataset's tok
 
 import json
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +18,15 @@ from typing import Any
 
 from outsize.base.errors import BadFile, ConfigError
 from outsize.base.log import log
+from outsize.checkpoint.folder import checkpoints, newest
 from outsize.config.run import RunConfig
 from outsize.setup.micro_batch import Split
 
 FINGERPRINT_FILE = "run.json"
 DATA = "data"
 """The key of the fingerprints, one per dataset."""
+_RUN_ID = "run_id"
+"""The key of the id that a run's folder and checkpoints share. A resumed run keeps it."""
 _THREADS = "cpu_threads"
 """The key of the number of threads, of runs on the CPU."""
 _FREE = {
@@ -46,11 +50,35 @@ _ON_REQUEST = {
 }  # fmt: skip
 
 
-def resume_fingerprint(config: RunConfig, fingerprints: Sequence[str], cpu_threads: int | None) -> dict[str, Any]:
+def resume_fingerprint(
+    config: RunConfig, fingerprints: Sequence[str], cpu_threads: int | None, checkpoint: Path | None
+) -> dict[str, Any]:
     """What a checkpoint stores of a config with a chosen micro-batch. `fingerprints`: of its datasets. `cpu_threads`:
-    None on a GPU.
+    None on a GPU. `checkpoint`: that the run resumes from.
     """
-    return {**_settings(config), DATA: list(fingerprints), _THREADS: cpu_threads}
+    run = (_read(checkpoint).get(_RUN_ID) if checkpoint is not None else None) or uuid.uuid4().hex
+    return {**_settings(config), DATA: list(fingerprints), _THREADS: cpu_threads, _RUN_ID: run}
+
+
+def newest_of_run(folder: Path) -> tuple[Path | None, Path | None]:
+    """The newest complete checkpoint of the last run in `output_dir`, and that of an earlier run with more steps."""
+    newest(folder)  # finishes what killed processes left
+    found = [path for _, path in checkpoints(folder)]
+    run = _run_in(folder)
+    own = [path for path in found if run is None or _run_in(path) == run]
+    last = own[-1] if own else None
+    return last, found[-1] if found and found[-1] != last else None
+
+
+def _run_in(folder: Path) -> str | None:
+    run: str | None = _read(folder).get(_RUN_ID) if (folder / FINGERPRINT_FILE).exists() else None
+    return run
+
+
+def write_fingerprint(folder: Path, fingerprint: dict[str, Any]) -> None:
+    draft = folder / f".{FINGERPRINT_FILE}"
+    draft.write_text(json.dumps(fingerprint, indent=1))
+    draft.replace(folder / FINGERPRINT_FILE)
 
 
 def threads_in(checkpoint: Path) -> int | None:
@@ -81,7 +109,7 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
     changed = []
     # Reported elsewhere: data by its content once it is read, the split above.
-    reported = {DATA, _THREADS, "datasets", "chat_template_jinja"} | (set() if keeps_batch else set(_SPLIT))
+    reported = {DATA, _THREADS, _RUN_ID, "datasets", "chat_template_jinja"} | (set() if keeps_batch else set(_SPLIT))
     for name in sorted(then.keys() - reported):
         if then[name] == now.get(name):
             continue

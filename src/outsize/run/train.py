@@ -13,8 +13,10 @@ from outsize.device.choose import choose_device
 from outsize.run.assemble import Assembled, assemble, start
 from outsize.run.hub import create_repository, upload
 from outsize.run.interrupt import Interrupt
+from outsize.run.model_card import how_to_load
 from outsize.run.progress import ProgressCallback
 from outsize.run.prompt_format import prompt_format
+from outsize.run.resume_fingerprint import write_fingerprint
 from outsize.run.row_lengths import rows_text
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.render import render
@@ -73,10 +75,9 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
             _show_replaced_optimizer(engine.runtime.planned, console, config)
             if assembled.checkpoint is not None:
                 console.print(f"Resuming from {assembled.checkpoint}.", highlight=False)
+            write_fingerprint(Path(config.output_dir), trainer.fingerprint)
             trainer.train(resume_from_checkpoint=str(assembled.checkpoint) if assembled.checkpoint else None)
             engine.finish_saving()
-        if not progress.seconds:
-            console.print(f"The checkpoint has all {trainer.state.max_steps} steps: nothing to train.", highlight=False)
         last = _last_checkpoint(Path(config.output_dir), trainer.state.global_step)
         result = None
         if not interrupt.is_requested:
@@ -98,6 +99,14 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         engine.close()
     base = trainer.model.get_base_model() if config.adapter == "lora" else trainer.model
     _print_result(outcome, config, console, type(base).__name__, trainer.prompts)
+    if not progress.seconds:
+        idle = f" {', '.join(trainer.changed)} had no effect." if trainer.changed else ""
+        console.print(
+            f"Nothing was trained: the checkpoint has all {trainer.state.max_steps} steps.{idle} Raise num_epochs or "
+            "max_steps with --set to train further.",
+            highlight=False,
+            soft_wrap=True,
+        )
     return outcome
 
 
@@ -121,6 +130,7 @@ def _show(planned: PlannedModel, console: Console, assembled: Assembled, config:
         "split": assembled.chosen_by,
         "rows": rows_text(assembled.longest_row, config.sequence_len),
         "also": _reference_text(*assembled.trainer.others_bytes),
+        "see": "`outsize plan --legend` explains these lines",
     }
     text = render(planned.plan, planned.graph, planned.layout, notes)
     title = "the plan, on a simulated GPU" if choose_device(config.device).is_simulated else "the plan"
@@ -148,23 +158,6 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
     )
 
 
-def _how_to_load(result: Path, config: RunConfig, model_class: str) -> list[str]:
-    """Lines of Python."""
-    name = "AutoModelForCausalLM" if model_class.endswith("ForCausalLM") else model_class
-    load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto")'
-    if config.adapter != "lora":
-        return [
-            f"from transformers import {name}, AutoTokenizer",
-            f"model = {load(result)}",
-            f'tokenizer = AutoTokenizer.from_pretrained("{result}")',
-        ]
-    return [
-        f"from peft import PeftModel; from transformers import {name}",
-        f"base = {load(config.base_model)}",
-        f'model = PeftModel.from_pretrained(base, "{result}")',
-    ]
-
-
 def _print_result(
     outcome: Outcome, config: RunConfig, console: Console, model_class: str, prompts: tuple[str | None, ...]
 ) -> None:
@@ -185,7 +178,7 @@ def _print_result(
         say(f"saved   {outcome.checkpoint}")
     if outcome.result is not None:
         say(f"result  {outcome.result}")
-        for number, line in enumerate(_how_to_load(outcome.result, config, model_class)):
+        for number, line in enumerate(how_to_load(str(outcome.result.resolve()), config, model_class)):
             say(f"{'        ' if number else 'load    '}{line}")
         say(f"chat    outsize chat {shlex.quote(str(outcome.result))}")
         if note := prompt_format(prompts)[1]:

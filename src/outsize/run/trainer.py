@@ -1,6 +1,5 @@
 """The Trainer of a run: resumes with changed settings, chooses the micro-batch, adds the run's fields to the log."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from outsize.integrations.arguments import update_mode
 from outsize.integrations.hf import OutsizeTrainer
 from outsize.optim.spec import OptimizerSpec
 from outsize.run.prompt_format import write_prompts
-from outsize.run.resume_fingerprint import FINGERPRINT_FILE
+from outsize.run.resume_fingerprint import write_fingerprint
 from outsize.runtime.engine import PlannedModel
 from outsize.setup.micro_batch import Choice, Split
 from outsize.setup.prepare import choose_micro_batch
@@ -32,6 +31,8 @@ class ForRuns(_Trainer):
     """See run/resume_fingerprint.py."""
     prompts: tuple[str | None, ...] = ()
     """How the data write prompts (`Format.prompt`), for `outsize chat`."""
+    card = ""
+    """README.md of checkpoints and the result. Empty: none."""
     shows_plan = False
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, changed with `--set`."""
@@ -74,8 +75,10 @@ class ForRuns(_Trainer):
 
     def _write_common(self, folder: Path) -> None:
         super()._write_common(folder)
-        (folder / FINGERPRINT_FILE).write_text(json.dumps(self.fingerprint, indent=1))
+        write_fingerprint(folder, self.fingerprint)
         write_prompts(folder, self.prompts)
+        if self.card:
+            (folder / "README.md").write_text(self.card)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loading restores the checkpoint's optimizer settings and learning rate; changed ones are applied again."""

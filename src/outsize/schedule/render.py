@@ -38,7 +38,10 @@ def render(plan: Plan, graph: BlockGraph, layout: ChunkLayout, notes: Mapping[st
     """The whole text. `notes`: text to append, by a label of at most five letters; empty ones are skipped."""
     said = [line for label, text in (notes or {}).items() if text for line in _wrap(f"{label:<6}", text)]
     parts = [head(plan, graph), _table(plan, graph, layout), _memory(plan), [*_time(plan), *said]]
-    return "\n\n".join("\n".join(part) for part in parts)
+    text = "\n\n".join("\n".join(part) for part in parts)
+    if plan.hardware != "cpu":
+        return text
+    return text.replace("GPU", "CPU").replace("weights gpu", "weights cpu").replace("optimizer gpu", "optimizer cpu")
 
 
 def summary(plan: Plan) -> str:

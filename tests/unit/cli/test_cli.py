@@ -190,7 +190,7 @@ def test_plan_writes_a_page_and_a_trace(model: str, tmp_path: Path) -> None:
 def test_plan_compares_machines_in_one_line_each(model: str) -> None:
     result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--hardware", "rtx4090, 1MiB,4KiB"])
     assert result.exit_code == 0, result.output
-    lines = result.output.strip().splitlines()
+    lines = result.stdout.strip().splitlines()
     assert [line.split()[0] for line in lines[:1] + lines[2:5]] == ["machine", "rtx4090", "1MiB", "4KiB"]
     assert "tokens/s" in lines[0] and "does not fit" in lines[4]
     assert lines[6:8] == [

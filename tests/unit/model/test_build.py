@@ -278,7 +278,9 @@ def test_without_network_a_hub_id_may_be_a_wrong_path(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
     )
-    with pytest.raises(ConfigError, match=r"^nobody/knows-this: there is no such folder, and the hub cannot be reached"):
+    with pytest.raises(
+        ConfigError, match=r"^nobody/knows-this: there is no such folder, and the hub cannot be reached"
+    ):
         load_config("nobody/knows-this")
 
 

@@ -2,6 +2,7 @@
 to come.
 """
 
+import io
 import json
 import logging
 import random
@@ -13,12 +14,16 @@ from typing import Any
 import folders
 import killed
 import pytest
+import torch
 import yaml as yaml_format
+from rich.console import Console
 
 from outsize.base.errors import ConfigError
 from outsize.checkpoint.folder import checkpoints
 from outsize.config.read import read_config
-from outsize.run.assemble import assemble
+from outsize.run.assemble import assemble, find_checkpoint
+from outsize.run.resume_fingerprint import threads_in
+from outsize.run.train import train_run
 
 NUM_ROWS = 10
 SMALL: dict[str, Any] = dict(kind="one-block", sequence_len=64, max_steps=7, save_steps=4)
@@ -246,3 +251,45 @@ def test_a_key_is_changed_by_any_of_its_names(run: Path, caplog: pytest.LogCaptu
     )
     assert config.overridden == ("micro_batch_size", "gradient_accumulation_steps", "datasets", "learning_rate")
     assert read_config(run / "run.yaml").overridden == ()
+
+
+# --- runs in one folder
+
+
+def test_a_checkpoint_of_an_earlier_run_in_the_folder_is_not_resumed(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path, **SMALL)
+    train_run(read_config(yaml), Console(file=io.StringIO()))
+    assert find_checkpoint(read_config(yaml, ["resume_from_checkpoint=true"])) == tmp_path / "out" / "checkpoint-7"
+    train_run(read_config(yaml, ["max_steps=4"]), Console(file=io.StringIO()))
+    assert [step for step, _ in checkpoints(tmp_path / "out")] == [4, 7]
+    assert find_checkpoint(read_config(yaml, ["resume_from_checkpoint=true"])) == tmp_path / "out" / "checkpoint-4"
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    with pytest.raises(
+        ConfigError, match=r"of the last run\. .*checkpoint-7 is of an earlier run; --set resume_from_ch"
+    ):
+        find_checkpoint(read_config(yaml, ["resume_from_checkpoint=true"]))
+    assert find_checkpoint(read_config(yaml, ["auto_resume_from_checkpoints=true"])) is None
+
+
+def test_resuming_a_finished_run_says_that_a_changed_setting_had_no_effect(run: Path, tmp_path: Path) -> None:
+    console = Console(record=True, width=300, file=io.StringIO())
+    given = [f"resume_from_checkpoint={run / 'out' / 'checkpoint-7'}", f"output_dir={tmp_path}", "learning_rate=0.002"]
+    train_run(read_config(run / "run.yaml", given), console)
+    last = console.export_text().splitlines()[-1]
+    assert last.startswith(
+        "Nothing was trained: the checkpoint has all 7 steps. learning_rate had no effect. Raise num_"
+    )
+
+
+def test_another_rank_than_the_adapters_is_refused_with_two_ways_that_work(run: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(run / "out" / "checkpoint-4", tmp_path / "checkpoint-4"))
+    (checkpoint / "adapter_config.json").write_text("{}")
+    found = (
+        rf"with its rank: lora_model_dir: {checkpoint}, .*merge it first \(outsize export {checkpoint} merged --merge\)"
+    )
+    with pytest.raises(ConfigError, match=found):
+        assemble(read_config(run / "run.yaml", [f"resume_from_checkpoint={checkpoint}", "seed=7"]))
+
+
+def test_checkpoints_store_the_number_of_threads(run: Path) -> None:
+    assert threads_in(run / "out" / "checkpoint-4") == torch.get_num_threads()

@@ -1,17 +1,18 @@
-"""Writes a tiny chat model and data to try outsize with: `python -m examples.tiny`. Nothing is downloaded.
+"""Writes a tiny chat model and data to try outsize with, for `outsize example`. Nothing is downloaded.
 
 `model/` is a Llama of 1 M random weights with a tokenizer and a chat template, as Hugging Face folders have them.
 `data.jsonl` has 24 conversations about capitals. Training takes seconds, also on a CPU.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
+
+from outsize.base.errors import ConfigError
 
 CAPITALS = {
     "France": "Paris", "Spain": "Madrid", "Italy": "Rome", "Norway": "Oslo", "Egypt": "Cairo", "Peru": "Lima",
@@ -71,12 +72,11 @@ def write_model(folder: Path, layers: int = 4) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def main(folder: Path) -> None:
+def write_example(folder: Path) -> None:
+    """Write `model/` and `data.jsonl` into the folder, which has neither."""
+    for path in (folder / "model", folder / "data.jsonl"):
+        if path.exists():
+            raise ConfigError(f"{path}: exists already. Name another folder, or remove it.")
     logging.disable_progress_bar()
     write_model(folder / "model")
     write_data(folder / "data.jsonl")
-    print(f"{folder / 'model'} and {folder / 'data.jsonl'}")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

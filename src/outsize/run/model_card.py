@@ -1,0 +1,38 @@
+"""How to load the result of a run, and the model card of an adapter."""
+
+from outsize.config.run import RunConfig
+from outsize.model.build import absolute_if_local
+
+_SETTINGS = (
+    "learning_rate", "lr_scheduler", "num_epochs", "max_steps", "micro_batch_size", "gradient_accumulation_steps",
+    "sequence_len", "optimizer", "seed",
+)  # fmt: skip
+
+
+def how_to_load(result: str, config: RunConfig, model_class: str) -> list[str]:
+    """Lines of Python. `model_class`: the name of the model's class, without an adapter."""
+    name = "AutoModelForCausalLM" if model_class.endswith("ForCausalLM") else model_class
+    load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto")'
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{result}")'
+    if config.adapter != "lora":
+        return [f"from transformers import {name}, AutoTokenizer", f"model = {load(result)}", tokenizer]
+    return [
+        f"from peft import PeftModel; from transformers import {name}, AutoTokenizer",
+        f"base = {load(absolute_if_local(config.base_model))}",
+        f'model = PeftModel.from_pretrained(base, "{result}")',
+        tokenizer,
+    ]
+
+
+def adapter_card(config: RunConfig, settings: dict[str, object], model_class: str) -> str:
+    """README.md of a LoRA adapter, in place of PEFT's empty form. `settings`: PEFT's, beside those of the run."""
+    base = absolute_if_local(config.base_model)
+    head = ["---", *([] if base.startswith("/") else [f"base_model: {base}"]), "library_name: peft", "---"]
+    values = {**settings, **{name: getattr(config, name) for name in _SETTINGS}}
+    rows = [f"| `{name}` | {value} |" for name, value in values.items() if value is not None]
+    data = ", ".join(f"`{dataset.path}`" for dataset in config.datasets)
+    code = ["```python", *how_to_load("path/to/this/folder", config, model_class), "```"]
+    return "\n".join(
+        [*head, "", "# LoRA adapter", "", f"Of `{base}`, trained on {data} with outsize.", "", "| setting | value |",
+         "|---|---|", *rows, "", *code, ""]
+    )  # fmt: skip
