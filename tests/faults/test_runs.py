@@ -143,7 +143,7 @@ def test_a_finished_run_that_is_resumed_trains_nothing_more_and_exports(tmp_path
     exported.unlink()  # killed between the last checkpoint and the end
     for asked in ([], ["--set", "max_steps=3"], ["--set", "max_steps=null", "--set", "num_epochs=0.4"]):
         result = train(yaml, "--resume", *asked)
-        assert result.exit_code == 0 and "nothing to train" in result.output
+        assert result.exit_code == 0 and "Nothing was trained" in result.output
         assert exported.read_bytes() == before and [step for step, _ in checkpoints(tmp_path / "out")] == [2, 4]
 
 

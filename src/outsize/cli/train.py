@@ -1,6 +1,5 @@
 """`outsize train`: a run from a YAML file."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +41,7 @@ def train(
     ]
     run = read_config(config, requested)
 
-    print("Reading the data, measuring the model and planning …", file=sys.stderr, flush=True)
+    print("Reading the data, measuring the model and planning …", flush=True)
     # Imports take seconds: a wrong config was reported before them.
     from rich.console import Console
 

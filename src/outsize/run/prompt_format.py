@@ -8,6 +8,7 @@ from outsize.base.errors import BadFile
 from outsize.data.formats import INSTRUCTION, UNKNOWN_PROMPT
 
 PROMPT_FILE = "prompt_format.json"
+_SHOWN_CHARS = 60
 _RAW = "`outsize chat --raw` takes prompts as they are in the data."
 
 
@@ -34,8 +35,9 @@ def prompt_format(prompts: Sequence[str | None]) -> tuple[str | None, str]:
         return first, f"The prompt format of the training data is not known; the answers may be meaningless. {_RAW}"
     if first is None and len(prompts) < 2:
         return None, ""
-    shown = {None: "the chat template", INSTRUCTION: "the text as it is, without the chat template"}.get(first)
-    text = f"Prompts are single, in the format of the training data: {shown or repr(first)}."
+    words = {None: "the chat template", INSTRUCTION: "the text as it is, without the chat template"}
+    shown = words.get(first) or repr(first if len(first or "") <= _SHOWN_CHARS else f"…{first[-_SHOWN_CHARS:]}")
+    text = f"Prompts are single, in the format of the training data: {shown}."
     if len(prompts) > 1:
-        text = f"The training data have {len(prompts)} prompt formats; prompts use the first: {shown or repr(first)}."
+        text = f"The training data have {len(prompts)} prompt formats; prompts use the first: {shown}."
     return first, text if prompts == [INSTRUCTION] else f"{text} {_RAW}"
