@@ -160,6 +160,7 @@ def test_a_checkpoint_is_exported_as_a_plain_folder(tmp_path: Path) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
         "chat_template.jinja",
+        "prompt_format.json",
     }
     assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (
         tmp_path / "out" / "model.safetensors"

@@ -171,7 +171,7 @@ def assemble(config: RunConfig) -> Assembled:
     if config.adapter == "lora":
         adapter = built.model.peft_config["default"]  # type: ignore[union-attr, index, operator]
         found = {name: getattr(adapter, name) for name in ("r", "lora_alpha", "lora_dropout")}
-        trainer.card = adapter_card(config, found, type(built.model.get_base_model()).__name__)  # type: ignore[operator]
+        trainer.card = adapter_card(config, found, type(built.model.get_base_model()).__name__)
     trainer.prompts = tuple(prompts)
     trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints, threads, checkpoint), tuple(changed)
     return Assembled(

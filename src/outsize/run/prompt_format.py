@@ -13,12 +13,15 @@ _RAW = "`outsize chat --raw` takes prompts as they are in the data."
 
 
 def write_prompts(folder: Path, prompts: Sequence[str | None]) -> None:
-    """`prompts`: the different `Format.prompt` of the datasets."""
+    """`prompts`: the different `Format.prompt` of the datasets. No file: the chat template."""
+    if not any(prompt is not None for prompt in prompts):
+        (folder / PROMPT_FILE).unlink(missing_ok=True)  # of an earlier run
+        return
     (folder / PROMPT_FILE).write_text(json.dumps({"prompts": prompts}, indent=1))
 
 
 def read_prompts(folder: Path) -> list[str | None]:
-    """Empty if the folder does not say."""
+    """Empty if the folder has no such file."""
     path = folder / PROMPT_FILE
     if not path.exists():
         return []
@@ -36,8 +39,9 @@ def prompt_format(prompts: Sequence[str | None]) -> tuple[str | None, str]:
     if first is None and len(prompts) < 2:
         return None, ""
     words = {None: "the chat template", INSTRUCTION: "the text as it is, without the chat template"}
-    shown = words.get(first) or repr(first if len(first or "") <= _SHOWN_CHARS else f"…{first[-_SHOWN_CHARS:]}")
-    text = f"Prompts are single, in the format of the training data: {shown}."
+    text = first or ""
+    shown = words.get(first) or repr(text if len(text) <= _SHOWN_CHARS else f"…{text[-_SHOWN_CHARS:]}")
+    note = f"Prompts are single, in the format of the training data: {shown}."
     if len(prompts) > 1:
-        text = f"The training data have {len(prompts)} prompt formats; prompts use the first: {shown}."
-    return first, text if prompts == [INSTRUCTION] else f"{text} {_RAW}"
+        note = f"The training data have {len(prompts)} prompt formats; prompts use the first: {shown}."
+    return first, note if list(prompts) == [INSTRUCTION] else f"{note} {_RAW}"
