@@ -169,9 +169,9 @@ def assemble(config: RunConfig) -> Assembled:
     require_disk_space(disk_need(built.model, arguments, layout, checkpoint, steps), arguments)
     threads = None if device.is_gpu else torch.get_num_threads()
     if config.adapter == "lora":
-        adapter = built.model.peft_config["default"]  # type: ignore[union-attr, index, operator]
-        found = {name: getattr(adapter, name) for name in ("r", "lora_alpha", "lora_dropout")}
-        trainer.card = adapter_card(config, found, type(built.model.get_base_model()).__name__)
+        adapted: Any = built.model
+        found = {name: getattr(adapted.peft_config["default"], name) for name in ("r", "lora_alpha", "lora_dropout")}
+        trainer.card = adapter_card(config, found, type(adapted.get_base_model()).__name__)
     trainer.prompts = tuple(prompts)
     trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints, threads, checkpoint), tuple(changed)
     return Assembled(
