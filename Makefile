@@ -6,6 +6,7 @@
 #   make test-compat               private names and one plan per kind of model, on the oldest supported transformers
 #   make smoke                     one minute: architecture, plan, planner, layout, one streamed plan per kind of model
 #   make train                     the small demo run
+#   make osft-demo                 two minutes: what OSFT and full fine-tuning forget (docs/osft_demo.md)
 #   make bench                     measures training speed on this machine (docs/bench.md)
 #   make test-gpu PYTHON=python3   uses an interpreter that has all packages and installs nothing (a GPU machine without
 #                                  network). OUTSIZE_PYTHON in the environment does the same for all targets.
@@ -34,7 +35,7 @@ TESTS := tests/parity tests
 SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/schedule tests/unit/planner \
 	tests/unit/layout tests/parity/test_covering.py
 
-.PHONY: setup train test test-all test-compat smoke check test-gpu bench browser
+.PHONY: setup train osft-demo test test-all test-compat smoke check test-gpu bench browser
 
 setup: $(READY)
 
@@ -67,6 +68,9 @@ browser:
 
 train: $(READY)
 	PYTHONPATH=src $(PYTHON) -m examples.demo
+
+osft-demo: $(READY)
+	PYTHONPATH=src $(PYTHON) -m examples.osft
 
 check: $(READY)
 	$(PYTHON) -m ruff check .

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
-from examples.osft_picture import RateResult, Series, picture
+from examples.osft_picture import Series, picture
 from outsize.progress import Bar
 from outsize.reference import AdamW as Reference
 
@@ -44,12 +44,14 @@ class Method:
 
 METHODS = (
     Method("full fine-tuning"),
-    Method("linear weights only", outsize.OSFT(unfreeze_rank_ratio=1.0, others="freeze")),
-    Method("OSFT, u = 0.5", outsize.OSFT(unfreeze_rank_ratio=0.5, others="freeze")),
-    Method("OSFT, u = 0.25", outsize.OSFT(unfreeze_rank_ratio=0.25, others="freeze")),
+    Method("OSFT u = 0.5", outsize.OSFT(unfreeze_rank_ratio=0.5)),
+    Method("OSFT u = 0.25", outsize.OSFT(unfreeze_rank_ratio=0.25)),
+    Method("linear weights alone", outsize.OSFT(unfreeze_rank_ratio=1.0, others="freeze")),
+    Method("OSFT u = 0.5, others frozen", outsize.OSFT(unfreeze_rank_ratio=0.5, others="freeze")),
+    Method("OSFT u = 0.25, others frozen", outsize.OSFT(unfreeze_rank_ratio=0.25, others="freeze")),
 )
-"""`linear weights only` trains the weights that OSFT splits, all directions of them. Embeddings, norms and the head are
-frozen in it and in OSFT, so it shows how much of a difference comes from that.
+"""u is `unfreeze_rank_ratio`. The last three freeze embeddings, norms and the head. `linear weights alone` trains all
+directions of the weights that OSFT splits: without it, the effect of freezing the others would be taken for OSFT's.
 """
 
 
@@ -57,14 +59,16 @@ frozen in it and in OSFT, so it shows how much of a difference comes from that.
 class Scale:
     seeds: int = 3
     """Of the dictionaries, the initial weights and the batches."""
-    old_steps: int = 600
+    old_steps: int = 400
     max_steps: int = 300
     """On the new task. A learning rate that does not reach LEVEL within them is out."""
-    rates: tuple[float, ...] = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6)
+    rates: tuple[float, ...] = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
     """Decreasing. A method ends at the first that is out: those below are slower still."""
     rows: int = 32
     every: int = 3
     """Steps between two evaluations."""
+    repeated_steps: int = 30
+    """Of a method's best run, which are repeated with `outsize.prepare`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class Run:
 class Outcome:
     runs: list[Run]
     repeated: dict[str, bool]
-    """By method: whether its best run of the first seed had the same losses, to the bit, with `outsize.prepare`."""
+    """By method: whether its best run of the first seed begins with the same losses, to the bit, with
+    `outsize.prepare`.
+    """
 
     def reached(self, method: str) -> dict[float, list[Run]]:
         """The runs at each learning rate with which all seeds reached LEVEL."""
@@ -162,15 +168,18 @@ def main(
     for table in tables(outcome, methods):
         console.print(table)
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(picture([series(outcome, method.name) for method in methods], LEVEL))
+    to.write_text(picture(list(series(outcome, methods)), LEVEL))
     same = "the same losses to the bit" if all(outcome.repeated.values()) else "[red]different losses[/red]"
-    console.print(f"The best runs of the first seed, repeated with outsize.prepare: {same}.", highlight=False)
+    console.print(
+        f"The first {scale.repeated_steps} steps of the best runs, repeated with outsize.prepare: {same}.",
+        highlight=False,
+    )
     console.print(f"{to}; {time.perf_counter() - started:.0f} s in all.", highlight=False)
     return outcome
 
 
 def compare(scale: Scale, methods: Sequence[Method], bar: Bar) -> Outcome:
-    """All runs, in the plain loop; then the best of each method's with the engine."""
+    """All runs, in a plain loop; then the first steps of each method's best run with the engine."""
     starts = [learn_old(seed, scale, bar) for seed in range(scale.seeds)]
     runs: list[Run] = []
     for method in methods:
@@ -185,8 +194,9 @@ def compare(scale: Scale, methods: Sequence[Method], bar: Bar) -> Outcome:
     outcome = Outcome(runs, {})
     for method in methods:
         for run in outcome.best(method.name)[:1]:
-            path = learn_new(method, run.rate, run.seed, starts[run.seed], scale, bar, prepared=True)
-            outcome.repeated[method.name] = path == run.path
+            few = replace(scale, max_steps=scale.repeated_steps)
+            path = learn_new(method, run.rate, run.seed, starts[run.seed], few, bar, prepared=True)
+            outcome.repeated[method.name] = path == run.path[: len(path)]
     return outcome
 
 
@@ -213,11 +223,9 @@ def llama_config() -> LlamaConfig:
 
 
 def learn_old(seed: int, scale: Scale, bar: Bar) -> dict[str, Tensor]:
-    """Train a new model on the old task and return its weights. Weight decay lets the initial noise fade, as in long
-    training.
-    """
+    """Train a new model on the old task and return its weights."""
     model, tasks, rng = new_model(seed), Dictionaries(seed), torch.Generator().manual_seed(100 + seed)
-    optimizer = Reference(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=1.0, max_grad_norm=1.0)
+    optimizer = Reference(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=1.0)
     for step in range(scale.old_steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 50) * (1 - step / scale.old_steps)
@@ -295,25 +303,27 @@ def tables(outcome: Outcome, methods: Sequence[Method]) -> Iterator[Table]:
         else:
             summary.add_row(method.name, "-", "not reached", "-", "-")
     yield summary
-    rates = Table(title="Every learning rate: loss on the old task at that point (steps)")
-    rates.add_column("learning rate")
     found = {method.name: outcome.reached(method.name) for method in methods}
-    for name in found:
-        rates.add_column(name, justify="right")
-    for rate in dict.fromkeys(run.rate for run in outcome.runs):
-        of = [reached.get(rate) for reached in found.values()]
-        rates.add_row(
-            f"{rate:.0e}",
-            *(f"{statistics.mean(forgotten(runs)):.3f} ({steps_needed(runs):.0f})" if runs else "-" for runs in of),
+    rates = dict.fromkeys(rate for reached in found.values() for rate in reached)
+    table = Table(title="Every learning rate: loss on the old task at that point (steps)")
+    table.add_column("method")
+    for rate in rates:
+        table.add_column(f"{rate:.0e}", justify="right")
+    for name, reached in found.items():
+        cells = [(forgotten(runs), steps_needed(runs)) if (runs := reached.get(rate)) else None for rate in rates]
+        table.add_row(name, *(f"{statistics.mean(cell[0]):.3f} ({cell[1]:.0f})" if cell else "-" for cell in cells))
+    yield table
+
+
+def series(outcome: Outcome, methods: Sequence[Method]) -> Iterator[Series]:
+    for method in methods:
+        best, reached = outcome.best(method.name), outcome.reached(method.name)
+        yield Series(
+            method.name,
+            path=[(point.new, point.old) for point in best[0].path] if best else [],
+            rates=[(rate, steps_needed(runs), statistics.mean(forgotten(runs))) for rate, runs in reached.items()],
+            best=best[0].rate if best else None,
         )
-    yield rates
-
-
-def series(outcome: Outcome, method: str) -> Series:
-    best = outcome.best(method)
-    paths = [[(point.new, point.old) for point in run.path] for run in best]
-    rates = [RateResult(rate, steps_needed(runs), forgotten(runs)) for rate, runs in outcome.reached(method).items()]
-    return Series(method, paths, rates, best[0].rate if best else None)
 
 
 if __name__ == "__main__":
