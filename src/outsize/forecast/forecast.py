@@ -65,6 +65,8 @@ class ForecastRequest(PlanRequest):
     """Host memory for another model."""
     batch_of: Callable[[int], dict[str, Tensor]] | None = None
     """Makes the batch to plan for, by its number of rows. None: full rows without padding (forecast/example.py)."""
+    change_config: Callable[[Any], None] | None = None
+    """Changes the model's config, as the run does."""
 
     def __post_init__(self) -> None:
         counts = ("sequence_len", "micro_batch_size", "batch_size", "accumulate")
@@ -218,6 +220,8 @@ class _OfflinePlanner:
         self._gpu = _gpu_budget(self._spec, request.gpu_memory)
         self._host_bytes = max(0, _host_bytes(self._spec, request.host_memory) - request.reserved_host_bytes)
         self._config = config_of(model)
+        if request.change_config is not None:
+            request.change_config(self._config)
         self._images = Images(per_row=request.images, pixels=request.image_size)
         self._coordinates: dict[str, Coordinates] = {}
 

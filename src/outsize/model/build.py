@@ -34,6 +34,7 @@ def build_model(
     weights_from: str | None = None,
     attn_implementation: str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    rope_parameters: Mapping[str, Any] | None = None,
 ) -> Built:
     """A model that can be trained.
 
@@ -42,18 +43,13 @@ def build_model(
         dtype: of the weights, whatever the files have.
         random: weights are drawn (from torch's generator), not read.
         weights_from: read them from this folder instead: a checkpoint of the same model.
-        overrides: values of the config that replace the saved ones.
+        overrides, rope_parameters: as of `override`.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
     config = load_config(path)
-    for name, value in (overrides or {}).items():
-        if not hasattr(config, name):
-            raise ConfigError(
-                f"overrides_of_model_config: {type(config).__name__} has no {name}. Correct or remove it."
-            )
-        setattr(config, name, value)
+    override(config, overrides, rope_parameters)
     kind = trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):
@@ -80,6 +76,42 @@ def build_model(
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return Built(unmaterialize(model), weights)
+
+
+def override(config: Any, overrides: Mapping[str, Any] | None, rope_parameters: Mapping[str, Any] | None) -> None:
+    """Replace values of a config by `overrides`, and values of its rope parameters by `rope_parameters`."""
+    given = dict(overrides or {})
+    scaling = given.pop("rope_scaling", None)  # the older name
+    rope = {**(given.pop("rope_parameters", scaling) or {}), **(rope_parameters or {})}
+    for name, value in given.items():
+        if not hasattr(config, name):
+            raise ConfigError(
+                f"overrides_of_model_config: {type(config).__name__} has no {name}. Correct or remove it."
+            )
+        setattr(config, name, value)
+    if rope:
+        _override_rope(config.get_text_config(), rope)
+
+
+def _override_rope(config: Any, given: dict[str, Any]) -> None:
+    saved = getattr(config, "rope_parameters", None)
+    if not saved:
+        raise ConfigError(f"rope_parameters: {type(config).__name__} has no rotary embeddings. Remove it.")
+    per_kind = {name for name, value in saved.items() if isinstance(value, dict)}
+    if per_kind and not all(name in per_kind and isinstance(value, Mapping) for name, value in given.items()):
+        raise ConfigError(
+            f"rope_parameters: {type(config).__name__} has parameters per kind of layer, and {', '.join(given)} were "
+            f"given. Put them below {' or '.join(sorted(per_kind))}."
+        )
+    if "type" in given:  # the older name
+        given = {"rope_type": given["type"], **{name: value for name, value in given.items() if name != "type"}}
+    config.rope_parameters = saved | ({name: saved[name] | dict(given[name]) for name in given} if per_kind else given)
+    try:
+        config.standardize_rope_params()
+        config.validate_rope()
+    except (KeyError, ValueError, TypeError) as error:
+        text = str(error.args[0] if error.args else error).rstrip(". ")
+        raise ConfigError(f"rope_parameters: {text}. Correct them.") from None
 
 
 def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
