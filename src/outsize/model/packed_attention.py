@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import register_flop_formula
 
 from outsize.base.errors import ModelUnsupported
+from outsize.compat import fake_tensor
 
 VARLEN = "outsize_varlen"
 """The name of the function as a value of `attn_implementation`."""
@@ -90,10 +91,8 @@ def _attention(
         offsets = offsets + torch.arange(0, rows * tokens, tokens, dtype=torch.int32, device=offsets.device)[:, None]
     flat = [part.transpose(1, 2).reshape(rows * tokens, -1, part.shape[-1]) for part in (query, key, value)]
     scale = head_dim**-0.5 if scaling is None else scaling
-    if query.device.type == "cpu":
-        out, _ = packed_attention(*flat, offsets.flatten(), sliding_window or 0, scale)
-    else:
-        out = _varlen(*flat, offsets.flatten(), min(longest_document, tokens), sliding_window or 0, scale)
+    settings = offsets.flatten(), min(longest_document, tokens), sliding_window or 0, scale
+    out = packed_attention(*flat, *settings)[0] if query.device.type == "cpu" else _varlen(*flat, *settings)
     return out.view(rows, tokens, *out.shape[1:]), None
 
 
@@ -117,10 +116,10 @@ _aten = torch.ops.aten
 
 @torch.library.custom_op("outsize::packed_attention", mutates_args=())
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """query, key, value: (tokens, heads, head_dim). Returns the result and the log-sum-exp (tokens, heads)."""
-    out, log_sum_exp = (torch.zeros_like(part) for part in _packed_attention_fake(query, key, value, offsets))
+    out, log_sum_exp = (torch.zeros_like(part) for part in _fake(query, key, value, offsets))
     for part in _documents(offsets):
         given = [_alone(tensor, part) for tensor in (query, key, value)]
         mask = _window_mask(given[0], window)
@@ -132,9 +131,7 @@ def packed_attention(
 
 
 @packed_attention.register_fake
-def _packed_attention_fake(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int = 0, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def _fake(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     sums = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=sums)
 
@@ -148,6 +145,7 @@ def packed_attention_backward(
     offsets: Tensor,
     out: Tensor,
     log_sum_exp: Tensor,
+    longest: int,
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,13 +171,13 @@ def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.scale = inputs
+    *tensors, ctx.longest, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = packed_attention_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
-    return (*grads, None, None, None)
+    grads = packed_attention_backward(grad, *ctx.saved_tensors, ctx.longest, ctx.window, ctx.scale)
+    return (*grads, None, None, None, None)
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)
@@ -203,18 +201,31 @@ def _window_mask(query: Tensor, window: int) -> Tensor | None:
     return torch.zeros(tokens, tokens, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
 
 
-def _flops(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int, scale: float, **_: Any) -> float:
+def _flops(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, window: int, *_: Any, **__: Any
+) -> float:
     """Kernels skip what is masked: half of a document, or all but the window."""
-    lengths = [part.stop - part.start for part in _documents(offsets)]
+    if isinstance(offsets, fake_tensor.FakeTensor):  # it has no values: documents are as long as the longest
+        lengths = [longest] * (len(query) // longest)
+    else:
+        lengths = [part.stop - part.start for part in _documents(offsets)]
     pairs = sum(length * min(length / 2, window or length) for length in lengths)
     return 2.0 * pairs * query.shape[1] * (query.shape[2] + value.shape[2])
 
 
 def _backward_flops(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *others: Any, **_: Any
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    *others: Any,
+    **_: Any,
 ) -> float:
     """Five matrix products, two in forward."""
-    return 2.5 * _flops(query, key, value, offsets, *others[2:])
+    return 2.5 * _flops(query, key, value, offsets, *others)
 
 
 register_flop_formula(torch.ops.outsize.packed_attention, get_raw=True)(_flops)
