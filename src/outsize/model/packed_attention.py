@@ -4,7 +4,7 @@ Under `sdpa`, transformers builds a mask of tokens × tokens for a row of severa
 kernels. This attention function takes the offsets of the documents instead. They are arguments of the model, made by
 the collator, and reach every layer as keyword arguments: nothing is computed from `position_ids`, and no layer syncs
 the host. On a GPU `torch.nn.attention.varlen` computes all documents in one kernel. On the CPU one operator runs
-`sdpa`'s own kernel per document. Its results are those that each document has alone, bit for bit in attention itself.
+`sdpa`'s own kernel per document, with the bits that attention has for each document alone.
 
 The function has the contract of transformers' flash functions: no mask, causal, windows by `sliding_window`.
 """
