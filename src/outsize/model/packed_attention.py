@@ -43,7 +43,6 @@ def why_masked(kind: Any, config: Any, *, on_gpu: bool) -> str:
     text = config.get_text_config()
     layers = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     dropout = [name for name in ("attention_dropout", "attn_pdrop") if getattr(text, name, 0)]
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if getattr(text, "attn_logit_softcapping", None):
         return "its attention scores are capped (attn_logit_softcapping)"
     if not (kind._supports_sdpa and kind._supports_flash_attn and kind._supports_attention_backend):
@@ -52,6 +51,7 @@ def why_masked(kind: Any, config: Any, *, on_gpu: bool) -> str:
         return f"it has layers of {', '.join(sorted(layers))}"
     if dropout:
         return f"its attention has dropout ({dropout[0]})"
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if getattr(text, "v_head_dim", head_dim) != getattr(text, "qk_head_dim", head_dim):
         return "its values have another head dimension than its queries"
     if on_gpu and (head_dim > _MOST_HEAD_DIM or head_dim % 8):
