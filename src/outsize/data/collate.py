@@ -1,7 +1,7 @@
 """Collates rows into batches, and builds the batch that the memory plan is for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,15 @@ class Collator:
     pad_to: int | None = None
     gives_boundaries: bool = False
     """Whether batches of packed rows have the arguments of model/packed_attention.py."""
+    least_documents: int = 0
+    """Which these have at least, some without tokens."""
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         if "position_ids" in rows[0]:
-            batch = {name: _tensor([row[name] for row in rows]) for name in rows[0]}
-            return batch | (boundaries(batch["position_ids"].numpy()) if self.gives_boundaries else {})
+            batch: dict[str, Any] = {name: _tensor([row[name] for row in rows]) for name in rows[0]}
+            if self.gives_boundaries:
+                batch |= boundaries(batch["position_ids"].numpy(), least_documents=self.least_documents)
+            return batch
         lengths = [len(row["input_ids"]) for row in rows]
         width = max(lengths) if self.pad_to is None else self.pad_to
         assert max(lengths) <= width, "no row is longer than pad_to"
@@ -85,11 +89,7 @@ def widest_batch(
         made = [_all_trained(row) for row in ids]
         if tokens > 1 and (rows > 1 or collator.pad_to is not None):
             made[-1] = _all_trained(ids[-1][:-1])
-    batch = collator(made)
-    if (offsets := batch.get("document_offsets")) is not None:
-        more = max(0, most_documents + 1 - offsets.shape[1])
-        batch["document_offsets"] = torch.nn.functional.pad(offsets, (0, more), value=tokens)
-    return batch
+    return replace(collator, least_documents=max(most_documents, collator.least_documents))(made)
 
 
 def _all_trained(ids: Ints) -> Row:

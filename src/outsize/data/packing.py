@@ -49,7 +49,8 @@ class PackedRows:
 
     @property
     def most_documents(self) -> int:
-        return max(len(self.lengths_of(row)) for row in range(len(self)))
+        """Of a row at most, its padding included."""
+        return max(map(len, self.rows)) + 1
 
     def __getitem__(self, index: int) -> Row:
         return lay_out(
@@ -116,14 +117,16 @@ def lay_out(documents: Sequence[Row], *, sequence_len: int, pad_id: int) -> Row:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def boundaries(positions: NDArray[Any]) -> dict[str, Any]:
+def boundaries(positions: NDArray[Any], *, least_documents: int = 0) -> dict[str, Any]:
     """Arguments of an attention function that knows documents by their offsets, from positions (rows, tokens).
 
     `document_offsets` (rows, documents + 1): where each document of a row begins, then the end of the row, repeated in
-    rows with fewer documents. `longest_document`: tokens.
+    rows with fewer documents and up to `least_documents`. `longest_document`: tokens.
     """
     starts = positions == 0
-    offsets = np.full((len(positions), starts.sum(1).max() + 1), positions.shape[1], dtype=np.int32)
+    offsets = np.full(
+        (len(positions), max(starts.sum(1).max(), least_documents) + 1), positions.shape[1], dtype=np.int32
+    )
     for row, found in enumerate(starts):
         at = np.flatnonzero(found)
         offsets[row, : len(at)] = at

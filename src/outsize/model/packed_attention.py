@@ -89,10 +89,10 @@ def _attention(
     offsets = document_offsets.clamp(max=tokens)
     if rows > 1:
         offsets = offsets + torch.arange(0, rows * tokens, tokens, dtype=torch.int32, device=offsets.device)[:, None]
-    flat = [part.transpose(1, 2).reshape(rows * tokens, -1, part.shape[-1]) for part in (query, key, value)]
+    query, key, value = (part.transpose(1, 2).reshape(rows * tokens, -1, head_dim) for part in (query, key, value))
     scale = head_dim**-0.5 if scaling is None else scaling
-    settings = offsets.flatten(), min(longest_document, tokens), sliding_window or 0, scale
-    out = packed_attention(*flat, *settings)[0] if query.device.type == "cpu" else _varlen(*flat, *settings)
+    given = query, key, value, offsets.flatten(), min(longest_document, tokens), sliding_window or 0, scale
+    out = packed_attention(*given)[0] if query.device.type == "cpu" else _varlen(*given)
     return out.view(rows, tokens, *out.shape[1:]), None
 
 

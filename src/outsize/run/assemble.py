@@ -117,7 +117,7 @@ def assemble(config: RunConfig) -> Assembled:
     tokens = longest_row(config, parts)
     vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     patience = config.early_stopping_patience
-    collator = collator_of(config, pad_id, config.sequence_len, vision)
+    collator = collator_of(config, pad_id, config.sequence_len, vision, parts)
     batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
     if config.rl is not None:
         batch_of = partial(widest_pairs, collator, tokens, vocabulary)

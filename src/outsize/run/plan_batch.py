@@ -15,14 +15,16 @@ from outsize.setup.batches import pad_to_shape
 AnyCollator = Collator | VisionCollator
 
 
-def collator_of(config: RunConfig, pad_id: int, tokens: int, vision: Vision | None) -> AnyCollator:
-    """`tokens`: the length of padded rows under `pad_to_sequence_len`."""
+def collator_of(
+    config: RunConfig, pad_id: int, tokens: int, vision: Vision | None, parts: Sequence[Any] = ()
+) -> AnyCollator:
+    """`tokens`: the length of padded rows under `pad_to_sequence_len`. `parts`: training and evaluation rows."""
     pad_to = tokens if config.pad_to_sequence_len else None
-    return (
-        Collator(pad_id, pad_to, config.attn_implementation == VARLEN)
-        if vision is None
-        else VisionCollator(vision, pad_to)
-    )
+    if vision is not None:
+        return VisionCollator(vision, pad_to)
+    # Deterministic kernels take more memory for fewer documents: all batches then have as many as the planned one.
+    least = _most_documents(parts) if config.full_determinism else 0
+    return Collator(pad_id, pad_to, config.attn_implementation == VARLEN, least)
 
 
 def batches_to_plan_for(
@@ -30,7 +32,7 @@ def batches_to_plan_for(
 ) -> Callable[[int], dict[str, Any]]:
     """The batch to plan for, by its number of rows. `parts`: training and evaluation rows. `tokens`: of the longest."""
     documents = documents_to_plan_for(config, parts, tokens)
-    most_documents = max((part.most_documents for part in parts if isinstance(part, PackedRows)), default=0)
+    most_documents = _most_documents(parts)
 
     def batch_of(rows: int) -> dict[str, Any]:
         if isinstance(collator, VisionCollator):
@@ -45,6 +47,10 @@ def batches_to_plan_for(
         )
 
     return batch_of
+
+
+def _most_documents(parts: Sequence[Any]) -> int:
+    return max((part.most_documents for part in parts if isinstance(part, PackedRows)), default=0)
 
 
 def documents_to_plan_for(config: RunConfig, parts: Sequence[Any], tokens: int) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from outsize.model.packed_attention import VARLEN
 from outsize.run.assemble import assemble, start
 from outsize.run.compat_checks import require_positions, with_packed_attention
 from outsize.run.plan import plan_request
+from outsize.run.plan_batch import collator_of
 
 
 def run(folder: Path, *, kind: str = "llama", **keys: Any) -> RunConfig:
@@ -73,6 +75,9 @@ def test_the_plan_of_packed_rows_is_for_the_documents_of_the_average_row_and_cov
     average = rows.average_row()
     assert batch["document_offsets"].shape == (2, rows.most_documents + 1)
     assert batch["document_offsets"][0, : len(average) + 1].diff().tolist() == average.tolist()
+    deterministic = replace(run(tmp_path), full_determinism=True, attn_implementation=VARLEN)
+    always = collator_of(deterministic, 0, 96, None, [rows])([rows[0]])
+    assert always["document_offsets"].shape == (1, rows.most_documents + 1)
     start(assembled, run(tmp_path, device="sim:16MiB", sequence_len=96, max_steps=6))
     plan = trainer.engine.plan
     trainer.train()
