@@ -43,13 +43,12 @@ def build_model(
         dtype: of the weights, whatever the files have.
         random: weights are drawn (from torch's generator), not read.
         weights_from: read them from this folder instead: a checkpoint of the same model.
-        overrides, rope_parameters: as of `override`.
+        overrides, rope_parameters: as of `overridden`.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
-    config = load_config(path)
-    override(config, overrides, rope_parameters)
+    config = overridden(load_config(path), overrides, rope_parameters)
     kind = trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):
@@ -78,8 +77,10 @@ def build_model(
     return Built(unmaterialize(model), weights)
 
 
-def override(config: Any, overrides: Mapping[str, Any] | None, rope_parameters: Mapping[str, Any] | None) -> None:
-    """Replace values of a config by `overrides`, and values of its rope parameters by `rope_parameters`."""
+def overridden(
+    config: Any, overrides: Mapping[str, Any] | None = None, rope_parameters: Mapping[str, Any] | None = None
+) -> Any:
+    """The config, with values replaced by `overrides`, and values of its rope parameters by `rope_parameters`."""
     given = dict(overrides or {})
     scaling = given.pop("rope_scaling", None)  # the older name
     rope = {**(given.pop("rope_parameters", scaling) or {}), **(rope_parameters or {})}
@@ -91,6 +92,7 @@ def override(config: Any, overrides: Mapping[str, Any] | None, rope_parameters: 
         setattr(config, name, value)
     if rope:
         _override_rope(config.get_text_config(), rope)
+    return config
 
 
 def _override_rope(config: Any, given: dict[str, Any]) -> None:
@@ -112,6 +114,31 @@ def _override_rope(config: Any, given: dict[str, Any]) -> None:
     except (KeyError, ValueError, TypeError) as error:
         text = str(error.args[0] if error.args else error).rstrip(". ")
         raise ConfigError(f"rope_parameters: {text}. Correct them.") from None
+
+
+def require_positions(config: Any, sequence_len: int) -> None:
+    """A learned table of positions is finite. Rotary embeddings are not, but the model was trained on the positions of
+    its config only; scaling extends them.
+    """
+    text = config.get_text_config()
+    saved = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None)
+    known = max([saved, *_scaled_positions(rope or {}, saved)]) if saved else sequence_len
+    if sequence_len > known:
+        remedy = "Set rope_parameters (rope_type and factor), or lower it" if rope else "Lower it"
+        raise ConfigError(
+            f"sequence_len: {sequence_len} exceeds the model's {known} positions. {remedy}; longer examples are split."
+        )
+
+
+def _scaled_positions(rope: dict[str, Any], saved: int) -> list[int]:
+    """The positions that scaled rotary embeddings have, per kind of layer."""
+    kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [
+        int(kind["factor"] * (kind.get("original_max_position_embeddings") or saved))
+        for kind in kinds
+        if kind.get("factor")
+    ]
 
 
 def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:

@@ -21,7 +21,7 @@ from outsize.data.preference import load_pairs
 from outsize.data.vision import Vision
 from outsize.device.choose import choose_device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.model.build import Built, build_model, load_config
+from outsize.model.build import Built, build_model, load_config, require_positions
 from outsize.model.packed_attention import VARLEN
 from outsize.model.strategies import STRATEGIES
 from outsize.optim.names import OPTIMIZERS, spec_class
@@ -31,7 +31,6 @@ from outsize.run.compat_checks import (
     make_trackers,
     require_language_model,
     require_packable,
-    require_positions,
     require_scheduler,
     require_vocabulary,
     with_installed_attention,

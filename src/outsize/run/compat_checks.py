@@ -107,31 +107,6 @@ def require_packable(model: Any) -> None:
         )
 
 
-def require_positions(model_config: Any, sequence_len: int) -> None:
-    """A learned table of positions is finite. Rotary embeddings are not, but the model was trained on the positions of
-    its config only; scaling extends them.
-    """
-    text = model_config.get_text_config()
-    saved = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None)
-    known = max([saved, *_scaled_positions(rope or {}, saved)]) if saved else sequence_len
-    if sequence_len > known:
-        remedy = "Set rope_parameters (rope_type and factor), or lower it" if rope else "Lower it"
-        raise ConfigError(
-            f"sequence_len: {sequence_len} exceeds the model's {known} positions. {remedy}; longer examples are split."
-        )
-
-
-def _scaled_positions(rope: dict[str, Any], saved: int) -> list[int]:
-    """The positions that scaled rotary embeddings have, per kind of layer."""
-    kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    return [
-        int(kind["factor"] * (kind.get("original_max_position_embeddings") or saved))
-        for kind in kinds
-        if kind.get("factor")
-    ]
-
-
 def require_vocabulary(model: Any, tokenizer: Any, rows: list[Rows | PackedRows], pad_id: int) -> None:
     size: int = model.get_input_embeddings().num_embeddings
     flat = [(part.documents if isinstance(part, PackedRows) else part).ids for part in rows]

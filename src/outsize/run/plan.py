@@ -1,7 +1,6 @@
 """The settings of `outsize plan` for a run file: its model, adapter, data, batch and budgets."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from outsize.forecast.forecast import ForecastRequest
 from outsize.hardware.spec import HardwareSpec
 from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.model.build import load_config, override, trainable_class
+from outsize.model.build import load_config, overridden, require_positions, trainable_class
 from outsize.model.packed_attention import VARLEN
 from outsize.run.adapters import adapter_of, method_of
 from outsize.run.assemble import pins_of, rows, training_arguments
-from outsize.run.compat_checks import require_positions, with_packed_attention
+from outsize.run.compat_checks import with_packed_attention
 from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
@@ -42,8 +41,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     here = choose_device(config.device) if hardware is None else None
     config = with_packed_attention(config, here if here is not None and (here.is_gpu or here.is_simulated) else None)
     model_config = load_config(config.base_model, may_be_quantized=True)
-    change_config = partial(_as_in_run, config)
-    change_config(model_config)
+    overridden(model_config, config.overrides_of_model_config, config.rope_parameters)
     require_positions(model_config, config.sequence_len)
     tokens, filled, collator = config.sequence_len, 1.0, collator_of(config, 0, config.sequence_len, None)
     parts: list[Any] = []
@@ -83,16 +81,12 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         chunked_loss=config.chunked_loss,
         adapter=adapter_of(config) if config.adapter == "lora" else None,
         method=method_of(config),
-        change_config=change_config,
+        config_overrides=config.overrides_of_model_config,
+        rope_parameters=config.rope_parameters,
+        attn_implementation=VARLEN if config.attn_implementation == VARLEN else None,
         batch_of=batch_of if config.rl is None else lambda pairs: batch_of(2 * pairs),
     )
     return RunRequest(request=request, notes=tuple(notes), filled=filled if config.rl is None else 1.0)
-
-
-def _as_in_run(config: RunConfig, model_config: Any) -> None:
-    override(model_config, config.overrides_of_model_config, config.rope_parameters)
-    if config.attn_implementation == VARLEN:
-        model_config._attn_implementation = VARLEN
 
 
 def _reference(config: RunConfig) -> tuple[int, str]:

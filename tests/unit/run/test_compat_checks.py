@@ -16,10 +16,10 @@ from outsize.config.run import RunConfig
 from outsize.device.choose import choose_device
 from outsize.device.cpu import CpuDevice
 from outsize.forecast.forecast import forecast
-from outsize.model.build import override
+from outsize.model.build import overridden, require_positions
 from outsize.model.packed_attention import VARLEN
 from outsize.run.assemble import assemble, start
-from outsize.run.compat_checks import require_positions, with_packed_attention
+from outsize.run.compat_checks import with_packed_attention
 from outsize.run.plan import plan_request
 from outsize.run.plan_batch import collator_of
 
@@ -115,7 +115,7 @@ def test_rows_beyond_the_models_positions_need_scaled_rotary_embeddings() -> Non
     require_positions(llama(), 64)
     for given in ({"rope_parameters": YARN}, {"rope_scaling": {"type": "yarn", "factor": 4.0}}):
         config = llama()
-        override(config, given, None)
+        overridden(config, given, None)
         assert config.rope_parameters["original_max_position_embeddings"] == 64
         assert config.rope_parameters["rope_theta"] == 10000.0, "the saved value"
         require_positions(config, 256)
@@ -125,19 +125,19 @@ def test_rows_beyond_the_models_positions_need_scaled_rotary_embeddings() -> Non
 
 def test_rope_parameters_per_kind_of_layer() -> None:
     config = Gemma3TextConfig(max_position_embeddings=64)
-    override(config, None, {"full_attention": {"rope_type": "linear", "factor": 8.0}})
+    overridden(config, None, {"full_attention": {"rope_type": "linear", "factor": 8.0}})
     assert config.rope_parameters["full_attention"]["rope_theta"] == 1e6
     assert config.rope_parameters["sliding_attention"]["rope_type"] == "default"
     require_positions(config, 512)
     with pytest.raises(ConfigError, match=r"has parameters per kind of layer, and rope_type, factor were given. Put"):
-        override(config, None, YARN)
+        overridden(config, None, YARN)
 
 
 def test_wrong_rope_parameters_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"rope_parameters: GPT2Config has no rotary embeddings. Remove it"):
-        override(GPT2Config(), None, YARN)
+        overridden(GPT2Config(), None, YARN)
     with pytest.raises(ConfigError, match=r"rope_parameters: Missing required keys .*'factor'.* Correct them"):
-        override(llama(), None, {"rope_type": "yarn"})
+        overridden(llama(), None, {"rope_type": "yarn"})
 
 
 def test_rope_parameters_of_a_run_file_reach_the_model_and_the_forecast(tmp_path: Path) -> None:
