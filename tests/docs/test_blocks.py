@@ -88,9 +88,7 @@ def test_python_compiles(block: Block) -> None:
 def test_the_api_page_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     listed = set(re.findall(r"^::: (\S+)", page, re.MULTILINE))
-    missing = [
-        name for name in outsize.__all__ if outsize._MODULES.get(name, "") + f".{name}" not in listed and name != "osft"
-    ]
+    missing = [name for name in outsize.__all__ if outsize._MODULES.get(name, "") + f".{name}" not in listed and name != "osft"]
     assert missing == []
     for name in listed - {"outsize.base.errors"}:
         module, _, attribute = name.rpartition(".")
