@@ -1,6 +1,7 @@
 """The code blocks of README.md and docs/: commands parse, run files are accepted, Python compiles, names are public."""
 
 import ast
+import builtins
 import re
 import shlex
 from dataclasses import fields
@@ -81,14 +82,21 @@ def test_run_files_are_accepted(block: Block) -> None:
 
 
 @of_language("python")
-def test_python_compiles(block: Block) -> None:
-    compile(block.text, str(block), "exec")
+def test_python_compiles_and_what_is_run_defines_its_names(block: Block) -> None:
+    nodes = list(ast.walk(ast.parse(block.text, str(block))))
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    defined = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    imported = [node for node in nodes if isinstance(node, ast.alias)]
+    defined |= {alias.asname or alias.name.split(".")[0] for alias in imported}
+    assert block.not_run or used - defined <= set(dir(builtins)), "say <!-- not run: why --> in the line before it"
 
 
 def test_the_api_page_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     listed = set(re.findall(r"^::: (\S+)", page, re.MULTILINE))
-    missing = [name for name in outsize.__all__ if outsize._MODULES.get(name, "") + f".{name}" not in listed and name != "osft"]
+    missing = [
+        name for name in outsize.__all__ if outsize._MODULES.get(name, "") + f".{name}" not in listed and name != "osft"
+    ]
     assert missing == []
     for name in listed - {"outsize.base.errors"}:
         module, _, attribute = name.rpartition(".")

@@ -245,6 +245,10 @@ def test_what_the_method_froze_is_restored_if_no_plan_fits() -> None:
     assert {name for name, param in model.named_parameters() if param.requires_grad} == trained
     with closing(prepare(model, method=frozen)) as engine:
         assert set(engine.runtime.updates.steps) == set(engine.runtime.coordinates.names)
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == trained
+    prepare(model, method=frozen)
+    with closing(prepare(model)) as engine:  # a cell that is run again with other settings
+        assert set(engine.runtime.updates.steps) == trained
 
 
 @pytest.mark.parametrize("pins", PLANS.values(), ids=PLANS)

@@ -26,8 +26,10 @@ from outsize.config.read import read_config
 from outsize.config.run import DatasetConfig
 from outsize.data.build import load_rows
 from outsize.data.collate import Collator
+from outsize.device.choose import choose_device
 from outsize.integrations.hf import OutsizeTrainer
 from outsize.run.assemble import training_arguments
+from outsize.run.compat_checks import with_packed_attention
 
 TESTS = Path(__file__).parent.parent
 PACKED = dict(sample_packing=True, sequence_len=64, max_grad_norm=1.0, warmup_steps=2)
@@ -60,12 +62,14 @@ def test_one_yaml_trains_the_same_bits_through_the_command_through_our_trainer_a
         pad_id=tokenizer.pad_token_id,
         sample_packing=config.sample_packing,
     )
-    parts: dict[str, Any] = dict(
-        train_dataset=train, data_collator=Collator(tokenizer.pad_token_id), processing_class=tokenizer
-    )
+    collator = Collator(tokenizer.pad_token_id, gives_boundaries=config.sample_packing)
+    parts: dict[str, Any] = dict(train_dataset=train, data_collator=collator, processing_class=tokenizer)
 
     def model() -> Any:
-        return AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
+        attention = with_packed_attention(config, choose_device("cpu")).attn_implementation
+        return AutoModelForCausalLM.from_pretrained(
+            config.base_model, dtype=torch.bfloat16, attn_implementation=attention
+        )
 
     plain = PlainTrainer(model=model(), args=training_arguments(config, on_gpu=False), **parts)
     plain.train()

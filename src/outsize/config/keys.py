@@ -180,7 +180,8 @@ AXOLOTL: dict[str, OtherKey] = {
     **ignored("tokens that are never used need no rows", "resize_token_embeddings_to_32x shrink_embeddings "
               "mean_resizing_embeddings fix_untrained_tokens embeddings_skip_upcast"),
     **renamed("overrides_of_model_config", "model_config"),
-    **refused(_FIXED, "base_model_config cls_model_config overrides_of_model_kwargs rope_scaling revision_of_model "
+    **renamed("rope_parameters", "rope_scaling"),
+    **refused(_FIXED, "base_model_config cls_model_config overrides_of_model_kwargs revision_of_model "
               "added_tokens_overrides"),
     # Memory and kernels
     **ignored("the plan decides what is where", "max_memory gpu_memory_limit lora_on_cpu layer_offloading "

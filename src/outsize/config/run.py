@@ -91,6 +91,8 @@ class RunConfig:
     """A local folder or a hub id."""
     overrides_of_model_config: dict[str, Any] | None = None
     """Values of the model's config that replace the saved ones."""
+    rope_parameters: dict[str, Any] | None = None
+    """Values of the model's rotary embeddings that replace the saved ones, for rows beyond the model's positions."""
     reinit_weights: bool = False
     """Random weights, made from the model's config."""
 
@@ -210,7 +212,7 @@ class RunConfig:
     tf32: Tf32 | None = None
     """Whether fp32 matrix products may use TF32. None: torch's setting."""
     attn_implementation: Text | None = None
-    """As in transformers: sdpa, flash_attention_2, eager, … None: its choice."""
+    """As in transformers: sdpa, flash_attention_2, eager, … None: its choice, and `outsize_varlen` for packed rows."""
     dataloader_num_workers: CountFromZero = 0
 
     gpu_memory: Size | None = None

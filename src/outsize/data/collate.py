@@ -1,7 +1,7 @@
 """Collates rows into batches, and builds the batch that the memory plan is for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.log import log
-from outsize.data.packing import lay_out
+from outsize.data.packing import boundaries, lay_out
 from outsize.data.rows import IGNORED, Ints, Row
 
 
@@ -19,10 +19,17 @@ class Collator:
 
     pad_id: int
     pad_to: int | None = None
+    gives_boundaries: bool = False
+    """Whether batches of packed rows have the arguments of model/packed_attention.py."""
+    least_documents: int = 0
+    """Which these have at least, some without tokens."""
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         if "position_ids" in rows[0]:
-            return {name: _tensor([row[name] for row in rows]) for name in rows[0]}
+            batch: dict[str, Any] = {name: _tensor([row[name] for row in rows]) for name in rows[0]}
+            if self.gives_boundaries:
+                batch |= boundaries(batch["position_ids"].numpy(), least_documents=self.least_documents)
+            return batch
         lengths = [len(row["input_ids"]) for row in rows]
         width = max(lengths) if self.pad_to is None else self.pad_to
         assert max(lengths) <= width, "no row is longer than pad_to"
@@ -50,24 +57,39 @@ def pad_id_of(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def widest_batch(collator: Collator, *, rows: int, tokens: int, packed: bool, vocab_size: int) -> dict[str, Tensor]:
+def widest_batch(
+    collator: Collator,
+    *,
+    rows: int,
+    tokens: int,
+    vocab_size: int,
+    documents: Sequence[int] | None = None,
+    most_documents: int = 0,
+) -> dict[str, Any]:
     """The batch of `rows` × `tokens` that needs the most memory. Deterministic.
 
-    Masks need memory, and transformers builds none for a batch that needs none. So a packed row here has two documents,
-    and if batches may have padding, the last row is one token shorter.
+    Masks need memory, and transformers builds none for a batch that needs none. So if batches may have padding, the
+    last row is one token shorter.
+
+    Args:
+        documents: lengths of the documents in every row, at least two. None: rows are not packed.
+        most_documents: of a row of the data. Kernels reserve memory per document.
     """
     ids = (np.arange(rows * tokens, dtype=np.int64) % vocab_size).astype(np.int32).reshape(rows, tokens)
-    if packed:
-        halves = [np.array_split(row, min(2, tokens)) for row in ids]
+    if documents is not None:
         made = [
-            lay_out([_all_trained(half) for half in pair], sequence_len=tokens, pad_id=collator.pad_id)
-            for pair in halves
+            lay_out(
+                [_all_trained(part) for part in np.split(row, np.cumsum(documents)[:-1])],
+                sequence_len=tokens,
+                pad_id=collator.pad_id,
+            )
+            for row in ids
         ]
     else:
         made = [_all_trained(row) for row in ids]
         if tokens > 1 and (rows > 1 or collator.pad_to is not None):
             made[-1] = _all_trained(ids[-1][:-1])
-    return collator(made)
+    return replace(collator, least_documents=max(most_documents, collator.least_documents))(made)
 
 
 def _all_trained(ids: Ints) -> Row:

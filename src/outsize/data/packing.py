@@ -1,13 +1,14 @@
 """Packing: several whole documents per row of fixed length, so that no compute goes to padding.
 
-Positions restart at zero with each document, and there is no attention mask: transformers then builds masks that keep
-the documents of a row apart. It does so only without a key-value cache (`use_cache: false`), and some models never do;
-`keeps_documents_apart` tests it.
+Positions restart at zero with each document, and there is no attention mask. What keeps the documents of a row apart is
+model/packed_attention.py, which takes their `boundaries`, or else masks that transformers builds. It builds them only
+without a key-value cache (`use_cache: false`), and for some models never; `keeps_documents_apart` tests both.
 """
 
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,22 @@ class PackedRows:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def lengths_of(self, row: int) -> NDArray[np.int64]:
+        """Tokens of each document of a row. The padding counts as one more."""
+        lengths = self.documents.lengths[self.rows[row]]
+        left = self.sequence_len - lengths.sum()
+        return np.append(lengths, left) if left else lengths
+
+    def average_row(self) -> NDArray[np.int64]:
+        """Lengths of the documents in the row whose attention takes what the average row's takes."""
+        costs = np.array([(self.lengths_of(row).astype(np.float64) ** 2).sum() for row in range(len(self))])
+        return self.lengths_of(int(np.abs(costs - costs.mean()).argmin()))
+
+    @property
+    def most_documents(self) -> int:
+        """Of a row at most, its padding included."""
+        return max(map(len, self.rows)) + 1
 
     def __getitem__(self, index: int) -> Row:
         return lay_out(
@@ -100,7 +117,23 @@ def lay_out(documents: Sequence[Row], *, sequence_len: int, pad_id: int) -> Row:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def keeps_documents_apart(model: nn.Module, vocab_size: int, *, rows: int = 2) -> bool:
+def boundaries(positions: NDArray[Any], *, least_documents: int = 0) -> dict[str, Any]:
+    """Arguments of an attention function that knows documents by their offsets, from positions (rows, tokens).
+
+    `document_offsets` (rows, documents + 1): where each document of a row begins, then the end of the row, repeated in
+    rows with fewer documents and up to `least_documents`. `longest_document`: tokens.
+    """
+    starts = positions == 0
+    offsets = np.full(
+        (len(positions), max(starts.sum(1).max(), least_documents) + 1), positions.shape[1], dtype=np.int32
+    )
+    for row, found in enumerate(starts):
+        at = np.flatnonzero(found)
+        offsets[row, : len(at)] = at
+    return {"document_offsets": torch.from_numpy(offsets), "longest_document": int(np.diff(offsets).max())}
+
+
+def keeps_documents_apart(model: nn.Module, vocab_size: int, *, rows: int = 2, takes_boundaries: bool = False) -> bool:
     """Whether the second of two packed documents is independent of the first. Tested with a batch of `rows`: some
     attention kernels keep documents apart in batches of one row only.
 
@@ -120,10 +153,12 @@ def keeps_documents_apart(model: nn.Module, vocab_size: int, *, rows: int = 2) -
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        apart = [_second_logits(model, tokens, restarting) for tokens in (ids, changed)]
+        extra = boundaries(restarting.numpy()) if takes_boundaries else {}
+        apart = [_second_logits(model, tokens, restarting, **extra) for tokens in (ids, changed)]
         if torch.equal(*apart):
             return True
-        mixed = [_second_logits(model, tokens, running) for tokens in (ids, changed)]
+        extra = boundaries(running.numpy()) if takes_boundaries else {}
+        mixed = [_second_logits(model, tokens, running, **extra) for tokens in (ids, changed)]
         return _distance(*apart) < _ROUNDING * _distance(*mixed)
     finally:
         for module, training in modes.items():
@@ -131,9 +166,11 @@ def keeps_documents_apart(model: nn.Module, vocab_size: int, *, rows: int = 2) -
 
 
 @torch.no_grad()
-def _second_logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+def _second_logits(model: nn.Module, ids: Tensor, positions: Tensor, **others: Any) -> Tensor:
     device = next((parameter.device for parameter in model.parameters()), ids.device)
-    logits: Tensor = model(input_ids=ids.to(device), position_ids=positions.to(device)).logits  # (rows, tokens, vocab)
+    given = {"input_ids": ids, "position_ids": positions, **others}
+    placed = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    logits: Tensor = model(**placed).logits  # (rows, tokens, vocab)
     return logits[:, _TRIAL_TOKENS:]
 
 

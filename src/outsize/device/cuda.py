@@ -78,6 +78,10 @@ class CudaDevice(Device):
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     @property
+    def has_flash_attention(self) -> bool:  # type: ignore[override]
+        return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    @property
     def identity(self) -> Identity:
         file = Path("/proc/driver/nvidia/version")
         driver = re.search(r"\d+\.\d[\d.]*", file.read_text()) if file.exists() else None

@@ -57,6 +57,7 @@ class Device(ABC):
     """Memory is counted by a dispatch mode, in profiling runs too. Autograd accumulates gradients out of place under
     any such mode.
     """
+    has_flash_attention = True
 
     def __init__(self) -> None:
         self.budgets: dict[int, int] = {}

@@ -58,6 +58,8 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 }
+_PACKED_ATTENTION = {"outsize::packed_attention", "outsize::packed_attention_backward"}
+"""Of model/packed_attention.py, which has their formulas."""
 ATTENTION_SHARE = 0.75
 """Share of a matrix product's FLOP/s that attention reaches. Measured on the H200: 329 to 501 TFLOP/s of 670."""
 VIEW_LAUNCH, ATTENTION_LAUNCH = 1 / 3, 2.0
@@ -209,13 +211,14 @@ class Observer(TorchDispatchMode):
         packet = func._overloadpacket
         formula: Any = _FLOPS.get(packet) or flop_registry.get(packet)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+        is_attention = packet in _ATTENTION or packet._qualified_op_name in _PACKED_ATTENTION
         moves = not func.is_view and packet not in _NO_TRAFFIC
         read = (part for t in tensors_of(*args, *kwargs.values()) for part in parts_of(t))
         moved = sum(t.nbytes for t in read) + sum(t.nbytes for t in leaves) if moves else 0
         self.flops += flops
         self.moved_bytes += moved
-        self.launches += VIEW_LAUNCH if func.is_view else ATTENTION_LAUNCH if packet in _ATTENTION else 1.0
-        self.seconds += cost_of(flops / ATTENTION_SHARE if packet in _ATTENTION else flops, moved)
+        self.launches += VIEW_LAUNCH if func.is_view else ATTENTION_LAUNCH if is_attention else 1.0
+        self.seconds += cost_of(flops / ATTENTION_SHARE if is_attention else flops, moved)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

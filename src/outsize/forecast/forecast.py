@@ -26,6 +26,7 @@ from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
 from outsize.layout.coordinates import Coordinates
 from outsize.model.adapter import Adapter
+from outsize.model.build import overridden
 from outsize.model.graph import BlockGraph
 from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
@@ -61,6 +62,12 @@ class ForecastRequest(PlanRequest):
     image_size: int = 1024
     adapter: Adapter | None = None
     """None: all weights are trained."""
+    config_overrides: dict[str, Any] | None = None
+    """Values of the model's config that replace the saved ones."""
+    rope_parameters: dict[str, Any] | None = None
+    """Values of its rotary embeddings that replace the saved ones."""
+    attn_implementation: str | None = None
+    """None: transformers' choice."""
     reserved_host_bytes: int = 0
     """Host memory for another model."""
     batch_of: Callable[[int], dict[str, Tensor]] | None = None
@@ -217,7 +224,9 @@ class _OfflinePlanner:
         self._spec = request.hardware if isinstance(request.hardware, HardwareSpec) else lookup(request.hardware)
         self._gpu = _gpu_budget(self._spec, request.gpu_memory)
         self._host_bytes = max(0, _host_bytes(self._spec, request.host_memory) - request.reserved_host_bytes)
-        self._config = config_of(model)
+        self._config = overridden(config_of(model), request.config_overrides, request.rope_parameters)
+        if request.attn_implementation is not None:
+            self._config._attn_implementation = request.attn_implementation
         self._images = Images(per_row=request.images, pixels=request.image_size)
         self._coordinates: dict[str, Coordinates] = {}
 

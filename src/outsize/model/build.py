@@ -36,6 +36,7 @@ def build_model(
     weights_from: str | None = None,
     attn_implementation: str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    rope_parameters: Mapping[str, Any] | None = None,
 ) -> Built:
     """A model that can be trained.
 
@@ -44,18 +45,12 @@ def build_model(
         dtype: of the weights, whatever the files have.
         random: weights are drawn (from torch's generator), not read.
         weights_from: read them from this folder instead: a checkpoint of the same model.
-        overrides: values of the config that replace the saved ones.
+        overrides, rope_parameters: as of `overridden`.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
-    config = load_config(path)
-    for name, value in (overrides or {}).items():
-        if not hasattr(config, name):
-            raise ConfigError(
-                f"overrides_of_model_config: {type(config).__name__} has no {name}. Correct or remove it."
-            )
-        setattr(config, name, value)
+    config = overridden(load_config(path), overrides, rope_parameters)
     kind = trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):
@@ -82,6 +77,70 @@ def build_model(
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return Built(unmaterialize(model), weights)
+
+
+def overridden(
+    config: Any, overrides: Mapping[str, Any] | None = None, rope_parameters: Mapping[str, Any] | None = None
+) -> Any:
+    """The config, with values replaced by `overrides`, and values of its rope parameters by `rope_parameters`."""
+    given = dict(overrides or {})
+    scaling = given.pop("rope_scaling", None)  # the older name
+    rope = {**(given.pop("rope_parameters", scaling) or {}), **(rope_parameters or {})}
+    for name, value in given.items():
+        if not hasattr(config, name):
+            raise ConfigError(
+                f"overrides_of_model_config: {type(config).__name__} has no {name}. Correct or remove it."
+            )
+        setattr(config, name, value)
+    if rope:
+        _override_rope(config.get_text_config(), rope)
+    return config
+
+
+def _override_rope(config: Any, given: dict[str, Any]) -> None:
+    saved = getattr(config, "rope_parameters", None)
+    if not saved:
+        raise ConfigError(f"rope_parameters: {type(config).__name__} has no rotary embeddings. Remove it.")
+    per_kind = {name for name, value in saved.items() if isinstance(value, dict)}
+    if per_kind and not all(name in per_kind and isinstance(value, Mapping) for name, value in given.items()):
+        raise ConfigError(
+            f"rope_parameters: {type(config).__name__} has parameters per kind of layer, and {', '.join(given)} were "
+            f"given. Put them below {' or '.join(sorted(per_kind))}."
+        )
+    if "type" in given:  # the older name
+        given = {"rope_type": given["type"], **{name: value for name, value in given.items() if name != "type"}}
+    config.rope_parameters = saved | ({name: saved[name] | dict(given[name]) for name in given} if per_kind else given)
+    try:
+        config.standardize_rope_params()
+        config.validate_rope()
+    except (KeyError, ValueError, TypeError) as error:
+        text = str(error.args[0] if error.args else error).rstrip(". ")
+        raise ConfigError(f"rope_parameters: {text}. Correct them.") from None
+
+
+def require_positions(config: Any, sequence_len: int) -> None:
+    """A learned table of positions is finite. Rotary embeddings are not, but the model was trained on the positions of
+    its config only; scaling extends them.
+    """
+    text = config.get_text_config()
+    saved = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None)
+    known = max([saved, *_scaled_positions(rope or {}, saved)]) if saved else sequence_len
+    if sequence_len > known:
+        remedy = "Set rope_parameters (rope_type and factor), or lower it" if rope else "Lower it"
+        raise ConfigError(
+            f"sequence_len: {sequence_len} exceeds the model's {known} positions. {remedy}; longer examples are split."
+        )
+
+
+def _scaled_positions(rope: dict[str, Any], saved: int) -> list[int]:
+    """The positions that scaled rotary embeddings have, per kind of layer."""
+    kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [
+        int(kind["factor"] * (kind.get("original_max_position_embeddings") or saved))
+        for kind in kinds
+        if kind.get("factor")
+    ]
 
 
 def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:

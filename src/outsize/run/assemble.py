@@ -21,7 +21,8 @@ from outsize.data.preference import load_pairs
 from outsize.data.vision import Vision
 from outsize.device.choose import choose_device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.model.build import Built, build_model, load_config
+from outsize.model.build import Built, build_model, load_config, require_positions
+from outsize.model.packed_attention import VARLEN
 from outsize.model.strategies import STRATEGIES
 from outsize.optim.names import OPTIMIZERS, spec_class
 from outsize.run.adapters import adapt, materialize, method_of
@@ -30,10 +31,10 @@ from outsize.run.compat_checks import (
     make_trackers,
     require_language_model,
     require_packable,
-    require_positions,
     require_scheduler,
     require_vocabulary,
     with_installed_attention,
+    with_packed_attention,
 )
 from outsize.run.cpu_threads import set_threads
 from outsize.run.disk import disk_need, num_steps, require_disk_space
@@ -91,7 +92,7 @@ def assemble(config: RunConfig) -> Assembled:
     """All checks that are possible before the first step happen here, the cheapest first."""
     device = choose_device(config.device)
     _require_writable(Path(config.output_dir))
-    config = with_installed_attention(config)
+    config = with_packed_attention(with_installed_attention(config), device)
     checkpoint = find_checkpoint(config)
     splits = _splits(config)
     changed: list[str] = []
@@ -116,7 +117,7 @@ def assemble(config: RunConfig) -> Assembled:
     set_seed(config.seed)
     built = _build(config, checkpoint)
     require_language_model(built.model)
-    require_positions(built.model, config.sequence_len)
+    require_positions(built.model.config, config.sequence_len)
     if config.sample_packing:
         require_packable(built.model)
     require_vocabulary(built.model, tokenizer, [train] if evaluated is None else [train, evaluated], pad_id)
@@ -129,7 +130,7 @@ def assemble(config: RunConfig) -> Assembled:
         built = adapt(built, config)
     vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     patience = config.early_stopping_patience
-    collator = collator_of(config, pad_id, config.sequence_len, vision)
+    collator = collator_of(config, pad_id, config.sequence_len, vision, parts)
     batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
     if config.rl is not None:
         batch_of = partial(widest_pairs, collator, tokens, vocabulary)
@@ -219,6 +220,7 @@ def _build(config: RunConfig, checkpoint: Path | None) -> Built:
             weights_from=str(checkpoint) if whole else None,
             attn_implementation=config.attn_implementation,
             overrides=config.overrides_of_model_config,
+            rope_parameters=config.rope_parameters,
         )
     except OutsizeError:
         raise
@@ -237,7 +239,10 @@ def start(assembled: Assembled, config: RunConfig) -> None:
     trainer.start_engine()
     vocabulary = trainer.model.config.get_text_config().vocab_size
     if config.sample_packing and not keeps_documents_apart(
-        trainer.model, vocabulary, rows=trainer.args.per_device_train_batch_size
+        trainer.model,
+        vocabulary,
+        rows=trainer.args.per_device_train_batch_size,
+        takes_boundaries=trainer.model.config.get_text_config()._attn_implementation == VARLEN,
     ):
         raise ConfigError(
             f"sample_packing: in {type(trainer.model).__name__} the documents of a packed row attend to each other. "

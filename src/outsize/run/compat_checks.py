@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -14,6 +13,9 @@ from outsize.base.log import log
 from outsize.config.run import RunConfig
 from outsize.data.packing import PackedRows
 from outsize.data.rows import Rows
+from outsize.device.device import Device
+from outsize.model.build import load_config, trainable_class
+from outsize.model.packed_attention import VARLEN, register, why_masked
 
 
 def first_line(error: Exception) -> str:
@@ -39,6 +41,40 @@ def with_installed_attention(config: RunConfig) -> RunConfig:
         return config
     log.warning("attn_implementation: %s needs the package %s, which is not installed: sdpa is used", name, needs)
     return replace(config, attn_implementation="sdpa")
+
+
+def with_packed_attention(config: RunConfig, device: Device | None = None) -> RunConfig:
+    """Sets attention without masks for packed rows, if the user chose none and the model can have it.
+
+    `device`: the one that computes. None: the device of a forecast, which need not be present.
+    """
+    if not config.sample_packing:
+        if config.attn_implementation == VARLEN:
+            raise ConfigError(
+                f"attn_implementation: {VARLEN} is for packed rows. Set sample_packing: true, or remove it."
+            )
+        return config
+    if config.attn_implementation not in (None, VARLEN):
+        return config
+    model_config = load_config(config.base_model, may_be_quantized=True)
+    kind = trainable_class(model_config)
+    on_gpu = device is None or device.is_gpu
+    reason = why_masked(kind, model_config, on_gpu=on_gpu)
+    if not reason and device is not None and not device.has_flash_attention:
+        reason = "this GPU has no flash attention"
+    if not reason and on_gpu and not config.bf16:
+        reason = "its weights are float32 (bf16: false)"
+    if reason and config.attn_implementation == VARLEN:
+        raise ConfigError(f"attn_implementation: {kind.__name__} cannot have {VARLEN}: {reason}. Remove it.")
+    if reason:
+        log.warning(
+            "sample_packing: rows of %s need a mask of tokens × tokens, which is slower and takes memory, because %s",
+            kind.__name__,
+            reason,
+        )
+        return config
+    register()
+    return replace(config, attn_implementation=VARLEN)
 
 
 def require_scheduler(config: RunConfig) -> None:
@@ -69,26 +105,6 @@ def require_packable(model: Any) -> None:
             f"sample_packing: {type(model).__name__} has an encoder, which attends to the whole row. Use "
             "sample_packing: false."
         )
-
-
-def require_positions(model: Any, sequence_len: int) -> None:
-    """A learned table of positions is finite. Computed positions are not, but the model was trained on those of its
-    config only.
-    """
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if known is None or sequence_len <= known:
-        return
-    # Some position tables begin with a few rows for padding. The token table is excluded.
-    tables = (
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
-    )
-    if any(known <= table.num_embeddings <= known + 8 for table in tables):
-        raise ConfigError(
-            f"sequence_len: {sequence_len} exceeds the model's {known} positions. Lower it; longer examples are split."
-        )
-    log.warning("sequence_len is %d, but the model's config has %d positions", sequence_len, known)
 
 
 def require_vocabulary(model: Any, tokenizer: Any, rows: list[Rows | PackedRows], pad_id: int) -> None:

@@ -78,7 +78,7 @@ def dpo_trainer(
 
 def widest_pairs(collator: Any, tokens: int, vocab_size: int, pairs: int) -> dict[str, Tensor]:
     """The batch of pairs that needs the most memory: prompts of one token."""
-    batch = widest_batch(collator, rows=2 * pairs, tokens=tokens, packed=False, vocab_size=vocab_size)
+    batch = widest_batch(collator, rows=2 * pairs, tokens=tokens, vocab_size=vocab_size)
     mask = batch["attention_mask"].clone()
     mask[:, 0] = 0
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "completion_mask": mask}

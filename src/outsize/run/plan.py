@@ -14,9 +14,11 @@ from outsize.forecast.forecast import ForecastRequest
 from outsize.hardware.spec import HardwareSpec
 from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
-from outsize.model.build import load_config, trainable_class
+from outsize.model.build import load_config, overridden, require_positions, trainable_class
+from outsize.model.packed_attention import VARLEN
 from outsize.run.adapters import adapter_of, method_of
 from outsize.run.assemble import pins_of, rows, training_arguments
+from outsize.run.compat_checks import with_packed_attention
 from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
 from outsize.run.tokenizer import load_tokenizer
@@ -36,6 +38,11 @@ class RunRequest:
 def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     """`hardware`: as `--hardware`. None: the GPU that the file simulates, this machine's, or one of the catalog."""
     notes = []
+    here = choose_device(config.device) if hardware is None else None
+    config = with_packed_attention(config, here if here is not None and (here.is_gpu or here.is_simulated) else None)
+    model_config = load_config(config.base_model, may_be_quantized=True)
+    overridden(model_config, config.overrides_of_model_config, config.rope_parameters)
+    require_positions(model_config, config.sequence_len)
     tokens, filled, collator = config.sequence_len, 1.0, collator_of(config, 0, config.sequence_len, None)
     parts: list[Any] = []
     if not config.sample_packing and (not config.pad_to_sequence_len or takes_images(config)):
@@ -44,13 +51,15 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
             notes += [text] if (text := rows_text(tokens, config.sequence_len)) else []
         except OutsizeError as error:
             notes.append(f"planned for rows of sequence_len tokens, because the data cannot be read here: {error}")
+    if config.attn_implementation == VARLEN:
+        notes.append("planned for packed rows of one document each, whose attention takes longest")
     machine = hardware or _machine_of(config)
     if machine is None:
         notes.append(f"planned for {DEFAULT_HARDWARE}, because this machine has no GPU; --hardware names another")
     if config.plan_file is not None:
         notes.append("plan: the plan file is not used here; `outsize train --dry-run` shows it")
     arguments = training_arguments(replace(config, rl=None), on_gpu=False)  # without TRL, which may not be installed
-    vocabulary: int = load_config(config.base_model, may_be_quantized=True).get_text_config().vocab_size
+    vocabulary: int = model_config.get_text_config().vocab_size
     batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
     reserved = 0
     if config.rl is not None:
@@ -72,6 +81,9 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         chunked_loss=config.chunked_loss,
         adapter=adapter_of(config) if config.adapter == "lora" else None,
         method=method_of(config),
+        config_overrides=config.overrides_of_model_config,
+        rope_parameters=config.rope_parameters,
+        attn_implementation=VARLEN if config.attn_implementation == VARLEN else None,
         batch_of=batch_of if config.rl is None else lambda pairs: batch_of(2 * pairs),
     )
     return RunRequest(request=request, notes=tuple(notes), filled=filled if config.rl is None else 1.0)

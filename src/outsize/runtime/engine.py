@@ -7,7 +7,7 @@ other and carries over the optimizer's state and pending gradients by parameter 
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,14 +61,16 @@ class Engine:
         weights: Weights | None = None,
         given_dtypes: Mapping[str, torch.dtype] | None = None,
         takes_all_memory: bool = False,
+        frozen: Iterable[str] = (),
     ):
         """`weights`: the files of unmaterialized parameters, read once into their homes. `given_dtypes`: the original
-        dtypes, by name, of parameters that are trained in another one. `takes_all_memory`: no gpu_memory was given."""
+        dtypes, by name, of parameters that are trained in another one. `takes_all_memory`: no gpu_memory was given.
+        `frozen`: parameters that the method has frozen, for as long as the engine exists."""
         self.given_dtypes = dict(given_dtypes or {})
         self.model, self.device, self.takes_all_memory = model, device, takes_all_memory
         self.optimizer = EngineOptimizer(self, optimizer.param_groups(model.named_parameters()), optimizer)
         self.optimizer.close_groups()
-        self._planner, self._method = planner, method
+        self._planner, self._method, self._frozen = planner, method, tuple(frozen)
         self._names = positional_names(model)
         self._runtime: PlanRuntime | None = None
         self.state = StateMachine()
@@ -149,6 +151,7 @@ class Engine:
         self._hooks.require("detach")
         saved = self.optimizer.state_dict()
         by_name = self._release()
+        self._unfreeze()
         saved["state"] = {i: by_name[name] for i, name in enumerate(self.optimizer.names) if i in saved["state"]}
         if self.given_dtypes and not as_trained:
             log.info("trained parameters are rounded from fp32 to fp16; detach(as_trained=True) keeps fp32")
@@ -166,6 +169,13 @@ class Engine:
         self.forget_pass()
         self._steps.restore()
         self._release(reason)
+        self._unfreeze()
+
+    def _unfreeze(self) -> None:
+        """Let the parameters train that the method has frozen."""
+        for name, param in self.model.named_parameters():
+            if name in self._frozen:
+                param.requires_grad_(True)
 
     def close(self) -> None:
         """End the engine and free all its memory. The model's parameters are unmaterialized after this."""
@@ -176,6 +186,7 @@ class Engine:
             self._calibration.end()
             self.forget_pass()
             self._drop_runtime("it was closed", keep=False)
+            self._unfreeze()
 
     @property
     def runtime(self) -> PlanRuntime:

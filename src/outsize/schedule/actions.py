@@ -18,9 +18,6 @@ from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.placement import Placement
 
-MATRIX_LAUNCHES = 8
-"""Operators that contract or merge launches for one weight."""
-
 
 class Kind(StrEnum):
     """The kinds of actions, with the letters that plans, traces and reports show. `TYPES` describes them."""
@@ -43,6 +40,11 @@ class Kind(StrEnum):
     LOAD_COORDINATES = "D"
     MERGE = "M"
     WRITE_BACK = "W"
+
+
+MATRIX_LAUNCHES = {Kind.CONTRACT: 4, Kind.MERGE: 8}
+"""Launches of one weight, in units of `HardwareSpec.op_launch_seconds`. Counted: 6 and 16 operators, which take half of
+that without the Python of a model's layers."""
 
 
 class Action(NamedTuple):
@@ -139,8 +141,8 @@ def launch(place: Placement, action: Action, spec: HardwareSpec) -> tuple[float,
     operation = TYPES[kind].operation
     if not place.has_launch_times or operation == "free":
         return 0.0, False
-    if kind in (Kind.CONTRACT, Kind.MERGE):
-        return MATRIX_LAUNCHES * len(place.chunk(i).pieces) * spec.op_launch_seconds, False
+    if kind in MATRIX_LAUNCHES:
+        return MATRIX_LAUNCHES[kind] * len(place.chunk(i).pieces) * spec.op_launch_seconds, False
     if operation != "model":
         return spec.launch_seconds, False
     call = place.work[i]

@@ -72,8 +72,10 @@ class Planner:
         self.weights = _weights_of(model, request.weights)
         """Where unmaterialized parameters get their values."""
         _disable_own_checkpointing(model)
-        self._trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
         self.method = None if request.method is None else request.method.bind(model)
+        self.frozen = {name for name, param in model.named_parameters() if name in trained and not param.requires_grad}
+        """The parameters that the method has frozen."""
         self._coordinates = {} if self.method is None else self.method.coordinates
         layers = find_layers(model, request.blocks)
         if request.blocks is None:  # both ways to cut the model; the profiling run decides between them
@@ -109,9 +111,9 @@ class Planner:
     def undo(self) -> None:
         """Restore the model's dtypes, what it trains, and the process's memory limit."""
         convert(self.model, self.given_dtypes)
-        if self.request.method is not None:
-            for name, param in self.model.named_parameters():
-                param.requires_grad_(name in self._trained)
+        for name, param in self.model.named_parameters():
+            if name in self.frozen:
+                param.requires_grad_(True)
         self.device.lift_limit()
 
     # Profile.

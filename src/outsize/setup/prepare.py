@@ -118,6 +118,7 @@ def prepare_as(model: nn.Module, batch: Any, request: PrepareRequest) -> Engine:
             weights=planner.weights,
             given_dtypes=planner.given_dtypes,
             takes_all_memory=request.gpu_memory is None,
+            frozen=planner.frozen,
         )
     except BaseException:
         planner.undo()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,12 @@ def test_nothing_is_started_that_would_not_end_in_time(monkeypatch: pytest.Monke
     assert "not started" in cases["8b-24"]["ours"]["problem"] and cases["3b-24"]["verdict"]["met"] is None
 
 
+OSFT = [case for case in side.CASES.values() if case.osft]
+
+
 def test_cases_name_shapes_and_one_target_each() -> None:
     for case in side.CASES.values():
-        assert case.model in SHAPES and (case.least_ratio is None) != (case.most_host is None)
+        assert case.model in SHAPES
+        is_pair = any(replace(other, osft=None, seconds=0) == replace(case, seconds=0) for other in OSFT)
+        # OSFT is compared with the row beside it, and that row with OSFT.
+        assert case.osft or is_pair or (case.least_ratio is None) != (case.most_host is None)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from outsize.data.collate import Collator
 from outsize.data.packing import PackedRows, best_fit, keeps_documents_apart, pack
 from outsize.data.rows import IGNORED, Document, Rows
+from outsize.model.packed_attention import VARLEN, register
 
 PAD = 99
 
@@ -64,6 +65,13 @@ def test_rows_are_nearly_as_few_as_can_be(case: tuple[list[int], int]) -> None:
 
 def test_the_fullest_row_with_room_is_taken() -> None:
     assert [row.tolist() for row in best_fit(np.array([2, 6, 3, 7, 1]), 10)] == [[3, 2], [1, 0, 4]]
+
+
+def test_the_average_row_and_the_most_documents_of_a_row() -> None:
+    packed = pack(rows_of([8, 7, 2, 4, 4]), sequence_len=10, pad_id=PAD)
+    assert [sorted(packed.lengths_of(row).tolist()) for row in range(3)] == [[2, 8], [3, 7], [2, 4, 4]]
+    assert sorted(packed.average_row().tolist()) == [3, 7], "68, 58 and 36 squared tokens: 54 on average"
+    assert packed.most_documents == 4, "three and padding"
 
 
 # --- real models
@@ -132,6 +140,12 @@ def test_a_llama_keeps_documents_apart_and_stays_in_the_mode_it_was_in(attention
     model.model.norm.eval()
     assert keeps_documents_apart(model, 160)
     assert model.training and not model.model.norm.training
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_without_masks_keeps_documents_apart(rows: int) -> None:
+    register()
+    assert keeps_documents_apart(llama(VARLEN), 160, rows=rows, takes_boundaries=True)
 
 
 def test_with_a_cache_documents_are_not_kept_apart() -> None:
