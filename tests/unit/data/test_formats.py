@@ -269,3 +269,10 @@ def test_the_prompt_that_answers_are_trained_after(
     given = {"base_model": "m", "datasets": [{"path": "-", **keys}]}
     (source,) = parse_config(given, "run.yaml").datasets
     assert prompt_of(Record(fields=record, place="-"), source) == prompt
+
+
+def test_a_type_that_does_not_fit_the_columns_names_the_one_that_does() -> None:
+    given = {"base_model": "m", "datasets": [{"path": "-", "type": "chat_template"}]}
+    (source,) = parse_config(given, "run.yaml").datasets
+    with pytest.raises(DataError, match=r"are not those of type: chat_template\. Use type: alpaca\."):
+        prompt_of(Record(fields=ALPACA, place="-"), source)

@@ -1,6 +1,7 @@
 """What a run prints."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def test_the_result_loads_as_the_last_line_says(tmp_path: Path, keys: dict[str, 
     names: dict[str, Any] = {}
     exec("\n".join(line.strip() for line in code.splitlines()), names)
     assert {param.dtype for name, param in names["model"].named_parameters() if "lora" not in name} == {torch.bfloat16}
+    if keys:
+        base = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert base == str(tmp_path / "model") and f"Of `{base}`" in card and "| `r` | 2 |" in card
+        assert card == (tmp_path / "out" / "checkpoint-1" / "README.md").read_text()
     command = chat.splitlines()[0].split()
     answer = CliRunner().invoke(app, [*command[1:], "--prompt", "the cat", "--max-new-tokens", "2", "--device", "cpu"])
     assert command[0] == "outsize" and answer.exit_code == 0, answer.output
