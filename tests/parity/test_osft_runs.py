@@ -6,6 +6,7 @@ from typing import Any
 import cells
 import pytest
 import torch
+import trainers
 import zoo
 from cells import CHUNK_BYTES, closing
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ import outsize
 from outsize.base.errors import BadFile, ConfigError, EngineMisuse, PlanInfeasible
 from outsize.optim.split import join
 from outsize.runtime.engine import Engine
+from outsize.schedule.plan import Plan
 
 HALF = outsize.OSFT(unfreeze_rank_ratio=0.5)
 TIGHT = outsize.Pins(n_persist=0, n_buffer=1, n_optimizer_gpu=0, n_optimizer_streamed=0)
@@ -88,8 +90,12 @@ def test_the_bases_of_another_machine_are_taken_from_beside_the_checkpoint(tmp_p
         engine.save(tmp_path / "again")
     assert list(tmp_path.glob("bases-*.safetensors")) == [bases], "stored once"
     bases.unlink()
-    with closing(prepare(method=other)) as engine, pytest.raises(BadFile, match=r"bases-.* is missing"):
-        engine.load(tmp_path / "checkpoint")
+    with closing(prepare(method=other)) as engine:
+        before = values(engine)
+        with pytest.raises(BadFile, match=r"bases-.* is missing"):
+            engine.load(tmp_path / "checkpoint")
+        assert_equal(values(engine), before)
+        step(engine, 0)  # nothing is half-loaded
 
 
 def test_a_checkpoint_of_other_initial_weights_changes_nothing(tmp_path: Path) -> None:
@@ -116,7 +122,26 @@ def test_weights_alone_are_loaded_with_their_coordinates(tmp_path: Path) -> None
         found = step(engine, 1)
     with closing(prepare(pins=TIGHT)) as engine:
         engine.load(tmp_path / "checkpoint", only_model=True)
+        assert dict(engine_names(engine.optimizer.state_dict())).keys() == set(engine.runtime.coordinates.names)
         assert step(engine, 1) == found
+    with closing(prepare(method=outsize.OSFT(unfreeze_rank_ratio=0.25))) as engine:
+        before = values(engine)
+        with pytest.raises(BadFile, match=r"coordinates of .* is torch.float32 \(64, 16\) there"):
+            engine.load(tmp_path / "checkpoint", only_model=True)
+        assert_equal(values(engine), before)
+
+
+def test_an_optimizer_state_that_is_cleared_keeps_the_weight() -> None:
+    """As in torch, where the state is momentum alone."""
+    with closing(prepare(pins=MIXED)) as engine:
+        step(engine, 0)
+        before = values(engine)
+        for param in engine.model.parameters():
+            engine.optimizer.state[param] = {}
+        assert_equal(values(engine), before)
+        assert not any(engine.runtime.updates.steps.values())
+        found = {name: state["coordinates"] for name, state in named_state(engine) if "coordinates" in state}
+        assert found and all(drift.any() for drift in found.values())
 
 
 @pytest.mark.parametrize("pins", PLANS.values(), ids=PLANS)
@@ -159,6 +184,55 @@ def test_the_next_task_equals_preparing_the_trained_model_again(pins: outsize.Pi
         engine.next_task()
         assert [step(engine, 1), step(engine, 2)] == expected
         assert_equal(values(engine), weights)
+
+
+class Failing:
+    """A method whose computation of constants fails once, at the weight number `at`."""
+
+    def __init__(self, at: int, error: BaseException):
+        self._at, self._error = at, error
+
+    def bind(self, model: nn.Module) -> Any:
+        method, compute = HALF.bind(model), HALF.bind(model).compute
+
+        def failing(*args: Any) -> None:
+            self._at -= 1
+            if self._at == 0:
+                raise self._error
+            compute(*args)
+
+        method.compute = failing
+        return method
+
+
+def test_weights_are_whole_after_an_interrupted_next_task() -> None:
+    with closing(prepare(dtype=torch.float32, method=Failing(9 + 4, KeyboardInterrupt()))) as engine:
+        assert len(engine.runtime.coordinates.names) == 9
+        step(engine, 0)
+        before = values(engine)
+        with pytest.raises(KeyboardInterrupt):
+            engine.next_task()
+        engine.merge_loaded()
+        after = values(engine)
+        assert all(torch.allclose(after[name], before[name], rtol=0, atol=1e-6) for name in before)
+        engine.next_task()
+        step(engine, 1)
+
+
+def test_weights_are_decomposed_on_the_host_if_the_device_has_too_little_memory() -> None:
+    losses, weights = uninterrupted(2)
+    with closing(prepare(method=Failing(3, torch.OutOfMemoryError("CUDA out of memory")))) as engine:
+        assert [step(engine, 0), step(engine, 1)] == losses
+        assert_equal(values(engine), weights)
+
+
+def test_a_weight_that_was_written_through_a_state_dict_is_refused_every_time() -> None:
+    with closing(prepare()) as engine:
+        step(engine, 0)
+        engine.model.state_dict()[engine.runtime.coordinates.names[0]].zero_()
+        for _ in range(2):
+            with pytest.raises(EngineMisuse, match="it was written, but a method trains it in coordinates"):
+                step(engine, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -236,7 +310,12 @@ def test_gradients_and_weights_of_split_parameters_are_not_handed_out_for_writin
         assert_equal({n: v.cpu() for n, v in average.items()}, values(engine))
 
 
-def test_what_the_method_froze_is_restored_if_no_plan_fits() -> None:
+def plan_of_all() -> Plan:
+    with closing(prepare(method=None)) as engine:
+        return engine.plan
+
+
+def test_what_the_method_froze_is_restored_if_prepare_fails() -> None:
     model = zoo.make("plain", torch.bfloat16)
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     frozen = outsize.OSFT(unfreeze_rank_ratio=0.5, others="freeze")
@@ -246,6 +325,11 @@ def test_what_the_method_froze_is_restored_if_no_plan_fits() -> None:
     with closing(prepare(model, method=frozen)) as engine:
         assert set(engine.runtime.updates.steps) == set(engine.runtime.coordinates.names)
     assert {name for name, param in model.named_parameters() if param.requires_grad} == trained
+    nothing = outsize.OSFT(unfreeze_rank_ratio=0, others="freeze")
+    for method, settings in ((nothing, {}), (frozen, {"gpu_memory": "much"}), (frozen, {"plan": plan_of_all()})):
+        with pytest.raises(ConfigError):
+            outsize.prepare(model, zoo.batch("plain"), method=method, device="sim:1GiB", **settings)
+        assert {name for name, param in model.named_parameters() if param.requires_grad} == trained
     prepare(model, method=frozen)
     with closing(prepare(model)) as engine:  # a cell that is run again with other settings
         assert set(engine.runtime.updates.steps) == trained
@@ -308,3 +392,15 @@ def test_a_forecast_has_the_bytes_of_the_prepared_model() -> None:
         assert found.plan.step_config.coordinates == engine.plan.step_config.coordinates != {}
         assert found.plan.estimate.gpu_parts == engine.plan.estimate.gpu_parts
         assert found.plan.estimate.host_bytes == engine.plan.estimate.host_bytes
+
+
+def test_a_trainer_with_other_accumulation_does_not_begin_another_task_silently(tmp_path: Path) -> None:
+    trainer = trainers.ours(tmp_path, args={"max_steps": 1}, method=HALF)
+    with trainers.closing(trainer):
+        trainer.train()
+        hashes = trainer.engine.constant_hashes()
+        trainer.args.gradient_accumulation_steps = 2
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="changed after the model was trained with a method"):
+                trainer.train()
+        assert trainer.engine.constant_hashes() == hashes and trainer.engine.num_steps == 1

@@ -70,35 +70,39 @@ def write_constants(folder: Path, store: ConstantStore) -> None:
 
 
 def require_same_start(checkpoint: Path, saved: Mapping[str, Any], store: ConstantStore) -> None:
-    """Refuse a checkpoint whose training began with other weights."""
+    """Refuse a checkpoint whose training began with other weights, or whose constants are missing."""
     for name, found in store.hashes().items():
         if name not in saved or saved[name][0] != found.initial:
             raise BadFile(
                 f"{checkpoint}: {name} had another initial value there, or was not trained in coordinates. Prepare the "
                 "model with the weights and the method that the run began with."
             )
-
-
-def load_constants(checkpoint: Path, saved: Mapping[str, Any], store: ConstantStore) -> None:
-    """Take the constants of a checkpoint where this machine's differ."""
-    theirs = {name: ConstantHashes(*saved[name]) for name in store.hashes()}
-    if theirs == dict(store.hashes()):
-        return
-    path = checkpoint.parent / _file_name(theirs)
-    if not path.exists():
+    path = _other_constants(checkpoint, saved, store)
+    if path is not None and not path.exists():
         raise BadFile(
             f"{path} is missing. It holds the bases of {checkpoint.name}, and those that this machine computes differ. "
             "Copy it with the checkpoints."
         )
+
+
+def load_constants(checkpoint: Path, saved: Mapping[str, Any], store: ConstantStore) -> None:
+    """Take the constants of a checkpoint where this machine's differ."""
+    path = _other_constants(checkpoint, saved, store)
+    if path is None:
+        return
     with TensorFile(path) as file, torch.no_grad():
-        for name in theirs:
+        for name in store.names:
             for part, one in store.constant_ranges(name).items():
                 one.read(file, f"{part}/{name}")
     store.forget_hashes()
-    if {name: found.constants for name, found in store.hashes().items()} != {
-        name: found.constants for name, found in theirs.items()
-    }:
+    if _other_constants(checkpoint, saved, store) is not None:
         raise BadFile(f"{path} is damaged: its content has another hash than its name. Get it again.")
+
+
+def _other_constants(checkpoint: Path, saved: Mapping[str, Any], store: ConstantStore) -> Path | None:
+    """The file with the constants of a checkpoint. None if the store has the same ones."""
+    theirs = {name: ConstantHashes(*saved[name]) for name in store.hashes()}
+    return None if theirs == dict(store.hashes()) else checkpoint.parent / _file_name(theirs)
 
 
 def _file_name(hashes: Mapping[str, ConstantHashes]) -> str:

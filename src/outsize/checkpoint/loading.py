@@ -67,6 +67,10 @@ class CheckpointReader:
         self._refuse(wrong)
         if trained.constants is not None:
             require_same_start(self.folder, self.constants, trained.constants)
+            for name in trained.constants.names:
+                spec = trained.store.state_ranges(name)[COORDINATES].spec
+                wrong += self._differences(f"{COORDINATES} of {name}", STATE, state_key(COORDINATES, name), spec)
+            self._refuse(wrong)
 
     def require_state(self, trained: TrainedModel) -> None:
         """Refuse optimizer state of other parameters or other groups."""

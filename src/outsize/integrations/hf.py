@@ -185,6 +185,12 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
 
     def _renew_engine(self, dataloader: Any) -> None:
         """Prepare again for changed arguments, with the same optimizer state."""
+        if self.engine.runtime.coordinates.names and self.engine.num_steps:
+            raise ConfigError(
+                "gradient_accumulation_steps or max_grad_norm: changed after the model was trained with a method such "
+                "as OSFT, whose optimizer state belongs to the weights that training began with. Set it back, or call "
+                "stop_engine() to begin another task with the trained weights."
+            )
         given_dtypes = self.engine.given_dtypes
         state = self.engine.detach(as_trained=True)  # rounding to fp16 would change master weights
         engine = self.start_engine(dataloader)

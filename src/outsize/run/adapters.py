@@ -68,11 +68,16 @@ def method_of(config: RunConfig) -> OSFT | None:
     rank = config.osft_effective_rank
     return OSFT(
         unfreeze_rank_ratio=config.osft_unfreeze_rank_ratio,
-        effective_rank=rank if rank is None or rank <= 1 else int(rank),
+        effective_rank=None if rank is None else _share_or_count(rank),
         target_modules=config.osft_target_modules,
-        rank_pattern=config.osft_rank_pattern or {},
+        rank_pattern={name: _share_or_count(value) for name, value in (config.osft_rank_pattern or {}).items()},
         others=config.osft_others,
     )
+
+
+def _share_or_count(value: float) -> float | int:
+    """A number of a config is a float: up to 1 a share, above it a count."""
+    return int(value) if value > 1 and value == int(value) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Runs with `rl: dpo`: TRL's DPOTrainer under a plan, on the preference pairs of the data.
 
-The reference of a full fine-tuning is a second copy of the model with its own plan. With an adapter it is the base
-model: the adapter is turned off for its forward.
+The reference of a full fine-tuning, and of OSFT, is a second copy of the model with its own plan. With LoRA it is the
+base model: the adapter is turned off for its forward.
 """
 
 from typing import Any

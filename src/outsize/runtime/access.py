@@ -93,8 +93,8 @@ class ParameterAccess:
         self._is_drained = False
         for name, (tensor, version) in self._exported.items():
             if tensor._version != version:
-                self._exported[name] = (tensor, tensor._version)
                 self._written_unseen(name)
+                self._exported[name] = (tensor, tensor._version)
         if self._touched:
             self._drain()
             for index in self._touched:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.base.log import log
 from outsize.checkpoint.constants import ConstantHashes
 from outsize.checkpoint.ranges import Ranges
 from outsize.layout.coordinates import COORDINATES
@@ -47,11 +48,14 @@ class CoordinateTraining:
 
     # Constants.
 
-    def compute(self) -> None:
-        """Make the present weights the initial ones, and compute their constants."""
+    def compute(self, then: Callable[[str], None] = lambda name: None) -> None:
+        """Make the present weights the initial ones, and compute their constants. `then` is called after each weight:
+        it resets the coordinates. If this is interrupted, every weight still equals its coordinates' merge.
+        """
         self._hashes.clear()
         for name in counted(self.names, "Decomposing weights", total=len(self.names)):
             self._compute(name)
+            then(name)
 
     def _home(self, name: str) -> Tensor:
         index = self._store.chunk_of(name)
@@ -77,11 +81,25 @@ class CoordinateTraining:
     @torch.no_grad()
     def _compute(self, name: str) -> None:
         assert self._method is not None
-        memory, device = self._home(name), self._store.device
-        (value, _), *_ = self._store.ranges(name).parts
+        memory = self._home(name)
+        out, (value, _) = self._constants(name, memory), self._store.ranges(name).parts[0]
+        with self._store.device.on_host():
+            if not self._is_computed_on_device(name, out):
+                self._method.compute(name, self._store.value(name).cpu(), out)
         self._base(name, memory).copy_(value)
-        with device.on_host():
-            self._method.compute(name, self._store.value(name, on_device=True), self._constants(name, memory))
+
+    def _is_computed_on_device(self, name: str, out: Constants) -> bool:
+        """Compute the constants of a weight on the device, in the memory that the plan leaves for activations. Returns
+        False if that is too little."""
+        assert self._method is not None
+        try:
+            self._method.compute(name, self._store.value(name, on_device=True), out)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "ALLOC_FAILED" not in str(error):
+                raise
+            log.warning("%s is decomposed on the CPU, which is slower: the GPU has too little free memory", name)
+            return False
+        return True
 
     @torch.no_grad()
     def _restore(self, name: str, kept: KeptConstants) -> None:

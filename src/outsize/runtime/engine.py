@@ -454,8 +454,8 @@ class Engine:
         runtime = self.runtime
         if not runtime.coordinates.names:
             raise EngineMisuse("next_task: no method trains this model. Prepare it with method=outsize.OSFT(...).")
-        runtime.updates.reset()
-        runtime.coordinates.compute()
+        runtime.coordinates.compute(then=lambda name: runtime.updates.reset([name]))
+        runtime.updates.reset(runtime.updates.steps)
         self.state_was_loaded()
 
     # Re-planning.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
+from outsize.layout.coordinates import COORDINATES
 from outsize.optim.rule import UpdateRule
 from outsize.optim.spec import OptimizerSpec
 
@@ -128,7 +129,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._engine.optimizer_state(name)
 
     def load_state_of(self, name: str, state: dict[str, Tensor]) -> None:
-        self._engine.load_optimizer_state(name, state)
+        """A state without coordinates leaves them, and so the weight, as they are."""
+        own = self.state_of(name)
+        self._engine.load_optimizer_state(name, {key: own[key] for key in (COORDINATES,) if key in own} | state)
         self._engine.merge_loaded()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -213,7 +216,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
             for name in names:
                 views = self._engine.optimizer_state(name)
-                if float(views["step"]):
+                if float(views["step"]) or (COORDINATES in views and bool(views[COORDINATES].any())):
                     state[number] = views
                 number += 1
         constants = self._engine.constant_hashes()

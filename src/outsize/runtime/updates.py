@@ -5,7 +5,7 @@ parameter without a gradient is not touched: no decay, no step, as in torch. Hyp
 step is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -115,9 +115,9 @@ class Updates:
             else {key: value.detach().cpu().clone() for key, value in state.items()}
         )
 
-    def reset(self) -> None:
-        """Forget all optimizer state but master weights. Coordinates become zero."""
-        for name in self.steps:
+    def reset(self, names: Iterable[str]) -> None:
+        """Forget the optimizer state of parameters, but not their master weights. Coordinates become zero."""
+        for name in names:
             self.steps[name] = 0
             for key, ranges in self._store.state_ranges(name).items():
                 if key != "lo":

@@ -72,11 +72,6 @@ class Planner:
         self.weights = _weights_of(model, request.weights)
         """Where unmaterialized parameters get their values."""
         _disable_own_checkpointing(model)
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        self.method = None if request.method is None else request.method.bind(model)
-        self.frozen = {name for name, param in model.named_parameters() if name in trained and not param.requires_grad}
-        """The parameters that the method has frozen."""
-        self._coordinates = {} if self.method is None else self.method.coordinates
         layers = find_layers(model, request.blocks)
         if request.blocks is None:  # both ways to cut the model; the profiling run decides between them
             whole = find_layers(model, in_sequentials=False)
@@ -88,11 +83,22 @@ class Planner:
         self._chunk_bytes = parse_bytes(request.chunk_bytes, name="chunk_bytes")
         self._given = load(Path(request.plan)) if isinstance(request.plan, (str, Path)) else request.plan
         self._chunked_loss = request.chunked_loss
-        if self._given is not None:
-            self._require_same_settings(self._given)
-            self._chunked_loss = self._given.loss_chunk > 0
-        self.given_dtypes = _adopt_dtypes(model)  # last: a refusal above leaves the model's dtypes as they were
-        """The original dtypes of parameters that were converted for training, by name."""
+        trained = [param for param in model.parameters() if param.requires_grad]
+        try:  # last: a refusal leaves what the model trains, and its dtypes, as they were
+            self.method = None if request.method is None else request.method.bind(model)
+            self._coordinates = {} if self.method is None else self.method.coordinates
+            if self._given is not None:
+                self._require_same_settings(self._given)
+                self._chunked_loss = self._given.loss_chunk > 0
+            self.given_dtypes = _adopt_dtypes(model)
+            """The original dtypes of parameters that were converted for training, by name."""
+        except BaseException:
+            for param in trained:
+                param.requires_grad_(True)
+            raise
+        own = {id(param) for param in trained}
+        self.frozen = {n for n, param in model.named_parameters() if id(param) in own and not param.requires_grad}
+        """The parameters that the method has frozen."""
         has_loss = request.loss is not None
         self._batches = PlannedBatches(model, self.measure, self.solve, max_shape=request.max_shape, has_loss=has_loss)
 

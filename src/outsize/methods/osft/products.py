@@ -81,8 +81,9 @@ def merge(base: Tensor, drift: Tensor, bases: Bases, *, out: Tensor, scratch: Te
     shape = bases.shape
     assert base.shape == out.shape == (shape.rows, shape.columns), (base.shape, out.shape)
     b, o = (base.T, out.T) if shape.is_mirrored else (base, out)
-    for columns, delta in _spread_blocks(drift, bases, scratch):
-        o[:, columns].copy_(delta.add_(b[:, columns]))
+    with exact_products(drift):
+        for columns, delta in _spread_blocks(drift, bases, scratch):
+            o[:, columns].copy_(delta.add_(b[:, columns]))
 
 
 @torch.no_grad()
@@ -90,13 +91,16 @@ def spread(drift: Tensor, bases: Bases) -> Tensor:
     """Q D P, in the drift's dtype."""
     shape = bases.shape
     out = drift.new_empty(shape.rows, shape.columns)
-    for columns, delta in _spread_blocks(drift, bases, None):
-        (out.T if shape.is_mirrored else out)[:, columns].copy_(delta)
+    with exact_products(drift):
+        for columns, delta in _spread_blocks(drift, bases, None):
+            (out.T if shape.is_mirrored else out)[:, columns].copy_(delta)
     return out
 
 
 def _spread_blocks(drift: Tensor, bases: Bases, scratch: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of Q D P, block by block (mirrored: of its transpose). The caller may overwrite the block."""
+    """Columns of Q D P, block by block (mirrored: of its transpose), inside `exact_products`. The caller may overwrite
+    the block.
+    """
     shape, dtype = bases.shape, bases.free.dtype
     assert drift.shape == shape.drift and drift.is_contiguous(), (drift.shape, drift.stride())
     assert drift.dtype == wide(dtype), drift.dtype
@@ -117,24 +121,22 @@ def _spread_blocks(drift: Tensor, bases: Bases, scratch: Tensor | None) -> Itera
         return y[:, : columns.stop - columns.start].copy_(d[:, columns])
 
     core_operand = _Operand(core)
-    with exact_products(drift):
-        if shape.frozen_rank:
-            for columns in _blocks(shape.large, shape.merge_columns):
-                part = operand(columns, block_of(columns))
-                _product_of_halves(core, part, frozen.columns(columns).T, beta=int(columns.start > 0))
-            core_operand = _narrow(core, core_halves)
+    if shape.frozen_rank:
+        for columns in _blocks(shape.large, shape.merge_columns):
+            part = operand(columns, block_of(columns))
+            _product_of_halves(core, part, frozen.columns(columns).T, beta=int(columns.start > 0))
+        core_operand = _narrow(core, core_halves)
     if is_halved:  # `core` and each `y` are needed as halves alone
         carve.at = start
         y = carve(block_size, drift.dtype, shape.is_mirrored)
         carve.at = start
     delta = carve((shape.small, shape.merge_columns), drift.dtype, shape.is_mirrored)
     for columns in _blocks(shape.large, shape.merge_columns):
-        with exact_products(drift):
-            block = block_of(columns)
-            if shape.frozen_rank:
-                _product_of_halves(block, core_operand, frozen.columns(columns), beta=1, alpha=-1)
-            result = delta[:, : columns.stop - columns.start]
-            _product_of_halves(result, free, operand(columns, block))
+        block = block_of(columns)
+        if shape.frozen_rank:
+            _product_of_halves(block, core_operand, frozen.columns(columns), beta=1, alpha=-1)
+        result = delta[:, : columns.stop - columns.start]
+        _product_of_halves(result, free, operand(columns, block))
         yield columns, result
 
 

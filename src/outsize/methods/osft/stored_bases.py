@@ -91,6 +91,8 @@ def load_bases(
             found = Bases(shape, **tensors)
             if found.free.shape != shape.free or found.frozen.shape != shape.frozen or found.free.dtype != dtype:
                 raise BadFile(f"{path} holds bases of another weight. Delete it.")
+            if bases_hash(found) != path.stem.removeprefix(f"{key}-"):
+                raise BadFile(f"{path} is damaged: its content has another hash than its name. Delete it.")
         except (BadFile, TypeError) as error:
             log.warning("%s cannot be used, so the weight is split again: %s", path, error)
             continue

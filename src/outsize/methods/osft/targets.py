@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError, ModelUnsupported
+from outsize.base.log import log
 from outsize.methods.osft.method import OSFT
 from outsize.methods.osft.shape import SplitShape
 
@@ -64,6 +65,14 @@ def choose_trainable(model: nn.Module, method: OSFT, targets: Sequence[Target]) 
         trains = others == "train" or (others == "norms" and id(param) in norms)
         if not (updates[name] != "frozen" if name in updates else trains):
             param.requires_grad_(False)
+    whole = [name for name, param in model.named_parameters() if param.requires_grad and param.dim() == 3]
+    if whole:
+        log.warning(
+            "OSFT: %s and %d more weights of three dimensions (such as experts) are not split: they train in all "
+            "directions. Set others='norms' or 'freeze' to leave them as they are.",
+            whole[0],
+            len(whole) - 1,
+        )
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(
             f"OSFT: there is nothing to train: all directions are frozen, and so are all others (others={others!r}). "

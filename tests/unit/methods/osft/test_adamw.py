@@ -15,8 +15,10 @@ from transformers.pytorch_utils import Conv1D
 import outsize
 from outsize import reference
 from outsize.base.errors import BadFile, ConfigError, NonFiniteGradient
-from outsize.methods.osft.bases import split
+from outsize.methods.osft.bases import Bases, split
 from outsize.methods.osft.products import contract, merge
+from outsize.methods.osft.shape import SplitShape
+from outsize.methods.osft.stored_bases import bases_hash
 
 DRIFT = outsize.OSFT(unfreeze_rank_ratio=0.5)
 MINI_TRAINER = outsize.OSFT(unfreeze_rank_ratio=0.5, parametrization="factors", variant="mini_trainer")
@@ -158,7 +160,8 @@ def test_bases_of_another_machine_are_read_from_their_folder(tmp_path: Path) -> 
     (tmp_path / "there").mkdir()
     for path in (tmp_path / "here").iterdir():
         negated = {name: -tensor for name, tensor in load_file(path).items()}
-        save_file(negated, tmp_path / "there" / f"{path.stem.split('-')[0]}-other.safetensors")
+        name = f"{path.stem.split('-')[0]}-{bases_hash(Bases(SplitShape(1, 1, 0), **negated))}.safetensors"
+        save_file(negated, tmp_path / "there" / name)
     resumed = Small()
     optimizer = outsize.osft.AdamW(resumed, DRIFT, bases=tmp_path / "there", **SETTINGS)
     with pytest.raises(BadFile, match=r"bases of another machine, and .*there does not hold"):

@@ -207,3 +207,12 @@ def test_tensors_that_wrap_others_are_refused_by_name() -> None:
         ModelUnsupported, match=r"OSFT: 0\.weight is a Wrapped, which keeps its values in other tensors"
     ):
         find_targets(model, HALF)
+
+
+def test_experts_that_train_in_all_directions_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(8, 8), "experts": nn.ParameterList([torch.randn(4, 8, 8)])})
+    for others in ("train", "freeze"):
+        caplog.clear()
+        method = outsize.OSFT(unfreeze_rank_ratio=0.5, others=others)
+        choose_trainable(model, method, find_targets(model, method))
+        assert ("experts.0 and 0 more weights of three dimensions" in caplog.text) == (others == "train")

@@ -1,6 +1,7 @@
 """Bases on disk."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,14 @@ def test_other_weights_ranks_and_decompositions_have_other_files(tmp_path: Path)
     assert len({found.weight for found in ids}) == len(kinds) == len(list(tmp_path.iterdir()))
 
 
-def test_a_damaged_file_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-5], lambda whole: whole[:-64] + bytes(64)])
+def test_a_damaged_file_is_made_again(
+    damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = list(load_or_split(weights()[:1], folder=tmp_path))
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
-    path.write_bytes(whole[:-5])
+    path.write_bytes(damage(whole))
     with caplog.at_level(logging.WARNING):
         second = list(load_or_split(weights()[:1], folder=tmp_path))
     assert "the weight is split again" in caplog.text
