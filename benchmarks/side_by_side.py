@@ -309,7 +309,11 @@ def table(found: dict[str, Any]) -> str:
             cells.append((name, *[""] * 11, ours["problem"][:90]))
             continue
         memory = ours["memory"]
-        wanted = f"≥ {target['ratio']:g}" if target["ratio"] is not None else f"≤ {target['host_bytes_per_param']:g} B"
+        wanted = ""
+        if target["ratio"] is not None:
+            wanted = f"≥ {target['ratio']:g}"
+        elif target["host_bytes_per_param"] is not None:
+            wanted = f"≤ {target['host_bytes_per_param']:g} B"
         cells.append(
             (
                 name,

@@ -401,7 +401,7 @@ def run(cell: Cell, device: str | Device = "cpu", *, steps: int = STEPS, **how: 
     with closing(prepare(cell, device, **how)) as engine:
         outcome = train_cell(cell, engine, steps=steps)
     for name, param in engine.model.named_parameters():
-        assert torch.equal(param.detach(), outcome.weights[name]), f"{name} after detach"
+        assert torch.equal(param.detach(), outcome.weights[name].to(param.device)), f"{name} after detach"
     return outcome
 
 

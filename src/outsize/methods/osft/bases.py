@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from outsize.methods.osft.exact import exact_products
 from outsize.methods.osft.shape import SplitShape
 
 Decomposition = Literal["eigh", "svd"]
@@ -55,17 +56,24 @@ def split(
     assert 0 <= frozen_rank <= shape.small, (weight.shape, frozen_rank)
     flat = weight.detach().T if shape.is_mirrored else weight.detach()
     matrix = flat if weight.dtype == torch.float64 else flat.float()
-    if decomposition == "svd":
-        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-        frozen = right[:frozen_rank]
-    else:
-        left = torch.linalg.eigh(matrix @ matrix.T)[1].flip(1)
-        # One Newton-Schulz step: in fp32, eigh's vectors are orthonormal to 1e-5 only.
-        left = left.mul(1.5).sub_(left @ (left.T @ left), alpha=0.5)
-        # Of the left basis as computed, so that both sides match whatever its error.
-        frozen = torch.linalg.qr((left[:, :frozen_rank].T @ matrix).T)[0].T
+    with exact_products(matrix):
+        left, frozen = _by_svd(matrix, frozen_rank) if decomposition == "svd" else _by_eigh(matrix, frozen_rank)
     free, frozen = left[:, frozen_rank:].contiguous(), frozen.contiguous()
     if weight.dtype != torch.bfloat16:
         return Bases(shape, free.to(weight.dtype), frozen.to(weight.dtype))
     (free, free_lo), (frozen, frozen_lo) = halves(free), halves(frozen)
     return Bases(shape, free, frozen, free_lo, frozen_lo)
+
+
+def _by_svd(matrix: Tensor, frozen_rank: int) -> tuple[Tensor, Tensor]:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left, right[:frozen_rank]
+
+
+def _by_eigh(matrix: Tensor, frozen_rank: int) -> tuple[Tensor, Tensor]:
+    """All left directions, by descending singular value, and a basis of the frozen right ones."""
+    left = torch.linalg.eigh(matrix @ matrix.T)[1].flip(1)
+    # One Newton-Schulz step: in fp32, eigh's vectors are orthonormal to 1e-5 only.
+    left = left.mul(1.5).sub_(left @ (left.T @ left), alpha=0.5)
+    # Of the left basis as computed, so that both sides match whatever its error.
+    return left, torch.linalg.qr((left[:, :frozen_rank].T @ matrix).T)[0].T

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outsize.methods.osft.products import exact_products
+from outsize.methods.osft.exact import exact_products
 from outsize.methods.osft.row_shards import RowShards
 
 _WHOLE = RowShards()

@@ -14,15 +14,15 @@ its errors cannot leave the span of Q D P. `merge` computes each product from ha
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outsize.base.log import log
 from outsize.methods.osft.bases import Bases
+from outsize.methods.osft.exact import exact_products
 from outsize.methods.osft.shape import aligned_bytes
 
 _aten = torch.ops.aten
@@ -213,20 +213,3 @@ class _Carver:
         flat = self._buffer[self.at : self.at + num_bytes].view(dtype)
         self.at += aligned_bytes(num_bytes)
         return flat.view(size[1], size[0]).T if is_transposed else flat.view(size)
-
-
-@contextmanager
-def exact_products(like: Tensor) -> Iterator[None]:
-    """No autocast, and no TF32 for fp32 operands: it loses 1e-4 of a change to the frozen span."""
-    backends: tuple[Any, ...] = ()
-    if like.dtype == torch.float32:
-        backends = (torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn).matmul)
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    try:
-        with torch.autocast(like.device.type, enabled=False):
-            yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value

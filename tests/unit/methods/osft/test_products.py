@@ -163,6 +163,15 @@ def test_a_drift_of_zeros_is_the_checkpoint() -> None:
     assert torch.equal(out, weight)
 
 
+@pytest.mark.parametrize("decomposition", ["eigh", "svd"])
+def test_bases_ignore_autocast(decomposition) -> None:
+    weight = random(96, 160, dtype=torch.float32)
+    expected = split(weight, 40, decomposition=decomposition)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = split(weight, 40, decomposition=decomposition)
+    assert torch.equal(found.free, expected.free) and torch.equal(found.frozen, expected.frozen)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_ignore_autocast(dtype: torch.dtype) -> None:
     """A backward or a step may run inside of it."""
