@@ -13,8 +13,7 @@ def _as_list(value: Any) -> Any:
 
 
 Tokens = Annotated[
-    int,
-    Rule(expected="a number of tokens such as 50M", convert=parse_count, holds=lambda value: value >= 1),
+    int, Rule(expected="a number of tokens such as 50M", convert=parse_count, holds=lambda value: value >= 1)
 ]
 Width = Annotated[
     float | int,
