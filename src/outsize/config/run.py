@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from outsize.base.records import Rule
+from outsize.config.prune import PruneConfig
 from outsize.config.types import (
     Adapter,
     Bf16,
@@ -265,6 +266,9 @@ class RunConfig:
     """By regex of module names: another share, or number."""
     osft_others: Literal["train", "freeze", "norms"] = "train"
     """What happens to all other parameters."""
+
+    prune: PruneConfig | None = None
+    """For `outsize prune`: variants of the layers, and how they are trained."""
 
     resume_from_checkpoint: Checkpoint | None = None
     """A checkpoint's folder; true: the newest in `output_dir`, which must have one."""
