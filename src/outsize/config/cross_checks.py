@@ -249,7 +249,9 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         ("prune",),
-        lambda config, given: config.prune is not None and "block" in config.prune.learn and len(config.prune.learn) > 1,
+        lambda config, given: (
+            config.prune is not None and "block" in config.prune.learn and len(config.prune.learn) > 1
+        ),
         "learn: block trains both sub-blocks together and cannot be mixed with others. Remove one of them.",
     ),
     Contradiction(

@@ -13,8 +13,7 @@ def _as_list(value: Any) -> Any:
 
 
 Tokens = Annotated[
-    int,
-    Rule(expected="a number of tokens such as 50M", convert=parse_count, holds=lambda value: value >= 1),
+    int, Rule(expected="a number of tokens such as 50M", convert=parse_count, holds=lambda value: value >= 1)
 ]
 Width = Annotated[
     float | int,
@@ -26,9 +25,9 @@ Width = Annotated[
 Widths = Annotated[tuple[Width, ...], Rule(expected="a list of widths", convert=_as_list)]
 Counts = Annotated[tuple[Count, ...], Rule(expected="a list of positive integers", convert=_as_list)]
 Layers = Annotated[tuple[CountFromZero, ...], Rule(expected="a list of layer numbers", convert=_as_list)]
-SubblockName = Literal["attention", "ffn"]
+SubblockName = Literal["attention", "mixer", "ffn"]
 Learned = Annotated[
-    Literal["attention", "ffn", "mixer", "block"],
+    Literal["attention", "mixer", "ffn", "block"],
     Rule(
         also=(
             ("subblock_attention", "attention"),
@@ -58,9 +57,9 @@ class PruneConfig:
     """Also a variant of attention that is one matrix."""
     copy: tuple[SubblockName, ...] = ()
     """Sub-blocks that also get a variant equal to the teacher's."""
-    learn: tuple[Learned, ...] = ("mixer", "ffn")
-    """Sub-blocks whose variants are trained, each on its own output. `mixer`: attention, or what a layer has in its
-    place. `block`: pairs of both, on what the layer adds.
+    learn: tuple[Learned, ...] = ("attention", "mixer", "ffn")
+    """Sub-blocks that have variants, each trained on its own output. `mixer`: what a layer has in the place of
+    attention (Mamba). `block`: all combinations, trained on what the whole layer adds.
     """
     loss: Literal["nmse", "nmse_row", "nmse_token", "mse", "cosine"] = "nmse"
     importance: Literal["independent", "iterative", "truncate"] = "independent"
@@ -78,8 +77,8 @@ class PruneConfig:
     """A folder for hidden states that host memory has no room for."""
     blocks: Text | None = None
     """The name of the model's list of layers. None: the largest."""
-    subblocks: dict[Literal["attention", "ffn", "attention_norm", "ffn_norm"], Text] | None = None
-    """Names of these modules in a layer, where they are not found."""
+    subblocks: dict[SubblockName, dict[Literal["module", "norm"], Text]] | None = None
+    """Names, in a layer, of the module of a sub-block and of the norm in front of it, instead of those found."""
     trust_remote_code: bool = False
     """Run the model code that the teacher's folder has."""
 
