@@ -1,5 +1,5 @@
-"""Sub-blocks: the halves of a layer that are pruned and trained on their own, attention (or another mixer of tokens) and
-feed-forward network (or experts), each with the norm in front of it.
+"""Sub-blocks: the halves of a layer that are pruned and trained on their own. One mixes tokens (attention, Mamba), the
+other is a feed-forward network or experts. The norm in front belongs to the sub-block.
 """
 
 from collections.abc import Collection, Mapping
