@@ -3,7 +3,7 @@
 A layer is first loaded into host memory, where its variants are made, and then moved to the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,7 +41,7 @@ class Teacher:
 
     @contextmanager
     def finding_stem(self) -> Iterator[None]:
-        """Modules outside of the layers that run within the block keep their weights on the device."""
+        """Parameters that `materialized` gets within the block stay on the device."""
         self._finds_stem = True
         try:
             yield
@@ -49,34 +49,34 @@ class Teacher:
             self._finds_stem = False
 
     @contextmanager
-    def materialized(self, module: nn.Module) -> Iterator[None]:
-        """A module has its weights on the device within the block."""
-        moved = [param for param in _params(module) if id(param) not in self._placed]
-        self.load(module)
-        self.place(module)
+    def materialized(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Parameters have their values on the device within the block."""
+        moved = [param for param in params if id(param) not in self._placed]
+        self.load(moved)
+        self.place(moved)
         try:
             yield
         finally:
             if self._finds_stem:
                 self._stem += moved
             else:
-                self._release(moved)
+                self.release(moved)
 
-    def load(self, module: nn.Module) -> None:
-        """Read a module's weights into host memory."""
-        for param in _params(module):
-            if is_unmaterialized(param):
-                assert self._weights is not None
-                with self._device.on_host():
+    def load(self, params: Iterable[nn.Parameter]) -> None:
+        """Read parameters into host memory."""
+        with self._device.on_host():
+            for param in params:
+                if is_unmaterialized(param):
+                    assert self._weights is not None
                     data = torch.empty(param.shape, dtype=param.dtype)
                     name = self._names[id(param)]
                     self._weights.read_into(name, data)
                     require_finite(name, data, BadFile)
-                param.data = data
+                    param.data = data
 
-    def place(self, module: nn.Module) -> None:
-        """Move a loaded module's weights to the device."""
-        for param in _params(module):
+    def place(self, params: Iterable[nn.Parameter]) -> None:
+        """Move loaded parameters to the device."""
+        for param in params:
             if id(param) not in self._placed:
                 host = param.data
                 param.data = self._device.put(host)
@@ -84,11 +84,8 @@ class Teacher:
                     self._in_memory[id(param)] = host
                 self._placed.add(id(param))
 
-    def release(self, module: nn.Module) -> None:
-        """Drop a module's weights, wherever they are."""
-        self._release(_params(module))
-
-    def _release(self, params: list[nn.Parameter]) -> None:
+    def release(self, params: Iterable[nn.Parameter]) -> None:
+        """Drop parameters, wherever they are, unless they stay for the whole run."""
         stay = {id(param) for param in self._stem}
         for param in params:
             if id(param) in stay:
@@ -103,7 +100,3 @@ class Teacher:
     def close(self) -> None:
         if self._weights is not None:
             self._weights.close()
-
-
-def _params(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters())

@@ -17,7 +17,7 @@ from outsize.base.errors import NonFiniteGradient
 from outsize.device.device import Device
 from outsize.methods.bypass.builder import Student
 from outsize.methods.bypass.losses import Loss
-from outsize.methods.bypass.subblocks import Kind, SubBlock, SubBlockRun, record
+from outsize.methods.bypass.subblocks import Kind, Learn, SubBlock, SubBlockRun, record
 from outsize.methods.bypass.variants import Variant
 from outsize.model.stack import LayerCall, run
 from outsize.optim.flat import FlatModule
@@ -60,24 +60,41 @@ class Progress:
 class Trainee:
     """A variant that is trained."""
 
-    def __init__(self, variant: Variant, student: Student, flat: FlatModule, progress: Progress):
+    def __init__(
+        self,
+        variant: Variant,
+        student: Student,
+        flat: FlatModule,
+        progress: Progress,
+        *,
+        device: Device,
+        accumulate: int,
+    ):
         self.variant, self.student, self.flat, self.progress = variant, student, flat, progress
         self.best: dict[str, Tensor] = {}
         """The layer's tensors at the best evaluation, in host memory."""
-        self._values: list[Tensor] = []
+        self._values = device.empty(Trainee.value_bytes(accumulate)).view(torch.float32)
+        """Losses of the batches since the last step."""
+        self._num_values = 0
+
+    @staticmethod
+    def value_bytes(accumulate: int) -> int:
+        """On the device, beside the flat module."""
+        return 4 * accumulate
 
     def is_trained_at(self, step: int) -> bool:
         return self.progress.step == step and not self.progress.stopped
 
-    def backward(self, run: SubBlockRun, valid: Tensor | None, loss: Loss, accumulate: int) -> None:
+    def backward(self, run: SubBlockRun, valid: Tensor | None, loss: Loss) -> None:
         value = loss(self.student(run), run.target, valid)
-        (value / accumulate).backward()
-        self._values.append(value.detach())
+        (value / self._values.numel()).backward()
+        self._values[self._num_values].copy_(value.detach())
+        self._num_values += 1
 
-    def take_values(self) -> list[Tensor]:
-        """The losses since the last step."""
-        values, self._values = self._values, []
-        return values
+    def take_values(self) -> Tensor:
+        """The losses since the last step, until the next one."""
+        self._num_values = 0
+        return self._values
 
     def step(self, lr: float, tokens: int) -> None:
         progress = self.progress
@@ -106,6 +123,8 @@ class LayerTraining:
     cache: BatchCache
     batch_at: Callable[[int], Batch]
     """By place in the cache."""
+    learn: frozenset[Learn]
+    """What the layer's variants need of the teacher's forward."""
     loss: Loss
     accumulate: int
     lr_of: Callable[[int], float]
@@ -150,10 +169,9 @@ class LayerTraining:
         hidden = self.cache.read(place, min(place + 1, last))
         batch = self.batch_at(place)
         if active:
-            learn = {trainee.variant.learn for trainee in active}
-            output, runs = record(self.layer, self.subblocks, learn, batch.call, hidden)  # type: ignore[arg-type]
+            output, runs = record(self.layer, self.subblocks, self.learn, batch.call, hidden)
             for trainee in active:
-                trainee.backward(runs[trainee.variant.learn], batch.valid, self.loss, self.accumulate)  # type: ignore[index]
+                trainee.backward(runs[trainee.variant.learn], batch.valid, self.loss)
         else:
             with torch.no_grad():
                 output = run(self.layer, batch.call, hidden)
@@ -162,10 +180,10 @@ class LayerTraining:
         return batch.tokens
 
     def _step(self, active: Sequence[Trainee], step: int, tokens: int) -> None:
-        values = self.device.fetch(torch.stack([value for trainee in active for value in trainee.take_values()]))
+        values = self.device.fetch(torch.stack([trainee.take_values() for trainee in active]))
         for trainee in active:
             trainee.step(self.lr_of(step), tokens)
-        means = values().view(len(active), -1).double().mean(1).tolist()
+        means = values().double().mean(1).tolist()
         for trainee, mean in zip(active, means, strict=True):
             progress = trainee.progress
             if progress.step == step + 1 and (progress.step % self.log_every == 0 or step + 1 == self.steps.stop):
@@ -179,13 +197,12 @@ class LayerTraining:
     def evaluate(self, trainees: Sequence[Trainee]) -> list[float]:
         """The mean loss of each variant over the validation batches."""
         sums: list[Any] = [0.0] * len(trainees)
-        learn = {trainee.variant.learn for trainee in trainees}
         for place in self._validation:
             hidden = self.cache.read(place, min(place + 1, self._validation.stop - 1))
             batch = self.batch_at(place)
-            _, runs = record(self.layer, self.subblocks, learn, batch.call, hidden)  # type: ignore[arg-type]
+            _, runs = record(self.layer, self.subblocks, self.learn, batch.call, hidden)
             for number, trainee in enumerate(trainees):
-                run = runs[trainee.variant.learn]  # type: ignore[index]
-                sums[number] = sums[number] + self.loss(trainee.student(run), run.target, batch.valid).double()
+                given = runs[trainee.variant.learn]
+                sums[number] = sums[number] + self.loss(trainee.student(given), given.target, batch.valid).double()
         found = self.device.fetch(torch.stack(sums))()
         return [float(value) / self.num_validation for value in found]
