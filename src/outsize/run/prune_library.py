@@ -1,7 +1,7 @@
 """The library of a pruning run on disk.
 
     spec.json
-    library/012/ffn-8704/       a finished variant: description.json, and per `keep` best.safetensors, latest.safetensors
+    library/012/ffn-8704/       a finished variant: description.json, best.safetensors, latest.safetensors (`keep`)
     training/012/ffn-8704/      one that is trained: step-000150 with all that a step changes
 
 Both are complete or absent (checkpoint/folder.py) and never changed. Each variant has a step of its own: after a kill,

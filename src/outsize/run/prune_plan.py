@@ -37,6 +37,8 @@ class LayerCost:
     weight_bytes: int
     teacher_bytes: int
     """Peak of a batch on the device without variants."""
+    importance_bytes: int
+    """Peak of a batch on the device while importance is measured."""
     teacher_seconds: float
     variants: tuple[VariantCost, ...]
 
@@ -121,8 +123,8 @@ def _grouped(
     if needed > gpu.usable_bytes:
         total = gpu.total_for(needed)
         raise PlanInfeasible(
-            f"gpu_memory {show_bytes(gpu.total_bytes)} is too small: one layer of the teacher, its largest variant and "
-            f"a batch need at least {show_enough(total)}. Raise gpu_memory, or reduce micro_batch_size or sequence_len.",
+            f"gpu_memory {show_bytes(gpu.total_bytes)} is too small: one layer of the teacher, its largest variant and a "
+            f"batch need at least {show_enough(total)}. Raise gpu_memory, or reduce micro_batch_size or sequence_len.",
             resource="gpu",
             allowed_bytes=gpu.total_bytes,
             needed_bytes=total,
@@ -141,7 +143,7 @@ def _grouped(
 
 def _peak(cost: LayerCost, group: Sequence[VariantCost], fixed: int) -> int:
     active = max((variant.active_bytes for variant in group), default=0)
-    return fixed + cost.weight_bytes + sum(v.state_bytes for v in group) + max(active, cost.teacher_bytes)
+    return fixed + cost.weight_bytes + sum(v.state_bytes for v in group) + max(active, cost.teacher_bytes, cost.importance_bytes)
 
 
 def _least(cost: LayerCost, fixed: int) -> int:
@@ -169,9 +171,9 @@ def _rounds(
         if max(BatchCache.host_bytes(part, in_file=False) for part in parts) + host <= budget.host_bytes:
             return rounds, False
         in_file = max(BatchCache.host_bytes(part, in_file=True) for part in parts) + host
-        if max(sum(spec.num_bytes for spec in part) for part in parts) <= budget.disk_bytes:
-            if in_file <= budget.host_bytes:
-                return rounds, True
+        fits_disk = max(sum(spec.num_bytes for spec in part) for part in parts) <= budget.disk_bytes
+        if fits_disk and in_file <= budget.host_bytes:
+            return rounds, True
     step = [*train[:accumulate], *validation]
     least = BatchCache.host_bytes(step, in_file=budget.disk_bytes > 0) + host
     raise PlanInfeasible(

@@ -1,4 +1,4 @@
-"""Everything that a pruning run needs before anything is measured or trained: checks, inputs, teacher, variants, spec."""
+"""What a pruning run needs before anything is measured or trained: checks, inputs, teacher, variants, spec."""
 
 import json
 import math
@@ -88,6 +88,7 @@ def set_up(config: RunConfig) -> PruneSetup:
     if prune is None:
         raise ConfigError("prune: missing. Name the variants under prune, for example intermediate_size: [0.75, 0.5].")
     device = choose_device(config.device)
+    device.count_anew()
     requested = parse_variants(_settings(prune))
     require_scheduler(config)
     _require_known_code(config.base_model, prune)

@@ -79,7 +79,7 @@ class Teacher:
         for param in params:
             if id(param) not in self._placed:
                 host = param.data
-                param.data = self._device.put(host)
+                param.data = self._device.keep(host)
                 if self._weights is None:
                     self._in_memory[id(param)] = host
                 self._placed.add(id(param))
