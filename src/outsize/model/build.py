@@ -15,6 +15,7 @@ from torch import nn
 from outsize import compat
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
+from outsize.model.pruned import pruned_class
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
 
@@ -223,6 +224,8 @@ def trainable_class(config: Any) -> Any:
         MODEL_MAPPING,
     )
 
+    if getattr(config, "pruned_layers", None):
+        return pruned_class(config)
     names = config.architectures or []
     tables = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
     # The table of language models may have the decoder alone, as of Whisper, which is another model.
