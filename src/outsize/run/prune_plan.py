@@ -45,12 +45,14 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunePlan:
-    groups: tuple[tuple[tuple[str, ...], ...], ...]
-    """Per `LayerCost`: the variants that are trained together, group by group."""
+    groups: dict[int, tuple[tuple[str, ...], ...]]
+    """By layer: the variants that are trained together, group by group."""
     rounds: tuple[range, ...]
     """Batches of each round."""
     in_file: bool
     """Hidden states are kept in a file."""
+    budget_bytes: int
+    """`gpu_memory`."""
     gpu_bytes: int
     """Predicted peak on the device, without the overhead of the process."""
     gpu_total: int
@@ -63,7 +65,7 @@ class PrunePlan:
 
     @property
     def num_groups(self) -> int:
-        return max(map(len, self.groups), default=1)
+        return max(map(len, self.groups.values()), default=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +106,8 @@ def plan(
     states = sum(v.saved_bytes for v in variants) if len(rounds) > 1 else max((_saved(c) for c in costs), default=0)
     hidden = sum(spec.num_bytes for spec in most) if in_file else 0
     return PrunePlan(
-        groups=groups,
+        groups={layer: parts for cost, parts in zip(costs, groups, strict=True) for layer in cost.layers},
+        budget_bytes=budget.gpu.total_bytes,
         rounds=rounds,
         in_file=in_file,
         gpu_bytes=peak,
@@ -143,7 +146,12 @@ def _grouped(
 
 def _peak(cost: LayerCost, group: Sequence[VariantCost], fixed: int) -> int:
     active = max((variant.active_bytes for variant in group), default=0)
-    return fixed + cost.weight_bytes + sum(v.state_bytes for v in group) + max(active, cost.teacher_bytes, cost.importance_bytes)
+    return (
+        fixed
+        + cost.weight_bytes
+        + sum(v.state_bytes for v in group)
+        + max(active, cost.teacher_bytes, cost.importance_bytes)
+    )
 
 
 def _least(cost: LayerCost, fixed: int) -> int:

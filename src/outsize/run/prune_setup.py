@@ -60,6 +60,8 @@ class PruneSetup:
     """Batches that importance is measured on: the first ones."""
     widest: dict[str, Any]
     """The arguments of the batch that needs the most memory, on the host."""
+    has_padding: bool
+    """Some rows are shorter than others of their batch."""
     hidden: BatchSpec
     """Of the widest batch."""
     parts: dict[int, LayerParts]
@@ -166,6 +168,7 @@ def set_up(config: RunConfig) -> PruneSetup:
         num_validation=num_validation,
         num_calibration=calibration,
         widest=widest,
+        has_padding=any(bool((token_lengths(part) != longest).any()) for part in inputs.parts),
         hidden=BatchSpec(tuple(calls.hidden.shape), calls.hidden.dtype),
         parts=parts,
         variants=variants,

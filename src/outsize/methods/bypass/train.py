@@ -152,19 +152,20 @@ class LayerTraining:
             tokens = 0
             first = (step - self.steps.start) * self.accumulate
             for place in range(first, first + self.accumulate):
-                tokens += self._batch(place, active, writes=writes)
+                tokens += self.run_batch(place, active, writes=writes)
             if not active:
                 continue
-            self._step(active, step, tokens)
+            self.step(active, step, tokens)
             if after_step(step + 1):
                 return False
         if writes:
             for place in self._validation:
-                self._batch(place, (), writes=True)
+                self.run_batch(place, (), writes=True)
             self.cache.finish()
         return True
 
-    def _batch(self, place: int, active: Sequence[Trainee], *, writes: bool) -> int:
+    def run_batch(self, place: int, active: Sequence[Trainee], *, writes: bool) -> int:
+        """The teacher's layer, and the forward and backward of each variant. Returns the number of tokens."""
         last = self.num_batches + self.num_validation - 1
         hidden = self.cache.read(place, min(place + 1, last))
         batch = self.batch_at(place)
@@ -179,7 +180,8 @@ class LayerTraining:
             self.cache.write(place, output)
         return batch.tokens
 
-    def _step(self, active: Sequence[Trainee], step: int, tokens: int) -> None:
+    def step(self, active: Sequence[Trainee], step: int, tokens: int) -> None:
+        """The update number `step`, of `tokens` tokens, of each variant."""
         values = self.device.fetch(torch.stack([trainee.take_values() for trainee in active]))
         for trainee in active:
             trainee.step(self.lr_of(step), tokens)
