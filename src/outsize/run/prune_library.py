@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outsize.base.errors import BadFile, OutsizeError
 from outsize.base.records import dumps, from_json
-from outsize.checkpoint.folder import MANIFEST, StagedDir, read_manifest, recover_partial_saves
+from outsize.checkpoint.folder import StagedDir, read_manifest, recover_partial_saves
 from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 
 DESCRIPTION = "description.json"
@@ -112,7 +112,11 @@ class Library:
         """Publish a finished variant and remove its states."""
         place = self.folder / "library" / _number(description.layer) / description.variant
         _publish(place, description, files, replace=True)
-        shutil.rmtree(self._training(description.layer, description.variant), ignore_errors=True)
+        self.drop_states(description.layer, description.variant)
+
+    def drop_states(self, layer: int, variant: str) -> None:
+        """Remove the states of a finished variant."""
+        shutil.rmtree(self._training(layer, variant), ignore_errors=True)
 
     def _training(self, layer: int, variant: str) -> Path:
         return self.folder / "training" / _number(layer) / variant
@@ -154,6 +158,3 @@ def _stored(folder: Path) -> Stored | None:
 
 def _damaged(folder: Path, why: str) -> BadFile:
     return BadFile(f"{folder} is damaged: {why.rstrip('.')}. Remove this folder; the same command makes it again.")
-
-
-__all__ = ("BEST", "LATEST", "MANIFEST", "STATE", "Description", "Library", "Stored")

@@ -6,6 +6,7 @@ are counted, activations are measured by running each variant of each kind of la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate as accumulate_sums
 
 from outsize.base.errors import PlanInfeasible
 from outsize.base.units import show_bytes, show_enough
@@ -60,8 +61,9 @@ class PrunePlan:
     host_bytes: int
     disk_bytes: int
     """Hidden states and states of variants on disk at once, and the library."""
+    importance_seconds: float
     seconds: float
-    """Of the training stage. 0: unknown."""
+    """Of the training stage. Both 0: unknown."""
 
     @property
     def num_groups(self) -> int:
@@ -84,6 +86,7 @@ def plan(
     fixed_host_bytes: int,
     train: Sequence[BatchSpec],
     validation: Sequence[BatchSpec],
+    calibration: Sequence[BatchSpec],
     accumulate: int,
     num_layers: int,
     keeps_best: bool,
@@ -93,13 +96,13 @@ def plan(
     Args:
         fixed_bytes: on the device for the whole run: stem, buffers, workspaces.
         fixed_host_bytes: in host memory for the whole run.
-        train, validation: the hidden states of all batches.
+        train, validation, calibration: the hidden states of all batches, and of those that importance is measured on.
         num_layers: that the teacher runs.
     """
     fixed = fixed_bytes + BatchCache.device_bytes([*train, *validation])
     groups, peak = _grouped(costs, budget.gpu, fixed)
     host = fixed_host_bytes + max((_host_bytes(cost, keeps_best=keeps_best) for cost in costs), default=0)
-    rounds, in_file = _rounds(train, validation, accumulate, budget, host)
+    rounds, in_file = _rounds(train, validation, calibration, accumulate, budget, host)
     most = [*train[rounds[0].start : rounds[0].stop], *validation]
     cached = BatchCache.host_bytes(most, in_file=in_file)
     variants = [variant for cost in costs for variant in cost.variants for _ in cost.layers]
@@ -114,6 +117,7 @@ def plan(
         gpu_total=budget.gpu.total_for(peak),
         host_bytes=host + cached,
         disk_bytes=hidden + states + sum(v.weight_bytes for v in variants),
+        importance_seconds=max((cost.teacher_seconds for cost in costs), default=0.0) * num_layers * len(calibration),
         seconds=_seconds(costs, groups, len(train), accumulate, num_layers),
     )
 
@@ -126,7 +130,7 @@ def _grouped(
     if needed > gpu.usable_bytes:
         total = gpu.total_for(needed)
         raise PlanInfeasible(
-            f"gpu_memory {show_bytes(gpu.total_bytes)} is too small: one layer of the teacher, its largest variant and a "
+            f"gpu_memory {show_bytes(gpu.total_bytes)} is too small: a layer of the teacher, its largest variant and a "
             f"batch need at least {show_enough(total)}. Raise gpu_memory, or reduce micro_batch_size or sequence_len.",
             resource="gpu",
             allowed_bytes=gpu.total_bytes,
@@ -169,25 +173,44 @@ def _saved(cost: LayerCost) -> int:
 
 
 def _rounds(
-    train: Sequence[BatchSpec], validation: Sequence[BatchSpec], accumulate: int, budget: Budget, host: int
+    train: Sequence[BatchSpec],
+    validation: Sequence[BatchSpec],
+    calibration: Sequence[BatchSpec],
+    accumulate: int,
+    budget: Budget,
+    host: int,
 ) -> tuple[tuple[range, ...], bool]:
-    """As few rounds as possible, of whole steps: in host memory if all fits there, else in a file if that is larger."""
-    for number in range(1, len(train) // accumulate + 1):
-        size = -(-(len(train) // accumulate) // number) * accumulate
-        rounds = tuple(range(start, min(start + size, len(train))) for start in range(0, len(train), size))
-        parts = [[*train[part.start : part.stop], *validation] for part in rounds]
-        if max(BatchCache.host_bytes(part, in_file=False) for part in parts) + host <= budget.host_bytes:
-            return rounds, False
-        in_file = max(BatchCache.host_bytes(part, in_file=True) for part in parts) + host
-        fits_disk = max(sum(spec.num_bytes for spec in part) for part in parts) <= budget.disk_bytes
-        if fits_disk and in_file <= budget.host_bytes:
-            return rounds, True
-    step = [*train[:accumulate], *validation]
-    least = BatchCache.host_bytes(step, in_file=budget.disk_bytes > 0) + host
+    """As few rounds as possible, of whole steps: in host memory if all fits there, else in a file if that is larger.
+
+    Importance is measured in one pass, whatever the rounds.
+    """
+    ends = [0, *accumulate_sums(spec.num_bytes for spec in train)]
+    others = sum(spec.num_bytes for spec in validation)
+    once = sum(spec.num_bytes for spec in calibration)
+    staging = BatchCache.host_bytes([*train, *validation], in_file=True)
+
+    def largest(size: int) -> int:
+        """Bytes of the largest round of `size` batches."""
+        starts = range(0, len(train), size)
+        return max(once, others + max(ends[min(start + size, len(train))] - ends[start] for start in starts))
+
+    steps = len(train) // accumulate
+    for in_file, room in ((False, budget.host_bytes - host), (True, budget.disk_bytes)):
+        if in_file and host + staging > budget.host_bytes:
+            continue
+        if largest(len(train)) <= room:
+            return (range(len(train)),), in_file
+    fits_file = budget.disk_bytes > budget.host_bytes - host and host + staging <= budget.host_bytes
+    room = budget.disk_bytes if fits_file else budget.host_bytes - host
+    for number in range(2, steps + 1):
+        size = -(-steps // number) * accumulate
+        if largest(size) <= room:
+            return tuple(range(at, min(at + size, len(train))) for at in range(0, len(train), size)), fits_file
+    least = host + largest(accumulate)
     raise PlanInfeasible(
-        f"host_memory {show_bytes(budget.host_bytes)} is too small: the hidden states of one step and of the "
-        f"validation rows, and a layer as it is read, need at least {show_enough(least)}. Raise host_memory, set "
-        "prune.cache_dir, or reduce val_set_size.",
+        f"host_memory {show_bytes(budget.host_bytes)} is too small: a layer as it is read, the hidden states of one "
+        f"step, of the validation rows and of prune.importance_tokens need at least {show_enough(least)}. Raise "
+        "host_memory, set prune.cache_dir, or reduce these.",
         resource="host",
         allowed_bytes=budget.host_bytes,
         needed_bytes=least,

@@ -83,18 +83,16 @@ class PruneStages:
 
     def _is_pending(self, layer: int, variant: Variant, end: int) -> bool:
         entry = self.library.entry(layer, variant.name)
-        if entry is not None and not self._continues(entry, variant):
+        if entry is not None and not self.continues(entry, variant):
+            self.library.drop_states(layer, variant.name)
             return False
-        state = self._newest(layer, variant.name)
-        return state is None or (state.description.steps < end and not state.description.stopped) or self._ends(end)
+        newest = self._newest(layer, variant.name)
+        return newest is None or newest.description.steps < end or end == self._setup.num_steps
 
-    def _continues(self, entry: Stored, variant: Variant) -> bool:
+    def continues(self, entry: Stored, variant: Variant) -> bool:
         """Whether a finished variant is trained further, because the budget has grown."""
         found = entry.description
         return variant.is_trained and not found.stopped and found.steps < self._setup.num_steps and entry.has(STATE)
-
-    def _ends(self, end: int) -> bool:
-        return end == self._setup.num_steps
 
     def _newest(self, layer: int, variant: str) -> Stored | None:
         """What a variant continues from."""
