@@ -133,7 +133,7 @@ def _free_disk(folder: Path) -> int:
 def plan_text(setup: PruneSetup, made: PrunePlan) -> str:
     variants = sum(map(len, setup.variants.values()))
     lines = [
-        f"variants {variants} of {len(setup.variants)} layers; {setup.spec.tokens:,} tokens in {setup.num_steps:,} steps",
+        f"variants {variants} of {len(setup.variants)} layers; {setup.spec.tokens:,} tokens, {setup.num_steps:,} steps",
         f"GPU      {show_bytes(made.gpu_total)} of {show_bytes(made.budget_bytes)}; "
         f"{_number(made.num_groups, 'group')} of variants per layer",
         f"host     {show_bytes(made.host_bytes)}; hidden states in {'a file' if made.in_file else 'host memory'}, "

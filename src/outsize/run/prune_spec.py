@@ -56,7 +56,7 @@ class PruneSpec:
     importance: str
     importance_tokens: int
     blocks: str | None
-    subblocks: dict[str, dict[str, str]] | None
+    subblocks: dict[str, str] | None
     keep: str
     tokens: int
     """The budget."""
