@@ -157,6 +157,13 @@ class RunConfig:
     dpo_use_weighting: bool = False
     """Weigh pairs by the model's own probability of their answers (WPO)."""
 
+    teacher_model: Text | None = None
+    """Distillation: a folder or hub id of the model whose probabilities are learned."""
+    kd_alpha: Share = 1.0
+    """The share of the teacher's probabilities in the loss; the rest is the cross-entropy of the data."""
+    kd_temperature: Positive = 1.0
+    """Of both models' probabilities."""
+
     learning_rate: Positive = 2e-5
     lr_scheduler: Scheduler = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None
