@@ -19,9 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from outsize.activation.recompute import RngAndAutocastState
 
-TILE_TOKENS = 8192
-"""The default length of a tile. The matrix products of one tile keep a GPU busy."""
-
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -160,13 +157,7 @@ class _Tiles:
         return out
 
     def backward(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        trained: list[nn.Parameter],
-        state: RngAndAutocastState,
-        *,
-        needs_input: bool,
+        self, x: Tensor, grad: Tensor, trained: list[nn.Parameter], state: RngAndAutocastState, *, needs_input: bool
     ) -> list[Tensor | None]:
         """The gradients of the input and of each trained parameter. `state`: of the forward."""
         grad_x = torch.empty_like(x) if needs_input else None
