@@ -106,7 +106,7 @@ class _Held(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         return grad, None, None
 
 
@@ -122,7 +122,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * (5 + len(ctx.trained))
         (x,) = ctx.held.saved_tensors
@@ -168,7 +168,7 @@ class _Tiles:
                 with state.restored_settings():  # without them around the backward, as in one of the whole row
                     y = self._run(part)
                 wanted = [*([part] if needs_input else []), *leaves]
-                found = [*torch.autograd.grad(y, wanted, self._part(grad, place), allow_unused=True)]
+                found = _gradients(y, wanted, self._part(grad, place))
                 del y
                 if grad_x is not None:
                     one = found.pop(0)
@@ -183,6 +183,12 @@ class _Tiles:
             total, sums[number] = sums[number], None
             result.append(total if total is None else total.to(param.dtype))
         return result
+
+
+def _gradients(y: Tensor, wanted: list[Tensor], grad: Tensor) -> list[Tensor | None]:
+    if not y.requires_grad:  # no token of this tile reaches a trained part
+        return [None] * len(wanted)
+    return [*torch.autograd.grad(y, wanted, grad, allow_unused=True)]
 
 
 def _add_up(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
@@ -207,7 +213,7 @@ def _leaf(param: Tensor) -> nn.Parameter:
 def exchanged(module: nn.Module, others: dict[Tensor, Any]) -> Iterator[list[Any]]:
     """Set other tensors in place of a module's parameters and buffers. Yields them in order."""
     by_id = {id(tensor): other for tensor, other in others.items()}
-    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     places = [
         (table, name, tensor)
         for table in tables
@@ -216,8 +222,8 @@ def exchanged(module: nn.Module, others: dict[Tensor, Any]) -> Iterator[list[Any
     ]
     try:
         for table, name, tensor in places:
-            table[name] = by_id[id(tensor)]  # type: ignore[assignment]
+            table[name] = by_id[id(tensor)]
         yield [*others.values()]
     finally:
         for table, name, tensor in places:
-            table[name] = tensor  # type: ignore[assignment]
+            table[name] = tensor
