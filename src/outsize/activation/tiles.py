@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from outsize.activation.recompute import RngAndAutocastState
+from outsize.base.errors import EngineMisuse
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -121,8 +121,12 @@ class _Tiled(torch.autograd.Function):
         return work.forward(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise EngineMisuse(
+                "A second derivative (create_graph=True) of a module that runs over tiles is not supported. Set "
+                "tile_tokens=0."
+            )
         if grad is None:
             return (None,) * (5 + len(ctx.trained))
         (x,) = ctx.held.saved_tensors

@@ -29,18 +29,19 @@ class TileSearch(Tiling):
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], tile: int):
         self._key: dict[nn.Module, tuple[str, str]] = {}
-        """By module outside of layers or inside of one: structure and path of the layer's part, or its own path."""
+        """By module: structure and path of a layer's part, or the path of a module outside of layers. Without Linears:
+        they save their input alone, and the head may be one whose logits are not materialized."""
         self._path = {id(module): name for name, module in model.named_modules()}
         self._qualifies: dict[tuple[str, str], bool] = {}
         self._is_trying = False
         around = {path for layer in layers for path in _ancestors(layer.name)}
         for layer in layers:
             for name, part in layer.module.named_modules():
-                if part is not layer.module:
+                if part is not layer.module and not isinstance(part, nn.Linear):
                     self._key.setdefault(part, (layer.structure, name))
         inside = {part for layer in layers for part in layer.module.modules()}
         for name, module in model.named_modules():
-            if name and name not in around and module not in inside:
+            if name and name not in around and module not in inside and not isinstance(module, nn.Linear):
                 self._key[module] = ("", name)
         super().__init__(model, tile, [self._path[id(module)] for module in self._key])
 
@@ -85,6 +86,7 @@ def why_not_tokenwise(module: nn.Module, forward: Forward, x: Tensor) -> str:
             torch.device("cpu"),
             torch.autocast("cpu", enabled=is_autocast, dtype=dtype, cache_enabled=False),
             torch.enable_grad(),
+            saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),  # not those of the layer around it
             exchanged(module, _made_up(module)),
         ):
             before = ModuleState(module)
