@@ -1,11 +1,14 @@
-"""What limits the length of rows on a machine: GPU memory, host memory or time. For long rows, each answer is a forecast
-at another length, which takes about two seconds.
+"""What limits the length of rows on a machine: GPU memory, host memory or time. Each answer is a forecast at another
+length, which takes about two seconds, and is given for long rows.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from outsize.base.errors import OutsizeError, PlanInfeasible
+from outsize.base.log import log
 from outsize.base.units import show_bytes, show_enough, show_seconds
 from outsize.forecast.forecast import Forecast, ForecastRequest, forecast
 from outsize.profile.lengths import LONG_TOKENS
@@ -23,7 +26,8 @@ def limit_of_longer_rows(model: Any, request: ForecastRequest, found: Forecast) 
     """One line: what limits rows of twice the length."""
     tokens = 2 * request.sequence_len
     try:
-        longer = forecast(model, replace(request, sequence_len=tokens))
+        with _without_warnings():
+            longer = forecast(model, replace(request, sequence_len=tokens))
     except PlanInfeasible as no:
         memory = "GPU" if no.resource == "gpu" else "host"
         return (
@@ -40,15 +44,26 @@ def limit_of_longer_rows(model: Any, request: ForecastRequest, found: Forecast) 
 
 
 def rows_that_fit(model: Any, request: ForecastRequest) -> str:
-    """A sentence with the longest rows that fit, of a half, a quarter and so on. Empty if the length is not the reason."""
+    """A sentence with the longest rows that fit, of half the length, a quarter and so on."""
     tokens = request.sequence_len
     for _ in range(_MOST_HALVINGS):
         tokens //= 2
         try:
-            found = forecast(model, replace(request, sequence_len=tokens))
+            with _without_warnings():
+                found = forecast(model, replace(request, sequence_len=tokens))
         except PlanInfeasible:
             continue
         except OutsizeError:
             return ""
         return f"Rows of {tokens} tokens fit: {show_seconds(found.plan.estimate.step_seconds)} a step."
     return f"Rows of {tokens} tokens do not fit either."
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The same warnings were logged for the length that was asked for."""
+    log.disabled, was = True, log.disabled
+    try:
+        yield
+    finally:
+        log.disabled = was

@@ -17,10 +17,7 @@ from outsize.profile.scale import LOOP_SHARE, structure_of
 from outsize.profile.trace import ModelTrace
 
 _SECONDS = ("forward_seconds", "backward_seconds")
-_LAUNCH_SECONDS = (
-    ("forward_launch_seconds", "forward_syncs_host"),
-    ("backward_launch_seconds", "backward_syncs_host"),
-)
+_LAUNCH_SECONDS = (("forward_launch_seconds", "forward_syncs_host"), ("backward_launch_seconds", "backward_syncs_host"))
 _PEAKS = ("forward_peak_bytes", "backward_peak_bytes")
 _SIZES = ("sent_bytes", "released_bytes")
 _CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
@@ -83,9 +80,13 @@ def has_bends(points: Sequence[LengthPoint], tokens: int) -> bool:
     for same in works:
         for name in _PEAKS:
             values = [getattr(work, name) for work in same]
-            if curve.change(values) > (1 + _BEND_SHARE) * curve.line(values):
+            if curve.peak(values) > (1 + _BEND_SHARE) * curve.line(values):
                 return True
     return False
+
+
+def _up(value: Fraction) -> int:
+    return -int(-value // 1)
 
 
 def _names(same: Sequence[dict[str, Work]]) -> list[str]:
@@ -101,26 +102,36 @@ class _Curve:
 
     def line(self, values: Sequence[int]) -> Fraction:
         """On the line through the last two points."""
-        x, y = self.lengths[-1], values[-1]
-        return y + self._slope(values, -2) * (self.tokens - x)
+        (x, y), (a, b) = self.lengths[-2:], values[-2:]
+        return b + Fraction(b - a, y - x) * (self.tokens - y)
 
     def square(self, values: Sequence[int]) -> Fraction:
         """The coefficient of tokens². Zero if the values lie on a line, or bend downwards."""
-        if len(self.lengths) < 3:
-            return Fraction(0)
-        found = (self._slope(values, -2) - self._slope(values, -3)) / (self.lengths[-1] - self.lengths[-3])
-        return max(Fraction(0), found)
+        return max(Fraction(0), self._signed_square(values))
 
-    def change(self, values: Sequence[int]) -> int:
-        beyond = (self.tokens - self.lengths[-1]) * (self.tokens - self.lengths[-2])
-        return -int(-(self.line(values) + self.square(values) * beyond) // 1)  # rounded up
+    def _signed_square(self, values: Sequence[int], end: int = 0) -> Fraction:
+        """Of the last three points, or of the three before the `end` last ones."""
+        lengths = self.lengths[: len(self.lengths) + end]
+        if len(lengths) < 3:
+            return Fraction(0)
+        (x, y, z), (a, b, c) = lengths[-3:], values[-3:]
+        return (Fraction(c - b, z - y) - Fraction(b - a, y - x)) / (z - x)
+
+    def peak(self, values: Sequence[int]) -> int:
+        return max(0, _up(self.line(values) + self.square(values) * self._beyond))
+
+    def sum(self, values: Sequence[int]) -> int:
+        """Of sizes of tensors, or of frees."""
+        square = self._signed_square(values)
+        is_exact = len(values) < 4 or square == self._signed_square(values[:-1], -1)
+        return _up(self.line(values) + (square if is_exact else max(Fraction(0), square)) * self._beyond)
 
     def size(self, values: Sequence[int]) -> int:
-        return max(0, self.change(values))
+        return max(0, self.sum(values))
 
-    def _slope(self, values: Sequence[int], at: int) -> Fraction:
-        after = at + 1 if at + 1 < 0 else len(values) - 1
-        return Fraction(values[after] - values[at], self.lengths[after] - self.lengths[at])
+    @property
+    def _beyond(self) -> int:
+        return (self.tokens - self.lengths[-1]) * (self.tokens - self.lengths[-2])
 
     def seconds(self, values: Sequence[float]) -> float:
         """a · tokens + c · tokens² with the least squares of relative errors, and neither a nor c below zero."""
@@ -151,8 +162,8 @@ def _work(curve: _Curve, works: Sequence[Work], held: Fraction) -> Work:
 
     fields: dict[str, Any] = {name: curve.seconds(values(name)) for name in _SECONDS}
     fields |= {name: curve.size(values(name)) for name in _SIZES}
-    fields |= {name: curve.change(values(name)) for name in _CHANGES}
-    fields |= {name: curve.size(values(name)) + _hidden(curve, values(name), held) for name in _PEAKS}
+    fields |= {name: curve.sum(values(name)) for name in _CHANGES}
+    fields |= {name: curve.peak(values(name)) + _hidden(curve, values(name), held) for name in _PEAKS}
     for name, syncs in _LAUNCH_SECONDS:
         fields[syncs] = any(values(syncs))
         fields[name] = curve.launch_seconds(values(name), syncs_host=all(values(syncs)))
@@ -164,7 +175,7 @@ def _hidden(curve: _Curve, values: Sequence[int], held: Fraction) -> int:
     if curve.square(values) * 2 >= held:
         return 0
     squares = curve.tokens**2 - curve.lengths[-1] ** 2
-    return -int(-(HIDDEN_SHARE * held - curve.square(values)) * squares // 1)
+    return _up((HIDDEN_SHARE * held - curve.square(values)) * squares)
 
 
 def _squares_held(curve: _Curve, traces: Sequence[ModelTrace]) -> list[Fraction]:
