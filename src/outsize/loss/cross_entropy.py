@@ -68,8 +68,8 @@ class _CrossEntropy(torch.autograd.Function):
         num_items: Tensor | float | None,
     ) -> Tensor:
         counts = targets != ignore_index
-        divisor = _divisor(counts, num_items)
-        shares = torch.where(counts, 1 / divisor, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
+        total = divisor(counts, num_items)
+        shares = torch.where(counts, 1 / total, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
         targets = torch.where(counts, targets, 0)
         losses = torch.empty_like(shares)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -86,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             del grad  # frees it before the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        return losses.masked_fill_(~counts, 0.0).sum() / divisor
+        return losses.masked_fill_(~counts, 0.0).sum() / total
 
     @staticmethod
     @once_differentiable
@@ -104,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
 
-def _divisor(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
+def divisor(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
     """The divisor of the sum, in fp32."""
     if num_items is None:
         return counts.sum().float()
@@ -119,7 +119,7 @@ def _logit_gradient(
     """The gradient of one chunk's logits, in their memory; writes each token's loss to `losses`. With
     bf16 logits, allocates one fp32 tensor of their size.
     """
-    logits, kept = _apply(steps, logits)
+    logits, kept = apply_steps(steps, logits)
     targets, shares = targets.unsqueeze(-1), shares.unsqueeze(-1)  # (tokens, 1)
     top = logits.amax(-1, keepdim=True).float()
     exps = logits.sub_(top) if logits.dtype == torch.float32 else logits - top
@@ -130,10 +130,10 @@ def _logit_gradient(
     at_target = (picked.exp_().div_(total) - 1).mul_(shares)
     grad = torch.mul(exps, shares / total, out=logits)
     grad.scatter_(-1, targets, at_target.to(grad.dtype))
-    return _undo(steps, kept, grad)
+    return undo_steps(steps, kept, grad)
 
 
-def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
+def apply_steps(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
     """The logits after all steps, and the values that the backward of each step needs."""
     kept: list[Any] = []
     for name, value in steps:
@@ -148,7 +148,7 @@ def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any
     return logits, kept
 
 
-def _undo(steps: Sequence[LogitStep], kept: list[Any], grad: Tensor) -> Tensor:
+def undo_steps(steps: Sequence[LogitStep], kept: list[Any], grad: Tensor) -> Tensor:
     for (name, value), saved in zip(reversed(steps), reversed(kept), strict=True):
         if name == "to":
             grad = grad.to(saved)
