@@ -65,15 +65,27 @@ def keep_and_compare(
     return run_and_compare(_repeatable(forward, args, kwargs), first.device, report, module)
 
 
-def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
-    """`recompute`, with the input on the host. The input is the first tensor argument. Other tensors (masks, encoder
-    output) are shared by many layers and stay on the device.
+def input_of(args: Args, kwargs: Kwargs) -> Tensor | None:
+    """The input of a layer: the first positional tensor. Of a layer that is called with keywords alone `hidden_states`,
+    else the first tensor with a gradient, else the first of floating point.
     """
-    hidden = next(tensors_in((args, kwargs)), None)
+    if (first := next(tensors_in(args), None)) is not None:
+        return first
+    if isinstance(named := kwargs.get("hidden_states"), Tensor):
+        return named
+    tensors = list(tensors_in(kwargs))
+    return next((t for t in tensors if t.requires_grad), next((t for t in tensors if t.is_floating_point()), None))
+
+
+def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic) -> Any:
+    """`recompute`, with the input on the host. Other tensors (masks, encoder output) are shared by many layers and stay
+    on the device.
+    """
+    hidden = input_of(args, kwargs)
     if hidden is None:
         return forward(*args, **kwargs)
     handle, requires_grad = offloaded.pack(hidden), hidden.requires_grad
-    placeholder = hidden.new_empty(0)
+    placeholder = torch.empty(0)
     device = hidden.device
     before = map_tensors(lambda t: placeholder if t is hidden else t, (args, kwargs))
     first = [(args, kwargs)]  # as in _repeatable; the first run drops it, so that nothing keeps the input on the device

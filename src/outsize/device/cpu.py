@@ -81,6 +81,7 @@ class CpuDevice(Device):
         writes: Sequence[Tensor],
         seconds: float,
         name: str = "",
+        blocks: bool = False,
     ) -> Event:
         self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
         with self.on_host() if lane == "host" else nullcontext():
