@@ -15,7 +15,7 @@ from outsize.activation.recompute import run_and_compare, run_checkpointed
 from outsize.compat import storage_id
 from outsize.model.strategies import Strategy
 from outsize.model.tensors import map_tensors, tensors_in
-from outsize.transfer.offloaded_tensors import OffloadedTensors, PackedTensor
+from outsize.transfer.offloaded_tensors import OffloadedTensors
 from outsize.transfer.transfer_queue import Transfer
 
 Forward = Callable[..., Any]
@@ -84,7 +84,8 @@ def offload(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, 
     hidden = input_of(args, kwargs)
     if hidden is None:
         return forward(*args, **kwargs)
-    handle, requires_grad = offloaded.pack(hidden), hidden.requires_grad
+    handle: Any = offloaded.pack(hidden)
+    requires_grad = hidden.requires_grad
     placeholder = torch.empty(0)
     device = hidden.device
     before = map_tensors(lambda t: placeholder if t is hidden else t, (args, kwargs))
@@ -110,15 +111,15 @@ def swap(forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_
     hidden, others = ({storage_id(t.untyped_storage()) for t in some} for some in (inputs[:1], inputs[1:]))
     shared = others - hidden
 
-    def pack(tensor: Tensor) -> Tensor | PackedTensor:
+    def pack(tensor: Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.device != device:
             return tensor
         storage = tensor.untyped_storage()
         is_sent = storage.nbytes() and storage_id(storage) not in shared and not is_static(tensor)
         return offloaded.pack(tensor) if is_sent else tensor
 
-    def unpack(saved: Tensor | PackedTensor) -> Tensor:
-        return offloaded.unpack(saved) if isinstance(saved, PackedTensor) else saved
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else offloaded.unpack(saved)
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)

@@ -23,7 +23,7 @@ def turn_checkpointing_off(model: nn.Module) -> Flags:
     for module in model.modules():
         is_on = getattr(module, "is_gradient_checkpointing", False) is True
         if is_on and hasattr(module, "gradient_checkpointing_disable"):
-            module.gradient_checkpointing_disable()
+            module.gradient_checkpointing_disable()  # type: ignore[operator]
     for _, module, flag in found:
         setattr(module, flag, False)
     return found

@@ -42,8 +42,8 @@ class FileArena:
         self._staging = [_aligned(device.host_empty(self._size + _BLOCK, pinned=True), self._size) for _ in range(2)]
         self._lock = threading.Lock()
         """Of the staging buffers: copies to and from the device may run at the same time."""
-        self._failed: dict[int, TransferError] = {}
-        """Pieces that could not be written."""
+        self._failed: dict[int, str] = {}
+        """Pieces that could not be written, with the message. The error itself would keep what it passed through."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,12 +94,12 @@ class FileArena:
                 if written is not None:
                     written()
             except TransferError as error:
-                self._failed[number] = error
+                self._failed[number] = str(error)
                 raise
 
     def copy_out(self, number: int, buffer: Tensor) -> None:
         if number in self._failed:
-            raise self._failed[number]
+            raise TransferError(self._failed[number])
         with self._lock:
             marks: list[object] = []
             for staging, place, start, size in self._parts(number, buffer.numel()):
@@ -118,13 +118,13 @@ class FileArena:
             yield self._staging[turn % 2], first + start, start, min(self._size, num_bytes - start)
 
     def _write(self, staging: Tensor, place: int, size: int) -> None:
-        rest = memoryview(staging.numpy())[: _rounded(size)]
+        rest = staging.numpy().data[: _rounded(size)]
         while rest:
             done = self._try("written", partial(os.pwrite, self._fd, rest, place))
             rest, place = rest[done:], place + done
 
     def _read(self, staging: Tensor, place: int, size: int) -> None:
-        rest = memoryview(staging.numpy())[: _rounded(size)]
+        rest = staging.numpy().data[: _rounded(size)]
         while rest:
             done = self._try("read", partial(os.preadv, self._fd, [rest], place))
             if not done:

@@ -24,7 +24,7 @@ def split_shard(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | N
     module = sys.modules.get(_MODULE)
     if type(tensor) is Tensor or module is None or not isinstance(tensor, module.DTensor):
         return None
-    local = tensor.detach().to_local()  # type: ignore[attr-defined]
+    local = tensor.detach().to_local()
     local = local.wait() if hasattr(local, "wait") else local  # its collective may be in flight
     return local, partial(
         module.DTensor.from_local,

@@ -242,12 +242,14 @@ class TransferQueue:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """After a failed copy, forget all work: waits for it would raise its error again and again."""
+        """After a failed copy, forget all work: waits for it would raise its error again and again. The error of a
+        thread is raised as a new one: the thread's task keeps the first, and with it all that it passed through.
+        """
         try:
             yield
-        except TransferError:
+        except TransferError as error:
             self._forget_lanes()
-            raise
+            raise TransferError(str(error)) from None
 
     def _forget_lanes(self) -> None:
         _quiet(self._device)
