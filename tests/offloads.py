@@ -93,12 +93,13 @@ def offloading(
     strategy: Strategy = "offload",
     *,
     arena: Callable[[Device], Arena] = lambda device: HostArena(device, 16 * MiB),
+    save_attention: bool = False,
     **how: int,
 ) -> Iterator[tuple[LayerOffload, TransferQueue]]:
     """`how`: of the queue. Its defaults are those of the public functions."""
     given: dict[str, Any] = {"max_in_flight": 2, "prefetch": 1, "keep_last": 3, **how}
     queue = TransferQueue(device, arena=arena(device), is_static=lambda tensor: False, **given)
-    offload = LayerOffload(model, find_layers(model), strategy, lambda _: queue)
+    offload = LayerOffload(model, find_layers(model), strategy, lambda _: queue, save_attention=save_attention)
     try:
         yield offload, queue
     finally:

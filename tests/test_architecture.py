@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, str] = {
     "activation dist optim checkpoint progress",
     "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
     "data": "base compat config.run progress",
-    "methods": "base checkpoint.tensorfile optim layout progress reference",
+    "methods": "base checkpoint.tensorfile compat device layout model optim progress reference transfer.batch_cache",
     "loss": "base compat",
     # Top-level modules count as packages of one file. `outsize` is the package itself.
     "progress": "",
@@ -67,6 +67,7 @@ WITHOUT_TORCH = (
     "model.strategies",
     "model.work",
     "profile.trace",
+    "methods.bypass.variants",
     "methods.osft.method",
     "methods.osft.shape",
 )

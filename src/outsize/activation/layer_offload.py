@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.activation.strategies import RUN, input_of
+from outsize.activation.attention import saves_attention
+from outsize.activation.strategies import RUN, input_of, offload_save_attention
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
 from outsize.base.errors import EngineMisuse, ModelUnsupported
 from outsize.base.log import log
@@ -37,14 +38,19 @@ class LayerOffload:
         strategy: Strategy,
         make_queue: Callable[[torch.device], TransferQueue],
         *,
+        save_attention: bool = False,
         is_synchronous: bool = False,
     ):
-        """`make_queue`: the queue for inputs on a device. `is_synchronous`: each copy ends before the next layer."""
+        """`make_queue`: the queue for inputs on a device. `save_attention`: with `offload`, outputs of attention are
+        sent too. `is_synchronous`: each copy ends before the next layer.
+        """
         if held := [layer.name for layer in layers if is_offloaded(layer.module)]:
             raise EngineMisuse(
                 f"{held[0]}: its activations are offloaded already. Call disable() of that offload first."
             )
-        self._strategy, self._make_queue, self._is_synchronous = strategy, make_queue, is_synchronous
+        self._make_queue, self._is_synchronous = make_queue, is_synchronous
+        self._save_attention = save_attention
+        self._run = offload_save_attention if save_attention else RUN[strategy]
         self._model = weakref.ref(model)
         self._layers = [weakref.ref(layer.module) for layer in layers]
         self._queues: dict[torch.device, TransferQueue] = {}
@@ -95,12 +101,14 @@ class LayerOffload:
         if hidden is None:
             return forward(*args, **kwargs)
         if hidden.is_meta or isinstance(hidden, nn.Parameter) or isinstance(hidden._base, nn.Parameter):
-            return RUN["recompute"](forward, args, kwargs, None, None)  # there is nothing that sending would free
+            return RUN["recompute"](
+                forward, args, kwargs, None, None, layer
+            )  # there is nothing that sending would free
         if hidden.device not in self._queues:
             self._queues[hidden.device] = self._make_queue(hidden.device)
         queue = self._queues[hidden.device]
         transfer = Transfer(queue)
-        outputs = RUN[self._strategy](forward, args, kwargs, transfer, _is_static_in(layer))
+        outputs = self._run(forward, args, kwargs, transfer, _is_static_in(layer), layer)
         if not transfer.is_empty:
             transfer.send()
             if self._is_synchronous:
@@ -116,20 +124,24 @@ class LayerOffload:
 
     def _note_checkpointing(self) -> None:
         log.warning(
-            "gradient checkpointing is turned off: the offload of activations recomputes the layers itself. Leave "
-            "gradient_checkpointing_enable() and gradient_checkpointing=True out."
-            if self._strategy == "offload"
-            else "gradient checkpointing is turned off: all that layers save is offloaded instead. Leave "
+            "gradient checkpointing is turned off: the offload of activations recomputes what it does not keep. Leave "
             "gradient_checkpointing_enable() and gradient_checkpointing=True out."
         )
 
     def _require_sent(self, root: nn.Module, outputs: Any) -> None:
-        if root is self._model() and torch.is_grad_enabled() and not self.num_sent and with_grad(outputs):
+        if root is not self._model() or not torch.is_grad_enabled() or not with_grad(outputs):
+            return
+        if not self.num_sent:
             raise ModelUnsupported(
-                f"{type(root).__name__}: a forward has run and no activations of its layers "
-                "were offloaded. Either the layers were not called, or only the last of them save anything for "
-                "backward, and these stay on the device. Name the lists of layers with blocks=['path.to.list'], or "
-                "train without the offload."
+                f"{type(root).__name__}: a forward has run and no activations of its layers were offloaded. Either the "
+                "layers were not called, or only the last of them save anything for backward, and these stay on the "
+                "device. Name the lists of layers with blocks=['path.to.list'], or train without the offload."
+            )
+        if self._save_attention and not any(saves_attention(layer) for ref in self._layers if (layer := ref())):
+            raise ModelUnsupported(
+                f"{type(root).__name__}: save_attention=True, and its layers call no attention operator whose outputs "
+                "can be saved. Use attn_implementation='sdpa' or a flash one, without attention dropout, or leave "
+                "save_attention out."
             )
 
 

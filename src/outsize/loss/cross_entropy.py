@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         num_items: Tensor | float | None,
     ) -> Tensor:
         counts = targets != ignore_index
-        number = _divisor(counts, num_items)
+        number = divisor(counts, num_items)
         shares = torch.where(counts, 1 / number, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
         targets = torch.where(counts, targets, 0)
         losses = torch.empty_like(shares)
@@ -101,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
 
-def _divisor(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
+def divisor(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
     """The divisor of the sum, in fp32."""
     if num_items is None:
         return counts.sum().float()
@@ -116,7 +116,7 @@ def _logit_gradient(
     """The gradient of one chunk's logits, in their memory; writes each token's loss to `losses`. With
     bf16 logits, allocates one fp32 tensor of their size.
     """
-    logits, kept = _apply(steps, logits)
+    logits, kept = apply_steps(steps, logits)
     targets, shares = targets.unsqueeze(-1), shares.unsqueeze(-1)  # (tokens, 1)
     top = logits.amax(-1, keepdim=True).float()
     exps = logits.sub_(top) if logits.dtype == torch.float32 else logits - top
@@ -127,10 +127,10 @@ def _logit_gradient(
     at_target = (picked.exp_().div_(total) - 1).mul_(shares)
     grad = torch.mul(exps, shares / total, out=logits)
     grad.scatter_(-1, targets, at_target.to(grad.dtype))
-    return _undo(steps, kept, grad)
+    return undo_steps(steps, kept, grad)
 
 
-def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
+def apply_steps(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
     """The logits after all steps, and the values that the backward of each step needs."""
     kept: list[Any] = []
     for name, value in steps:
@@ -145,7 +145,7 @@ def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any
     return logits, kept
 
 
-def _undo(steps: Sequence[LogitStep], kept: list[Any], grad: Tensor) -> Tensor:
+def undo_steps(steps: Sequence[LogitStep], kept: list[Any], grad: Tensor) -> Tensor:
     for (name, value), saved in zip(reversed(steps), reversed(kept), strict=True):
         if name == "to":
             grad = grad.to(saved)

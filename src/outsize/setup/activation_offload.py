@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outsize.activation.layer_offload import LayerOffload
-from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported
+from outsize.base.errors import EngineMisuse, ModelUnsupported
 from outsize.base.log import log
 from outsize.base.units import parse_bytes
 from outsize.device.choose import choose_device, device_of
@@ -44,7 +44,7 @@ def enable_hidden_states_offload(
 
     Args:
         model: the model, or a wrapper of it (DDP, FSDP2, PEFT).
-        save_attention: also keep the outputs of attention, which is then not computed again.
+        save_attention: also keep the outputs of attention in host memory: its kernels run once per layer, not twice.
         blocks: paths of the lists of layers (`["model.layers"]`). Default: they are found in the module tree.
         host_memory: limit of pinned host memory, such as "64GiB". Default: nine tenths of what is free at first use.
         device: a simulated device, for tests. Default: the device of each layer's input.
@@ -52,9 +52,9 @@ def enable_hidden_states_offload(
     Returns:
         The handle: `disable()` makes the model a plain one again; `num_sent`, `arena_bytes` and `used_bytes` count.
     """
-    if save_attention:
-        raise ConfigError("save_attention=True is not available yet: attention is computed again. Leave it out.")
-    return enable_offload(model, "hidden_states", blocks=blocks, host_memory=host_memory, device=device)
+    return enable_offload(
+        model, "hidden_states", save_attention=save_attention, blocks=blocks, host_memory=host_memory, device=device
+    )
 
 
 @contextmanager
@@ -80,6 +80,7 @@ def enable_offload(
     model: nn.Module,
     name: OffloadingName,
     *,
+    save_attention: bool = False,
     blocks: Sequence[str] | None = None,
     host_memory: str | int | None = None,
     folder: str | Path | None = None,
@@ -123,7 +124,9 @@ def enable_offload(
             keep_last=keep_last,
         )
 
-    return LayerOffload(model, layers, strategy, make_queue, is_synchronous=record.is_synchronous)
+    return LayerOffload(
+        model, layers, strategy, make_queue, save_attention=save_attention, is_synchronous=record.is_synchronous
+    )
 
 
 def has_frozen_base(model: nn.Module) -> bool:

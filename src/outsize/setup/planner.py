@@ -78,7 +78,7 @@ class Planner:
             whole = find_layers(model, in_sequentials=False)
             layers = tuple({layer.name: layer for layer in (*whole, *layers)}.values())
         self.layers = layers
-        self.gpu_bytes = _gpu_bytes(request.gpu_memory, self.device)
+        self.gpu_bytes = requested_gpu_bytes(request.gpu_memory, self.device)
         host = request.host_memory
         self.host_bytes = int(free_host_bytes() * 0.9) if host is None else parse_bytes(host, name="host_memory")
         self._chunk_bytes = parse_bytes(request.chunk_bytes, name="chunk_bytes")
@@ -261,7 +261,7 @@ class Planner:
 # The budget.
 
 
-def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
+def requested_gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
     """GPU memory for this plan. Engines on one device share its memory."""
     device.count_anew()
     if device.budgets or device.overhead_bytes or not device.is_simulated:

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+from typing import Any
 
 import offloads
 import pytest
@@ -13,8 +14,10 @@ import torch
 from offloads import INPUT_BYTES, ROWS, WIDTH, MiB, Model, inputs, offloading, same, step
 from threaded import ThreadedCpu
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from outsize.activation.attention import is_attention
 from outsize.activation.strategies import RUN
 from outsize.base.errors import EngineMisuse, ModelUnsupported, TransferError
 from outsize.device.cpu import CpuDevice
@@ -333,6 +336,57 @@ def test_the_strategies_of_the_engine_take_the_same_input() -> None:
             packed.append(tensor)
             return tensor
 
-    RUN["offload"](layer, (), {"mask": mask, "hidden_states": x}, Collects(), lambda _: False)
-    RUN["offload"](layer, (x, mask), {}, Collects(), lambda _: False)
+    RUN["offload"](layer, (), {"mask": mask, "hidden_states": x}, Collects(), lambda _: False, layer)
+    RUN["offload"](layer, (x, mask), {}, Collects(), lambda _: False, layer)
     assert [tensor is x for tensor in packed] == [True, True]
+
+
+class Counting(TorchDispatchMode):
+    """How often attention operators run."""
+
+    runs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs += is_attention(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.Module(), nn.Linear(WIDTH, WIDTH)
+        self.attention.forward = lambda q: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(1, 2, ROWS, WIDTH // 2)
+        return x + self.out(self.attention(heads).reshape(ROWS, WIDTH)).tanh()
+
+
+@pytest.mark.parametrize("keep_last", [0, 3])
+def test_attention_is_computed_once_if_it_is_saved(keep_last: int) -> None:
+    model, x = nn.Sequential(*(Attends() for _ in range(6))), inputs()
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()]))
+
+    def kernels() -> int:
+        with Counting() as counting:
+            assert same(gradients(), expected)
+        return counting.runs
+
+    expected = gradients()
+    with offloading(model, CpuDevice(), keep_last=keep_last):
+        assert kernels() == 12
+    with offloading(model, CpuDevice(), keep_last=keep_last, save_attention=True) as (_, queue):
+        gradients()
+        assert kernels() == 6
+        assert queue.arena.num_bytes >= 2 * (6 - keep_last) * INPUT_BYTES
+
+
+def test_saving_attention_of_layers_without_it_is_an_error() -> None:
+    model = Model()
+    with (
+        offloading(model, CpuDevice(), save_attention=True),
+        pytest.raises(ModelUnsupported, match="no attention operat"),
+    ):
+        model(inputs())

@@ -64,7 +64,7 @@ def run(model: Iterable[nn.Module], x: Tensor, queue: TransferQueue, strategy: s
     x = x * 1.0
     for layer in model:
         transfer = Transfer(queue)
-        x = RUN[strategy](layer, (x,), {}, transfer, queue._is_static)
+        x = RUN[strategy](layer, (x,), {}, transfer, queue._is_static, layer)
         transfer.send()
     return x
 
