@@ -201,7 +201,8 @@ AXOLOTL: dict[str, OtherKey] = {
               "cpo_alpha simpo_gamma vllm ebft num_labels center_rewards_coefficient bnb_config_kwargs bnb_* gptq_* "
               "model_quantization_config_kwargs "
               "llama4_linearized_experts nvfp4_* dsv4_* gemma4_fp8_nonexpert gemma4_nf4_nonexpert "
-              "lisa_step_interval lisa_layers_attribute relora_* eaft_* fp8_* kd_* ray_* resources_per_worker"),
+              "lisa_step_interval lisa_layers_attribute relora_* eaft_* fp8_* ray_* resources_per_worker "
+              "kd_ce_alpha kd_top_* kd_online_* kd_normalize_* kd_beta kd_zscore_* kd_always_*"),
     **ignored("evaluation computes the loss", "eval_table_size eval_max_new_tokens eval_causal_lm_metrics "
               "do_causal_lm_eval do_bench_eval bench_dataset bench_split generate_samples num_generation_samples "
               "generation_* gradio_* lm_eval_*"),
@@ -220,8 +221,10 @@ AXOLOTL: dict[str, OtherKey] = {
     **refused("Weights are bf16 with exact fp32 master weights. " + _TO_EXPORTED, "qat quantization fp8 llmcompressor "
               "use_onebitllms"),
     **refused("It changes the loss or the model. " + _OWN_LOOP, "diffusion use_eaft scaling_softmax scaling_softmax_* "
-              "dense_mixer grokfast_alpha grokfast_lamb kd_trainer hatchery nemo_gym_* trainer_cls fp32_norms "
+              "dense_mixer grokfast_alpha grokfast_lamb hatchery nemo_gym_* trainer_cls fp32_norms "
               "fp32_norm_classes"),
+    **refused("Distillation takes the teacher's probabilities from the teacher. Set teacher_model, kd_alpha and "
+              "kd_temperature.", "kd_trainer"),
     **refused("Which weights are trained is fixed for a run. Use unfrozen_parameters or an adapter.", "lisa_n_layers "
               "relora spectrum_top_fraction spectrum_model_name"),
     **refused("One learning rate holds for all weights. Remove it, and set learning_rate.", "loraplus_lr_ratio "

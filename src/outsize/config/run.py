@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from outsize.base.records import Rule
+from outsize.config.prune import PruneConfig
 from outsize.config.types import (
     Adapter,
     Bf16,
@@ -157,6 +158,13 @@ class RunConfig:
     dpo_use_weighting: bool = False
     """Weigh pairs by the model's own probability of their answers (WPO)."""
 
+    teacher_model: Text | None = None
+    """Distillation: a folder or hub id of the model whose probabilities are learned."""
+    kd_alpha: Share = 1.0
+    """The share of the teacher's probabilities in the loss; the rest is the cross-entropy of the data."""
+    kd_temperature: Positive = 1.0
+    """Of both models' probabilities."""
+
     learning_rate: Positive = 2e-5
     lr_scheduler: Scheduler = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None
@@ -268,6 +276,9 @@ class RunConfig:
     """By regex of module names: another share, or number."""
     osft_others: Literal["train", "freeze", "norms"] = "train"
     """What happens to all other parameters."""
+
+    prune: PruneConfig | None = None
+    """For `outsize prune`: variants of the layers, and how they are trained."""
 
     resume_from_checkpoint: Checkpoint | None = None
     """A checkpoint's folder; true: the newest in `output_dir`, which must have one."""

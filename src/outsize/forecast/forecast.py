@@ -33,7 +33,6 @@ from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.planner.explain import Explanation, Problem, explain, what_if
-from outsize.profile.scale import scaled
 from outsize.profile.trace import added_in_place
 from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
@@ -46,8 +45,6 @@ from outsize.setup.micro_batch import Split, Traced, fastest, splits_of
 from outsize.setup.request import PlanRequest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-MANY_TOKENS = 2**18
-"""Tokens of a batch above which its trace is scaled from two smaller ones: a chunked loss takes long to trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,12 +241,6 @@ class _OfflinePlanner:
 
     def _trace(self, rows: int) -> Traced:
         request, spec = self._request, self._spec
-        few = max(2, MANY_TOKENS // (2 * request.sequence_len))
-        if rows > 2 * few:
-            one, other = self._trace(few), self._trace(2 * few)
-            many = scaled(one.point, other.point, rows)
-            if many is not None and other.makes_its_loss_alike(rows):
-                return replace(other, rows=rows, trace=many)
         graph, trace, loss = fake_trace(
             copy.deepcopy(self._config),
             spec,

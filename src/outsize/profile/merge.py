@@ -31,6 +31,7 @@ def merged(one: ModelTrace, other: ModelTrace) -> ModelTrace | None:
         tile_tokens=max(one.tile_tokens, other.tile_tokens),
         tiled=tuple(dict.fromkeys((*one.tiled, *other.tiled))),
         profile_keys=keys,
+        extrapolated_from=one.extrapolated_from or other.extrapolated_from,
     )
 
 

@@ -36,6 +36,8 @@ class ModelTrace:
     """Modules that run over tiles of long rows (activation/tiles.py), by name."""
     profile_keys: tuple[str, ...] = ()
     """The entries of the profile cache that it is made of (base/cache_folder.py)."""
+    extrapolated_from: tuple[int, ...] = ()
+    """Lengths of the rows that were profiled in place of longer ones (profile/extrapolate.py)."""
 
     def work(self, call: int, strategy: Strategy) -> Work:
         return self.calls[call][strategy]

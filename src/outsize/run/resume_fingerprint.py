@@ -35,7 +35,7 @@ _FREE = {
     "logging_steps", "report_to", "dataloader_num_workers", "gpu_memory", "host_memory", "device", "plan_file",
     "pins", "activation_offloading", "resume_from_checkpoint", "auto_resume_from_checkpoints", "chunk_bytes", "notes",
     "overridden", "base_model", "reinit_weights", "batch_size", "environment", "hub_model_id", "run_name",
-    "replaced_optimizer", "lora_model_dir", "tokenizer_config", "special_tokens", "tokens", "chat_template",
+    "replaced_optimizer", "lora_model_dir", "tokenizer_config", "special_tokens", "tokens", "chat_template", "prune",
 }  # fmt: skip
 """`base_model`: the weights come from the checkpoint and are compared tensor by tensor; the folder may have moved.
 `batch_size`: see `_SPLIT`. What a tokenizer depends on is in the fingerprints of the data.
