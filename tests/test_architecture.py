@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 MAY_IMPORT: dict[str, str] = {
     "base": "",
     "compat": "",  # private names of other libraries; for all but those without torch
-    "config": "base model.strategies optim.names",
+    "config": "base model.offloading model.strategies optim.names",
     "hardware": "base config.source",  # a machine is a YAML file
     "model": "base compat checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
     "device": "base compat hardware calibration.rates",
@@ -63,6 +63,7 @@ WITHOUT_TORCH = (
     "planner",
     "report",
     "model.graph",
+    "model.offloading",
     "model.strategies",
     "model.work",
     "profile.trace",
