@@ -59,7 +59,7 @@ def build_model(
     if random:
         return Built(model, None)
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
-    folder = Path(weights_from) if weights_from else _local_folder(path)
+    folder = Path(weights_from) if weights_from else local_folder(path)
     weights = FileWeights(folder, model)
     if rounded := weights.rounded(model):
         some = f"{rounded[0]} and {len(rounded) - 1} other weights are" if len(rounded) > 1 else f"{rounded[0]} is"
@@ -248,7 +248,7 @@ def trainable_class(config: Any) -> Any:
     )
 
 
-def _local_folder(path: str) -> Path:
+def local_folder(path: str) -> Path:
     """The folder of a model. The files of a hub id are downloaded to the hub's cache."""
     if _is_config(Path(path)):
         return Path(path).parent

@@ -125,6 +125,25 @@ class LayerStack:
                 "cannot be run one by one; name another list with blocks."
             )
 
+    @torch.no_grad()
+    def output(self, arguments: Mapping[str, Any], hidden: Tensor) -> Any:
+        """What the model's forward returns if its last layer returns `hidden`. Runs no layer."""
+        assert self._form is not None, "capture comes first"
+        make = _FORMS[self._form[1]]
+        with ExitStack() as patches:
+            for i, layer in enumerate(self.layers):
+                call = self._passing if i < len(self.layers) - 1 else lambda *_, **__: make(hidden)
+                patches.enter_context(_forward_of(layer.module, call))
+            with self._ready():
+                return self.model(**_without_labels(arguments))
+
+    def _passing(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer that returns one of the tensors it gets, whose values nothing reads."""
+        assert self._form is not None
+        given = (*args, *kwargs.values())
+        hidden = next(v for v in given if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1)
+        return _FORMS[self._form[1]](hidden)
+
     @contextmanager
     def _ready(self) -> Iterator[None]:
         """Caches are off, and modules outside of the layers get their weights when they run."""
@@ -137,6 +156,19 @@ class LayerStack:
                     if own and id(module) not in inside:
                         stack.enter_context(_loaded_when_called(module, own, load))
             yield
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within it, calling the module calls `forward`."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.forward = own
 
 
 @contextmanager
@@ -202,19 +234,14 @@ class _Capture:
 
     def calls(self) -> StackCalls:
         layers = self._stack.layers
-        before = {layer.name: layer.module.__dict__.get("forward") for layer in layers}
         try:
-            for i, layer in enumerate(layers):
-                layer.module.forward = partial(self._call, i)
-            with self._stack._ready():
-                self._stack.model(**_without_labels(self._arguments))
+            with ExitStack() as patches:
+                for i, layer in enumerate(layers):
+                    patches.enter_context(_forward_of(layer.module, partial(self._call, i)))
+                with self._stack._ready():
+                    self._stack.model(**_without_labels(self._arguments))
         except _Stop:
             return StackCalls(self._found[0][1], tuple(call for call, _ in self._found))
-        finally:
-            for layer in layers:
-                del layer.module.__dict__["forward"]
-                if (own := before[layer.name]) is not None:
-                    layer.module.forward = own
         raise ModelUnsupported(
             f"{layers[len(self._found)].name}: the model's forward does not run it. Layers that are skipped cannot be "
             "run one by one; name another list with blocks."
