@@ -186,7 +186,8 @@ AXOLOTL: dict[str, OtherKey] = {
     # Memory and kernels
     **ignored("the plan decides what is where", "max_memory gpu_memory_limit lora_on_cpu layer_offloading "
               "selective_checkpointing ple_cpu_offload gc_steps gc_collect_steps "
-              "experimental_skip_move_to_device qlora_sharded_model_loading tiled_mlp tiled_mlp_*"),
+              "experimental_skip_move_to_device qlora_sharded_model_loading"),
+    **ignored("long rows run through MLPs and norms in tiles (tile_tokens)", "tiled_mlp tiled_mlp_*"),
     **ignored(
         "kernels that change speed and memory only; the loss is computed in chunks (chunked_loss)", "liger_* "
         "cut_cross_entropy chunked_cross_entropy chunked_cross_entropy_num_chunks lora_mlp_kernel lora_qkv_kernel "

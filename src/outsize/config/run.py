@@ -40,6 +40,7 @@ from outsize.config.types import (
     Trackers,
     Warmup,
 )
+from outsize.model.strategies import TILE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +241,8 @@ class RunConfig:
     """Upper bound of a chunk. None: the library's."""
     chunked_loss: bool | None = None
     """Compute the loss in chunks of tokens. None: if batches are larger than a chunk and the model allows it."""
+    tile_tokens: CountFromZero = TILE_TOKENS
+    """Length of the tiles of rows longer than two of them. 0: no tiles."""
 
     adapter: Adapter | None = None
     """`lora`: adapters beside frozen weights. `osft`: weights outside of their large singular directions. None: all

@@ -143,6 +143,7 @@ def assemble(config: RunConfig) -> Assembled:
         weights=built.weights,
         nonfinite=config.nonfinite,
         chunked_loss=_chunked_loss(config, checkpoint),
+        tile_tokens=config.tile_tokens,
         method=method_of(config),
         plan_batch=batch_of(splits[0].rows),
     )
