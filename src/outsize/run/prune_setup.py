@@ -127,6 +127,7 @@ def set_up(config: RunConfig) -> PruneSetup:
         attn_implementation=config.attn_implementation,
         overrides=config.overrides_of_model_config,
         rope_parameters=config.rope_parameters,
+        trust_remote_code=prune.trust_remote_code,
     )
     require_language_model(built.model)
     require_positions(built.model.config, config.sequence_len)
