@@ -15,8 +15,8 @@ from outsize.config.prune import PruneConfig
 from outsize.config.run import RunConfig
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
-from outsize.methods.bypass.losses import LOSSES, Loss
 from outsize.methods.bypass.layouts import inspect_layer
+from outsize.methods.bypass.losses import LOSSES, Loss
 from outsize.methods.bypass.parts import LayerParts
 from outsize.methods.bypass.variants import Requested, Variant, requested_variants, resolve
 from outsize.model.build import build_model, local_folder, require_positions
@@ -38,8 +38,8 @@ from outsize.run.prune_spec import PruneSpec, prune_spec, require_same
 from outsize.run.row_lengths import longest_row
 from outsize.run.teacher import Teacher
 from outsize.setup.micro_batch import splits_of
+from outsize.setup.planner import requested_gpu_bytes
 from outsize.transfer.batch_cache import BatchSpec
-
 
 _FEW_TOKENS = 64
 
@@ -50,6 +50,8 @@ class PruneSetup:
     """With its micro-batch."""
     prune: PruneConfig
     device: Device
+    gpu_bytes: int
+    """`gpu_memory`, or what is free."""
     spec: PruneSpec
     earlier: PruneSpec | None
     """Of an earlier run in the folder."""
@@ -93,7 +95,7 @@ def set_up(config: RunConfig) -> PruneSetup:
     if prune is None:
         raise ConfigError("prune: missing. Name the variants under prune, for example intermediate_size: [0.75, 0.5].")
     device = choose_device(config.device)
-    device.count_anew()
+    gpu_bytes = requested_gpu_bytes(config.gpu_memory, device)
     requested = requested_variants(
         intermediate_size=prune.intermediate_size,
         num_key_value_heads=prune.num_key_value_heads,
@@ -172,6 +174,7 @@ def set_up(config: RunConfig) -> PruneSetup:
         config=config,
         prune=prune,
         device=device,
+        gpu_bytes=gpu_bytes,
         spec=replace(spec, variants=tuple(names)),
         earlier=earlier,
         teacher=teacher,
