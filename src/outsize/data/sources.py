@@ -10,7 +10,7 @@ from outsize.base.errors import ConfigError, DataError
 from outsize.config.run import DatasetConfig
 from outsize.data.files import READERS, Record, need, read_file
 
-_SUFFIXES = {"json": ".json", "jsonl": ".jsonl", "text": ".txt", "parquet": ".parquet"}
+_SUFFIXES = {"json": ".json", "jsonl": ".jsonl", "text": ".txt", "csv": ".csv", "parquet": ".parquet"}
 
 
 def read(source: DatasetConfig) -> Iterator[Record]:
@@ -35,7 +35,8 @@ def _local_records(path: Path, source: DatasetConfig) -> Iterator[Record]:
         suffix = _SUFFIXES[source.ds_type] if source.ds_type is not None else file.suffix
         if suffix not in READERS:
             raise ConfigError(
-                f"{file}: unknown suffix {suffix!r}. Rename it to one of {', '.join(READERS)}, or set `ds_type`."
+                f"{file}: unknown suffix {suffix!r}. Set `ds_type` if it is one of {', '.join(_SUFFIXES)}; otherwise "
+                "convert it."
             )
         for key, value, only in (("split", source.split, "train"), ("name", source.name, None)):
             if value != only:
