@@ -2,33 +2,21 @@
 
 from typing import Any
 
-_ROWS = (
-    ("input_ids",),
-    ("prompt_ids", "chosen_ids"),
-    ("prompt_ids", "rejected_ids"),
-    ("chosen_ids",),
-    ("rejected_ids",),
-    ("prompt_ids", "completion_ids"),
-    ("prompt_ids", "KL_completion_ids"),
-)
-"""Columns of TRL's datasets that make up a row of tokens together."""
-
 
 def longest_row(dataset: Any) -> int | None:
-    """Reads the lengths in the table of a `datasets.Dataset`, which is fast; rows that its index leaves out count too.
-    None for other datasets, and for other columns.
+    """Reads the lengths of the column `input_ids` in the table of a `datasets.Dataset`, which is fast; rows that its
+    index leaves out count too. None for other datasets. Pairs of answers have other columns: the loss of TRL takes
+    memory for each token that is not masked, so the longest row is not the largest.
     """
-    table, columns = getattr(dataset, "data", None), getattr(dataset, "column_names", None)
+    table: Any = getattr(dataset, "data", None)
+    columns = getattr(dataset, "column_names", None)
     if not hasattr(table, "column") or not isinstance(columns, list) or dataset.format["type"] == "custom":
+        return None
+    if "input_ids" not in columns:
         return None
     from pyarrow import compute
 
-    found = [0]
-    for names in _ROWS:
-        if set(names) <= set(columns):
-            try:
-                lengths = [compute.list_value_length(table.column(name)) for name in names]
-            except NotImplementedError:  # the column has no lists
-                return None
-            found.append(compute.max(lengths[0] if len(lengths) == 1 else compute.add(*lengths)).as_py() or 0)
-    return max(found) or None
+    try:
+        return compute.max(compute.list_value_length(table.column("input_ids"))).as_py()
+    except NotImplementedError:  # the column has no lists
+        return None

@@ -117,7 +117,8 @@ class ProgressCallback(TrainerCallback):
         if "gpu_memory_gib" in size:
             used, planned = size["gpu_memory_gib"], size["gpu_memory_planned_gib"]
             unit = used[used.rindex(" ") :]
-            facts.append(f"{self._gpu_name} {used.removesuffix(unit) if planned.endswith(unit) else used}/{planned}")
+            name = self._gpu_name.removesuffix(" GPU")
+            facts.append(f"{name} {used.removesuffix(unit) if planned.endswith(unit) else used}/{planned}")
         facts.append(f"host {size['host_memory_gib']}")
         others = _BAR_WIDTH + len(f" {state.max_steps}/{state.max_steps} 0:00:00 ")
         while len(facts) > 1 and len(", ".join(facts)) > self._console.width - others:

@@ -220,24 +220,15 @@ def test_a_dataset_whose_rows_are_shorter_than_the_length_in_the_arguments_is_pl
     assert trainer._largest_shape == (2, 10)
 
 
-@pytest.mark.parametrize(
-    ("row", "tokens"),
-    [
-        ({"input_ids": 5}, 5),
-        ({"prompt_ids": 3, "chosen_ids": 4, "rejected_ids": 6}, 9),
-        ({"chosen_ids": 4, "rejected_ids": 2}, 4),
-        ({"prompt_ids": 3, "completion_ids": 4, "KL_completion_ids": 5}, 8),
-        ({"text": 9}, None),
-    ],
-)
-def test_the_longest_row_is_read_from_the_columns_of_trl(row: dict[str, int], tokens: int | None) -> None:
+def test_the_longest_row_is_read_from_the_column_of_tokens() -> None:
     datasets = pytest.importorskip("datasets")
-    rows = [{name: [1] * n for name, n in row.items()}, {name: [1] for name in row}]
-    data = datasets.Dataset.from_list(rows)
-    assert longest_row(data) == longest_row(data.with_format("torch")) == tokens
+    data = datasets.Dataset.from_list([{"input_ids": [1] * n} for n in (2, 5, 3)])
+    assert longest_row(data) == longest_row(data.with_format("torch")) == longest_row(data.select([2, 0])) == 5
+    assert longest_row(data.select([0])) == 2
     assert longest_row(data.with_transform(lambda batch: batch)) is None  # its rows are other ones
+    assert longest_row(data.rename_column("input_ids", "chosen_ids")) is None
     assert longest_row(datasets.Dataset.from_list([{"input_ids": "text"}])) is None
-    assert longest_row(rows) is longest_row(data.to_iterable_dataset()) is None
+    assert longest_row([{"input_ids": [1]}]) is longest_row(data.to_iterable_dataset()) is None
 
 
 def test_rows_that_are_laid_end_to_end_are_planned_for_as_one(ours: Any) -> None:
