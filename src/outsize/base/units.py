@@ -2,6 +2,7 @@
 
 import re
 from numbers import Integral
+from typing import Any
 
 from outsize.base.errors import ConfigError
 
@@ -9,6 +10,7 @@ ALIGN_BYTES = 256
 """Alignment in flat buffers, so that kernels see the same alignment under every plan."""
 _FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([kKmMbB]?)\s*")
 
 
 def parse_bytes(size: "str | int", *, name: str = "size") -> int:
@@ -34,6 +36,13 @@ def parse_bytes(size: "str | int", *, name: str = "size") -> int:
     if value <= 0:
         raise ConfigError(f"{name}{size!r} is not a positive size. Leave it out to use the memory that is free.")
     return value
+
+
+def parse_count(text: Any) -> Any:
+    """The number of `50M`, `1.5B` or `20k`. Anything else is returned unchanged."""
+    match = _COUNT.fullmatch(text) if isinstance(text, str) else None
+    value = float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()] if match else text
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def is_count(value: object, *, least: int = 1) -> bool:

@@ -28,6 +28,14 @@ _CHAT_TYPES = ("chat_template", "chat_template.default")
 _SHARED = {"field_system"}
 _OSFT_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("osft_"))
 _OSFT_RANKS = ("osft_unfreeze_rank_ratio", "osft_effective_rank")
+_NOT_PRUNING = {
+    "adapter": "Layers are trained whole", "rl": "Layers learn from the teacher alone",
+    "plan": "The memory is planned per layer", "num_epochs": "prune.tokens is the length of the run",
+    "max_steps": "prune.tokens is the length of the run", "reinit_weights": "The teacher's weights are needed",
+    "unfrozen_parameters": "prune.learn says what is trained", "load_best_model_at_end": "prune.keep says what is kept",
+    "optim_args": "Variants are trained with AdamW", "save_only_model": "prune.keep says what is kept",
+}  # fmt: skip
+"""Keys of a run that `outsize prune` cannot have, and why."""
 _SPLIT = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
 
 
@@ -60,6 +68,14 @@ def _needs(key: str, other: str, value: str) -> Contradiction:
 def _needs_adapter(key: str, kind: str) -> Contradiction:
     problem = f"has no effect without adapter: {kind}. Set adapter: {kind}, or remove {key}."
     return Contradiction((key, "adapter"), lambda config, given: key in given and config.adapter != kind, problem)
+
+
+def _conflicts_with_pruning(key: str, why: str) -> Contradiction:
+    return Contradiction(
+        (key, "prune"),
+        lambda config, given: config.prune is not None and key in given,
+        f"has no meaning with prune. {why}: remove {key}, or prune.",
+    )
 
 
 def _needs_eval_data(key: str, is_set: Callable[[RunConfig], bool]) -> Contradiction:
@@ -147,6 +163,13 @@ CONTRADICTIONS = (
         "osft_effective_rank, not both.",
     ),
     *(_needs(key, "rl", "dpo") for key in _DPO_KEYS),
+    *(_needs(key, "teacher_model", "a folder or hub id") for key in ("kd_alpha", "kd_temperature")),
+    _conflicts_with_pairs("teacher_model", lambda config: config.teacher_model is not None, "Remove one of them."),
+    Contradiction(
+        ("teacher_model", "chunked_loss"),
+        lambda config, given: config.teacher_model is not None and config.chunked_loss is False,
+        "the loss of distillation is computed in chunks. Remove chunked_loss.",
+    ),
     _of_datasets(
         lambda source, pairs: not pairs and (source.type in PAIR_TYPES or PAIR_KEYS & set(source.prompt or ())),
         "a `type` is of preference pairs. Set rl: dpo, or another type.",
@@ -219,6 +242,31 @@ CONTRADICTIONS = (
         lambda config, given: config.reinit_weights and config.adapter is not None,
         "an adapter of random weights is useless, and random weights have nothing to keep. Remove reinit_weights or "
         "adapter.",
+    ),
+    *(_conflicts_with_pruning(key, why) for key, why in _NOT_PRUNING.items()),
+    Contradiction(
+        ("optimizer", "prune"),
+        lambda config, given: config.prune is not None and config.optimizer != "adamw",
+        "variants are trained with AdamW. Remove optimizer.",
+    ),
+    Contradiction(
+        ("prune",),
+        lambda config, given: config.prune is not None and not config.prune.has_variants,
+        "has no variants. Name some with intermediate_size, num_key_value_heads, experts, skip, linear or copy.",
+    ),
+    Contradiction(
+        ("prune",),
+        lambda config, given: (
+            config.prune is not None and "block" in config.prune.learn and len(config.prune.learn) > 1
+        ),
+        "learn: block trains both sub-blocks together and cannot be mixed with others. Remove one of them.",
+    ),
+    Contradiction(
+        ("prune", *_EVAL_DATA),
+        lambda config, given: (
+            config.prune is not None and config.prune.keep in ("best", "both") and not config.has_eval_data
+        ),
+        "keep: {config.prune.keep} needs validation data. Set val_set_size or test_datasets, or keep: latest.",
     ),
     Contradiction(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints"),

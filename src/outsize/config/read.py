@@ -12,6 +12,7 @@ from outsize.base.records import Reader, fields_by_key, is_blank, raise_problems
 from outsize.config.cross_checks import contradictions
 from outsize.config.normalize import normalize
 from outsize.config.overrides import overridden_key, override
+from outsize.config.prune import DEFAULTS
 from outsize.config.run import RunConfig
 from outsize.config.source import load_yaml, read_text
 
@@ -43,6 +44,8 @@ def _parse(mapping: Mapping[Any, Any], where: str, problems: list[str]) -> RunCo
     problems += normalized.problems
     reader = Reader(skip_blank=True)
     values = reader.fields(RunConfig, normalized.data, spelled=normalized.spelled)
+    if normalized.data.get("prune") is not None:
+        values = {**{key: value for key, value in DEFAULTS.items() if _is_free(key, values)}, **values}
     # Datasets of other methods have other keys; that the method is refused says enough.
     is_other = any(line.startswith(_OTHER_METHODS) for line in normalized.problems)
     problems += [line for line in reader.problems if not (is_other and line.startswith(_DATASETS))]
@@ -60,3 +63,12 @@ def _parse(mapping: Mapping[Any, Any], where: str, problems: list[str]) -> RunCo
     problems += contradictions(config, given=given, wrong=wrong)
     raise_problems(where, problems, "docs/config.md")
     return config
+
+
+def _is_free(key: str, values: Mapping[str, Any]) -> bool:
+    """Whether a default of pruning holds: neither the key nor one of the same meaning is given."""
+    return key not in values and not (key == "warmup_ratio" and ("warmup_steps" in values or _is_constant(values)))
+
+
+def _is_constant(values: Mapping[str, Any]) -> bool:
+    return values.get("lr_scheduler") == "constant"

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from outsize.base.repeats import iterations
+from outsize.compat import fake_tensor
+
 LogitStep = tuple[Literal["mul", "div", "tanh", "to"], Any]
 """An operation on the logits before the loss. The operand is a number, None or a dtype."""
 
@@ -65,15 +68,15 @@ class _CrossEntropy(torch.autograd.Function):
         num_items: Tensor | float | None,
     ) -> Tensor:
         counts = targets != ignore_index
-        number = _divisor(counts, num_items)
-        shares = torch.where(counts, 1 / number, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
+        total = divisor(counts, num_items)
+        shares = torch.where(counts, 1 / total, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
         targets = torch.where(counts, targets, 0)
         losses = torch.empty_like(shares)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
+        for number in iterations(-(-len(targets) // chunk), is_fake=isinstance(hidden, fake_tensor.FakeTensor)):
+            rows = slice(number * chunk, (number + 1) * chunk)
             grad = _logit_gradient(linear(hidden[rows], weight, bias), steps, targets[rows], shares[rows], losses[rows])
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -83,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             del grad  # frees it before the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        return losses.masked_fill_(~counts, 0.0).sum() / number
+        return losses.masked_fill_(~counts, 0.0).sum() / total
 
     @staticmethod
     @once_differentiable
@@ -101,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
 
-def _divisor(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
+def divisor(counts: Tensor, num_items: Tensor | float | None) -> Tensor:
     """The divisor of the sum, in fp32."""
     if num_items is None:
         return counts.sum().float()
@@ -116,7 +119,7 @@ def _logit_gradient(
     """The gradient of one chunk's logits, in their memory; writes each token's loss to `losses`. With
     bf16 logits, allocates one fp32 tensor of their size.
     """
-    logits, kept = _apply(steps, logits)
+    logits, kept = apply_steps(steps, logits)
     targets, shares = targets.unsqueeze(-1), shares.unsqueeze(-1)  # (tokens, 1)
     top = logits.amax(-1, keepdim=True).float()
     exps = logits.sub_(top) if logits.dtype == torch.float32 else logits - top
@@ -127,10 +130,10 @@ def _logit_gradient(
     at_target = (picked.exp_().div_(total) - 1).mul_(shares)
     grad = torch.mul(exps, shares / total, out=logits)
     grad.scatter_(-1, targets, at_target.to(grad.dtype))
-    return _undo(steps, kept, grad)
+    return undo_steps(steps, kept, grad)
 
 
-def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
+def apply_steps(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any]]:
     """The logits after all steps, and the values that the backward of each step needs."""
     kept: list[Any] = []
     for name, value in steps:
@@ -145,7 +148,7 @@ def _apply(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Any
     return logits, kept
 
 
-def _undo(steps: Sequence[LogitStep], kept: list[Any], grad: Tensor) -> Tensor:
+def undo_steps(steps: Sequence[LogitStep], kept: list[Any], grad: Tensor) -> Tensor:
     for (name, value), saved in zip(reversed(steps), reversed(kept), strict=True):
         if name == "to":
             grad = grad.to(saved)

@@ -284,7 +284,7 @@ class ProfilingPass:
                 return keep_and_compare(forward, args, kwargs, report, layer.module)
             return run_once(lambda: forward(*args, **kwargs), report, layer.module)
         with self.lifetimes.noting_saved() if self._tracks and strategy == "keep" else nullcontext():
-            return RUN[strategy](forward, args, kwargs, offloaded, self.context.is_static)
+            return RUN[strategy](forward, args, kwargs, offloaded, self.context.is_static, layer.module)
 
     def _note_difference(self, structure: str, difference: str) -> None:
         if difference:

@@ -14,11 +14,7 @@ from outsize.base.errors import ConfigError, OutsizeError
 from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, read_manifest
 from outsize.config.run import RunConfig
-from outsize.data.build import load_rows
-from outsize.data.collate import pad_id_of
 from outsize.data.packing import keeps_documents_apart
-from outsize.data.preference import load_pairs
-from outsize.data.vision import Vision
 from outsize.device.choose import choose_device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config, require_positions
@@ -38,7 +34,9 @@ from outsize.run.compat_checks import (
 )
 from outsize.run.cpu_threads import set_threads
 from outsize.run.disk import disk_need, num_steps, require_disk_space
+from outsize.run.distill import distill_trainer
 from outsize.run.dpo import dpo_arguments, dpo_trainer, widest_pairs
+from outsize.run.inputs import load_inputs
 from outsize.run.model_card import adapter_card
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.resume_fingerprint import (
@@ -50,7 +48,6 @@ from outsize.run.resume_fingerprint import (
     threads_in,
 )
 from outsize.run.row_lengths import longest_row, tokens_per_row
-from outsize.run.tokenizer import load_tokenizer
 from outsize.run.trained import freeze
 from outsize.run.trainer import RunTrainer
 from outsize.run.vision import load_vision
@@ -71,7 +68,7 @@ _NEVER = 2**31
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
     trainer: Any
-    """A RunTrainer, or with `rl: dpo` one of run/dpo.py."""
+    """A RunTrainer; with `rl: dpo` one of run/dpo.py, with `teacher_model` one of run/distill.py."""
     tokenizer: Any
     checkpoint: Path | None
     """To resume from."""
@@ -108,21 +105,19 @@ def assemble(config: RunConfig) -> Assembled:
     require_scheduler(config)
     load_config(config.base_model)  # a wrong name is reported as such, not as a missing tokenizer
     vision = load_vision(config)
-    tokenizer = load_tokenizer(config, vision.processor if vision is not None else None)
-    pad_id = pad_id_of(tokenizer)
-    prompts: list[str | None] = []
-    train, evaluated, fingerprints = rows(config, tokenizer, pad_id, vision, prompts)
+    inputs = load_inputs(config, vision)
+    tokenizer, pad_id, train, evaluated = inputs.tokenizer, inputs.pad_id, inputs.train, inputs.evaluated
     if checkpoint is not None:
-        require_same_data(checkpoint, config, fingerprints)
+        require_same_data(checkpoint, config, inputs.fingerprints)
     set_seed(config.seed)
     built = _build(config, checkpoint)
     require_language_model(built.model)
     require_positions(built.model.config, config.sequence_len)
     if config.sample_packing:
         require_packable(built.model)
-    require_vocabulary(built.model, tokenizer, [train] if evaluated is None else [train, evaluated], pad_id)
+    require_vocabulary(built.model, tokenizer, inputs.parts, pad_id)
     freeze(built.model, config)
-    parts = [train] if evaluated is None else [train, evaluated]
+    parts = inputs.parts
     tokens = longest_row(config, parts)
     stored_threads = threads_in(checkpoint) if checkpoint is not None else None
     threads_text = set_threads(built.model, splits[0].rows * tokens, device, stored_threads)
@@ -148,12 +143,16 @@ def assemble(config: RunConfig) -> Assembled:
         weights=built.weights,
         nonfinite=config.nonfinite,
         chunked_loss=_chunked_loss(config, checkpoint),
+        tile_tokens=config.tile_tokens,
         method=method_of(config),
         plan_batch=batch_of(splits[0].rows),
     )
     trainer: Any
-    if config.rl is None:
-        trainer = RunTrainer(train_dataset=train, eval_dataset=evaluated, data_collator=collator, **common)
+    rows: dict[str, Any] = dict(train_dataset=train, eval_dataset=evaluated, data_collator=collator)
+    if config.teacher_model is not None:
+        trainer = distill_trainer(config, **rows, **common)
+    elif config.rl is None:
+        trainer = RunTrainer(**rows, **common)
     else:
         reference = None if config.adapter == "lora" else materialize(_build(config, None))
         trainer = dpo_trainer(config, train, evaluated, reference, **common)
@@ -173,8 +172,8 @@ def assemble(config: RunConfig) -> Assembled:
         adapted: Any = built.model
         found = {name: getattr(adapted.peft_config["default"], name) for name in ("r", "lora_alpha", "lora_dropout")}
         trainer.card = adapter_card(config, found, type(adapted.get_base_model()).__name__)
-    trainer.prompts = tuple(prompts)
-    trainer.fingerprint, trainer.changed = resume_fingerprint(config, fingerprints, threads, checkpoint), tuple(changed)
+    trainer.prompts, trainer.changed = tuple(inputs.prompts), tuple(changed)
+    trainer.fingerprint = resume_fingerprint(config, inputs.fingerprints, threads, checkpoint)
     return Assembled(
         trainer=trainer,
         tokenizer=tokenizer,
@@ -276,37 +275,6 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     if earlier is not None:
         log.warning("%s is of an earlier run in this folder and is not used", earlier)
     return found
-
-
-def rows(
-    config: RunConfig, tokenizer: Any, pad_id: int, vision: Vision | None, prompts: list[str | None] | None = None
-) -> tuple[Any, Any, list[str]]:
-    """Rows to train on, rows to evaluate on or None, and a fingerprint per dataset. With `rl: dpo`, two rows a pair.
-    `prompts`: see `load_rows`.
-    """
-    fingerprints: list[str] = []
-    load: Any = load_rows if config.rl is None else load_pairs
-    settings: dict[str, Any] = dict(
-        sequence_len=config.sequence_len,
-        excess_length_strategy=config.excess_length_strategy,
-        seed=config.seed if config.data_seed is None else config.data_seed,
-        deduplicate=config.dataset_exact_deduplication,
-    )
-    if config.rl is None:
-        settings |= dict(
-            pad_id=pad_id, sample_packing=config.sample_packing, train_on_inputs=config.train_on_inputs, vision=vision
-        )
-    train, evaluated = load(
-        tokenizer,
-        config.datasets,
-        val_set_size=config.val_set_size,
-        fingerprints=fingerprints,
-        prompts=prompts,
-        **settings,
-    )
-    if config.test_datasets:
-        evaluated, _ = load(tokenizer, config.test_datasets, **settings)
-    return train, evaluated, fingerprints
 
 
 def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:

@@ -8,7 +8,6 @@ import torch
 from outsize.base.errors import OutsizeError
 from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
-from outsize.data.collate import pad_id_of
 from outsize.device.choose import choose_device
 from outsize.forecast.forecast import ForecastRequest
 from outsize.hardware.spec import HardwareSpec
@@ -17,11 +16,11 @@ from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import load_config, overridden, require_positions, trainable_class
 from outsize.model.packed_attention import VARLEN
 from outsize.run.adapters import adapter_of, method_of
-from outsize.run.assemble import pins_of, rows, training_arguments
+from outsize.run.assemble import pins_of, training_arguments
 from outsize.run.compat_checks import with_packed_attention
+from outsize.run.inputs import load_inputs
 from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
-from outsize.run.tokenizer import load_tokenizer
 from outsize.run.vision import load_vision, takes_images
 
 DEFAULT_HARDWARE = "rtx4090"
@@ -62,8 +61,8 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     vocabulary: int = model_config.get_text_config().vocab_size
     batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
     reserved = 0
-    if config.rl is not None:
-        reserved, note = _reference(config)
+    if config.rl is not None or config.teacher_model is not None:
+        reserved, note = _reference(config) if config.rl is not None else _teacher(config)
         notes.append(note)
     request = ForecastRequest(
         hardware=machine or DEFAULT_HARDWARE,
@@ -79,6 +78,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         dtype="bfloat16" if config.bf16 else "float32",
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         chunked_loss=config.chunked_loss,
+        tile_tokens=config.tile_tokens,
         adapter=adapter_of(config) if config.adapter == "lora" else None,
         method=method_of(config),
         config_overrides=config.overrides_of_model_config,
@@ -97,24 +97,36 @@ def _reference(config: RunConfig) -> tuple[int, str]:
     )
     if config.adapter == "lora":
         return 0, f"{note}; the reference is the base model without the adapter, which needs no memory of its own"
-    model_config = load_config(config.base_model, may_be_quantized=True)
+    needed = _weight_bytes(config.base_model, config)
+    return needed, f"{note}; its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
+
+
+def _teacher(config: RunConfig) -> tuple[int, str]:
+    """Host memory of the teacher, and what the plan leaves out."""
+    assert config.teacher_model is not None
+    needed = _weight_bytes(config.teacher_model, config)
+    return needed, (
+        "teacher_model: its forward and GPU memory are not in the prediction (`outsize train --dry-run` measures "
+        f"them); its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
+    )
+
+
+def _weight_bytes(path: str, config: RunConfig) -> int:
+    model_config = load_config(path, may_be_quantized=True)
     with torch.device("meta"):
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         model = trainable_class(model_config)._from_config(model_config, dtype=dtype)
-    needed = sum(param.nbytes for param in model.parameters())
-    return needed, f"{note}; its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
+    return sum(param.nbytes for param in model.parameters())
 
 
 def _rows_of(config: RunConfig) -> tuple[int, float, AnyCollator, list[Any]]:
     """Tokens of the longest row, the share of them that the average training row has, the collator, and the rows."""
     vision = load_vision(config)
-    tokenizer = load_tokenizer(config, vision.processor if vision is not None else None)
-    pad_id = pad_id_of(tokenizer)
-    train, evaluated, _ = rows(config, tokenizer, pad_id, vision)
-    parts = [train] if evaluated is None else [train, evaluated]
-    longest = longest_row(config, parts)
-    filled = tokens_per_row(train) / longest if vision is None else 1.0  # packing, which this is about, is refused
-    return longest, filled, collator_of(config, pad_id, longest, vision), parts
+    inputs = load_inputs(config, vision)
+    longest = longest_row(config, inputs.parts)
+    # Packing, which this is about, is refused with images.
+    filled = tokens_per_row(inputs.train) / longest if vision is None else 1.0
+    return longest, filled, collator_of(config, inputs.pad_id, longest, vision), inputs.parts
 
 
 def _machine_of(config: RunConfig) -> str | HardwareSpec | None:

@@ -35,7 +35,7 @@ _FREE = {
     "logging_steps", "report_to", "dataloader_num_workers", "gpu_memory", "host_memory", "device", "plan_file",
     "pins", "activation_offloading", "resume_from_checkpoint", "auto_resume_from_checkpoints", "chunk_bytes", "notes",
     "overridden", "base_model", "reinit_weights", "batch_size", "environment", "hub_model_id", "run_name",
-    "replaced_optimizer", "lora_model_dir", "tokenizer_config", "special_tokens", "tokens", "chat_template",
+    "replaced_optimizer", "lora_model_dir", "tokenizer_config", "special_tokens", "tokens", "chat_template", "prune",
 }  # fmt: skip
 """`base_model`: the weights come from the checkpoint and are compared tensor by tensor; the folder may have moved.
 `batch_size`: see `_SPLIT`. What a tokenizer depends on is in the fingerprints of the data.
@@ -46,7 +46,7 @@ _TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_step
 _ON_REQUEST = {
     "micro_batch_size", "gradient_accumulation_steps", "num_epochs", "max_steps", "learning_rate", "lr_scheduler",
     "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-    "max_grad_norm", "nonfinite", "chunked_loss", "attn_implementation", "full_determinism", "tf32",
+    "max_grad_norm", "nonfinite", "chunked_loss", "tile_tokens", "attn_implementation", "full_determinism", "tf32",
 }  # fmt: skip
 
 

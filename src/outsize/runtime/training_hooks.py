@@ -211,7 +211,7 @@ class TrainingHooks:
                 runtime.executor.runs_without_grad(call)
             return forward(*args, **kwargs)
         offloaded = runtime.executor.offloaded(call) if STRATEGY[strategy].sends else OffloadedTensors()
-        return RUN[strategy](forward, args, kwargs, offloaded, runtime.is_static)
+        return RUN[strategy](forward, args, kwargs, offloaded, runtime.is_static, self._layers[layer].module)
 
     def forward_ends(self, outputs: list[Tensor], *, failed: bool) -> None:
         runtime, arguments, self._arguments = self._runtime, self._arguments, None

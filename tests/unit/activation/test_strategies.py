@@ -54,7 +54,7 @@ def run(block: nn.Module, strategy: str, *args: Any, leaves: list[Tensor] | None
         leaf.grad = None
     torch.manual_seed(5)
     offloaded = OffloadedTensors()
-    output = RUN[strategy](block, args, kwargs, offloaded, statics(block))
+    output = RUN[strategy](block, args, kwargs, offloaded, statics(block), block)
     after_forward = torch.rand(1)
     num_items = len(offloaded.items)
     if STRATEGY[strategy].sends:
@@ -227,7 +227,7 @@ def test_the_input_is_freed_when_the_parcel_lets_go() -> None:
     leaf = torch.randn(4, 64, requires_grad=True)
     x = leaf * 2
     storage = weakref.ref(x.untyped_storage())
-    out = RUN["offload"](block, (x, torch.ones(4, 64)), {}, offloaded, statics(block))
+    out = RUN["offload"](block, (x, torch.ones(4, 64)), {}, offloaded, statics(block), block)
     arena = torch.empty(offloaded.num_bytes, dtype=torch.uint8)
     offloaded.copy_to(arena)
     del x
