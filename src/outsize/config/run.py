@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from outsize.base.records import Rule
 from outsize.config.prune import PruneConfig
 from outsize.config.types import (
+    ActivationOffloading,
     Adapter,
     Bf16,
     Checkpoint,
@@ -234,8 +235,8 @@ class RunConfig:
     """A plan file to use unchanged."""
     pins: dict[PinName, CountFromZero] | None = field(default=None, metadata={"key": "plan"})
     """Fixed parts of the plan; the search decides the rest."""
-    activation_offloading: bool | None = None
-    """Whether activations may be offloaded. None: the plan decides."""
+    activation_offloading: ActivationOffloading = "auto"
+    """What happens to activations (model/offloading.py). `auto`: the plan decides."""
     chunk_bytes: Size | None = None
     """Upper bound of a chunk. None: the library's."""
     chunked_loss: bool | None = None
