@@ -177,7 +177,16 @@ class Planner:
     ) -> tuple[tuple[BlockGraph, ModelTrace], ChosenLoss]:
         def trace(model_loss: str) -> tuple[BlockGraph, ModelTrace]:
             return profile_within_budget(
-                lambda part: traced(self.model, part, layers, self.device, self.weights, loss, model_loss=model_loss),
+                lambda part: traced(
+                    self.model,
+                    part,
+                    layers,
+                    self.device,
+                    self.weights,
+                    loss,
+                    model_loss=model_loss,
+                    tile_tokens=self.request.tile_tokens,
+                ),
                 batch,
                 device=self.device,
                 budget_bytes=self.gpu_bytes,
@@ -203,6 +212,11 @@ class Planner:
         step_config = replace(step_config, coordinates=self._coordinates)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
+            if (given.tile_tokens, given.tiled) != (trace.tile_tokens, trace.tiled):
+                raise ConfigError(
+                    f"plan: {len(given.tiled)} modules run over tiles of {given.tile_tokens} tokens, but here "
+                    f"{len(trace.tiled)} over tiles of {trace.tile_tokens}. Make the plan again, or set tile_tokens."
+                )
             if given.loss_chunk != chosen.chunk:
                 raise ConfigError(f"plan: its loss is {given.loss}, but here it is {chosen.text}. Make the plan again.")
             return PlannedModel(graph, layout, given, chosen)
