@@ -245,6 +245,7 @@ def _variants(
         raise ConfigError(
             f"prune.only_layers: there is no layer {too_large[0]}; the teacher has layers 0 to {len(stack.layers) - 1}."
         )
+    overrides = {str(role): path for role, path in (prune.subblocks or {}).items()}
     known: dict[str, LayerParts] = {}
     parts: dict[int, LayerParts] = {}
     variants: dict[int, tuple[Variant, ...]] = {}
@@ -253,7 +254,7 @@ def _variants(
         if layer.structure not in known:
             with teacher.materialized(list(layer.module.parameters())):
                 known[layer.structure] = inspect_layer(
-                    layer.name, layer.module, stack.config, calls.calls[index], calls.hidden, prune.subblocks
+                    layer.name, layer.module, stack.config, calls.calls[index], calls.hidden, overrides
                 )
         found = known[layer.structure].of_layer(layer.name, layer.module)
         if made := resolve(requested, prune.learn, found.shape, layer.name):
