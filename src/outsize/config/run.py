@@ -82,7 +82,7 @@ class DatasetConfig:
     """The configuration of a hub dataset that has several."""
     data_files: tuple[Text, ...] = ()
     """Files of a folder or of a hub dataset. Empty: all."""
-    ds_type: Literal["json", "jsonl", "text", "parquet"] | None = None
+    ds_type: Literal["json", "jsonl", "text", "csv", "parquet"] | None = None
     """The format of local files. None: decided by their suffix."""
 
 

@@ -87,8 +87,9 @@ class Assembled:
 
 def assemble(config: RunConfig) -> Assembled:
     """All checks that are possible before the first step happen here, the cheapest first."""
+    if config.prune is not None:
+        raise ConfigError("prune: is for `outsize prune`, which trains layer by layer. Run that, or remove prune.")
     device = choose_device(config.device)
-    _require_writable(Path(config.output_dir))
     config = with_packed_attention(with_installed_attention(config), device)
     checkpoint = find_checkpoint(config)
     splits = _splits(config)
@@ -98,6 +99,7 @@ def assemble(config: RunConfig) -> Assembled:
         changed = require_resumable(checkpoint, _split(config, splits[0]))
     else:
         _check_earlier_run(config)
+    _require_writable(Path(config.output_dir))
     config = _split(config, splits[0])
     arguments = training_arguments(config, on_gpu=device.is_gpu)
     os.environ.update(config.environment)
@@ -262,7 +264,7 @@ def find_checkpoint(config: RunConfig) -> Path | None:
         return None
     found, earlier = newest_of_run(Path(config.output_dir))
     if found is None and wanted:
-        advice = "Remove the setting, or name the folder."
+        advice = "Start without --resume, or name the folder: --set resume_from_checkpoint=FOLDER."
         if earlier is not None:
             advice = (
                 f"{earlier} is of an earlier run; --set resume_from_checkpoint={earlier} in place of --resume "
