@@ -9,6 +9,7 @@ so that measurement noise does not change the plan.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -134,7 +135,9 @@ class _Search:
         self._try([*families, *self._families(start)], int(self.limit * FIRST_SHARE))
         self._refine()
         self._stream_state()
-        return self._best()
+        best = self._best()
+        self._save_attention()
+        return self._best() if self._fastest() < best.estimate.step_seconds * (1 - TIE) else best
 
     # Candidates.
 
@@ -204,12 +207,14 @@ class _Search:
                 less = replace(counts, **{giver: max(least, getattr(counts, giver) - moved[giver])})
                 yield from (self._spend(less, (taker,)) for taker in uses if taker != giver)
         kept = len(self.space.layers) - sum(counts.mix)
-        for i, number in enumerate(counts.mix):
+        may_change = [i for i, pin in enumerate(self.budgets.mix) if pin is None]
+        for i in may_change:
+            number = counts.mix[i]
             if kept:
                 less = replace(counts, mix=with_more(counts.mix, {i: min(kept, moved["keep"])}))
                 if self.space.strategies(less.mix) is not None:
                     yield from (self._spend(less, (taker,)) for taker in ("resident", "optimizer"))
-            for other in range(len(counts.mix)):
+            for other in may_change:
                 if other != i and number:
                     change = min(number, moved["keep"])
                     turned = replace(counts, mix=with_more(counts.mix, {i: -change, other: change}))
@@ -345,6 +350,47 @@ class _Search:
                 break
             here = min(streamed, key=lambda t: t.estimate.step_seconds).counts.streamed_state
             numbers, step = {n for n in (here - step, here + step) if 0 < n <= most}, step // 2
+
+    def _save_attention(self) -> None:
+        """Try to save the outputs of attention: first in plans like the best ones, then around a better one.
+
+        It comes after all else, so that a model for which it brings nothing has the plan that it would have without
+        these strategies.
+        """
+        if self.space.attention_seconds <= TIE * self._fastest():
+            return
+        self.budgets = self.budgets.with_attention()
+        best = sorted(self.tried.values(), key=lambda t: (t.estimate.step_seconds, self._complexity(t.counts)))
+        like_best = [
+            counts
+            for tried in best[:REFINED]
+            for mix in self._mixes_with_attention(tried.counts.mix)
+            for counts in self._with_room(replace(tried.counts, mix=mix))
+        ]
+        anew = [
+            self._spend(floor, order)
+            for mix in self.budgets.bases()
+            if (floor := self.budgets.cheapest_candidate(mix, best[0].counts.depth)) is not None
+            for order in itertools.permutations(("resident", "optimizer", "keep"))
+        ]
+        candidates = [*like_best, *anew]
+        if self._try(candidates, len(self.tried) + len(candidates)):
+            self.limit = len(self.tried) + self.limit // 2
+            self._refine()
+
+    def _mixes_with_attention(self, mix: Mix) -> Iterator[Mix]:
+        """Mixes with all or half of the layers of a strategy turned into those that save the outputs of attention."""
+        names = [strategy.name for strategy in self.space.choices]
+        pairs = [
+            (names.index(s.saves_attention_of), i) for i, s in enumerate(self.space.choices) if s.saves_attention_of
+        ]
+        for parts in itertools.product((0.0, 0.5, 1.0), repeat=len(pairs)):
+            turned = mix
+            for part, (without, saving) in zip(parts, pairs, strict=True):
+                number = math.ceil(part * mix[without])
+                turned = with_more(turned, {without: -number, saving: number})
+            if turned != mix and self.space.strategies(turned) is not None:
+                yield turned
 
     def _with_room(self, counts: Candidate) -> Iterator[Candidate]:
         """The candidate itself if it fits, or those with fewer chunks, less state or fewer activations on the GPU."""

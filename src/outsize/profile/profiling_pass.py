@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.attention import find_attention
 from outsize.activation.recompute import run_once
 from outsize.activation.strategies import RUN, keep_and_compare
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
@@ -280,9 +281,10 @@ class ProfilingPass:
         offloaded = self._offloaded[call] = OffloadedTensors()
         if self.is_discovery:
             report = partial(self._note_difference, layer.structure)
-            if self.context.compares:
-                return keep_and_compare(forward, args, kwargs, report, layer.module)
-            return run_once(lambda: forward(*args, **kwargs), report, layer.module)
+            with find_attention(layer.module):
+                if self.context.compares:
+                    return keep_and_compare(forward, args, kwargs, report, layer.module)
+                return run_once(lambda: forward(*args, **kwargs), report, layer.module)
         with self.lifetimes.noting_saved() if self._tracks and strategy == "keep" else nullcontext():
             return RUN[strategy](forward, args, kwargs, offloaded, self.context.is_static, layer.module)
 

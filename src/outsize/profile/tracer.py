@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.attention import saves_attention
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported
 from outsize.base.log import log
 from outsize.base.records import fingerprint
@@ -31,7 +32,7 @@ from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import BlockGraph
 from outsize.model.stacks import is_composite
 from outsize.model.state import BoundAttributes
-from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy
+from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy, StrategyRecord
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights
 from outsize.model.work import Work
@@ -102,7 +103,6 @@ class Tracer:
         """
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
-        to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
         with profiling_mode(self.model, self.device), self._weights.restored_at_end(), self.progress:
             with _naming_out_of_memory(lambda: "the weights outside of layers"):
                 self._weights.place_outside_of(self.layers)
@@ -111,11 +111,13 @@ class Tracer:
                 discovery = self._discover()
             if self._drop_lists_that_are_no_stacks(discovery):
                 discovery = self._discover()
-            num_passes = len(STRATEGIES) + (1 + self.device.is_async) * len(to_time)
+            strategies = self._strategies()
+            to_time = list(dict.fromkeys(map(_clock_of, strategies))) if not self.device.is_simulated else []
+            num_passes = len(strategies) + (1 + self.device.is_async) * len(to_time)
             self.progress.total = self.progress.done + num_passes * len(discovery.layer_of)
             self._use(discovery)
             waiting_bytes = bytes_of_waiting_gradients(self.model, self.layers, discovery, self._reads.readers)
-            passes = {strategy.name: self._measure(strategy.name) for strategy in STRATEGIES}
+            passes = {strategy.name: self._measure(strategy.name) for strategy in strategies}
             timed = {strategy: self._time(strategy) for strategy in to_time}
             held_bytes = passes["keep"].phases.held_bytes + self._bound_bytes()
         run = passes["keep"]
@@ -323,6 +325,11 @@ class Tracer:
             self._side_outputs = tracker.side_outputs
         return run
 
+    def _strategies(self) -> list[StrategyRecord]:
+        """Those that a layer may support, as the discovery pass shows."""
+        has_attention = any(saves_attention(layer.module) for layer in self.layers)
+        return [strategy for strategy in STRATEGIES if has_attention or not strategy.saves_attention_of]
+
     def _time(self, strategy: Strategy) -> ProfilingPass:
         """Time a strategy with the CPU running ahead and, on devices that run apart from the CPU, in a second pass that
         is synchronized before each phase. See [Note: The launching thread] in hardware/lanes.py.
@@ -390,7 +397,7 @@ class Tracer:
         layer = run.layer_of[call]
         strategies = [STRATEGY["keep"]]
         if layer is not None and _is_differentiable(run, call) and not self._reads.hidden:
-            strategies = [s for s in STRATEGIES if not s.recomputes or self.may_run_twice(self.layers[layer])]
+            strategies = [STRATEGY[name] for name in passes if self._supports(STRATEGY[name], run, call)]
         works: dict[str, Work] = {
             s.name: work for s in strategies if (work := self._work(passes, timed, s.name, call)) is not None
         }
@@ -401,6 +408,14 @@ class Tracer:
             works |= {name: work for name, work in others.items() if work != works["keep"]}
         return works
 
+    def _supports(self, strategy: StrategyRecord, run: ProfilingPass, call: int) -> bool:
+        measured = run.layer_of[run.representative(call)]
+        assert measured is not None
+        layer = self.layers[measured]
+        return (not strategy.recomputes or self.may_run_twice(layer)) and (
+            not strategy.saves_attention_of or saves_attention(layer.module)
+        )
+
     def _work(
         self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], strategy: Strategy, call: int
     ) -> Work | None:
@@ -409,7 +424,7 @@ class Tracer:
         measured = run.phases.forward[representative]
         if record.sends and not measured.sent_bytes:
             return None
-        clock = timed["recompute" if record.recomputes else "keep"] if timed else run
+        clock = timed[_clock_of(record)] if timed else run
         forward, backward = clock.phases.forward[representative], clock.phases.backward.get(representative) or Phase()
         return Work(
             forward_seconds=forward.seconds,
@@ -428,7 +443,7 @@ class Tracer:
         """
         if not self.device.is_async:
             return {}
-        phases = clocks["keep" if strategy == "keep" else "recompute"].phases
+        phases = clocks["recompute" if strategy == "swap" else _clock_of(STRATEGY[strategy])].phases
         forward, backward = phases.forward[representative], phases.backward.get(representative) or Phase()
         return {
             "forward_launch_seconds": forward.launch_seconds,
@@ -436,6 +451,11 @@ class Tracer:
             "forward_syncs_host": forward.syncs_host,
             "backward_syncs_host": backward.syncs_host,
         }
+
+
+def _clock_of(strategy: StrategyRecord) -> Strategy:
+    """The strategy whose passes are timed for this one: copies to the host are not timed with it."""
+    return "recompute+attention" if strategy.saves_attention_of else "recompute" if strategy.recomputes else "keep"
 
 
 def _is_differentiable(run: ProfilingPass, call: int) -> bool:
