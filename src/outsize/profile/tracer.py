@@ -112,7 +112,7 @@ class Tracer:
             if self._drop_lists_that_are_no_stacks(discovery):
                 discovery = self._discover()
             strategies = self._strategies()
-            to_time = list(dict.fromkeys(map(_clock_of, strategies))) if not self.device.is_simulated else []
+            to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
             num_passes = len(strategies) + (1 + self.device.is_async) * len(to_time)
             self.progress.total = self.progress.done + num_passes * len(discovery.layer_of)
             self._use(discovery)
@@ -424,11 +424,14 @@ class Tracer:
         measured = run.phases.forward[representative]
         if record.sends and not measured.sent_bytes:
             return None
-        clock = timed[_clock_of(record)] if timed else run
+        clock = timed["recompute" if record.recomputes else "keep"] if timed else run
         forward, backward = clock.phases.forward[representative], clock.phases.backward.get(representative) or Phase()
+        not_again = 0.0
+        if timed and record.saves_attention_of:
+            not_again = timed["keep"].attention_seconds(representative) * self.device.spec.sustained_clock_ratio
         return Work(
             forward_seconds=forward.seconds,
-            backward_seconds=backward.seconds,
+            backward_seconds=max(0.0, backward.seconds - not_again),
             **self._launches(timed or passes, strategy, representative),
             **bytes_of_phases(run.phases, representative),
             sent_bytes=measured.sent_bytes,
@@ -443,7 +446,7 @@ class Tracer:
         """
         if not self.device.is_async:
             return {}
-        phases = clocks["recompute" if strategy == "swap" else _clock_of(STRATEGY[strategy])].phases
+        phases = clocks["keep" if strategy == "keep" else "recompute"].phases
         forward, backward = phases.forward[representative], phases.backward.get(representative) or Phase()
         return {
             "forward_launch_seconds": forward.launch_seconds,
@@ -451,11 +454,6 @@ class Tracer:
             "forward_syncs_host": forward.syncs_host,
             "backward_syncs_host": backward.syncs_host,
         }
-
-
-def _clock_of(strategy: StrategyRecord) -> Strategy:
-    """The strategy whose passes are timed for this one: copies to the host are not timed with it."""
-    return "recompute+attention" if strategy.saves_attention_of else "recompute" if strategy.recomputes else "keep"
 
 
 def _is_differentiable(run: ProfilingPass, call: int) -> bool:
