@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import outsize
-from outsize.base.errors import ConfigError, ModelUnsupported
+from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported
 from outsize.methods.osft.factors import project_u, project_v
 
 ROWS, STEPS = 12, 6
@@ -24,10 +24,10 @@ SETTINGS: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1, eps=1e-3, max_grad_no
 RANKS = {"up": 1, "square": 4, "down": 3}
 METHODS = {
     "peft": outsize.OSFT(effective_rank=1, rank_pattern=RANKS, parametrization="factors", variant="peft"),
-    # int(7 * (1 - 0.8)) = 1, int(13 * 0.35) = 4, int(7 * 0.5) = 3
+    # int(7 * (1 - 0.8)) = 1, int(13 * 0.35) = 4, int(5 * 0.7) = 3
     "mini_trainer": outsize.OSFT(
         unfreeze_rank_ratio=0.8,
-        rank_pattern={"square": 0.65, "down": 0.5},
+        rank_pattern={"square": 0.65, "down": 0.3},
         parametrization="factors",
         variant="mini_trainer",
     ),
@@ -35,13 +35,13 @@ METHODS = {
 
 
 class Model(nn.Module):
-    """Rows that 2, 3 and 4 processes divide unevenly: 13, 13 and 7. Without bias in `down`."""
+    """Rows that 2, 3 and 4 processes divide unevenly: 13, 13 and 5. Of 4 processes, one has no row of `down`."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up, self.square = nn.Linear(7, 13), nn.Linear(13, 13)
-        self.norm, self.down = nn.LayerNorm(13), nn.Linear(13, 7, bias=False)
+        self.norm, self.down = nn.LayerNorm(13), nn.Linear(13, 5, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(torch.tanh(self.square(torch.tanh(self.up(x))))))
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(ROWS, 7, generator=torch.Generator().manual_seed(step))
-    return x, x.roll(2, 1)
+    return x, x.roll(2, 1)[:, :5]
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
@@ -74,6 +74,13 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
     }
+
+
+def of_all(value: Any) -> list[Any]:
+    """The values of all processes."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def refusal(model: nn.Module, method: outsize.OSFT, **settings: Any) -> str:
@@ -101,7 +108,9 @@ def main(store: str, rank: int, replicas: int, shards: int, result: str) -> None
             tensor.to_local().copy_(weights[name])
         norms += train(model, optimizer, range(3, STEPS))
         train(resumed, again, range(3, STEPS))
-        found[variant] = {"norms": norms, "weights": whole(model), "resumed": whole(resumed)}
+        final = whole(model)
+        same = all(torch.equal(t, every[name]) for every in of_all(final) for name, t in final.items())
+        found[variant] = {"norms": norms, "weights": final, "resumed": whole(resumed), "same": all(of_all(same))}
         # Gradients that are mostly in the frozen span, projected in shards.
         projected = found[f"{variant} projected"] = {}
         for name, weight in optimizer.split_weights.items():
@@ -122,6 +131,23 @@ def main(store: str, rank: int, replicas: int, shards: int, result: str) -> None
     model = make(mesh)
     found["drift"] = refusal(model, drift)
     found["fp32_grads"] = refusal(model, METHODS["peft"], fp32_grads=True)
+    partly = Model()
+    fully_shard(partly, mesh=mesh, ignored_params={partly.norm.weight})
+    found["partly"] = refusal(partly, METHODS["mini_trainer"])
+    # The first process alone has a value that is not finite, and the others must not wait for it.
+    damaged = make(mesh)
+    if rank == 0:
+        with torch.no_grad():
+            damaged.square.weight.to_local()[0, 0] = torch.nan
+    found["nan"] = of_all(refusal(damaged, METHODS["peft"]))
+    written = make(mesh)
+    optimizer = outsize.osft.AdamW(written, METHODS["peft"], **SETTINGS)
+    with torch.no_grad():
+        written.square.weight.to_local().mul_(2)
+    try:
+        train(written, optimizer, range(1))
+    except EngineMisuse as error:
+        found["written"] = str(error)
     columns = Model()
     whole_mesh = init_device_mesh("cpu", (replicas * shards,))
     columns.up.weight = nn.Parameter(distribute_tensor(columns.up.weight.detach(), whole_mesh, [Shard(1)]))

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 MAY_IMPORT: dict[str, str] = {
     "base": "",
     "compat": "",  # private names of other libraries; for all but those without torch
-    "config": "base model.strategies optim.names",
+    "config": "base model.offloading model.strategies optim.names",
     "hardware": "base config.source",  # a machine is a YAML file
     "model": "base compat checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
     "device": "base compat hardware calibration.rates",
@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, str] = {
     "activation dist optim checkpoint progress",
     "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
     "data": "base compat config.run progress",
-    "methods": "base checkpoint.tensorfile compat device layout model optim progress reference",
+    "methods": "base checkpoint.tensorfile compat device layout model optim progress reference transfer.batch_cache",
     "loss": "base compat",
     # Top-level modules count as packages of one file. `outsize` is the package itself.
     "progress": "",
@@ -63,6 +63,7 @@ WITHOUT_TORCH = (
     "planner",
     "report",
     "model.graph",
+    "model.offloading",
     "model.strategies",
     "model.work",
     "profile.trace",

@@ -78,11 +78,15 @@ def require_same_start(checkpoint: Path, saved: Mapping[str, Any], store: Consta
                 "model with the weights and the method that the run began with."
             )
     path = _other_constants(checkpoint, saved, store)
-    if path is not None and not path.exists():
+    if path is None:
+        return
+    if not path.exists():
         raise BadFile(
             f"{path} is missing. It holds the bases of {checkpoint.name}, and those that this machine computes differ. "
             "Copy it with the checkpoints."
         )
+    with TensorFile(path):  # refuses a file that is cut short, before anything is loaded
+        pass
 
 
 def load_constants(checkpoint: Path, saved: Mapping[str, Any], store: ConstantStore) -> None:

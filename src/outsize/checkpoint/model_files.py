@@ -81,7 +81,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None, fp
     kept = private.remove_tied_weights(metas, model)
     names = {id(meta): name for name, meta in kept.items()}
     stored = private.revert_weight_conversion(model, dict(kept))
-    largest = max_shard_size or inspect.signature(model.save_pretrained).parameters["max_shard_size"].default
+    largest = max_shard_size or inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
     split = split_state_dict_into_shards_factory(
         stored,
         filename_pattern="model{suffix}.safetensors",
@@ -141,3 +141,5 @@ def write_configs(model: nn.Module, folder: Path, files: ModelFiles, *, dtype: t
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
+        for name, text in getattr(model, "code_files", dict)().items():
+            (folder / name).write_text(text)

@@ -18,6 +18,7 @@ from outsize.cli.example import example
 from outsize.cli.export import export
 from outsize.cli.plan import plan
 from outsize.cli.probe import probe
+from outsize.cli.prune import prune
 from outsize.cli.train import train
 
 
@@ -34,6 +35,7 @@ app = typer.Typer(
     cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
 app.command()(train)
+app.command()(prune)
 app.command()(plan)
 app.command()(chat)
 app.command()(export)

@@ -231,16 +231,20 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def forecast_or_adapter(model: str, request: "ForecastRequest") -> "Forecast":
-    """The forecast. If training all weights does not fit, the error says what LoRA needs."""
+    """The forecast. If it does not fit, the error says which row length fits, and what LoRA needs."""
     from outsize.forecast.forecast import forecast
+    from outsize.forecast.row_lengths import is_long, rows_that_fit
 
     try:
         return forecast(model, request)
     except PlanInfeasible as no:
-        if request.adapter is not None:
-            raise
+        lines = [str(no)]
+        if is_long(request):
+            lines.append(rows_that_fit(model, request))
+        if request.adapter is None:
+            lines.append(_with_lora(model, request))
         raise PlanInfeasible(
-            f"{no}\n{_with_lora(model, request)}",
+            "\n".join(line for line in lines if line),
             resource=no.resource,
             allowed_bytes=no.allowed_bytes,
             needed_bytes=no.needed_bytes,
@@ -269,8 +273,11 @@ def _with_lora(model: str, request: "ForecastRequest") -> str:
 def _advice(model: str, request: "ForecastRequest", made: "Forecast", filled: float) -> str:
     """Faster settings, more memory, less memory."""
     from outsize.forecast.faster import faster
+    from outsize.forecast.row_lengths import is_long, limit_of_longer_rows
 
     lines = [faster(model, request, made), made.what_if()]
+    if is_long(request):
+        lines.append(limit_of_longer_rows(model, request, made))
     if filled < FULL_SHARE:
         rate = made.tokens_per_second * filled
         lines.insert(

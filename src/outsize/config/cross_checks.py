@@ -163,6 +163,13 @@ CONTRADICTIONS = (
         "osft_effective_rank, not both.",
     ),
     *(_needs(key, "rl", "dpo") for key in _DPO_KEYS),
+    *(_needs(key, "teacher_model", "a folder or hub id") for key in ("kd_alpha", "kd_temperature")),
+    _conflicts_with_pairs("teacher_model", lambda config: config.teacher_model is not None, "Remove one of them."),
+    Contradiction(
+        ("teacher_model", "chunked_loss"),
+        lambda config, given: config.teacher_model is not None and config.chunked_loss is False,
+        "the loss of distillation is computed in chunks. Remove chunked_loss.",
+    ),
     _of_datasets(
         lambda source, pairs: not pairs and (source.type in PAIR_TYPES or PAIR_KEYS & set(source.prompt or ())),
         "a `type` is of preference pairs. Set rl: dpo, or another type.",

@@ -186,7 +186,8 @@ AXOLOTL: dict[str, OtherKey] = {
     # Memory and kernels
     **ignored("the plan decides what is where", "max_memory gpu_memory_limit lora_on_cpu layer_offloading "
               "selective_checkpointing ple_cpu_offload gc_steps gc_collect_steps "
-              "experimental_skip_move_to_device qlora_sharded_model_loading tiled_mlp tiled_mlp_*"),
+              "experimental_skip_move_to_device qlora_sharded_model_loading"),
+    **ignored("long rows run through MLPs and norms in tiles (tile_tokens)", "tiled_mlp tiled_mlp_*"),
     **ignored(
         "kernels that change speed and memory only; the loss is computed in chunks (chunked_loss)", "liger_* "
         "cut_cross_entropy chunked_cross_entropy chunked_cross_entropy_num_chunks lora_mlp_kernel lora_qkv_kernel "
@@ -200,7 +201,8 @@ AXOLOTL: dict[str, OtherKey] = {
               "cpo_alpha simpo_gamma vllm ebft num_labels center_rewards_coefficient bnb_config_kwargs bnb_* gptq_* "
               "model_quantization_config_kwargs "
               "llama4_linearized_experts nvfp4_* dsv4_* gemma4_fp8_nonexpert gemma4_nf4_nonexpert "
-              "lisa_step_interval lisa_layers_attribute relora_* eaft_* fp8_* kd_* ray_* resources_per_worker"),
+              "lisa_step_interval lisa_layers_attribute relora_* eaft_* fp8_* ray_* resources_per_worker "
+              "kd_ce_alpha kd_top_* kd_online_* kd_normalize_* kd_beta kd_zscore_* kd_always_*"),
     **ignored("evaluation computes the loss", "eval_table_size eval_max_new_tokens eval_causal_lm_metrics "
               "do_causal_lm_eval do_bench_eval bench_dataset bench_split generate_samples num_generation_samples "
               "generation_* gradio_* lm_eval_*"),
@@ -219,8 +221,10 @@ AXOLOTL: dict[str, OtherKey] = {
     **refused("Weights are bf16 with exact fp32 master weights. " + _TO_EXPORTED, "qat quantization fp8 llmcompressor "
               "use_onebitllms"),
     **refused("It changes the loss or the model. " + _OWN_LOOP, "diffusion use_eaft scaling_softmax scaling_softmax_* "
-              "dense_mixer grokfast_alpha grokfast_lamb kd_trainer hatchery nemo_gym_* trainer_cls fp32_norms "
+              "dense_mixer grokfast_alpha grokfast_lamb hatchery nemo_gym_* trainer_cls fp32_norms "
               "fp32_norm_classes"),
+    **refused("Distillation takes the teacher's probabilities from the teacher. Set teacher_model, kd_alpha and "
+              "kd_temperature.", "kd_trainer"),
     **refused("Which weights are trained is fixed for a run. Use unfrozen_parameters or an adapter.", "lisa_n_layers "
               "relora spectrum_top_fraction spectrum_model_name"),
     **refused("One learning rate holds for all weights. Remove it, and set learning_rate.", "loraplus_lr_ratio "

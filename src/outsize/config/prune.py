@@ -77,8 +77,8 @@ class PruneConfig:
     """A folder for hidden states that host memory has no room for."""
     blocks: Text | None = None
     """The name of the model's list of layers. None: the largest."""
-    subblocks: dict[SubblockName, dict[Literal["module", "norm"], Text]] | None = None
-    """Names, in a layer, of the module of a sub-block and of the norm in front of it, instead of those found."""
+    subblocks: dict[Literal["attention", "ffn", "attention_norm", "ffn_norm"], Text] | None = None
+    """Names in a layer of these modules, instead of those found."""
     trust_remote_code: bool = False
     """Run the model code that the teacher's folder has."""
 

@@ -39,6 +39,7 @@ from outsize.config.types import (
     Trackers,
     Warmup,
 )
+from outsize.model.strategies import TILE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +158,13 @@ class RunConfig:
     dpo_use_weighting: bool = False
     """Weigh pairs by the model's own probability of their answers (WPO)."""
 
+    teacher_model: Text | None = None
+    """Distillation: a folder or hub id of the model whose probabilities are learned."""
+    kd_alpha: Share = 1.0
+    """The share of the teacher's probabilities in the loss; the rest is the cross-entropy of the data."""
+    kd_temperature: Positive = 1.0
+    """Of both models' probabilities."""
+
     learning_rate: Positive = 2e-5
     lr_scheduler: Scheduler = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None
@@ -232,6 +240,8 @@ class RunConfig:
     """Upper bound of a chunk. None: the library's."""
     chunked_loss: bool | None = None
     """Compute the loss in chunks of tokens. None: if batches are larger than a chunk and the model allows it."""
+    tile_tokens: CountFromZero = TILE_TOKENS
+    """Length of the tiles of rows longer than two of them. 0: no tiles."""
 
     adapter: Adapter | None = None
     """`lora`: adapters beside frozen weights. `osft`: weights outside of their large singular directions. None: all

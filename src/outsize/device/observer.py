@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from outsize.base.repeats import times
 from outsize.compat import TorchDispatchMode, current_dispatch_modes, pop_dispatch_mode, push_dispatch_mode, storage_id
 
 _WHERE = torch.ops.prim.device.default
@@ -215,10 +216,11 @@ class Observer(TorchDispatchMode):
         moves = not func.is_view and packet not in _NO_TRAFFIC
         read = (part for t in tensors_of(*args, *kwargs.values()) for part in parts_of(t))
         moved = sum(t.nbytes for t in read) + sum(t.nbytes for t in leaves) if moves else 0
-        self.flops += flops
-        self.moved_bytes += moved
-        self.launches += VIEW_LAUNCH if func.is_view else ATTENTION_LAUNCH if is_attention else 1.0
-        self.seconds += cost_of(flops / ATTENTION_SHARE if is_attention else flops, moved)
+        count = times()
+        self.flops += count * flops
+        self.moved_bytes += count * moved
+        self.launches += count * (VIEW_LAUNCH if func.is_view else ATTENTION_LAUNCH if is_attention else 1.0)
+        self.seconds += count * cost_of(flops / ATTENTION_SHARE if is_attention else flops, moved)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

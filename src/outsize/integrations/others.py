@@ -42,6 +42,7 @@ class OtherModel:
         *,
         least: bool = False,
         only_weights: bool = False,
+        beside_bytes: int = 0,
     ):
         """Plan and prepare it.
 
@@ -50,11 +51,12 @@ class OtherModel:
             batch, request: those of the trained model.
             least: take as little GPU memory as possible.
             only_weights: budget its weights alone. The plan of the trained model includes its activations.
+            beside_bytes: GPU memory that goes with it outside of its plan.
         """
         if (earlier := _RUNNING.pop(model, lambda: None)()) is not None:
             log.info("the engine of an earlier Trainer is detached from %s", name)
             earlier.stop()
-        self.name = name
+        self.name, self._beside_bytes = name, beside_bytes
         self._trainable = [param for param in model.parameters() if param.requires_grad]
         model.requires_grad_(False)
         try:
@@ -63,7 +65,8 @@ class OtherModel:
             )
         except PlanInfeasible as error:
             self._unfreeze()
-            raise _too_small(error, f"{name} alone needs", 0, request) from None
+            taken = beside_bytes if error.resource == "gpu" else 0
+            raise _too_small(error, f"{name} alone needs", taken, request) from None
         except BaseException:
             self._unfreeze()
             raise
@@ -80,7 +83,7 @@ class OtherModel:
 
     @property
     def gpu_bytes(self) -> int:
-        return self.engine.plan.gpu_budget_bytes
+        return self.engine.plan.gpu_budget_bytes + self._beside_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -110,6 +113,8 @@ class RunsOthers(_Trainer):
     _is_online: bool
     """Batches are generated, and other models run then, not in the loss."""
     _running: "tuple[OtherModel, ...]" = ()
+    _beside_bytes = 0
+    """GPU memory that goes with each other model outside of its plan."""
     others_bytes = (0, 0)
     """GPU and host memory of the other models under the last plan."""
 
@@ -182,7 +187,15 @@ class RunsOthers(_Trainer):
             for name, model in (self._others or {}).items():
                 self._running = (
                     *self._running,
-                    OtherModel(model, name, batch, left, least=least, only_weights=self._is_in_main_plan(model)),
+                    OtherModel(
+                        model,
+                        name,
+                        batch,
+                        left,
+                        least=least,
+                        only_weights=self._is_in_main_plan(model),
+                        beside_bytes=self._beside_bytes,
+                    ),
                 )
                 left = self._left_by_others(request)
             self.others_bytes = (

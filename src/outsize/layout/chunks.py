@@ -6,13 +6,15 @@ applies to frozen parameters. Every parameter begins at a multiple of 256 bytes 
 same alignment under every plan.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from outsize.base.units import ALIGN_BYTES
 from outsize.model.graph import DTYPE_BYTES, BlockGraph
+
+_Value = TypeVar("_Value")
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 """Large enough for full PCIe speed, small enough that the first load of a block arrives early."""
@@ -78,6 +80,28 @@ class ChunkLayout:
         return self.by_call[call] if call < len(self.by_call) else ()
 
 
+def aligned_numel(numel: int, dtype: str) -> int:
+    """Elements of a parameter with the padding behind it."""
+    size = DTYPE_BYTES[dtype]
+    return -(-numel * size // ALIGN_BYTES) * ALIGN_BYTES // size
+
+
+def joined_ranges(pieces: Iterable[Piece], values: Mapping[str, _Value]) -> list[tuple[int, int, _Value]]:
+    """Start, end and value of ranges of elements. Neighbouring pieces with the same object as their value, and nothing
+    between them, are one range. A piece without value is in none.
+    """
+    ranges: list[tuple[int, int, _Value]] = []
+    for piece in pieces:
+        if piece.name not in values:
+            continue
+        value, end = values[piece.name], piece.offset + piece.numel
+        if ranges and ranges[-1][1] == piece.offset and ranges[-1][2] is value:
+            ranges[-1] = (ranges[-1][0], end, value)
+        else:
+            ranges.append((piece.offset, end, value))
+    return ranges
+
+
 def pack(
     graph: BlockGraph, chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, in_coordinates: Collection[str] = ()
 ) -> ChunkLayout:
@@ -112,7 +136,7 @@ def pack(
         end = 0
         for name in names:
             numel = graph.param[name].numel
-            step = -(-numel * size // ALIGN_BYTES) * ALIGN_BYTES // size
+            step = aligned_numel(numel, dtype)
             if pieces and (end + step) * size > chunk_bytes:
                 add(calls, dtype, updated, end, pieces)
                 pieces, end = [], 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outsize import compat
 from outsize.base.errors import ModelUnsupported
-from outsize.loss.cross_entropy import chunk_tokens
+from outsize.loss.cross_entropy import LogitStep, chunk_tokens
 from outsize.loss.logits import DTYPES, Logits, LogitsNotMaterialized, Product
 
 T = TypeVar("T")
@@ -39,8 +39,8 @@ class ChunkedLossPatch:
     def __init__(self, model: nn.Module, chunk: int | None = None):
         """Raises ChunkedLossUnsupported. `chunk`: tokens per chunk; None: see `chunk_tokens`."""
         self._owner = _owner(model)
-        self._head = _head(self._owner)
-        self.chunk = chunk or chunk_tokens(self._head.out_features)
+        self.head = _head(self._owner)
+        self.chunk = chunk or chunk_tokens(self.head.out_features)
         self.is_on = False
         self._own_loss = _own_loss(self._owner)
         self._products: list[Product] | None = None
@@ -54,7 +54,7 @@ class ChunkedLossPatch:
         """
         self.is_on = on
         self._wrap(self._owner, "forward", self._forward)
-        self._wrap(self._head, "forward", self._multiply)
+        self._wrap(self.head, "forward", self._multiply)
         self._set(self._owner, "_loss_function", self._loss)
 
     def detach(self) -> None:
@@ -102,7 +102,7 @@ class ChunkedLossPatch:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         if dtype not in DTYPES:
             raise LogitsNotMaterialized(f"a head that computes in {str(dtype).removeprefix('torch.')}")
-        product = Product(hidden, self._head, dtype)
+        product = Product(hidden, self.head, dtype)
         self._products.append(product)
         return product.logits()
 
@@ -159,6 +159,33 @@ def _own_loss(owner: Any) -> Callable[..., Tensor]:
     if loss is not compat.transformers().ForCausalLMLoss:
         raise ChunkedLossUnsupported(f"its loss is {getattr(loss, '__name__', type(loss).__name__)}")
     return loss
+
+
+def logit_steps(model: nn.Module, run: Callable[[], object]) -> tuple[LogitStep, ...]:
+    """The operations between the model's head and its loss. `run` calls the model with labels. Raises
+    ChunkedLossUnsupported.
+    """
+    patch = ChunkedLossPatch(model)
+    found: list[Logits] = []
+
+    def loss(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        if isinstance(logits, Logits):
+            found.append(logits)
+        return torch.zeros(())
+
+    patch._loss = loss  # type: ignore[method-assign]
+    patch.attach()
+    try:
+        with torch.enable_grad():
+            run()
+    except LogitsNotMaterialized as no:
+        if not found:
+            raise ChunkedLossUnsupported(f"there is {no.use}") from no
+    finally:
+        patch.detach()
+    if len(found) != 1 or found[0].shape[-1] != patch.head.out_features:
+        raise ChunkedLossUnsupported("its loss does not take all logits of one call of the head")
+    return found[0].steps
 
 
 # Choosing.

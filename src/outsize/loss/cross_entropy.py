@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from outsize.base.repeats import iterations
+from outsize.compat import fake_tensor
+
 LogitStep = tuple[Literal["mul", "div", "tanh", "to"], Any]
 """An operation on the logits before the loss. The operand is a number, None or a dtype."""
 
@@ -65,15 +68,15 @@ class _CrossEntropy(torch.autograd.Function):
         num_items: Tensor | float | None,
     ) -> Tensor:
         counts = targets != ignore_index
-        number = divisor(counts, num_items)
-        shares = torch.where(counts, 1 / number, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
+        total = divisor(counts, num_items)
+        shares = torch.where(counts, 1 / total, 0.0)  # (tokens), fp32; zeros if no target counts, as in torch
         targets = torch.where(counts, targets, 0)
         losses = torch.empty_like(shares)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
+        for number in iterations(-(-len(targets) // chunk), is_fake=isinstance(hidden, fake_tensor.FakeTensor)):
+            rows = slice(number * chunk, (number + 1) * chunk)
             grad = _logit_gradient(linear(hidden[rows], weight, bias), steps, targets[rows], shares[rows], losses[rows])
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -83,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             del grad  # frees it before the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        return losses.masked_fill_(~counts, 0.0).sum() / number
+        return losses.masked_fill_(~counts, 0.0).sum() / total
 
     @staticmethod
     @once_differentiable

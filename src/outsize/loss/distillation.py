@@ -5,7 +5,9 @@ For each token that counts: alpha × temperature² × KL(teacher ‖ student) of
 nothing reads a value from the device, and the length of a chunk depends only on the vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,34 @@ class Mixture:
             raise ValueError(f"alpha is {self.alpha}, but must be from 0 to 1.")
         if not self.temperature > 0:
             raise ValueError(f"The temperature is {self.temperature}, but must be above 0.")
+
+
+@dataclass(slots=True)
+class Lesson:
+    """What the loss of the next forward compares the student with."""
+
+    hidden: Tensor
+    """The teacher's last hidden states, of the student's tokens."""
+    head: TeacherHead
+    mixture: Mixture
+    is_used: bool = False
+
+
+_LESSON: ContextVar[Lesson | None] = ContextVar("lesson", default=None)
+
+
+@contextmanager
+def teaching(lesson: Lesson) -> Iterator[None]:
+    """Within it a chunked loss is that of distillation."""
+    token = _LESSON.set(lesson)
+    try:
+        yield
+    finally:
+        _LESSON.reset(token)
+
+
+def current_lesson() -> Lesson | None:
+    return _LESSON.get()
 
 
 def distillation(

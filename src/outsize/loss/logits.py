@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from outsize.base.errors import EngineMisuse
 from outsize.compat import make_wrapper_subclass, parse_to, tree_leaves, without_torch_function
 from outsize.loss.cross_entropy import LogitStep, cross_entropy
+from outsize.loss.distillation import chunk_tokens as distillation_chunk
+from outsize.loss.distillation import current_lesson, distillation
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of logits. Not fp16: their gradients are computed with the loss, before it is scaled, and would underflow."""
@@ -142,7 +144,9 @@ class Logits(Tensor):
         return self._then(columns=slice(first + start, first + stop))
 
     def loss(self, targets: Tensor, *, ignore_index: int, num_items: Tensor | float | None, chunk: int) -> Tensor:
-        """The loss for targets that are already shifted. Can be computed only once."""
+        """The loss for targets that are already shifted: cross-entropy, or of distillation within `teaching`. Can be
+        computed only once.
+        """
         product, hidden = self._product, self._product.hidden
         if hidden is None:
             raise LogitsNotMaterialized("a second loss of the same logits")
@@ -161,13 +165,16 @@ class Logits(Tensor):
             weight.to(product.dtype),
             bias if bias is None else bias.to(product.dtype),
         )
-        return cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            bias,
-            targets.reshape(-1).to(hidden.device),
-            chunk=chunk,
-            steps=self._steps,
-            ignore_index=ignore_index,
-            num_items=num_items,
-        )
+        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(hidden.device)
+        how: Any = dict(steps=self._steps, ignore_index=ignore_index, num_items=num_items)
+        if (lesson := current_lesson()) is None:
+            return cross_entropy(hidden, weight, bias, targets, chunk=chunk, **how)
+        lesson.is_used = True
+        seen = lesson.hidden.reshape(-1, lesson.hidden.shape[-1])
+        how |= dict(mixture=lesson.mixture, chunk=min(chunk, distillation_chunk(len(weight))))
+        return distillation(hidden, weight, bias, seen, lesson.head, targets, **how)
+
+    @property
+    def steps(self) -> tuple[LogitStep, ...]:
+        """The operations on the product."""
+        return self._steps

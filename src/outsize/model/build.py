@@ -15,6 +15,7 @@ from torch import nn
 from outsize import compat
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
+from outsize.model.pruned import pruned_class
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
 
@@ -58,7 +59,7 @@ def build_model(
     if random:
         return Built(model, None)
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
-    folder = Path(weights_from) if weights_from else _local_folder(path)
+    folder = Path(weights_from) if weights_from else local_folder(path)
     weights = FileWeights(folder, model)
     if rounded := weights.rounded(model):
         some = f"{rounded[0]} and {len(rounded) - 1} other weights are" if len(rounded) > 1 else f"{rounded[0]} is"
@@ -223,6 +224,8 @@ def trainable_class(config: Any) -> Any:
         MODEL_MAPPING,
     )
 
+    if getattr(config, "pruned_layers", None):
+        return pruned_class(config)
     names = config.architectures or []
     tables = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
     # The table of language models may have the decoder alone, as of Whisper, which is another model.
@@ -245,7 +248,7 @@ def trainable_class(config: Any) -> Any:
     )
 
 
-def _local_folder(path: str) -> Path:
+def local_folder(path: str) -> Path:
     """The folder of a model. The files of a hub id are downloaded to the hub's cache."""
     if _is_config(Path(path)):
         return Path(path).parent

@@ -99,6 +99,8 @@ def search(
         decision=best.decision,
         work=trace.works(best.decision.strategies),
         shared=trace.shared,
+        tile_tokens=trace.tile_tokens,
+        tiled=trace.tiled,
         held_bytes=trace.held_bytes,
         gpu_budget_bytes=gpu.usable_bytes,
         host_budget_bytes=host_bytes,

@@ -39,7 +39,7 @@ def scaled(one: Point, other: Point, rows: int) -> ModelTrace | None:
     for point in (one, other):
         if point.rows == rows:
             return point.trace
-    if one.rows == other.rows or _structure(one.trace) != _structure(other.trace):
+    if one.rows == other.rows or structure_of(one.trace) != structure_of(other.trace):
         return None
     low, high = sorted((one, other), key=lambda point: point.rows)
     a, b = low.trace, high.trace
@@ -116,9 +116,10 @@ class _Line:
         return self.seconds(a, b) if self.counts_launches or syncs_host or b - a > LOOP_SHARE * self.more * a else b
 
 
-def _structure(trace: ModelTrace) -> tuple[object, ...]:
-    """The parts of a trace that do not depend on the number of rows."""
+def structure_of(trace: ModelTrace) -> tuple[object, ...]:
+    """The parts of a trace that depend neither on the number of rows nor on their length."""
     calls = [trace.strategies(v) for v in range(len(trace.calls))]
-    # Whether a tensor is freed before or after the peak of a call does depend on rows.
+    # Whether a tensor is freed before or after the peak of a call does depend on them.
     shared = [replace(tensor, num_bytes=0, freed_in=0, freed_early_in=()) for tensor in trace.shared]
-    return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, calls, shared
+    dims = {name: len(shape) for name, shape in trace.inputs.items()}
+    return trace.graph, dims, calls, shared, trace.tile_tokens, trace.tiled

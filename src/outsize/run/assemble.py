@@ -34,6 +34,7 @@ from outsize.run.compat_checks import (
 )
 from outsize.run.cpu_threads import set_threads
 from outsize.run.disk import disk_need, num_steps, require_disk_space
+from outsize.run.distill import distill_trainer
 from outsize.run.dpo import dpo_arguments, dpo_trainer, widest_pairs
 from outsize.run.inputs import load_inputs
 from outsize.run.model_card import adapter_card
@@ -67,7 +68,7 @@ _NEVER = 2**31
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
     trainer: Any
-    """A RunTrainer, or with `rl: dpo` one of run/dpo.py."""
+    """A RunTrainer; with `rl: dpo` one of run/dpo.py, with `teacher_model` one of run/distill.py."""
     tokenizer: Any
     checkpoint: Path | None
     """To resume from."""
@@ -142,12 +143,16 @@ def assemble(config: RunConfig) -> Assembled:
         weights=built.weights,
         nonfinite=config.nonfinite,
         chunked_loss=_chunked_loss(config, checkpoint),
+        tile_tokens=config.tile_tokens,
         method=method_of(config),
         plan_batch=batch_of(splits[0].rows),
     )
     trainer: Any
-    if config.rl is None:
-        trainer = RunTrainer(train_dataset=train, eval_dataset=evaluated, data_collator=collator, **common)
+    rows: dict[str, Any] = dict(train_dataset=train, eval_dataset=evaluated, data_collator=collator)
+    if config.teacher_model is not None:
+        trainer = distill_trainer(config, **rows, **common)
+    elif config.rl is None:
+        trainer = RunTrainer(**rows, **common)
     else:
         reference = None if config.adapter == "lora" else materialize(_build(config, None))
         trainer = dpo_trainer(config, train, evaluated, reference, **common)

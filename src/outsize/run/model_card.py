@@ -12,7 +12,8 @@ _SETTINGS = (
 def how_to_load(result: str, config: RunConfig, model_class: str) -> list[str]:
     """Lines of Python. `model_class`: the name of the model's class, without an adapter."""
     name = "AutoModelForCausalLM" if model_class.endswith("ForCausalLM") else model_class
-    load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto")'
+    code = ", trust_remote_code=True" if model_class.startswith("Pruned") else ""  # the folder's modeling_pruned.py
+    load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto"{code})'
     tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{result}")'
     if config.adapter != "lora":
         return [f"from transformers import {name}, AutoTokenizer", f"model = {load(result)}", tokenizer]

@@ -61,8 +61,8 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     vocabulary: int = model_config.get_text_config().vocab_size
     batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
     reserved = 0
-    if config.rl is not None:
-        reserved, note = _reference(config)
+    if config.rl is not None or config.teacher_model is not None:
+        reserved, note = _reference(config) if config.rl is not None else _teacher(config)
         notes.append(note)
     request = ForecastRequest(
         hardware=machine or DEFAULT_HARDWARE,
@@ -78,6 +78,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         dtype="bfloat16" if config.bf16 else "float32",
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         chunked_loss=config.chunked_loss,
+        tile_tokens=config.tile_tokens,
         adapter=adapter_of(config) if config.adapter == "lora" else None,
         method=method_of(config),
         config_overrides=config.overrides_of_model_config,
@@ -96,12 +97,26 @@ def _reference(config: RunConfig) -> tuple[int, str]:
     )
     if config.adapter == "lora":
         return 0, f"{note}; the reference is the base model without the adapter, which needs no memory of its own"
-    model_config = load_config(config.base_model, may_be_quantized=True)
+    needed = _weight_bytes(config.base_model, config)
+    return needed, f"{note}; its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
+
+
+def _teacher(config: RunConfig) -> tuple[int, str]:
+    """Host memory of the teacher, and what the plan leaves out."""
+    assert config.teacher_model is not None
+    needed = _weight_bytes(config.teacher_model, config)
+    return needed, (
+        "teacher_model: its forward and GPU memory are not in the prediction (`outsize train --dry-run` measures "
+        f"them); its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
+    )
+
+
+def _weight_bytes(path: str, config: RunConfig) -> int:
+    model_config = load_config(path, may_be_quantized=True)
     with torch.device("meta"):
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         model = trainable_class(model_config)._from_config(model_config, dtype=dtype)
-    needed = sum(param.nbytes for param in model.parameters())
-    return needed, f"{note}; its weights take {show_bytes(needed)} of host memory, which the plan leaves free"
+    return sum(param.nbytes for param in model.parameters())
 
 
 def _rows_of(config: RunConfig) -> tuple[int, float, AnyCollator, list[Any]]:

@@ -129,7 +129,7 @@ def _show(planned: PlannedModel, console: Console, assembled: Assembled, config:
     notes = {
         "split": assembled.chosen_by,
         "rows": rows_text(assembled.longest_row, config.sequence_len),
-        "also": _reference_text(*assembled.trainer.others_bytes),
+        "also": _other_text("reference model" if config.rl else "teacher", *assembled.trainer.others_bytes),
         "see": "`outsize plan --legend` explains these lines",
     }
     text = render(planned.plan, planned.graph, planned.layout, notes)
@@ -137,10 +137,10 @@ def _show(planned: PlannedModel, console: Console, assembled: Assembled, config:
     console.print(Panel(text, title=title, title_align="left", expand=False))
 
 
-def _reference_text(gpu_bytes: int, host_bytes: int) -> str:
+def _other_text(name: str, gpu_bytes: int, host_bytes: int) -> str:
     if not gpu_bytes:
         return ""
-    return f"the reference model has {show_bytes(gpu_bytes)} GPU and {show_bytes(host_bytes)} host memory of its own"
+    return f"the {name} has {show_bytes(gpu_bytes)} GPU and {show_bytes(host_bytes)} host memory of its own"
 
 
 def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: RunConfig) -> None:

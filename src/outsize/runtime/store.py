@@ -24,6 +24,7 @@ from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
 from outsize.optim.split import join
+from outsize.optim.state import split_state
 from outsize.progress import counted
 from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
@@ -172,10 +173,7 @@ class Store:
         return self._as_state(index, self.gpu[self.place.state_slot(index)][: self.place.update_of(index).state_bytes])
 
     def _as_state(self, index: int, buffer: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        update = self.place.update_of(index)
-        n, count = update.numel, len(update.state)
-        state = [buffer[4 * n * i : 4 * n * (i + 1)].view(torch.float32) for i in range(count)]
-        return state, buffer[4 * n * count :].view(torch.int16) if update.is_split else None
+        return split_state(buffer, self.place.update_of(index))
 
     def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
         ids = {id(p) for p in params}

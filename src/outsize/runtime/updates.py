@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.layout.chunks import joined_ranges
 from outsize.optim.rule import Numbers, Scratch, UpdateRule, slow_kernels, update
 from outsize.runtime.store import Store
 from outsize.schedule.buffers import BufferKind as B
@@ -69,26 +70,11 @@ class Updates:
         else:
             weights = store.flat((B.HOME, index) if on_host else place.weights_buffer(index), index)
         scratch = self._scratch["host" if on_host else "gpu"]
-        for start, end, numbers in self._ranges(index, step):
+        for start, end, numbers in joined_ranges(place.update_of(index).pieces, step.numbers):
             part = slice(start, end)
             of_state, of_lo = [tensor[part] for tensor in state], None if lo is None else lo[part]
             args = self._rule, weights[part], of_lo, of_state, grads[part]
             update(*args, numbers=numbers, clip=step.clip, scratch=scratch)
-
-    def _ranges(self, index: int, step: StepSettings) -> list[tuple[int, int, Numbers]]:
-        ranges: list[tuple[int, int, Numbers]] = []
-        touching = False
-        for piece in self._store.place.update_of(index).pieces:
-            numbers = step.numbers.get(piece.name)
-            end = piece.offset + piece.numel
-            if numbers is None:
-                touching = False
-            elif touching and ranges[-1][2] is numbers and ranges[-1][1] == piece.offset:
-                ranges[-1] = (ranges[-1][0], end, numbers)
-            else:
-                ranges.append((piece.offset, end, numbers))
-                touching = True
-        return ranges
 
     def slow_kernels(self) -> tuple[str, ...]:
         """Updates of this plan that run without a compiled kernel, and why."""

@@ -63,7 +63,7 @@ def note_fp32_adapters(model: nn.Module) -> None:
     if is_slow and any(param.dtype == torch.bfloat16 and not param.requires_grad for param in params.values()):
         log.warning(
             "the LoRA weights are fp32 over a bf16 base. On an H200, an 8B model with r=16 on all linear layers then "
-            "trains 27 %% slower without autocast (9,111 tokens/s instead of 12,460). bf16 LoRA weights have exact "
+            "trains 27 % slower without autocast (9,111 tokens/s instead of 12,460). bf16 LoRA weights have exact "
             "fp32 master weights here: get_peft_model(..., autocast_adapter_dtype=False)."
         )
 

@@ -33,6 +33,7 @@ from outsize.model.batch import (
 )
 from outsize.model.discover import Layer, find_layers
 from outsize.model.graph import BlockGraph
+from outsize.model.own_checkpointing import turn_checkpointing_off
 from outsize.model.tensors import tensors_in
 from outsize.model.weights import FileWeights, Weights, convert, is_unmaterialized, unmaterialize
 from outsize.planner.search import search
@@ -77,7 +78,7 @@ class Planner:
             whole = find_layers(model, in_sequentials=False)
             layers = tuple({layer.name: layer for layer in (*whole, *layers)}.values())
         self.layers = layers
-        self.gpu_bytes = _gpu_bytes(request.gpu_memory, self.device)
+        self.gpu_bytes = requested_gpu_bytes(request.gpu_memory, self.device)
         host = request.host_memory
         self.host_bytes = int(free_host_bytes() * 0.9) if host is None else parse_bytes(host, name="host_memory")
         self._chunk_bytes = parse_bytes(request.chunk_bytes, name="chunk_bytes")
@@ -176,7 +177,16 @@ class Planner:
     ) -> tuple[tuple[BlockGraph, ModelTrace], ChosenLoss]:
         def trace(model_loss: str) -> tuple[BlockGraph, ModelTrace]:
             return profile_within_budget(
-                lambda part: traced(self.model, part, layers, self.device, self.weights, loss, model_loss=model_loss),
+                lambda part: traced(
+                    self.model,
+                    part,
+                    layers,
+                    self.device,
+                    self.weights,
+                    loss,
+                    model_loss=model_loss,
+                    tile_tokens=self.request.tile_tokens,
+                ),
                 batch,
                 device=self.device,
                 budget_bytes=self.gpu_bytes,
@@ -202,6 +212,11 @@ class Planner:
         step_config = replace(step_config, coordinates=self._coordinates)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
+            if (given.tile_tokens, given.tiled) != (trace.tile_tokens, trace.tiled):
+                raise ConfigError(
+                    f"plan: {len(given.tiled)} modules run over tiles of {given.tile_tokens} tokens, but here "
+                    f"{len(trace.tiled)} over tiles of {trace.tile_tokens}. Make the plan again, or set tile_tokens."
+                )
             if given.loss_chunk != chosen.chunk:
                 raise ConfigError(f"plan: its loss is {given.loss}, but here it is {chosen.text}. Make the plan again.")
             return PlannedModel(graph, layout, given, chosen)
@@ -260,7 +275,7 @@ class Planner:
 # The budget.
 
 
-def _gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
+def requested_gpu_bytes(gpu_memory: str | int | None, device: Device) -> int:
     """GPU memory for this plan. Engines on one device share its memory."""
     device.count_anew()
     if device.budgets or device.overhead_bytes or not device.is_simulated:
@@ -361,17 +376,6 @@ def _mixed_dtypes(name: str, error: RuntimeError) -> ModelUnsupported:
 
 
 def _disable_own_checkpointing(model: nn.Module) -> None:
-    """Turn off the model's own gradient checkpointing: transformers' (also inside a wrapper), diffusers', timm's."""
-    found = []
-    for name, module in model.named_modules():
-        is_on = getattr(module, "is_gradient_checkpointing", False) is True
-        if is_on and hasattr(module, "gradient_checkpointing_disable"):
-            module.gradient_checkpointing_disable()
-            found.append(name)
-        for flag in ("gradient_checkpointing", "grad_checkpointing"):
-            if vars(module).get(flag) is True:
-                setattr(module, flag, False)
-                found.append(name)
-    if found:
-        where = f" in {found[0]}" if found[0] else ""
+    if found := turn_checkpointing_off(model):
+        where = f" in {found[0][0]}" if found[0][0] else ""
         log.warning("gradient checkpointing is turned off%s: the plan decides per block what is recomputed", where)

@@ -87,7 +87,7 @@ class BatchCache:
         for slot, held in enumerate(self._in_slot):
             if held == number:
                 self._in_slot[slot] = None
-        self._drain(keep=1)
+        self._release_written()
         outgoing, self._num_written = self._num_written, self._num_written + 1
         flat = self._outgoing[outgoing] = tensor.detach().reshape(-1).view(torch.uint8)
         live = (B.LIVE, outgoing)
@@ -96,7 +96,7 @@ class BatchCache:
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        self._drain(keep=0)
+        self._release_written()
         self._device.synchronize()
         self._lanes.reset()
 
@@ -137,12 +137,11 @@ class BatchCache:
             self._issue(lane, (device_buffer,), (stage,), lambda: copy(host), num_bytes)
             self._issue("host", (stage,), (home,), lambda: file.write(host, start))
 
-    def _drain(self, *, keep: int) -> None:
-        """Release tensors that are written once their copies have ended: compute may then reuse their memory."""
-        while len(self._outgoing) > keep:
-            oldest = next(iter(self._outgoing))
-            self._issue("compute", (), ((B.LIVE, oldest),))
-            del self._outgoing[oldest]
+    def _release_written(self) -> None:
+        """Compute waits for the copies of tensors that are written: it may then reuse their memory."""
+        for outgoing in list(self._outgoing):
+            self._issue("compute", (), ((B.LIVE, outgoing),))
+            del self._outgoing[outgoing]
         self._lanes.drop_old_events()
 
     def _issue(

@@ -466,19 +466,25 @@ def test_too_little_memory_is_an_answer_that_holds(one_trace: None) -> None:
     assert plan(config, sequence_len=TOKENS, hardware="64MiB", gpu_memory=caught.value.needed_bytes)
 
 
-@pytest.mark.full
-def test_a_batch_of_very_many_tokens_is_scaled_from_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 million tokens took ten minutes to be refused: thousands of chunks of the loss, one by one."""
-    config, how = config_of("llama"), dict[str, Any](sequence_len=TOKENS, micro_batch_size=24, hardware="64MiB")
-    traced = plan(config, **how)
-    monkeypatch.setattr("outsize.forecast.forecast.MANY_TOKENS", 8 * TOKENS)
-    found = plan(config, **how)
-    assert "scaled to 24 rows from 4 and 8" in found.plan.provenance
-    assert (found.plan.decision, found.plan.estimate.gpu_bytes, found.plan.inputs) == (
-        traced.plan.decision,
-        traced.plan.estimate.gpu_bytes,
-        traced.plan.inputs,
-    )
+@pytest.mark.parametrize("rest", [0, 20])
+def test_a_chunked_loss_costs_the_same_whether_all_its_chunks_run_or_two(
+    rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of a million tokens took a minute to trace: a thousand chunks of the loss, one by one."""
+    config = config_of("llama")
+    monkeypatch.setattr("outsize.loss.chunked_loss.chunk_tokens", lambda vocab: 64)
+    how = dict[str, Any](rows=1, tokens=6 * 64 + rest, dtype=torch.bfloat16)
+    graph, quick, loss = fake_trace(copy.deepcopy(config), lookup("rtx4090"), **how)
+    assert loss.chunk == 64
+    monkeypatch.setattr("outsize.loss.cross_entropy.iterations", lambda count, is_fake: range(count))
+    same, whole, _ = fake_trace(copy.deepcopy(config), lookup("rtx4090"), **how)
+    assert graph == same and quick.shared == whole.shared and quick.held_bytes == whole.held_bytes
+    for one, other in zip(quick.calls, whole.calls, strict=True):
+        assert one.keys() == other.keys()
+        for strategy in one:
+            a, b = dataclasses.asdict(one[strategy]), dataclasses.asdict(other[strategy])
+            for name, value in a.items():
+                assert value == (pytest.approx(b[name], rel=1e-9) if name.endswith("seconds") else b[name]), name
 
 
 def test_on_a_real_card_the_memory_that_an_answer_names_does_when_it_is_asked_for(one_trace: None) -> None:

@@ -31,7 +31,7 @@ def student_numels(parts: LayerParts, variant: Variant) -> dict[str, tuple[int, 
 
 
 def build_student(parts: LayerParts, variant: Variant, importance: LayerImportance | None = None) -> Student:
-    """A student of a layer whose weights are materialized, on the device where they are. `importance` None: channels and
-    experts are truncated (the first are kept).
+    """A student of a layer whose weights are materialized, on the device where they are. `importance` None: channels
+    and experts are truncated (the first are kept).
     """
     raise NotImplementedError

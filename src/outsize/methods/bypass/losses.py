@@ -1,7 +1,7 @@
 """Losses that compare a student's output with its teacher's: in fp32, over valid tokens.
 
-All but `mse` do not depend on the scale of the target. With a target of zeros they are finite. Equal outputs give a loss
-and gradients of exactly 0.
+All but `mse` do not depend on the scale of the target, and are finite with a target of zeros. Equal outputs give a loss
+of exactly 0 and gradients of exactly 0.
 """
 
 from collections.abc import Callable, Mapping

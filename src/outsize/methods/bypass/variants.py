@@ -1,4 +1,4 @@
-"""Variants: the ways in which a layer's sub-blocks are pruned, as the run file has them, and checked against the shapes of
+"""Variants: the ways in which a layer's sub-blocks are pruned, as the run file has them, checked against the shapes of
 the teacher. Does not import torch.
 """
 

@@ -18,6 +18,7 @@ from outsize.methods.osft.sharded_split import split_factors_of
 from outsize.methods.osft.stored_bases import bases_folder, load_or_split
 from outsize.methods.osft.targets import choose_trainable, find_targets
 from outsize.methods.osft.weights import DriftWeight, FactoredWeight, SplitWeight, local, local_gradient
+from outsize.model.weights import is_unmaterialized
 from outsize.optim import adamw
 from outsize.optim.rule import Scratch, update
 
@@ -45,6 +46,7 @@ class AdamW(reference.AdamW):
         self.targets = find_targets(model, method)
         choose_trainable(model, method, self.targets)
         params = dict(model.named_parameters())
+        _require_values(params)
         self._shards = _shards_of({name: p for name, p in params.items() if p.requires_grad}, method)
         if self._shards.group is not None and spec.fp32_grads:
             raise ConfigError("fp32_grads: DTensor gradients are summed by FSDP. Set its reduce_dtype instead.")
@@ -59,23 +61,18 @@ class AdamW(reference.AdamW):
         super().__init__(groups, **settings, fp32_grads=spec.fp32_grads)
         if self._shards.group is None:
             for weight in self.split_weights.values():
-                # Weak: a discarded optimizer must not take the gradient from the next one.
-                take = weakref.WeakMethod(weight.take)
-                weight.weight.register_post_accumulate_grad_hook(
-                    lambda _, take=take: live() if (live := take()) else None
-                )
+                weight.weight.register_post_accumulate_grad_hook(_taker(weight))
 
     def _split(self, params: Mapping[str, nn.Parameter]) -> Iterator[SplitWeight]:
         chosen = [
             (target.name, target.shape, params[target.name]) for target in self.targets if target.update == "split"
         ]
         if self.method.parametrization == "drift":
-            weights = ((shape, param) for _, shape, param in chosen)
-            found = load_or_split(weights, svd=self.method.svd, folder=self._folder, total=len(chosen))
+            found = load_or_split(chosen, svd=self.method.svd, folder=self._folder, total=len(chosen))
             for (name, _, param), (bases, bases_id) in zip(chosen, found, strict=True):
                 yield DriftWeight(name, param, bases, bases_id)
         else:
-            splits = split_factors_of([(shape, local(param)) for _, shape, param in chosen], self._shards)
+            splits = split_factors_of([(name, shape, local(param)) for name, shape, param in chosen], self._shards)
             for (name, shape, param), split in zip(chosen, splits, strict=True):
                 yield FactoredWeight(name, shape, param, split, self._shards)
 
@@ -139,6 +136,7 @@ class AdamW(reference.AdamW):
 
     def _collect(self) -> dict[Tensor, Tensor | None]:
         if self._shards.group is not None:
+            self._require_own()
             for weight in self.split_weights.values():
                 weight.take()
             for own, param in self._sharded.items():
@@ -152,6 +150,16 @@ class AdamW(reference.AdamW):
         for own in (*self._sharded, *(p for weight in self.split_weights.values() for p in weight.params.values())):
             own.grad = None
         return grads
+
+    def _require_own(self) -> None:
+        """Refuse sharded weights that others wrote. All processes must agree to look: that gathers."""
+        weights = list(self.split_weights.values())
+        if not weights:
+            return
+        written = self._shards.anywhere([not weight.is_own for weight in weights], weights[0].weight.device)
+        for weight, is_written in zip(weights, written, strict=True):
+            if is_written:
+                weight.require_own()
 
     def _measure(self, grads: dict[Tensor, Tensor | None]) -> Tensor:
         if self._shards.group is None:
@@ -199,6 +207,15 @@ class AdamW(reference.AdamW):
         return [weight for weight in self.split_weights.values() if isinstance(weight, FactoredWeight)]
 
 
+def _require_values(params: Mapping[str, Tensor]) -> None:
+    for name, param in params.items():
+        if param.is_meta or is_unmaterialized(param):
+            raise ModelUnsupported(
+                f"OSFT: {name} has no values yet (it is on meta, or still in a file). Load the weights first, as "
+                "from_pretrained does, or use outsize.prepare."
+            )
+
+
 def _taker(weight: SplitWeight) -> Callable[[Tensor], None]:
     """Weak: a discarded optimizer must not take the gradient from the next one."""
     taken = weakref.WeakMethod(weight.take)
@@ -228,5 +245,10 @@ def _shards_of(params: Mapping[str, Tensor], method: OSFT) -> RowShards:
                 f"OSFT: {name} is placed as {tuple(p.placements)} on {p.device_mesh}; only rows that are sharded over "
                 "one mesh, with or without replicas, can be split. Shard all parameters alike, as fully_shard does."
             )
+    if plain := sorted(params.keys() - sharded.keys()):
+        raise ModelUnsupported(
+            f"OSFT: {plain[0]} is not sharded, but {first} is. Shard all trained parameters alike, as fully_shard does "
+            "without ignored_params, or freeze it."
+        )
     replicas = mesh.get_group(0) if len(placements) == 2 else None
     return RowShards(mesh.get_group(len(placements) - 1), replicas)

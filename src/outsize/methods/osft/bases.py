@@ -5,6 +5,7 @@ largest singular values, V_h an orthonormal basis of the rows of U_hᵀ W0, and 
 N > M all of this is mirrored. Only Q (`free`) and V_h (`frozen`) are kept; the smaller side needs no frozen basis.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ from outsize.methods.osft.exact import exact_products
 from outsize.methods.osft.shape import SplitShape
 
 Decomposition = Literal["eigh", "svd"]
+_LEAST_SCALED_EXPONENT = 24
+"""Weights whose largest element is from 2^-24 to 2^24 are decomposed as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ def split(
     assert 0 <= frozen_rank <= shape.small, (weight.shape, frozen_rank)
     flat = weight.detach().T if shape.is_mirrored else weight.detach()
     matrix = flat if weight.dtype == torch.float64 else flat.float()
+    matrix = _in_range(matrix)
     with exact_products(matrix):
         left, frozen = _by_svd(matrix, frozen_rank) if decomposition == "svd" else _by_eigh(matrix, frozen_rank)
     free, frozen = left[:, frozen_rank:].contiguous(), frozen.contiguous()
@@ -63,6 +67,16 @@ def split(
         return Bases(shape, free.to(weight.dtype), frozen.to(weight.dtype))
     (free, free_lo), (frozen, frozen_lo) = halves(free), halves(frozen)
     return Bases(shape, free, frozen, free_lo, frozen_lo)
+
+
+def _in_range(matrix: Tensor) -> Tensor:
+    """The matrix, multiplied by a power of two if its products could overflow or vanish. Its bases are the same."""
+    largest = float(matrix.abs().amax())
+    exponent = math.frexp(largest)[1]
+    if not largest or abs(exponent) < _LEAST_SCALED_EXPONENT:
+        return matrix
+    half = -exponent // 2  # in two steps: the whole factor may itself be out of range
+    return matrix.mul(2.0**half).mul_(2.0 ** (-exponent - half))
 
 
 def _by_svd(matrix: Tensor, frozen_rank: int) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ class DriftTraining:
         return cls(shapes, {name: params[name].dtype for name in shapes}, svd=settings.svd)
 
     def compute(self, name: str, weight: Tensor, out: Constants) -> None:
-        ((bases, _),) = load_or_split([(self._shapes[name], weight)], svd=self._svd, folder=self._folder)
+        ((bases, _),) = load_or_split([(name, self._shapes[name], weight)], svd=self._svd, folder=self._folder)
         kept = self._view(name, out, weight.dtype)
         for key, tensor in bases.tensors().items():
             kept.tensors()[key].copy_(tensor)

@@ -73,6 +73,11 @@ class OSFT:
         rank = "effective_rank" if self.unfreeze_rank_ratio is None else "unfreeze_rank_ratio"
         if self.variant in _RANK_OF and rank != _RANK_OF[self.variant]:
             problems.append(f"{rank} is not a setting of {self.variant}. Set {_RANK_OF[self.variant]}")
+        if not isinstance(self.rank_pattern, Mapping):
+            return [*problems, f"rank_pattern is {self.rank_pattern!r}; it must be a dict of patterns and ranks"]
+        names = self.target_modules
+        if not (names is None or (isinstance(names, Sequence) and all(isinstance(name, str) for name in names))):
+            return [*problems, f"target_modules is {names!r}; it must be a list of names, or a string"]
         given = {} if getattr(self, rank) is None else {rank: getattr(self, rank)}
         given |= {f"rank_pattern[{pattern!r}]": value for pattern, value in self.rank_pattern.items()}
         meaning = "a count or a fraction in (0, 1]" if rank == "effective_rank" else "a number from 0 to 1"
@@ -107,6 +112,20 @@ class OSFT:
         if isinstance(self.target_modules, str):
             return re.fullmatch(self.target_modules, module) is not None
         return any(module == name or module.endswith("." + name) for name in self.target_modules)
+
+    def unknown_targets(self, linear: Sequence[str]) -> list[str]:
+        """The names in `target_modules` that none of these modules has."""
+        if self.target_modules is None or isinstance(self.target_modules, str):
+            return []
+        return [
+            name
+            for name in self.target_modules
+            if not any(module == name or module.endswith("." + name) for module in linear)
+        ]
+
+    def unknown_patterns(self, modules: Sequence[str]) -> list[str]:
+        """The patterns in `rank_pattern` that none of these modules' names contains."""
+        return [p for p in self.rank_pattern if not any(re.search(p, module) for module in modules)]
 
     def shape(self, module: str, rows: int, columns: int, *, is_transposed: bool = False) -> SplitShape:
         """How the weight of a module is split."""

@@ -68,6 +68,14 @@ class RowShards:
         for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
+    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """Which flags any process has set, replicas included. Every process must call it alike."""
+        found = torch.tensor(flags, dtype=torch.float32, device=device)
+        for group in (self.group, self.replicas):
+            if group is not None:
+                dist.all_reduce(found, group=group)
+        return [count > 0 for count in found.tolist()]
+
 
 def padded(rows: Tensor, count: int) -> Tensor:
     """The rows and zeros, `count` in all."""

@@ -8,14 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.base.errors import ModelUnsupported
 from outsize.methods.osft.factors import FactorSplit, split_factors
 from outsize.methods.osft.row_shards import RowShards, padded
 from outsize.methods.osft.shape import SplitShape
+from outsize.model.weights import is_finite
 from outsize.progress import Bar
 
 
-def split_factors_of(weights: Sequence[tuple[SplitShape, Tensor]], shards: RowShards) -> list[FactorSplit]:
-    """The local parts of all weights, from their local rows. Every process of the groups must call it alike."""
+def split_factors_of(named: Sequence[tuple[str, SplitShape, Tensor]], shards: RowShards) -> list[FactorSplit]:
+    """The local parts of all weights, from their names, shapes and local rows. Every process of the groups must call it
+    alike.
+    """
+    _require_finite(named, shards)
+    weights = [(shape, rows) for _, shape, rows in named]
     owners = balance([s.rows * s.columns * s.small for s, _ in weights], shards.size * shards.num_replicas)
     queues = [[i for i, owner in enumerate(owners) if owner == w] for w in range(shards.size * shards.num_replicas)]
     parts: dict[int, FactorSplit] = {}
@@ -31,6 +37,16 @@ def split_factors_of(weights: Sequence[tuple[SplitShape, Tensor]], shards: RowSh
                 parts[i] = _distributed(splits.pop(i, None), *weights[i], replica, owner, shards)
                 bar.advance()
     return [parts[i] for i in range(len(weights))]
+
+
+def _require_finite(named: Sequence[tuple[str, SplitShape, Tensor]], shards: RowShards) -> None:
+    """In every process, since one that raises alone leaves the others waiting."""
+    if not named:
+        return
+    found = shards.anywhere([not is_finite(rows) for *_, rows in named], named[0][2].device)
+    for (name, *_), is_damaged in zip(named, found, strict=True):
+        if is_damaged:
+            raise ModelUnsupported(f"OSFT: {name} has NaN or infinite values. Load the model again from intact files.")
 
 
 def balance(costs: Sequence[float], workers: int) -> list[int]:

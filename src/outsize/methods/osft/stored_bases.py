@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from outsize.base.cache_folder import cache_folder
-from outsize.base.errors import BadFile
+from outsize.base.errors import BadFile, ModelUnsupported
 from outsize.base.log import log
 from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 from outsize.methods.osft.bases import Bases, split
 from outsize.methods.osft.shape import SplitShape
+from outsize.model.weights import require_finite
 from outsize.progress import counted
 
 _FORMAT = 1
@@ -44,18 +45,20 @@ def bases_folder() -> Path | None:
 
 
 def load_or_split(
-    weights: Iterable[tuple[SplitShape, Tensor]],
+    weights: Iterable[tuple[str, SplitShape, Tensor]],
     *,
     svd: bool = False,
     folder: Path | None = None,
     total: int | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[Bases, BasesId]]:
-    """The bases of each weight, one after another: read from `folder`, or computed and written there.
+    """The bases of each weight, one after another: read from `folder`, or computed and written there. The name is for
+    messages.
 
     Bases that were read are on the CPU, others on `device`, where they are computed (default: the weight's).
     """
-    for shape, weight in counted(weights, "splitting weights", total=total):
+    for name, shape, weight in counted(weights, "splitting weights", total=total):
+        require_finite(name, weight, ModelUnsupported)
         key = weight_hash(shape, weight, svd=svd)
         stored = None if folder is None else load_bases(folder, shape, weight.dtype, key)
         if stored is not None:

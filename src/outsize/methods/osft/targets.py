@@ -35,25 +35,56 @@ def find_targets(model: nn.Module, method: OSFT) -> tuple[Target, ...]:
     """
     if getattr(model, "peft_config", None):
         raise ConfigError("OSFT: the model has a PEFT adapter, which leaves no weights to split. Use one or the other.")
+    _require_gradients_are_ours(model)
     names = {id(param): name for name, param in model.named_parameters()}
     heads = set() if method.target_modules is not None else _embeddings(model)
     found: dict[str, Target] = {}
+    linear = []
     for module_name, module in model.named_modules():
         is_transposed = _is_conv1d(module)
         weight = module._parameters.get("weight") if is_transposed or isinstance(module, nn.Linear) else None
-        if weight is None or not method.is_target(module_name) or id(weight) in heads:
+        if weight is None:
+            continue
+        linear.append(module_name)
+        if not method.is_target(module_name) or id(weight) in heads:
             continue
         _require_plain(module_name, weight)
-        if weight.requires_grad and weight.dim() == 2:
+        if weight.requires_grad and weight.dim() == 2 and weight.numel():
             name = names[id(weight)]
             found.setdefault(name, Target(name, method.shape(module_name, *weight.shape, is_transposed=is_transposed)))
     if not found:
         named = "" if method.target_modules is None else f" that target_modules={method.target_modules!r} names"
+        regular = " A string is a regular expression for whole names." if isinstance(method.target_modules, str) else ""
         raise ConfigError(
-            f"OSFT: the model has no trainable linear weight{named}. Name linear modules of the model in "
-            "target_modules, and unfreeze their weights."
+            f"OSFT: the model has no trainable linear weight{named}.{regular} Name linear modules of the model in "
+            "target_modules, such as q_proj in a list, and unfreeze their weights."
         )
+    _require_all_names_found(method, linear, [name for name, _ in model.named_modules()])
     return tuple(found.values())
+
+
+def _require_all_names_found(method: OSFT, linear: Sequence[str], modules: Sequence[str]) -> None:
+    """Refuse names that match nothing: a misspelled one would leave weights to train in all directions."""
+    if unknown := method.unknown_targets(linear):
+        raise ConfigError(
+            f"OSFT: target_modules names {', '.join(unknown)}, which is no linear module of the model (nor the end of "
+            "its name). Correct or remove it; a regular expression, given as a string, can name all linear modules "
+            "within another."
+        )
+    if unknown := method.unknown_patterns(modules):
+        raise ConfigError(
+            f"OSFT: rank_pattern has {', '.join(map(repr, unknown))}, which no module's name contains. Correct or "
+            "remove it."
+        )
+
+
+def _require_gradients_are_ours(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ModelUnsupported(
+                "OSFT: the model is wrapped in DistributedDataParallel, which would average gradients after the "
+                "optimizer has taken them. Train in one process, or use fully_shard with parametrization='factors'."
+            )
 
 
 def choose_trainable(model: nn.Module, method: OSFT, targets: Sequence[Target]) -> None:
@@ -88,7 +119,8 @@ def _require_plain(module: str, weight: Tensor) -> None:
         )
     if weight.dtype not in (torch.bfloat16, torch.float32):
         dtype = str(weight.dtype).removeprefix("torch.")
-        do = "Use the unquantized model" if weight.dtype != torch.float16 else "Convert the model to bf16"
+        is_plain = weight.dtype in (torch.float16, torch.float64)
+        do = "Convert the model with .to(torch.bfloat16)" if is_plain else "Use the unquantized model"
         raise ModelUnsupported(f"OSFT: {module}.weight is {dtype}; only bf16 and fp32 weights can be split. {do}.")
 
 

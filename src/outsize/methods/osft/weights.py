@@ -1,5 +1,6 @@
 """The trained form of one weight in the stand-alone optimizer: its drift, or its factors."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from outsize.base.errors import BadFile
+from outsize.base.errors import BadFile, EngineMisuse
 from outsize.methods.osft.bases import Bases
 from outsize.methods.osft.factors import FactorSplit, contract_factors, merge_factors
 from outsize.methods.osft.products import contract, merge
@@ -21,6 +22,13 @@ class SplitWeight(Protocol):
     weight: nn.Parameter
     params: dict[str, nn.Parameter]
     """What the optimizer trains in place of the weight, all fp32."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether only the optimizer wrote the weight."""
+
+    def require_own(self) -> None:
+        """Refuse a weight that others wrote. Of a DTensor, all processes of a group must call it alike."""
 
     def take(self) -> None:
         """Move the weight's gradient to `params`, adding to what they have."""
@@ -57,6 +65,50 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+class _OwnWrites:
+    """Notices that others wrote a weight, moved or converted it: the optimizer would undo that, as it computes the
+    weight from what it trains.
+    """
+
+    def __init__(self, name: str, weight: nn.Parameter):
+        self._name, self._weight = name, weight
+        self.note()
+
+    def note(self) -> None:
+        """The present value is the optimizer's own."""
+        self._seen = self._present()
+
+    def _present(self) -> tuple[Any, ...]:
+        own = local(self._weight)
+        return own.data_ptr(), own._version, own.dtype, own.device
+
+    @property
+    def are_all(self) -> bool:
+        """Whether nobody else wrote."""
+        return self._present() == self._seen
+
+    def require_equal(self, value: Callable[[], Tensor]) -> None:
+        """`value` computes what the weight should be. Values that a checkpoint brought are accepted: another machine
+        may have rounded them otherwise.
+        """
+        present, own = self._present(), local(self._weight)
+        if present[2:] != self._seen[2:]:
+            (_, _, was, where), (_, _, dtype, device) = self._seen, present
+            raise EngineMisuse(
+                f"{self._name} is {dtype} on {device}, but was {was} on {where} when outsize.osft.AdamW was "
+                "constructed. Move and convert the model before that."
+            )
+        expected = value().float()
+        atol = 1e-6 * float(expected.abs().amax()) if expected.numel() else 0.0
+        if not torch.allclose(own.float(), expected, rtol=4 * torch.finfo(own.dtype).eps, atol=atol):
+            raise EngineMisuse(
+                f"{self._name}: it was written, but outsize.osft.AdamW computes it from what it trains, and would undo "
+                "that. Write weights before the optimizer is constructed, or call its next_task() to begin with the "
+                "present ones."
+            )
+        self._seen = present
+
+
 class DriftWeight:
     """W0 + Q D P."""
 
@@ -65,6 +117,14 @@ class DriftWeight:
         self.drift = nn.Parameter(torch.zeros(bases.shape.drift, dtype=torch.float32, device=weight.device))
         self.params = {"drift": self.drift}
         self._set_bases(bases, bases_id)
+        self._writes = _OwnWrites(name, weight)
+
+    @property
+    def is_own(self) -> bool:
+        return self._writes.are_all
+
+    def require_own(self) -> None:
+        self._writes.require_equal(self.master)
 
     def _set_bases(self, bases: Bases, bases_id: BasesId) -> None:
         moved = {name: tensor.to(self.weight.device) for name, tensor in bases.tensors().items()}
@@ -74,6 +134,8 @@ class DriftWeight:
         gradient, self.weight.grad = self.weight.grad, None
         if gradient is None:
             return
+        if not self.is_own:
+            self.require_own()
         is_first = self.drift.grad is None
         if self.drift.grad is None:
             self.drift.grad = torch.empty_like(self.drift)
@@ -82,6 +144,7 @@ class DriftWeight:
     def merge(self) -> None:
         with torch.no_grad():
             merge(self.base, self.drift.detach(), self.bases, out=self.weight)
+        self._writes.note()
 
     def master(self) -> Tensor:
         out = torch.empty_like(self.base, dtype=torch.float32)
@@ -114,6 +177,7 @@ class DriftWeight:
     def restart(self, new: "DriftWeight") -> None:
         self.base, self.bases, self.bases_id = new.base, new.bases, new.bases_id
         self.drift.zero_()
+        self._writes.note()
 
 
 class FactoredWeight:
@@ -125,17 +189,28 @@ class FactoredWeight:
         self.u, self.s, self.v = (nn.Parameter(part) for part in (split.u, split.s, split.v))
         self.params = {"u": self.u, "s": self.s, "v": self.v}
         self.residual = local(weight).float() - self._product()
+        self._writes = _OwnWrites(name, weight)
+
+    @property
+    def is_own(self) -> bool:
+        return self._writes.are_all
+
+    def require_own(self) -> None:
+        self._writes.require_equal(self.master)
 
     def take(self) -> None:
         gradient, self.weight.grad = local_gradient(self.weight), None
         if gradient is None:
             return
+        if self.shards.group is None and not self.is_own:
+            self.require_own()
         found = contract_factors(gradient, *self._factors(), self.shards)
         for param, part in zip(self.params.values(), found, strict=True):
             param.grad = part if param.grad is None else param.grad.add_(part)
 
     def merge(self) -> None:
         local(self.weight).copy_(self.master())
+        self._writes.note()
 
     def master(self) -> Tensor:
         return self._product().add_(self.residual)
@@ -153,6 +228,7 @@ class FactoredWeight:
     def restart(self, new: "FactoredWeight") -> None:
         for name, tensor in self.saved().items():
             _copy(tensor, new.saved()[name])
+        self._writes.note()
 
     _SAVED = ("u", "s", "v", "frozen_u", "frozen_v", "residual")
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 import outsize
 from outsize import reference
-from outsize.base.errors import BadFile, ConfigError, NonFiniteGradient
+from outsize.base.errors import BadFile, ConfigError, EngineMisuse, ModelUnsupported, NonFiniteGradient
 from outsize.methods.osft.bases import Bases, split
 from outsize.methods.osft.products import contract, merge
 from outsize.methods.osft.shape import SplitShape
@@ -243,3 +243,87 @@ def test_masters_are_the_weights_before_rounding() -> None:
         for name, master in masters.items():
             weight = model.get_parameter(name)
             assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), weight)
+
+
+def with_a_gap(model: Small) -> Small:
+    """Every weight has half of its singular values from 2 to 3 and half below 0.5, so that half of its directions are
+    the same in any precision.
+    """
+    for weight in (p for p in model.parameters() if p.dim() == 2):
+        u, s, v = torch.linalg.svd(weight.detach().double(), full_matrices=False)
+        values = torch.cat([torch.linspace(3, 2, len(s) // 2), torch.linspace(0.5, 0.01, len(s) - len(s) // 2)])
+        weight.data = ((u * values) @ v).to(weight.dtype)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [(DRIFT, torch.bfloat16), (DRIFT, torch.float32), (MINI_TRAINER, torch.float32)],
+    ids=["drift-bf16", "drift-fp32", "mini_trainer-fp32"],
+)
+def test_200_steps_of_a_model_leave_its_large_singular_directions(method: outsize.OSFT, dtype: torch.dtype) -> None:
+    """D28, of the singular vectors in fp64 of the weights that training began with."""
+    model = with_a_gap(Small(dtype))
+    start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+    optimizer = outsize.osft.AdamW(model, method, **{**SETTINGS, "lr": 1e-3})
+    norms = train(model, optimizer, 200, micro_batches=2)
+    assert min(norms) > SETTINGS["max_grad_norm"], "every step clips"
+    for name, master in optimizer.masters():
+        u, _, v = torch.linalg.svd(start[name], full_matrices=False)
+        k, change = len(v) // 2, master.double() - start[name]
+        assert change.norm() > 1e-2 * start[name].norm()
+        assert (u[:, :k].T @ change).norm() < 1e-5 * change.norm(), name
+        assert (change @ v[:k].T).norm() < 1e-5 * change.norm(), name
+
+
+@pytest.mark.parametrize("method", [DRIFT, MINI_TRAINER], ids=["drift", "factors"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_others_write_are_refused(method: outsize.OSFT, dtype: torch.dtype) -> None:
+    """The next step would undo it without a word."""
+    model = Small(dtype)
+    optimizer = outsize.osft.AdamW(model, method, **SETTINGS)
+    model.load_state_dict(Small(dtype).state_dict())
+    train(model, optimizer, 1)
+    with torch.no_grad():  # as another machine may round them
+        model.mid.weight.copy_(model.mid.weight * (1 + torch.finfo(dtype).eps))
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        model.mid.weight[3, 4] += 0.1
+    with pytest.raises(EngineMisuse, match=r"mid\.weight: it was written, .*or call its next_task\(\)"):
+        train(model, optimizer, 1)
+    optimizer.zero_grad()
+    expected = model.mid.weight.detach().clone()
+    optimizer.next_task()
+    assert torch.equal(model.mid.weight, expected)
+    train(model, optimizer, 1)
+    model.to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
+    with pytest.raises(EngineMisuse, match=r"down\.weight is torch\..* but was .*Move and convert the model before"):
+        train(model, optimizer, 1)
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    for method in (DRIFT, MINI_TRAINER):
+        model = Small()
+        model.mid.weight.data[1, 2] = torch.nan
+        with pytest.raises(ModelUnsupported, match=r"mid\.weight.*NaN"):
+            outsize.osft.AdamW(model, method, **SETTINGS)
+
+
+@pytest.mark.parametrize("method", [DRIFT, MINI_TRAINER], ids=["drift", "factors"])
+def test_a_third_task_is_resumed_with_the_same_bits(method: outsize.OSFT) -> None:
+    model = Small()
+    optimizer = outsize.osft.AdamW(model, method, **SETTINGS)
+    for task in range(3):
+        begin = copy.deepcopy(model)
+        lower = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, 2, first=4 * task)
+        weights, state = saved(model.state_dict(), optimizer.state_dict())
+        train(model, optimizer, 2, first=4 * task + 2)
+        if task < 2:
+            optimizer.next_task()
+    assert lower["state"], "halves of other weights go on from task to task"
+    again = outsize.osft.AdamW(begin, method, **SETTINGS)
+    again.load_state_dict(state)
+    begin.load_state_dict(weights)
+    train(begin, again, 2, first=10)
+    assert equal(begin, model)

@@ -1,9 +1,12 @@
 """`parametrization="factors"`: its algebra in fp64, and the published steps."""
 
+from typing import Any
+
 import pytest
 import torch
 from published_osft import Factored, published_step
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
 from outsize.methods.osft.factors import contract_factors, merge_factors, project_u, project_v, split_factors
@@ -49,17 +52,18 @@ def test_projections_remove_the_frozen_directions_alone(n: int, m: int, k: int) 
     assert relative(u, expected[0]) < 1e-12 and relative(v, expected[1]) < 1e-12
 
 
-class Two(nn.Module):
-    """Two independent linear layers, so that each weight has a loss of its own."""
+class Three(nn.Module):
+    """Independent linear layers, so that each weight has a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.wide, self.tall = nn.Linear(40, 16, bias=False), nn.Linear(16, 40, bias=False)
+        self.square = nn.Linear(16, 16, bias=False)
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        return [self.wide.weight, self.tall.weight]
+        return [self.wide.weight, self.tall.weight, self.square.weight]
 
     @staticmethod
     def loss(weight: Tensor, seed: int) -> Tensor:
@@ -73,7 +77,7 @@ def test_steps_equal_the_published_steps(variant: str) -> None:
     rank = {"effective_rank": 0.5} if variant == "peft" else {"unfreeze_rank_ratio": 0.5}
     method = outsize.OSFT(parametrization="factors", variant=variant, **rank)
     settings = dict(lr=1e-2, weight_decay=0.1, eps=1e-4)
-    model = Two()
+    model = Three()
     optimizer = outsize.osft.AdamW(model, method, max_grad_norm=0.1, **settings)
     published = [Factored(p.detach(), 8, lr=1e-2, decay=0.1, eps=1e-4) for p in model.weights]
     start = [p.detach().clone() for p in model.weights]
@@ -92,7 +96,7 @@ def test_what_200_steps_leak(variant: str) -> None:
     projected, too. Clipping and weight decay are on."""
     rank = {"effective_rank": 8} if variant == "peft" else {"unfreeze_rank_ratio": 0.5}
     method = outsize.OSFT(parametrization="factors", variant=variant, **rank)
-    model = Two()
+    model = Three()
     optimizer = outsize.osft.AdamW(model, method, lr=1e-3, weight_decay=0.1, max_grad_norm=0.1)
     start = [p.detach().double() for p in model.weights]
     for step in range(200):
@@ -106,3 +110,41 @@ def test_what_200_steps_leak(variant: str) -> None:
             float((change @ split.frozen_v.T).norm() / change.norm()),
         ]
         assert max(leaks) < 1e-5 if variant == "mini_trainer" else max(leaks) > 1e-2
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=50, **shape))
+
+
+def test_steps_equal_those_of_peft_itself() -> None:
+    peft = pytest.importorskip("peft")
+    if not hasattr(peft, "OSFConfig"):
+        pytest.skip("this PEFT has no OSF")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = dict(lr=1e-2, weight_decay=0.1, eps=1e-3)
+    rank = dict(effective_rank=0.5, rank_pattern={"up_proj": 5})
+    start = dict(llama().named_parameters())
+    theirs = peft.get_peft_model(llama(), peft.OSFConfig(target_modules=targets, **rank))
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    theirs_optimizer = torch.optim.AdamW(trained, **settings)
+    ours = llama()
+    method = outsize.OSFT(parametrization="factors", variant="peft", target_modules=targets, **rank)
+    optimizer = outsize.osft.AdamW(ours, method, max_grad_norm=0.05, **settings)
+    for seed in range(5):
+        ids = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(seed))
+        losses = [model(input_ids=ids, labels=ids).loss for model in (theirs, ours)]
+        sum(losses).backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.05)
+        theirs_optimizer.step()
+        optimizer.step()
+        assert float(norm) == pytest.approx(float(optimizer.grad_norm), rel=1e-4) and float(norm) > 0.05
+        theirs_optimizer.zero_grad()
+    merged, mine = dict(theirs.merge_and_unload().named_parameters()), dict(ours.named_parameters())
+    assert len(optimizer.split_weights) == 14
+    for name, weight in merged.items():
+        if name in optimizer.split_weights:
+            assert relative(mine[name] - start[name], weight - start[name]) < 1e-4, name
+        else:
+            assert torch.equal(mine[name], weight), name

@@ -1,6 +1,7 @@
 """Settings of OSFT: ranks, targets, and what trains."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import outsize
 from outsize.base.errors import ConfigError, ModelUnsupported
 from outsize.methods.osft.targets import choose_trainable, find_targets
+from outsize.model.weights import unmaterialized_like
 
 
 def frozen_rank(small: int, module: str = "layers.0.q_proj", **settings) -> int:
@@ -71,6 +73,9 @@ def test_rank_pattern_replaces_the_rank_by_the_first_pattern_found() -> None:
         ({"unfreeze_rank_ratio": 0.5, "parametrization": "factors"}, "variant is None"),
         ({"effective_rank": 8, "parametrization": "factors", "variant": "mini_trainer"}, "Set unfreeze_rank_ratio"),
         ({"unfreeze_rank_ratio": 0.5, "others": "some"}, "others is 'some'"),
+        ({"unfreeze_rank_ratio": float("nan")}, "it must be a number from 0 to 1"),
+        ({"unfreeze_rank_ratio": 0.5, "rank_pattern": ["q_proj"]}, "it must be a dict of patterns and ranks"),
+        ({"unfreeze_rank_ratio": 0.5, "target_modules": [3]}, "it must be a list of names, or a string"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict, message: str) -> None:
@@ -116,6 +121,49 @@ def test_target_modules() -> None:
             names(missing)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        # A misspelled name would leave its weights to train in all directions.
+        ({"target_modules": ["q_proj", "kproj"]}, "target_modules names kproj, which is no linear module"),
+        ({"target_modules": ["q_proj", "mlp"]}, "target_modules names mlp, .* can name all linear modules within"),
+        ({"rank_pattern": {"q_proj": 0.1, "kproj": 0.1}}, "rank_pattern has 'kproj', which no module's name contains"),
+        ({"target_modules": "q_proj"}, "A string is a regular expression for whole names"),
+    ],
+)
+def test_names_that_match_nothing_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_targets(llama(), replace(HALF, **settings))
+
+
+def test_a_model_in_ddp_is_refused(tmp_path: Path) -> None:
+    """It averages gradients after they are taken."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(ModelUnsupported, match="wrapped in DistributedDataParallel"):
+            find_targets(nn.parallel.DistributedDataParallel(llama()), HALF)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_models_without_values_are_refused_by_a_plain_loop() -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(ModelUnsupported, match=r"embed_tokens\.weight has no values yet"):
+        outsize.osft.AdamW(model, HALF)
+    model = llama()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = unmaterialized_like(weight, torch.float32)
+    with pytest.raises(ModelUnsupported, match=r"layers\.0\.mlp\.up_proj\.weight has no values yet"):
+        outsize.osft.AdamW(model, HALF)
+
+
+def test_weights_without_elements_are_no_targets() -> None:
+    with pytest.warns(UserWarning):
+        model = nn.Sequential(nn.Linear(8, 0), nn.Linear(8, 8))
+    assert [target.name for target in find_targets(model, HALF)] == ["1.weight"]
+
+
 def test_weights_of_conv1d_are_transposed() -> None:
     """D32."""
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50, n_positions=16))
@@ -157,11 +205,12 @@ def test_frozen_and_shared_weights() -> None:
     assert [t.name for t in find_targets(tied, HALF)] == ["other.weight"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn])
 def test_quantized_weights_are_refused_by_name(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(torch.zeros(8, 8).to(dtype), requires_grad=False)
-    with pytest.raises(ModelUnsupported, match=r"OSFT: 1.weight is .*only bf16 and fp32"):
+    do = "Convert the model" if dtype in (torch.float16, torch.float64) else "Use the unquantized model"
+    with pytest.raises(ModelUnsupported, match=rf"OSFT: 1.weight is .*only bf16 and fp32.*{do}"):
         find_targets(model, HALF)
 
 

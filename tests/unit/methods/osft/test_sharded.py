@@ -79,6 +79,7 @@ def test_a_sharded_run_equals_one_process_in_fp64(found: dict[str, Any], variant
             assert variant == "peft" and torch.equal(weight, start[name].float()), name
             continue
         assert float((weight.double() - expected[name]).norm() / change.norm()) < 1e-4, name
+    assert found[variant]["same"], "the weights of all processes, replicas too, have the same bits"
     resumed = found[variant]["resumed"]
     assert all(torch.equal(weight, resumed[name]) for name, weight in found[variant]["weights"].items())
 
@@ -101,6 +102,9 @@ def test_what_cannot_be_sharded_is_refused(found: dict[str, Any]) -> None:
     assert found["drift"].startswith("OSFT: up.weight is a DTensor, and parametrization='drift'")
     assert found["fp32_grads"].startswith("fp32_grads: DTensor gradients are summed by FSDP")
     assert "up.weight is placed as (Shard(dim=1),)" in found["columns"]
+    assert "norm.weight is not sharded, but" in found["partly"]
+    assert all("square.weight has NaN or infinite values" in refused for refused in found["nan"])
+    assert "square.weight: it was written" in found["written"]
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8, 64])

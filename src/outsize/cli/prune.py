@@ -1,0 +1,50 @@
+"""`outsize prune`: pruned variants of every layer of a model, each trained on its own."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_DOC = """Prune the layers of a model in several ways and train each variant to do what the layer did.
+
+Layers are trained one after another, so one layer fits where the model does not. The result is a library of variants
+in output_dir. Ctrl-C saves and stops; the same command continues, with more tokens or further variants if the file
+names them.
+
+[bold]Examples[/bold]
+
+outsize prune run.yaml
+
+outsize prune run.yaml --dry-run     [dim]memory, disk and hours; then stop[/dim]
+
+outsize prune run.yaml --set prune.tokens=100M     [dim]train unfinished layers longer[/dim]
+"""
+
+
+def prune(
+    config: Annotated[Path, typer.Argument(help="What to do; docs/prune.md lists the keys.", metavar="RUN.YAML")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be given several times.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and stop.")] = False,
+) -> None:
+    from outsize.config.read import read_config
+
+    run = read_config(config, overrides or ())
+
+    print("Reading the data, measuring a layer and planning …", flush=True)
+    # Imports take seconds: a wrong config was reported before them.
+    from rich.console import Console
+
+    from outsize.run.prune import prune_run
+    from outsize.run.quiet import quiet
+
+    quiet()
+
+    console = Console(width=None if Console().is_terminal else 120)
+    outcome = prune_run(run, console, dry_run=dry_run)
+    if not outcome.is_finished and not dry_run:
+        raise typer.Exit(130)
+
+
+prune.__doc__ = _DOC

@@ -1,0 +1,176 @@
+"""Scores of candidates: how far the whole model moves from the teacher if some of its sub-blocks are replaced.
+
+To choose variants, each candidate replaces one sub-block; an assembled model is a candidate that replaces many. One
+pass over the teacher's layers scores all candidates. At each layer, candidates whose first replacement is there join
+the hidden states that wait on the host, and every candidate so far runs through the layer as a call of its own: the
+shapes are those of a whole model, and so are the bits. The weights of a layer are read once per pass.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from outsize.model.stack import LayerCall, LayerStack, run, valid_tokens
+
+IGNORED = -100
+_TOP = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Means over the tokens of all batches; `loss` over those with a label."""
+
+    kl: float
+    """KL(teacher ‖ model) of the probabilities of the next token."""
+    loss: float
+    cosine: float
+    """Similarity of the last layer's output to the teacher's."""
+    top1: float
+    """Share of tokens for which both find the same next token most probable."""
+    top10: float
+    """Share of the teacher's ten most probable tokens that are among the model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    name: str
+    layers: Mapping[int, Callable[[], AbstractContextManager[None]]]
+    """By number of the layer: while it is entered, the teacher's layer has the replacements."""
+
+    @property
+    def first(self) -> int:
+        return min(self.layers)
+
+
+@contextmanager
+def replaced(layer: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within it, the layer has these modules at these paths."""
+    before = {path: layer.get_submodule(path) for path in modules}
+    try:
+        for path, module in modules.items():
+            layer.set_submodule(path, module)
+        yield
+    finally:
+        for path, module in before.items():
+            layer.set_submodule(path, module)
+
+
+class _Sums:
+    """Sums of one model's comparison with the teacher."""
+
+    def __init__(self) -> None:
+        self.values = dict.fromkeys((field.name for field in fields(Scores)), 0.0)
+        self.tokens = self.labels = 0
+
+    def add(self, hidden: Tensor, logits: Tensor, teacher: Tensor, expected: Tensor, batch: Mapping[str, Any]) -> None:
+        mask = valid_tokens(batch)
+        rows = torch.ones(hidden.shape[:-1], dtype=torch.bool) if mask is None else mask.cpu()
+        rows = rows.to(hidden.device)
+        own, theirs = (each[rows].float().log_softmax(-1) for each in (logits, expected))
+        count = min(_TOP, own.shape[-1])
+        tops, wanted = own.topk(count).indices, theirs.topk(count).indices
+        found = {
+            "kl": (theirs.exp() * (theirs - own)).sum(),
+            "cosine": cosine_similarity(hidden[rows].float(), teacher[rows].float(), dim=-1).sum(),
+            "top1": (tops[:, 0] == wanted[:, 0]).sum(),
+            "top10": (tops.unsqueeze(-1) == wanted.unsqueeze(-2)).sum() / count,
+        }
+        for name, value in found.items():
+            self.values[name] += value.item()
+        self.tokens += int(rows.sum())
+        labels = batch.get("labels")
+        if labels is not None:
+            shifted = labels[:, 1:].to(logits.device)
+            flat = logits[:, :-1].float().flatten(0, 1)
+            loss = cross_entropy(flat, shifted.flatten(), ignore_index=IGNORED, reduction="sum")
+            self.values["loss"] += loss.item()
+            self.labels += int((shifted != IGNORED).sum())
+
+    def means(self) -> Scores:
+        divisors = {name: self.labels if name == "loss" else self.tokens for name in self.values}
+        return Scores(**{name: value / max(divisors[name], 1) for name, value in self.values.items()})
+
+
+@torch.no_grad()
+def score(
+    stack: LayerStack,
+    batches: Sequence[Mapping[str, Any]],
+    candidates: Sequence[Candidate],
+    *,
+    loaded: Callable[[nn.Module], AbstractContextManager[None]],
+    outside: Callable[[], AbstractContextManager[None]],
+    host_bytes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Scores, dict[str, Scores]]:
+    """The teacher's own scores, and those of each candidate by name.
+
+    Args:
+        batches: arguments of the model's forward, on the device.
+        loaded: while it is entered, a layer has its weights on the device.
+        outside: the same for everything outside of the layers.
+        host_bytes: for hidden states that wait. If all do not fit, there are several passes. Default: no limit.
+        progress: called with the number of layers done and their total.
+    """
+    with outside():
+        calls = [stack.capture(batch) for batch in batches]
+    waiting = sum(call.hidden.nbytes for call in calls)
+    per_pass = len(candidates) if host_bytes is None else max(1, host_bytes // max(waiting, 1) - 1)
+    ordered = sorted(candidates, key=lambda each: (each.first, each.name))
+    groups = [ordered[start : start + per_pass] for start in range(0, len(ordered), per_pass)] or [[]]
+    teacher, found = Scores(0, 0, 0, 0, 0), {}
+    for index, group in enumerate(groups):
+        report = lambda layer, index=index: progress(index * len(stack.layers) + layer, len(groups) * len(stack.layers))
+        hidden = _pass(stack, [call.calls for call in calls], [call.hidden for call in calls], group, loaded, report)
+        with outside():
+            teacher, some = _compare(stack, batches, hidden)
+        found.update(some)
+    return teacher, found
+
+
+_TEACHER = ""
+
+
+def _pass(
+    stack: LayerStack,
+    calls: Sequence[Sequence[LayerCall]],
+    first: Sequence[Tensor],
+    group: Sequence[Candidate],
+    loaded: Callable[[nn.Module], AbstractContextManager[None]],
+    report: Callable[[int], None],
+) -> dict[str, list[Tensor]]:
+    """The last layer's outputs on the host: by candidate, per batch."""
+    device = first[0].device
+    waiting = {_TEACHER: [hidden.cpu() for hidden in first]}
+    for index, layer in enumerate(stack.layers):
+
+        def through(inputs: Sequence[Tensor], layer: nn.Module = layer.module, index: int = index) -> list[Tensor]:
+            return [run(layer, calls[batch][index], hidden.to(device)).cpu() for batch, hidden in enumerate(inputs)]
+
+        with loaded(layer.module):
+            begin = [candidate for candidate in group if candidate.first == index]
+            waiting |= {candidate.name: waiting[_TEACHER] for candidate in begin}
+            changed = {candidate.name: candidate.layers[index] for candidate in group if index in candidate.layers}
+            for name in list(waiting):
+                with changed.get(name, nullcontext)():
+                    waiting[name] = through(waiting[name])
+        report(index + 1)
+    return waiting
+
+
+def _compare(
+    stack: LayerStack, batches: Sequence[Mapping[str, Any]], waiting: Mapping[str, Sequence[Tensor]]
+) -> tuple[Scores, dict[str, Scores]]:
+    sums = {name: _Sums() for name in waiting}
+    for index, batch in enumerate(batches):
+        device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+        teacher = waiting[_TEACHER][index].to(device)
+        expected = stack.output(batch, teacher).logits
+        for name, rows in waiting.items():
+            hidden = rows[index].to(device)
+            sums[name].add(hidden, stack.output(batch, hidden).logits, teacher, expected, batch)
+    return sums[_TEACHER].means(), {name: each.means() for name, each in sums.items() if name != _TEACHER}

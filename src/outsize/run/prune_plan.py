@@ -1,0 +1,237 @@
+"""Plans the memory of a pruning run: which variants of a layer are trained together, and where hidden states are kept.
+
+A layer's teacher, its variants with their optimizer state, and the activations of one variant share the device. Sizes
+are counted, activations are measured by running each variant of each kind of layer once on the largest batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate as accumulate_sums
+
+from outsize.base.errors import PlanInfeasible
+from outsize.base.units import show_bytes, show_enough
+from outsize.hardware.gpu_budget import GpuBudget
+from outsize.transfer.batch_cache import BatchCache, BatchSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantCost:
+    name: str
+    state_bytes: int
+    """Weights, gradients, masters and moments on the device."""
+    weight_bytes: int
+    """Weights alone, as the library has them."""
+    saved_bytes: int
+    """What a state on disk takes."""
+    active_bytes: int
+    """Peak of a batch on the device: calls, teacher's forward, forward and backward of this variant."""
+    seconds: float
+    """Of a batch."""
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """A layer, or layers of the same structure with the same variants."""
+
+    layers: tuple[int, ...]
+    weight_bytes: int
+    teacher_bytes: int
+    """Peak of a batch on the device without variants."""
+    importance_bytes: int
+    """Peak of a batch on the device while importance is measured."""
+    teacher_seconds: float
+    variants: tuple[VariantCost, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrunePlan:
+    groups: dict[int, tuple[tuple[str, ...], ...]]
+    """By layer: the variants that are trained together, group by group."""
+    rounds: tuple[range, ...]
+    """Batches of each round."""
+    in_file: bool
+    """Hidden states are kept in a file."""
+    budget_bytes: int
+    """`gpu_memory`."""
+    gpu_bytes: int
+    """Predicted peak on the device, without the overhead of the process."""
+    gpu_total: int
+    """The same with it: what `gpu_memory` would have to be."""
+    host_bytes: int
+    disk_bytes: int
+    """Hidden states and states of variants on disk at once, and the library."""
+    importance_seconds: float
+    seconds: float
+    """Of the training stage. Both 0: unknown."""
+
+    @property
+    def num_groups(self) -> int:
+        return max(map(len, self.groups.values()), default=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    gpu: GpuBudget
+    host_bytes: int
+    disk_bytes: int
+    """Free where hidden states may be kept; 0: nowhere."""
+
+
+def plan(
+    costs: Sequence[LayerCost],
+    budget: Budget,
+    *,
+    fixed_bytes: int,
+    fixed_host_bytes: int,
+    train: Sequence[BatchSpec],
+    validation: Sequence[BatchSpec],
+    calibration: Sequence[BatchSpec],
+    accumulate: int,
+    num_layers: int,
+    keeps_best: bool,
+) -> PrunePlan:
+    """Raises PlanInfeasible with the memory that is enough.
+
+    Args:
+        fixed_bytes: on the device for the whole run: stem, buffers, workspaces.
+        fixed_host_bytes: in host memory for the whole run.
+        train, validation, calibration: the hidden states of all batches, and of those that importance is measured on.
+        num_layers: that the teacher runs.
+    """
+    fixed = fixed_bytes + BatchCache.device_bytes([*train, *validation])
+    groups, peak = _grouped(costs, budget.gpu, fixed)
+    host = fixed_host_bytes + max((_host_bytes(cost, keeps_best=keeps_best) for cost in costs), default=0)
+    rounds, in_file = _rounds(train, validation, calibration, accumulate, budget, host)
+    most = [*train[rounds[0].start : rounds[0].stop], *validation]
+    cached = BatchCache.host_bytes(most, in_file=in_file)
+    variants = [variant for cost in costs for variant in cost.variants for _ in cost.layers]
+    states = sum(v.saved_bytes for v in variants) if len(rounds) > 1 else max((_saved(c) for c in costs), default=0)
+    hidden = sum(spec.num_bytes for spec in most) if in_file else 0
+    return PrunePlan(
+        groups={layer: parts for cost, parts in zip(costs, groups, strict=True) for layer in cost.layers},
+        budget_bytes=budget.gpu.total_bytes,
+        rounds=rounds,
+        in_file=in_file,
+        gpu_bytes=peak,
+        gpu_total=budget.gpu.total_for(peak),
+        host_bytes=host + cached,
+        disk_bytes=hidden + states + sum(v.weight_bytes for v in variants),
+        importance_seconds=max((cost.teacher_seconds for cost in costs), default=0.0) * num_layers * len(calibration),
+        seconds=_seconds(costs, groups, len(train), accumulate, num_layers),
+    )
+
+
+def _grouped(
+    costs: Sequence[LayerCost], gpu: GpuBudget, fixed: int
+) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], int]:
+    """Groups of each kind of layer, filled in the order of the variants, and the highest peak."""
+    needed = max((_least(cost, fixed) for cost in costs), default=fixed)
+    if needed > gpu.usable_bytes:
+        total = gpu.total_for(needed)
+        raise PlanInfeasible(
+            f"gpu_memory {show_bytes(gpu.total_bytes)} is too small: a layer of the teacher, its largest variant and a "
+            f"batch need at least {show_enough(total)}. Raise gpu_memory, or reduce micro_batch_size or sequence_len.",
+            resource="gpu",
+            allowed_bytes=gpu.total_bytes,
+            needed_bytes=total,
+        )
+    every, peak = [], fixed
+    for cost in costs:
+        groups: list[list[VariantCost]] = []
+        for variant in cost.variants:
+            if not groups or _peak(cost, [*groups[-1], variant], fixed) > gpu.usable_bytes:
+                groups.append([])
+            groups[-1].append(variant)
+        peak = max(peak, *(_peak(cost, group, fixed) for group in groups or [[]]))
+        every.append(tuple(tuple(variant.name for variant in group) for group in groups))
+    return tuple(every), peak
+
+
+def _peak(cost: LayerCost, group: Sequence[VariantCost], fixed: int) -> int:
+    active = max((variant.active_bytes for variant in group), default=0)
+    return (
+        fixed
+        + cost.weight_bytes
+        + sum(v.state_bytes for v in group)
+        + max(active, cost.teacher_bytes, cost.importance_bytes)
+    )
+
+
+def _least(cost: LayerCost, fixed: int) -> int:
+    return max((_peak(cost, [variant], fixed) for variant in cost.variants), default=_peak(cost, [], fixed))
+
+
+def _host_bytes(cost: LayerCost, *, keeps_best: bool) -> int:
+    """The layer as it is read, a variant as it is made, and the best weights of all variants."""
+    weights = [variant.weight_bytes for variant in cost.variants]
+    return cost.weight_bytes + max(weights, default=0) + (sum(weights) if keeps_best else 0)
+
+
+def _saved(cost: LayerCost) -> int:
+    return sum(variant.saved_bytes for variant in cost.variants)
+
+
+def _rounds(
+    train: Sequence[BatchSpec],
+    validation: Sequence[BatchSpec],
+    calibration: Sequence[BatchSpec],
+    accumulate: int,
+    budget: Budget,
+    host: int,
+) -> tuple[tuple[range, ...], bool]:
+    """As few rounds as possible, of whole steps: in host memory if all fits there, else in a file if that is larger.
+
+    Importance is measured in one pass, whatever the rounds.
+    """
+    ends = [0, *accumulate_sums(spec.num_bytes for spec in train)]
+    others = sum(spec.num_bytes for spec in validation)
+    once = sum(spec.num_bytes for spec in calibration)
+    staging = BatchCache.host_bytes([*train, *validation], in_file=True)
+
+    def largest(size: int) -> int:
+        """Bytes of the largest round of `size` batches."""
+        starts = range(0, len(train), size)
+        return max(once, others + max(ends[min(start + size, len(train))] - ends[start] for start in starts))
+
+    steps = len(train) // accumulate
+    for in_file, room in ((False, budget.host_bytes - host), (True, budget.disk_bytes)):
+        if in_file and host + staging > budget.host_bytes:
+            continue
+        if largest(len(train)) <= room:
+            return (range(len(train)),), in_file
+    fits_file = budget.disk_bytes > budget.host_bytes - host and host + staging <= budget.host_bytes
+    room = budget.disk_bytes if fits_file else budget.host_bytes - host
+    for number in range(2, steps + 1):
+        size = -(-steps // number) * accumulate
+        if largest(size) <= room:
+            return tuple(range(at, min(at + size, len(train))) for at in range(0, len(train), size)), fits_file
+    least = host + largest(accumulate)
+    raise PlanInfeasible(
+        f"host_memory {show_bytes(budget.host_bytes)} is too small: a layer as it is read, the hidden states of one "
+        f"step, of the validation rows and of prune.importance_tokens need at least {show_enough(least)}. Raise "
+        "host_memory, set prune.cache_dir, or reduce these.",
+        resource="host",
+        allowed_bytes=budget.host_bytes,
+        needed_bytes=least,
+    )
+
+
+def _seconds(
+    costs: Sequence[LayerCost],
+    groups: Sequence[Sequence[Sequence[str]]],
+    num_batches: int,
+    accumulate: int,
+    num_layers: int,
+) -> float:
+    if any(not cost.teacher_seconds for cost in costs):
+        return 0.0
+    trained, total = 0, 0.0
+    for cost, parts in zip(costs, groups, strict=True):
+        passes = max(1, len(parts))
+        layer = passes * cost.teacher_seconds
+        layer += sum(variant.seconds + variant.step_seconds / accumulate for variant in cost.variants)
+        total += len(cost.layers) * layer * num_batches
+        trained += len(cost.layers)
+    others = max(cost.teacher_seconds for cost in costs) if costs else 0.0
+    return total + (num_layers - trained) * others * num_batches

@@ -1,0 +1,282 @@
+"""What a pruning run needs before anything is measured or trained: checks, inputs, teacher, variants, spec."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+
+from outsize.base.errors import ConfigError
+from outsize.config.prune import PruneConfig
+from outsize.config.run import RunConfig
+from outsize.device.choose import choose_device
+from outsize.device.device import Device
+from outsize.methods.bypass.losses import LOSSES, Loss
+from outsize.methods.bypass.parts import LayerParts, inspect_layer
+from outsize.methods.bypass.subblocks import find_subblocks
+from outsize.methods.bypass.variants import Requested, Variant, parse_variants, resolve
+from outsize.model.build import build_model, local_folder, require_positions
+from outsize.model.stack import LayerStack
+from outsize.optim.adamw import AdamW
+from outsize.run.compat_checks import (
+    require_language_model,
+    require_packable,
+    require_scheduler,
+    require_vocabulary,
+    with_installed_attention,
+    with_packed_attention,
+)
+from outsize.run.content_hash import rows_hash, teacher_hash
+from outsize.run.inputs import BatchOrder, data_seed, load_inputs, token_lengths
+from outsize.run.plan_batch import batches_to_plan_for, collator_of
+from outsize.run.prune_batches import BatchSource
+from outsize.run.prune_spec import PruneSpec, prune_spec, require_same
+from outsize.run.row_lengths import longest_row
+from outsize.run.teacher import Teacher
+from outsize.setup.micro_batch import splits_of
+from outsize.transfer.batch_cache import BatchSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneSetup:
+    config: RunConfig
+    """With its micro-batch."""
+    prune: PruneConfig
+    device: Device
+    spec: PruneSpec
+    earlier: PruneSpec | None
+    """Of an earlier run in the folder."""
+    teacher: Teacher
+    stack: LayerStack
+    train: BatchSource
+    num_batches: int
+    validation: BatchSource | None
+    num_validation: int
+    num_calibration: int
+    """Batches that importance is measured on: the first ones."""
+    widest: dict[str, Any]
+    """The arguments of the batch that needs the most memory, on the host."""
+    has_padding: bool
+    """Some rows are shorter than others of their batch."""
+    hidden: BatchSpec
+    """Of the widest batch."""
+    parts: dict[int, LayerParts]
+    """Of the layers that have variants."""
+    variants: dict[int, tuple[Variant, ...]]
+    optimizer: AdamW
+    loss: Loss
+    lr_of: Callable[[int], float]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the teacher runs: up to the last that has variants."""
+        return max(self.variants) + 1
+
+    @property
+    def num_steps(self) -> int:
+        return self.spec.steps
+
+    def hidden_at(self, source: BatchSource, k: int) -> BatchSpec:
+        return BatchSpec((*source.shape(k), *self.hidden.shape[2:]), self.hidden.dtype)
+
+
+def set_up(config: RunConfig) -> PruneSetup:
+    """All checks that are possible before the first computation, the cheapest first."""
+    prune = config.prune
+    if prune is None:
+        raise ConfigError("prune: missing. Name the variants under prune, for example intermediate_size: [0.75, 0.5].")
+    device = choose_device(config.device)
+    device.count_anew()
+    requested = parse_variants(_settings(prune))
+    require_scheduler(config)
+    _require_known_code(config.base_model, prune)
+    config = with_packed_attention(with_installed_attention(config), device)
+    split = splits_of(
+        config.batch_size,
+        config.micro_batch_size,
+        config.gradient_accumulation_steps,
+        name="gradient_accumulation_steps",
+    )[0]
+    config = replace(config, micro_batch_size=split.rows, gradient_accumulation_steps=split.passes)
+    inputs = load_inputs(config)
+    order = BatchOrder(
+        num_rows=len(inputs.train),
+        rows_per_batch=split.rows,
+        seed=data_seed(config),
+        is_sequential=config.train_sampling_strategy == "sequential",
+    )
+    lengths = token_lengths(inputs.train)
+    _require_a_step(prune, order, lengths, split.passes)
+    num_batches = order.num_batches(lengths, prune.tokens, multiple=split.passes)
+    spec = prune_spec(
+        config,
+        teacher=teacher_hash(local_folder(config.base_model)),
+        data=rows_hash(inputs.train),
+        validation_data=None if inputs.evaluated is None else rows_hash(inputs.evaluated),
+        order=order,
+        num_batches=num_batches,
+    )
+    earlier = require_same(Path(config.output_dir), spec)
+    built = build_model(
+        config.base_model,
+        dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        attn_implementation=config.attn_implementation,
+        overrides=config.overrides_of_model_config,
+        rope_parameters=config.rope_parameters,
+    )
+    require_language_model(built.model)
+    require_positions(built.model.config, config.sequence_len)
+    if config.sample_packing:
+        require_packable(built.model)
+    require_vocabulary(built.model, inputs.tokenizer, inputs.parts, inputs.pad_id)
+    vocabulary: int = built.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    teacher = Teacher(built, device)
+    stack = LayerStack(built.model, prune.blocks, materialized=teacher.materialized)
+    longest = longest_row(config, inputs.parts)
+    collator = collator_of(config, inputs.pad_id, longest, None, inputs.parts)
+    widest = batches_to_plan_for(config, collator, inputs.parts, longest, vocabulary)(split.rows)
+    widest.pop("labels", None)
+    with teacher.finding_stem(), device.on_host():
+        calls = stack.capture({name: _put(device, value) for name, value in widest.items()})
+    parts, variants = _variants(prune, requested, stack, teacher, calls)
+    width = config.sequence_len if config.sample_packing else longest if config.pad_to_sequence_len else None
+    validation, num_validation = None, 0
+    if inputs.evaluated is not None:
+        held_out = replace(order, num_rows=len(inputs.evaluated), is_sequential=True)
+        validation = BatchSource(inputs.evaluated, held_out, collator, width=width)
+        num_validation = max(1, len(inputs.evaluated) // split.rows)
+    train = BatchSource(inputs.train, order, collator, width=width)
+    calibration = 0
+    if prune.importance != "truncate":
+        calibration = min(num_batches, order.num_batches(lengths, prune.importance_tokens))
+    names = dict.fromkeys(variant.name for layer in sorted(variants) for variant in variants[layer])
+    return PruneSetup(
+        config=config,
+        prune=prune,
+        device=device,
+        spec=replace(spec, variants=tuple(names)),
+        earlier=earlier,
+        teacher=teacher,
+        stack=stack,
+        train=train,
+        num_batches=num_batches,
+        validation=validation,
+        num_validation=num_validation,
+        num_calibration=calibration,
+        widest=widest,
+        has_padding=any(bool((token_lengths(part) != longest).any()) for part in inputs.parts),
+        hidden=BatchSpec(tuple(calls.hidden.shape), calls.hidden.dtype),
+        parts=parts,
+        variants=variants,
+        optimizer=_optimizer(config),
+        loss=LOSSES[prune.loss],
+        lr_of=learning_rates(config, spec.steps),
+    )
+
+
+def _put(device: Device, value: Any) -> Any:
+    return device.put(value) if isinstance(value, torch.Tensor) else value
+
+
+def _settings(prune: PruneConfig) -> dict[str, Any]:
+    """The variants as `parse_variants` takes them."""
+    heads = {prune.kv_heads: list(prune.num_key_value_heads)} if prune.num_key_value_heads else None
+    given = {
+        "intermediate_size": list(prune.intermediate_size),
+        "num_key_value_heads": heads,
+        "experts": list(prune.experts),
+        "skip": list(prune.skip),
+        "linear": prune.linear,
+        "copy": list(prune.copy),
+    }
+    return {name: value for name, value in given.items() if value}
+
+
+def _require_known_code(model: str, prune: PruneConfig) -> None:
+    """Code of a model's folder runs only if the user allows it."""
+    path = Path(model)
+    path = path if path.name == "config.json" else path / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # reported when the model is built, or a hub id
+        return
+    if "auto_map" in config and not prune.trust_remote_code:
+        raise ConfigError(
+            f"base_model: {model} has model code of its own (auto_map in config.json), which is not run unless you "
+            "allow it. If you trust its author, set prune.trust_remote_code: true."
+        )
+
+
+def _require_a_step(prune: PruneConfig, order: BatchOrder, lengths: Any, passes: int) -> None:
+    rows = order.rows_per_batch * passes
+    if order.num_rows < rows:
+        raise ConfigError(
+            f"datasets: {order.num_rows} rows are fewer than the {rows} of one step (micro_batch_size × "
+            "gradient_accumulation_steps). Add data, or lower one of them."
+        )
+    tokens = sum(int(lengths[order.rows(k)].sum()) for k in range(passes))
+    if prune.tokens < tokens:
+        raise ConfigError(
+            f"prune.tokens: {prune.tokens} tokens are fewer than the {tokens} of one step. Raise it, or lower "
+            "micro_batch_size or gradient_accumulation_steps."
+        )
+
+
+def _variants(
+    prune: PruneConfig, requested: tuple[Requested, ...], stack: LayerStack, teacher: Teacher, calls: Any
+) -> tuple[dict[int, LayerParts], dict[int, tuple[Variant, ...]]]:
+    """Of the layers that are pruned, if they have any. Layers of equal structure have the same sub-blocks."""
+    if too_large := [layer for layer in prune.only_layers if layer >= len(stack.layers)]:
+        raise ConfigError(
+            f"prune.only_layers: there is no layer {too_large[0]}; the teacher has layers 0 to {len(stack.layers) - 1}."
+        )
+    known: dict[str, Any] = {}
+    parts: dict[int, LayerParts] = {}
+    variants: dict[int, tuple[Variant, ...]] = {}
+    for index in sorted(set(prune.only_layers) or range(len(stack.layers))):
+        layer = stack.layers[index]
+        if layer.structure not in known:
+            with teacher.materialized(list(layer.module.parameters())):
+                known[layer.structure] = find_subblocks(layer.module, calls.calls[index], calls.hidden, prune.subblocks)
+        found = inspect_layer(layer.name, layer.module, stack.config, known[layer.structure])
+        if made := resolve(requested, prune.learn, found.shape, layer.name):
+            parts[index], variants[index] = found, made
+    kinds = {change.kind for made in variants.values() for variant in made for change in variant.changes}
+    if missing := sorted({request.kind for request in requested} - kinds):
+        raise ConfigError(
+            f"prune.{missing[0]}: no layer that is pruned has a part that it applies to. Remove it, name the modules "
+            "with prune.subblocks, or change prune.learn."
+        )
+    return parts, variants
+
+
+def _optimizer(config: RunConfig) -> AdamW:
+    return AdamW(
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm or None,
+        nonfinite=config.nonfinite,
+    )
+
+
+def learning_rates(config: RunConfig, steps: int) -> Callable[[int], float]:
+    """The learning rate of each step, counted from 0: the run's schedule over the whole budget."""
+    warmup = config.warmup_steps or config.warmup_ratio or 0
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
+    scheduler: Any = get_scheduler(
+        config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=int(warmup) if warmup >= 1 else math.ceil(warmup * steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
+    )
+    if not hasattr(scheduler, "lr_lambdas"):
+        raise ConfigError(f"lr_scheduler: {config.lr_scheduler} depends on the loss. Use another one.")
+    shape = scheduler.lr_lambdas[0]
+    return lambda step: config.learning_rate * float(shape(step))
