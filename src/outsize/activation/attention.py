@@ -176,7 +176,7 @@ class _AttentionOutputs:
         self._outputs[number] = None
         return _map(self._return, saved[1])
 
-    def _keep(self, tensor: Tensor, device: torch.device) -> Tensor | PackedTensor:
+    def _keep(self, tensor: Tensor, device: torch.device) -> Any:
         is_sent = tensor.numel() and tensor.device == device and not is_traceable_wrapper_subclass(tensor)
         if self._offloaded is not None and is_sent:
             return self._offloaded.pack(tensor)

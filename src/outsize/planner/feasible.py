@@ -28,6 +28,7 @@ class Budgets:
         """`may_save_attention`: strategies that save the outputs of attention are allowed where no pin is against it.
         Otherwise only pins bring them into a plan. They save time, and so have no part in the minimum memory.
         """
+        pins = pins.resolved(space.num_layers)
         self.space, self.pins, self.gpu, self.host_bytes = space, pins, gpu, host_bytes
         self.gpu_bytes = gpu.usable_bytes
         pinned = {strategy.name: pin for strategy, pin in zip(space.choices, pins.mix, strict=True)}

@@ -83,6 +83,8 @@ def search(
             f"trace: it was taken of another model ({trace.graph}) than this one ({made_for}). Profile this model."
         )
     space = SearchSpace(graph, layout, trace, step_config, spec)
+    if isinstance(pins, Pins):
+        pins = pins.resolved(space.num_layers)
     check_pins(pins, graph, layout, space.num_layers, len(space.state_order))
     run = _Search(Budgets(space, pins, gpu, host_bytes))
     best = run.run()
