@@ -19,7 +19,8 @@ class PartPlace:
     module: str
     norms: tuple[str, ...]
     """In front of it, and after it if the residual is added to that norm's output. Parts may share one."""
-    returns_tuple: bool
+    num_outputs: int
+    """Items of the tuple that the module returns; 0 if it returns a tensor."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def pruned_config(
             "parent": parent.__name__,
             "list": layer_list,
             "parts": {
-                name: {"module": part.module, "norms": list(part.norms), "returns_tuple": part.returns_tuple}
+                name: {"module": part.module, "norms": list(part.norms), "num_outputs": part.num_outputs}
                 for name, part in parts.items()
             },
         },
