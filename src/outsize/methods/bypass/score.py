@@ -103,6 +103,7 @@ def score(
     candidates: Sequence[Candidate],
     *,
     loaded: Callable[[int], AbstractContextManager[None]],
+    outside: Callable[[], AbstractContextManager[None]] = nullcontext,
     host_bytes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Scores, dict[str, Scores]]:
@@ -111,6 +112,7 @@ def score(
     Args:
         batches: each makes the arguments of the model's forward on the device, labels included.
         loaded: while it is entered, the layer of this number and its replacements have their weights on the device.
+        outside: while it is entered, everything outside of the layers has its weights there.
         host_bytes: for hidden states that wait. If all do not fit, there are several passes. Default: no limit.
         progress: called with the number of layers done and their total.
     """
@@ -122,7 +124,8 @@ def score(
     for index, group in enumerate(groups):
         report = lambda layer, index=index: progress(index * len(stack.layers) + layer, len(groups) * len(stack.layers))
         hidden = _pass(stack, batches, group, loaded, report)
-        teacher, some = _compare(stack, batches, hidden)
+        with outside():
+            teacher, some = _compare(stack, batches, hidden)
         found.update(some)
     return teacher, found
 
