@@ -1,7 +1,7 @@
 """The config of a model whose layers differ, for `model/pruned.py`."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,14 +76,13 @@ def pruned_config(
     return made
 
 
-def one_layer(config: Any, index: int) -> Any:
-    """A copy of a config of transformers with one layer only, that of `index`."""
+def with_layers(config: Any, layers: Sequence[int]) -> Any:
+    """A copy of a config of transformers with these layers only."""
     values = copy.deepcopy(config).to_dict()
-    count = config.num_hidden_layers
     for name, value in values.items():
-        if isinstance(value, list) and len(value) == count:  # layer_types and the like
-            values[name] = value[index : index + 1]
-    return type(config).from_dict({**values, "num_hidden_layers": 1})
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # layer_types and the like
+            values[name] = [value[index] for index in layers]
+    return type(config).from_dict({**values, "num_hidden_layers": len(layers)})
 
 
 def _unused_size(config: Any, part: Part) -> dict[str, int]:
