@@ -50,7 +50,8 @@ class Transfer:
     def is_empty(self) -> bool:
         return not self._originals
 
-    def pack(self, tensor: Tensor) -> PackedTensor | PackedShard:
+    def pack(self, tensor: Tensor) -> Any:
+        """Returns a handle for `unpack`."""
         if (split := split_shard(tensor)) is not None:
             local, whole = split
             return PackedShard(self._pack(local), whole)
