@@ -103,6 +103,7 @@ def search(
         estimate=best.estimate,
         provenance=f"model: {trace.provenance}; machine: {spec.provenance}",
         search=words,
+        extrapolated_from=trace.extrapolated_from,
     )
 
 

@@ -6,6 +6,7 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.calibration.steps import StepTiming
 from outsize.hardware.lanes import LANES, lane_words
 from outsize.runtime.plan_runtime import PlanRuntime
+from outsize.schedule.render import extrapolation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,8 @@ class StepReport:
     busy_seconds: dict[str, float]
     """By lane: mean per step, over the same steps. Without `compute` if nothing leaves the GPU."""
     planned_busy_seconds: dict[str, float]
+    extrapolated: str = ""
+    """Where the planned figures are extrapolated from, as text. Empty if they are not."""
     slow_kernels: tuple[str, ...] = ()
     """Updates that run without a compiled kernel, and why."""
 
@@ -38,6 +41,7 @@ class StepReport:
             planned_step_seconds=plan.estimate.step_seconds,
             busy_seconds=dict(timing.busy_seconds) if timing else {},
             planned_busy_seconds=dict(plan.estimate.busy_seconds),
+            extrapolated=extrapolation(plan) if plan.extrapolated_from else "",
             slow_kernels=runtime.updates.slow_kernels(),
         )
 
@@ -52,6 +56,8 @@ class StepReport:
                 lines.append(
                     _compared(f"  {lane_words(lane)}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane])
                 )
+        if self.extrapolated:
+            lines.append(f"the planned figures are {self.extrapolated}")
         return "\n".join([*lines, *self.slow_kernels])
 
 

@@ -21,12 +21,12 @@ from outsize.base.units import exact_bytes, show_enough
 from outsize.device.sim import AbsentDevice
 from outsize.forecast.example import Images, batch_for, example_batch
 from outsize.forecast.fake_trace import fake_trace
-from outsize.forecast.fake_weights import FakeWeights
 from outsize.forecast.forecast import plan
 from outsize.hardware.catalog import lookup
 from outsize.hardware.machine import Machine, write_machine
 from outsize.model.adapter import add_adapter, lora
 from outsize.model.discover import find_layers
+from outsize.profile.fake_weights import FakeWeights
 from outsize.profile.tracer import Tracer
 
 ROWS, TOKENS = 2, 24
@@ -454,7 +454,7 @@ def test_a_model_that_breaks_off_is_refused_in_its_own_words() -> None:
 def test_a_large_mask_is_a_shape_and_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of 32k × 32k tokens were computed, for minutes."""
     computed = plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan
-    monkeypatch.setattr("outsize.forecast.fake_weights.LARGE", TOKENS * TOKENS)
+    monkeypatch.setattr("outsize.profile.fake_weights.LARGE", TOKENS * TOKENS)
     assert plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan == computed
 
 
