@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import dataclass
+from typing import Literal
 
 from benchmarks.limits import Limit
 from outsize.schedule.plan import UpdateMode
@@ -30,7 +31,9 @@ class Bench:
     """Of a row, for models that see; None: 1 for those."""
     image_size: int = 1024
     osft: float | None = None
-    """Share of free directions, with OSFT and everything else frozen."""
+    """Share of free directions, with OSFT."""
+    osft_others: Literal["train", "freeze", "norms"] = "freeze"
+    """What happens to other parameters with OSFT."""
 
     @property
     def tokens(self) -> int:

@@ -106,21 +106,22 @@ def run_bench(
     save_plan: Path | None = None,
     command: str = "",
     version: str = "",
+    same_layers: bool = False,
 ) -> Result:
     """`trace` and `page` are files: the measured lanes for Perfetto, and the report page. `command` and `version` are
-    stored in the result.
+    stored in the result. `same_layers`: all layers have the first one's weights.
     """
     device = choose_device(bench.device)  # an unknown name fails before a model is built
     before = peak_rss_bytes()
     marks = [time.perf_counter()]
-    model, weights = random_shape(bench.model, seq=bench.seq)
+    model, weights = random_shape(bench.model, seq=bench.seq, same_layers=same_layers)
     marks.append(time.perf_counter())
     batches = random_batches(model, bench)
     engine = prepare(
         model,
         batches[0],
         optimizer=AdamW(lr=1e-5, update=bench.update, max_grad_norm=bench.clip),
-        method=None if bench.osft is None else OSFT(unfreeze_rank_ratio=bench.osft, others="freeze"),
+        method=None if bench.osft is None else OSFT(unfreeze_rank_ratio=bench.osft, others=bench.osft_others),
         gpu_memory=bench.gpu_memory,
         host_memory=bench.host_memory,
         device=device,

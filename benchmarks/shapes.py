@@ -1,5 +1,6 @@
 """The models of the benchmarks: those of `outsize bench`, and vision models with images in every row."""
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from outsize.run.shapes import SHAPES as TEXT_SHAPES
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from benchmarks.bench_record import Bench
-    from outsize.run.random_weights import RandomWeights
+    from outsize.model.weights import Weights
 
 _VISION: dict[str, Any] = dict(
     depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, patch_size=14, spatial_merge_size=2
@@ -36,10 +37,25 @@ def named_config(name: str, *, seq: int = 0) -> Any:
     return shape_config(SHAPES[require_one_of(SHAPES, name, "shape")], seq=seq)
 
 
-def random_shape(name: str, *, seq: int) -> "tuple[nn.Module, RandomWeights]":
+def random_shape(name: str, *, seq: int, same_layers: bool = False) -> "tuple[nn.Module, Weights]":
+    """`same_layers`: every layer has the first one's weights."""
     from outsize.run.random_weights import random_model
 
-    return random_model(named_config(name, seq=seq))
+    model, weights = random_model(named_config(name, seq=seq))
+    return model, SameLayers(weights) if same_layers else weights
+
+
+class SameLayers:
+    """Weights of which every layer has the first one's: OSFT then decomposes those of one layer."""
+
+    def __init__(self, weights: "Weights"):
+        self._weights = weights
+
+    def read_into(self, name: str, tensor: "Tensor") -> None:
+        self._weights.read_into(re.sub(r"\blayers\.\d+\.", "layers.0.", name), tensor)
+
+    def close(self) -> None:
+        self._weights.close()
 
 
 def random_batches(model: Any, bench: "Bench", *, number: int = 4) -> "list[dict[str, Tensor]]":

@@ -94,6 +94,8 @@ def make_plan(
         work=work,
         held_bytes=trace.held_bytes,
         shared=trace.shared,
+        tile_tokens=trace.tile_tokens,
+        tiled=trace.tiled,
         gpu_budget_bytes=estimate.gpu_bytes if budget is None else budget,
         host_budget_bytes=16 * GiB,
         estimate=estimate,
@@ -113,6 +115,7 @@ def prepare_by_hand(
     budget: int | None = 16 * GiB,
     traced: Traced | None = None,
     method: MethodSpec | None = None,
+    tile_tokens: int = 0,
     **how: Any,
 ) -> Engine:
     """An engine under a plan that no search made: `decision=` (a Decision, or a function that makes one), or what
@@ -125,7 +128,7 @@ def prepare_by_hand(
     coordinates = {} if bound is None else bound.coordinates
     # Bytes are the same on `sim`, which does not time.
     graph, trace = traced or cache.traced(
-        model, batch, layers, SimDevice(lookup("1GiB")) if where.kind == "cpu" else where
+        model, batch, layers, SimDevice(lookup("1GiB")) if where.kind == "cpu" else where, tile_tokens=tile_tokens
     )
     layout = pack(graph, chunk_bytes, in_coordinates=coordinates)
     step_config = dataclasses.replace(spec.step_config(accumulate), coordinates=coordinates)

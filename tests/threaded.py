@@ -39,6 +39,7 @@ class ThreadedCpu(CpuDevice):
         writes: Sequence[Tensor],
         seconds: float,
         name: str = "",
+        blocks: bool = False,
     ) -> Event:
         if lane == "compute":
             return super().submit(lane, work, waits=waits, reads=reads, writes=writes, seconds=seconds, name=name)

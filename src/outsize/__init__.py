@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from outsize.optim.lion import Lion
     from outsize.optim.sgd import SGD
     from outsize.schedule.pins import Pins
+    from outsize.setup.activation_offload import enable_hidden_states_offload, hidden_states_offload
     from outsize.setup.prepare import prepare
 
-__all__ = ["OSFT", "SGD", "AdamW", "Lion", "Pins", "osft", "plan", "prepare"]
+__all__ = [
+    "OSFT", "SGD", "AdamW", "Lion", "Pins", "enable_hidden_states_offload", "hidden_states_offload", "osft", "plan",
+    "prepare",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -27,6 +31,8 @@ _MODULES = {
     "OSFT": "outsize.methods.osft.method",
     "Pins": "outsize.schedule.pins",
     "SGD": "outsize.optim.sgd",
+    "enable_hidden_states_offload": "outsize.setup.activation_offload",
+    "hidden_states_offload": "outsize.setup.activation_offload",
     "plan": "outsize.forecast.forecast",
     "prepare": "outsize.setup.prepare",
 }

@@ -70,6 +70,8 @@ current_dispatch_modes = find("torch.utils._python_dispatch._get_current_dispatc
 push_dispatch_mode = find("torch.utils._python_dispatch._push_mode")
 pop_dispatch_mode = find("torch.utils._python_dispatch._pop_mode")
 """Modes that stay active between calls and can be removed from the middle of the stack."""
+without_dispatch_modes = find("torch.utils._python_dispatch._disable_current_modes")
+"""Real tensors inside a fake mode, unseen by other modes."""
 peek_functorch = find("torch._C._functorch.peek_interpreter_stack")
 """Not None inside of torch.func transforms."""
 OpOverload = find("torch._ops.OpOverload")

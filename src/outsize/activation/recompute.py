@@ -36,7 +36,7 @@ def run_checkpointed(forward: Callable[[], Any], device: torch.device) -> Any:
     """
     if not torch.is_grad_enabled():
         return forward()
-    saved = _RecomputedTensors(forward, _RngAndAutocastState(device))
+    saved = _RecomputedTensors(forward, RngAndAutocastState(device))
     with saved_tensors_hooks(saved.pack, saved.unpack):
         return forward()
 
@@ -46,7 +46,7 @@ class _RecomputedTensors:
     a second forward is returned once.
     """
 
-    def __init__(self, forward: Callable[[], Any], state: "_RngAndAutocastState"):
+    def __init__(self, forward: Callable[[], Any], state: "RngAndAutocastState"):
         self._forward, self._state = forward, state
         self._handles: list[float] = []
         """What autograd keeps instead of each tensor: its number. Each float is an object of its own, so its references
@@ -118,7 +118,7 @@ def run_and_compare(
     """
     if not torch.is_grad_enabled():
         return forward()
-    run = _ComparedRun(forward, _RngAndAutocastState(device), report, module)
+    run = _ComparedRun(forward, RngAndAutocastState(device), report, module)
     with saved_tensors_hooks(run.pack, run.unpack):
         outputs = forward()
     run.set_outputs(outputs)
@@ -160,7 +160,7 @@ class _ComparedRun:
     def __init__(
         self,
         forward: Callable[[], Any],
-        state: "_RngAndAutocastState",
+        state: "RngAndAutocastState",
         report: Callable[[str], None],
         module: nn.Module | None,
     ):
@@ -241,7 +241,7 @@ def _show(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
 
 
-class _RngAndAutocastState:
+class RngAndAutocastState:
     """The random state, default device and autocast that a forward depends on beside its inputs. They are not set in
     autograd's threads.
     """
@@ -265,17 +265,27 @@ class _RngAndAutocastState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        with self.restored_rng(), self.restored_settings():
+            yield
+
+    @contextmanager
+    def restored_rng(self) -> Iterator[None]:
         now = self._rng_states()
         self._set_rng(self._rng)
         try:
-            with ExitStack() as contexts:
-                if torch.get_default_device() != self._default_device:
-                    contexts.enter_context(self._default_device)
-                for kind, (enabled, dtype) in self._autocast.items():
-                    if enabled or torch.is_autocast_enabled(kind):
-                        contexts.enter_context(
-                            torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._caches)
-                        )
-                yield
+            yield
         finally:
             self._set_rng(now)
+
+    @contextmanager
+    def restored_settings(self) -> Iterator[None]:
+        """The default device and autocast alone."""
+        with ExitStack() as contexts:
+            if torch.get_default_device() != self._default_device:
+                contexts.enter_context(self._default_device)
+            for kind, (enabled, dtype) in self._autocast.items():
+                if enabled or torch.is_autocast_enabled(kind):
+                    contexts.enter_context(
+                        torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._caches)
+                    )
+            yield

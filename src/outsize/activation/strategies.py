@@ -16,7 +16,6 @@ from outsize.activation.recompute import run_and_compare, run_checkpointed
 from outsize.compat import storage_id
 from outsize.model.strategies import Strategy
 from outsize.model.tensors import map_tensors, tensors_in
-from outsize.transfer.offloaded_tensors import PackedTensor
 
 Forward = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -77,13 +76,25 @@ def keep_and_compare(
     return run_and_compare(_repeatable(forward, args, kwargs), first.device, report, module)
 
 
+def input_of(args: Args, kwargs: Kwargs) -> Tensor | None:
+    """The input of a layer: the first positional tensor. Of a layer that is called with keywords alone `hidden_states`,
+    else the first tensor with a gradient, else the first of floating point.
+    """
+    if (first := next(tensors_in(args), None)) is not None:
+        return first
+    if isinstance(named := kwargs.get("hidden_states"), Tensor):
+        return named
+    tensors = list(tensors_in(kwargs))
+    return next((t for t in tensors if t.requires_grad), next((t for t in tensors if t.is_floating_point()), None))
+
+
 def offload(
     forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic, layer: nn.Module
 ) -> Any:
-    """`recompute`, with the input on the host. The input is the first tensor argument. Other tensors (masks, encoder
-    output) are shared by many layers and stay on the device.
+    """`recompute`, with the input on the host. Other tensors (masks, encoder output) are shared by many layers and stay
+    on the device.
     """
-    hidden = next(tensors_in((args, kwargs)), None)
+    hidden = input_of(args, kwargs)
     if hidden is None:
         return forward(*args, **kwargs)
     return run_checkpointed(_with_input_offloaded(forward, args, kwargs, hidden, offloaded), hidden.device)
@@ -93,7 +104,7 @@ def offload_save_attention(
     forward: Forward, args: Args, kwargs: Kwargs, offloaded: Offloaded, is_static: IsStatic, layer: nn.Module
 ) -> Any:
     """`offload`, with the outputs of attention on the host too: its kernels do not run again."""
-    hidden = next(tensors_in((args, kwargs)), None)
+    hidden = input_of(args, kwargs)
     if hidden is None:
         return forward(*args, **kwargs)
     device = hidden.device
@@ -105,8 +116,9 @@ def _with_input_offloaded(
     forward: Forward, args: Args, kwargs: Kwargs, hidden: Tensor, offloaded: Offloaded
 ) -> Callable[[], Any]:
     """A call that can be repeated, and holds its input on the device only until it first runs."""
-    handle, requires_grad = offloaded.pack(hidden), hidden.requires_grad
-    placeholder = hidden.new_empty(0)
+    handle: Any = offloaded.pack(hidden)
+    requires_grad = hidden.requires_grad
+    placeholder = torch.empty(0)
     before = map_tensors(lambda t: placeholder if t is hidden else t, (args, kwargs))
     first = [(args, kwargs)]  # as in _repeatable; the first run drops it, so that nothing keeps the input on the device
 
@@ -132,15 +144,15 @@ def swap(
     hidden, others = ({storage_id(t.untyped_storage()) for t in some} for some in (inputs[:1], inputs[1:]))
     shared = others - hidden
 
-    def pack(tensor: Tensor) -> Tensor | PackedTensor:
+    def pack(tensor: Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.device != device:
             return tensor
         storage = tensor.untyped_storage()
         is_sent = storage.nbytes() and storage_id(storage) not in shared and not is_static(tensor)
         return offloaded.pack(tensor) if is_sent else tensor
 
-    def unpack(saved: Tensor | PackedTensor) -> Tensor:
-        return offloaded.unpack(saved) if isinstance(saved, PackedTensor) else saved
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else offloaded.unpack(saved)
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)

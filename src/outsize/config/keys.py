@@ -186,7 +186,8 @@ AXOLOTL: dict[str, OtherKey] = {
     # Memory and kernels
     **ignored("the plan decides what is where", "max_memory gpu_memory_limit lora_on_cpu layer_offloading "
               "selective_checkpointing ple_cpu_offload gc_steps gc_collect_steps "
-              "experimental_skip_move_to_device qlora_sharded_model_loading tiled_mlp tiled_mlp_*"),
+              "experimental_skip_move_to_device qlora_sharded_model_loading"),
+    **ignored("long rows run through MLPs and norms in tiles (tile_tokens)", "tiled_mlp tiled_mlp_*"),
     **ignored(
         "kernels that change speed and memory only; the loss is computed in chunks (chunked_loss)", "liger_* "
         "cut_cross_entropy chunked_cross_entropy chunked_cross_entropy_num_chunks lora_mlp_kernel lora_qkv_kernel "
@@ -194,7 +195,6 @@ AXOLOTL: dict[str, OtherKey] = {
         "unsloth_* use_kernels use_scattermoe use_sonicmoe use_*_kernels experts_implementation expert_backend "
         "moe_* large_head_attention sdpa_varlen gemma4_hybrid_attn_impl heads_k_stride deepcompile",
     ),
-    **converted(convert.activation_offloading, "`true`, also for `legacy` and `disk`", "activation_offloading"),
     **converted(convert.plugins, "kernels, losses and trackers are ignored, others refused", "plugins"),
     **ignored("only with a key that is refused", "fsdp_* ring_attn_func expert_parallel_* orpo_alpha kto_* "
               "cpo_alpha simpo_gamma vllm ebft num_labels center_rewards_coefficient bnb_config_kwargs bnb_* gptq_* "

@@ -21,6 +21,17 @@ def choose_device(name: "str | Device | None" = None) -> Device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else name
+    device = _known(name)
+    device.prepare_allocator()
+    return device
+
+
+def device_of(place: torch.device) -> Device:
+    """The device of tensors that are there already, for copies without a plan. Leaves the allocator as it is."""
+    return _known("cpu" if place.type == "cpu" else f"{place.type}:{place.index or 0}")
+
+
+def _known(name: str) -> Device:
     if name not in _DEVICES:
         _DEVICES[name] = _make(name)
     return _DEVICES[name]

@@ -81,11 +81,15 @@ class CpuDevice(Device):
         writes: Sequence[Tensor],
         seconds: float,
         name: str = "",
+        blocks: bool = False,
     ) -> Event:
         self.begin(lane, waits=waits, reads=reads, writes=writes, name=name)
-        with self.on_host() if lane == "host" else nullcontext():
-            work()
-        return self.end(lane, reads=reads, writes=writes, seconds=seconds)
+        try:
+            with self.on_host() if lane == "host" else nullcontext():
+                work()
+        finally:  # work that fails has ended too
+            event = self.end(lane, reads=reads, writes=writes, seconds=seconds)
+        return event
 
     def synchronize(self) -> None:
         pass

@@ -52,7 +52,7 @@ class CudaDevice(Device):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()
-        _use_expandable_segments(self.torch_device)
+        self._allocator_is_prepared = False
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
         """One thread per lane, from its first task until the last engine closes."""
@@ -155,6 +155,11 @@ class CudaDevice(Device):
     def expect(self, process_overhead: ProcessOverhead) -> None:
         self._expected = process_overhead
 
+    def prepare_allocator(self) -> None:
+        if not self._allocator_is_prepared:
+            self._allocator_is_prepared = True
+            _use_expandable_segments(self.torch_device)
+
     @property
     def overhead_bytes(self) -> int:
         """CUDA context, kernels, library workspaces and allocator fragmentation."""
@@ -244,6 +249,7 @@ class CudaDevice(Device):
         writes: Sequence[Tensor],
         seconds: float,
         name: str = "",
+        blocks: bool = False,
     ) -> Event:
         if lane == "host":
             task = self._hand_over(lane, partial(self._update, tuple(waits), work))
@@ -251,7 +257,7 @@ class CudaDevice(Device):
                 self._timeline.add_later(partial(_host_span, name, task, zero=self._zero[0]))
             return task
         issue = partial(self._issue, lane, tuple(waits), work, timed=self._timeline is not None)
-        if self._is_held_up(lane, waits):
+        if blocks or self._is_held_up(lane, waits):
             task = self._hand_over(lane, issue)
             if self._timeline is not None:
                 self._timeline.add_later(partial(_issued_span, lane, name, task, zero=self._zero[1]))
@@ -319,6 +325,9 @@ class CudaDevice(Device):
 
     def mark(self) -> torch.cuda.Event:
         return self._mark("compute", timed=True)
+
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()

@@ -119,6 +119,9 @@ class Device(ABC):
         """Device memory outside of plans: CUDA context, library workspaces, allocator fragmentation."""
         return 0
 
+    def prepare_allocator(self) -> None:  # noqa: B027 - only `cuda` has settings
+        """Set the allocator of the process as plans need it."""
+
     def count_anew(self) -> None:  # noqa: B027 - `cuda` measures it when the first engine opens
         """Count memory from zero. Tensors of earlier engines that are still alive (a loss, outputs, values that a model
         keeps on itself) count as overhead of the next engine.
@@ -159,7 +162,9 @@ class Device(ABC):
         writes: Sequence[Tensor],
         seconds: float,
         name: str = "",
-    ) -> Event: ...
+        blocks: bool = False,
+    ) -> Event:
+        """`blocks`: the work waits for the device or for a file, so an asynchronous device runs it on a thread."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -205,8 +210,11 @@ class Device(ABC):
     def meter(self) -> AbstractContextManager[Meter]: ...
 
     def mark(self) -> Any:
-        """The current end of the compute lane's queue. Does not wait."""
+        """The current end of the compute lane's queue; within work of another lane, of that lane's. Does not wait."""
         return time.perf_counter()
+
+    def wait_for(self, mark: Any) -> None:  # noqa: B027 - work runs at once, or a thread of the device runs it
+        """Wait until the device has reached a mark."""
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another. Waits until the lane has reached the second."""

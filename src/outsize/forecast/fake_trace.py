@@ -72,6 +72,7 @@ def fake_trace(
     tokens: int,
     dtype: torch.dtype,
     chunked_loss: bool | None = None,
+    tile_tokens: int = 0,
     images: Images | None = None,
     adapter: Adapter | None = None,
     batch: dict[str, Tensor] | None = None,
@@ -99,9 +100,11 @@ def fake_trace(
             model = built()
             bind(model)
             layers = find_layers(model)
-            (graph, trace), loss = trace_with_loss(
-                model, batch, lambda _: Tracer(model, batch, layers, AbsentDevice(spec)).trace(), wanted=chunked_loss
-            )
+
+            def trace_of(_: str) -> tuple[BlockGraph, ModelTrace]:
+                return Tracer(model, batch, layers, AbsentDevice(spec), tile_tokens=tile_tokens).trace()
+
+            (graph, trace), loss = trace_with_loss(model, batch, trace_of, wanted=chunked_loss)
     except OutsizeError:
         raise
     except _DATA_DEPENDENT as error:

@@ -28,6 +28,7 @@ from outsize.layout.coordinates import Coordinates
 from outsize.model.adapter import Adapter
 from outsize.model.build import overridden
 from outsize.model.graph import BlockGraph
+from outsize.model.strategies import TILE_TOKENS
 from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
@@ -154,6 +155,7 @@ def plan(
     dtype: str = "bfloat16",
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES,
     chunked_loss: bool | None = None,
+    tile_tokens: int = TILE_TOKENS,
     images: int | None = None,
     image_size: int = 1024,
     peft_config: Any = None,
@@ -176,6 +178,7 @@ def plan(
         dtype: of the weights, "bfloat16" or "float32".
         chunk_bytes: maximum size of a chunk.
         chunked_loss: whether the loss is computed in chunks of tokens, as in `prepare`.
+        tile_tokens: length of the tiles of long rows, as in `prepare`.
         images: images per row, for vision models; their tokens are part of `sequence_len`. Default: 1. 0: text alone.
         image_size: height and width of an image in pixels, if the model takes any size.
         peft_config: a config of PEFT, such as `peft.LoraConfig(r=16, target_modules="all-linear")`: the adapter is
@@ -199,6 +202,7 @@ def plan(
         dtype=dtype,
         chunk_bytes=chunk_bytes,
         chunked_loss=chunked_loss,
+        tile_tokens=tile_tokens,
         images=images,
         image_size=image_size,
         adapter=None if peft_config is None else Adapter(peft_config=peft_config),
@@ -244,6 +248,7 @@ class _OfflinePlanner:
             tokens=request.sequence_len,
             dtype=DTYPES[request.dtype],
             chunked_loss=request.chunked_loss,
+            tile_tokens=request.tile_tokens,
             images=self._images,
             adapter=request.adapter,
             batch=request.batch_of(rows) if request.batch_of is not None else None,

@@ -36,11 +36,13 @@ from outsize.integrations.arguments import (
     update_mode,
 )
 from outsize.integrations.checkpointing import CheckpointMixin
+from outsize.integrations.longest_row import longest_row
 from outsize.integrations.online import Generates
 from outsize.integrations.others import OtherModel, RunsOthers, without_autocast_cache
 from outsize.integrations.peek import Rewound, first_batch, rewindable
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.batch import fits
+from outsize.model.strategies import TILE_TOKENS
 from outsize.model.weights import Weights
 from outsize.optim.method import MethodSpec
 from outsize.runtime.engine import Engine, PlannedModel
@@ -59,7 +61,8 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
     """Put it before a Trainer class: `class MyTrainer(OutsizeMixin, SFTTrainer): pass`.
 
     Args beside the Trainer's own, as in `outsize.prepare`:
-        gpu_memory, host_memory, device, pins, plan, chunk_bytes, blocks, weights, chunked_loss, method.
+        gpu_memory, host_memory, device, pins, plan, chunk_bytes, blocks, weights, chunked_loss, tile_tokens,
+            method.
         sequence_len: the longest row, which the plan is for. Default: `args.max_length` if there is one, else the
             length of the first batch.
         plan_batch: a batch to plan for, instead of the first one.
@@ -95,6 +98,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
         blocks: list[str] | None = None,
         weights: str | Path | Weights | None = None,
         chunked_loss: bool | None = None,
+        tile_tokens: int = TILE_TOKENS,
         method: MethodSpec | None = None,
         nonfinite: NonFinite = "raise",
         **kwargs: Any,
@@ -121,6 +125,7 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             blocks=blocks,
             weights=weights,
             chunked_loss=chunked_loss,
+            tile_tokens=tile_tokens,
             method=method,
         )
         self._sequence_len, self._plan_batch, self._nonfinite = sequence_len, plan_batch, nonfinite
@@ -268,6 +273,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             tokens = min(
                 tokens, getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or tokens
             )
+        if self._sequence_len is None and (longest := longest_row(self.train_dataset)) is not None:
+            multiple = getattr(self.args, "pad_to_multiple_of", None) or 1
+            tokens = min(tokens, -(-longest // multiple) * multiple)
         rows = self.args.per_device_train_batch_size
         is_flat = getattr(self, "padding_free", False) or isinstance(self.data_collator, DataCollatorWithFlattening)
         return (1, rows * tokens) if is_flat else (rows, tokens)

@@ -15,11 +15,10 @@ from torch import nn
 from outsize import compat
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
+from outsize.hub import hub_answers, may_be_hub_id
 from outsize.model.pruned import pruned_class
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
-
-_HUB_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +156,9 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{path} has no config.json. Name the folder that a model was saved to.")
     if not path.exists():  # transformers would ask the hub, with retries for half a minute
-        if not _may_be_hub_id(str(model)):
+        if not may_be_hub_id(str(model)):
             raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
-        local = {} if _hub_answers(str(model)) else {"local_files_only": True}
+        local = {} if hub_answers(str(model), file="config.json") else {"local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model, **local)
     except (OSError, ValueError, KeyError) as error:
@@ -179,25 +178,6 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
 
 def absolute_if_local(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).exists() else model
-
-
-def _may_be_hub_id(name: str) -> bool:
-    is_below_a_folder = "/" in name and Path(name).parent.is_dir()
-    return name[:1] not in "/.~" and name.count("/") <= 1 and "\\" not in name and not is_below_a_folder
-
-
-def _hub_answers(name: str) -> bool:
-    """Whether the hub says something about this id. One request, without retries."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
-    except (HfHubHTTPError, ValueError):  # an answer, or no valid id
-        return True
-    except Exception:  # of the HTTP library, which depends on huggingface_hub's version
-        return False
-    return True
 
 
 def _name(dtype: torch.dtype) -> str:

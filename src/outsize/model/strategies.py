@@ -39,6 +39,9 @@ several, the later ones get the first layers, whose copies have the most time to
 STRATEGIES = STRATEGY.values()
 """The records in that order: a view, so that a test can add one."""
 
+TILE_TOKENS = 8192
+"""Default length of the tiles of activation/tiles.py. The matrix products of one tile keep a GPU busy."""
+
 Mix = tuple[int, ...]
 """How many layers have each strategy of `choices()`, in that order. The other layers keep."""
 

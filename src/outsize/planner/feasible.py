@@ -23,6 +23,7 @@ class Budgets:
     """GPU budget, host budget and pins: which candidates are allowed and which fit."""
 
     def __init__(self, space: SearchSpace, pins: Pins, gpu: GpuBudget, host_bytes: int):
+        pins = pins.resolved(space.num_layers)
         self.space, self.pins, self.gpu, self.host_bytes = space, pins, gpu, host_bytes
         self.gpu_bytes = gpu.usable_bytes
         self.mix = pins.mix

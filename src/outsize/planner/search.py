@@ -81,6 +81,8 @@ def search(
             f"trace: it was taken of another model ({trace.graph}) than this one ({made_for}). Profile this model."
         )
     space = SearchSpace(graph, layout, trace, step_config, spec)
+    if isinstance(pins, Pins):
+        pins = pins.resolved(space.num_layers)
     check_pins(pins, graph, layout, space.num_layers, len(space.state_order))
     run = _Search(Budgets(space, pins, gpu, host_bytes))
     best = run.run()
@@ -97,6 +99,8 @@ def search(
         decision=best.decision,
         work=trace.works(best.decision.strategies),
         shared=trace.shared,
+        tile_tokens=trace.tile_tokens,
+        tiled=trace.tiled,
         held_bytes=trace.held_bytes,
         gpu_budget_bytes=gpu.usable_bytes,
         host_budget_bytes=host_bytes,

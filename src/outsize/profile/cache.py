@@ -26,7 +26,7 @@ from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 19
+TRACE_FORMAT = 20
 
 
 def traced(
@@ -38,12 +38,13 @@ def traced(
     loss: Loss | None = None,
     *,
     model_loss: str = "",
+    tile_tokens: int = 0,
 ) -> tuple[BlockGraph, ModelTrace]:
     """The trace of this model, batch shape and device: from the cache, or from a profiling run. `model_loss`: how the
-    model computes its loss, if not in its own way.
+    model computes its loss, if not in its own way. `tile_tokens`: see Tracer.
     """
     # The trace of a loss outside of the model is not cached, since no fingerprint covers its code.
-    key = _key(model, batch, layers, device, model_loss) if loss is None else ""
+    key = _key(model, batch, layers, device, model_loss, tile_tokens) if loss is None else ""
     path = profile_path(key) if key else None
     if path is not None and path.exists():
         try:
@@ -54,7 +55,7 @@ def traced(
             return graph, trace
         except (ConfigError, ValueError, KeyError, TypeError):
             log.warning("the cached trace %s is not readable; the model is profiled again", path)
-    graph, trace = Tracer(model, batch, layers, device, weights, loss).trace()
+    graph, trace = Tracer(model, batch, layers, device, weights, loss, tile_tokens=tile_tokens).trace()
     # Read the overhead last: the tracer holds tensors while it runs.
     trace = replace(
         trace, process_overhead=_process_overhead(model, device), profile_keys=(key,) if path is not None else ()
@@ -73,7 +74,9 @@ def _process_overhead(model: nn.Module, device: Device) -> ProcessOverhead:
     return replace(found, host_bytes=max(0, found.host_bytes - own))  # weights move into the plan's host memory
 
 
-def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, model_loss: str = "") -> str:
+def _key(
+    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, model_loss: str = "", tile_tokens: int = 0
+) -> str:
     config = getattr(model, "config", None)
     kind = device.torch_device.type
     names = {id(p): n for n, p in model.named_parameters()}
@@ -99,6 +102,7 @@ def _key(model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device
             "generators": len(list(generators_of(model))),  # what draws from them cannot be recomputed
             "layers": [[layer.name, layer.structure] for layer in layers],
             "loss": model_loss,
+            "tiles": tile_tokens,
             "batch": {name: list(shape) for name, shape in batch_shapes(batch).items()},
             "contents": repr(map_tensors(_Described, batch)),
             "irregular": [name for name, tensor in named_tensors(batch) if looks_irregular(name, tensor)],

@@ -14,7 +14,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_atte
 _CHANGING_ROPES = ("dynamic", "longrope")
 
 
-def lengths_of_change(config: Any, *, rows: int, loss_chunk: int) -> tuple[int, ...]:
+def lengths_of_change(config: Any, *, rows: int, loss_chunk: int, tile_tokens: int = 0) -> tuple[int, ...]:
     """The row lengths above which a model, or outsize, runs other code than up to them. Profiles of shorter rows stand
     for a longer row if no such length is between them.
 
@@ -23,6 +23,7 @@ def lengths_of_change(config: Any, *, rows: int, loss_chunk: int) -> tuple[int, 
     Args:
         config: of a transformers model, or None.
         loss_chunk: tokens per chunk of a chunked loss, over all rows. 0: the loss is not chunked.
+        tile_tokens: length of the tiles of activation/tiles.py. 0: no tiles.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [getattr(text, name, None) for name in _WINDOWS]  # masks of windows exist in longer rows
@@ -31,7 +32,7 @@ def lengths_of_change(config: Any, *, rows: int, loss_chunk: int) -> tuple[int, 
         if isinstance(one, dict) and one.get("rope_type") in _CHANGING_ROPES:
             own = one.get("original_max_position_embeddings")
             found.append(own or getattr(text, "original_max_position_embeddings", None))
-    found.append(loss_chunk // rows)
+    found += [loss_chunk // rows, 2 * tile_tokens]
     return tuple(sorted({length for length in found if isinstance(length, int) and length > 0}))
 
 

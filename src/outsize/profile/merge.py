@@ -23,12 +23,13 @@ def merged(one: ModelTrace, other: ModelTrace) -> ModelTrace | None:
         return None
     calls = tuple(_works(one, other, call) for call in range(len(one.calls)))
     keys = tuple(dict.fromkeys((*one.profile_keys, *other.profile_keys)))
-    shared = _shared(one.shared, other.shared)
     return replace(
         one,
         calls=calls,
-        shared=shared,
+        shared=_shared(one.shared, other.shared),
         held_bytes=max(one.held_bytes, other.held_bytes),
+        tile_tokens=max(one.tile_tokens, other.tile_tokens),
+        tiled=tuple(dict.fromkeys((*one.tiled, *other.tiled))),
         profile_keys=keys,
         extrapolated_from=one.extrapolated_from or other.extrapolated_from,
     )

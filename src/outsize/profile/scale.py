@@ -121,4 +121,5 @@ def structure_of(trace: ModelTrace) -> tuple[object, ...]:
     calls = [trace.strategies(v) for v in range(len(trace.calls))]
     # Whether a tensor is freed before or after the peak of a call does depend on them.
     shared = [replace(tensor, num_bytes=0, freed_in=0, freed_early_in=()) for tensor in trace.shared]
-    return trace.graph, {name: len(shape) for name, shape in trace.inputs.items()}, calls, shared
+    dims = {name: len(shape) for name, shape in trace.inputs.items()}
+    return trace.graph, dims, calls, shared, trace.tile_tokens, trace.tiled

@@ -30,6 +30,10 @@ class ModelTrace:
     """Notes for the user: which blocks cannot be recomputed, and why. Each is logged once per
     prepare.
     """
+    tile_tokens: int = 0
+    """Length of the tiles of `tiled`. 0: no module was run over tiles."""
+    tiled: tuple[str, ...] = ()
+    """Modules that run over tiles of long rows (activation/tiles.py), by name."""
     profile_keys: tuple[str, ...] = ()
     """The entries of the profile cache that it is made of (base/cache_folder.py)."""
     extrapolated_from: tuple[int, ...] = ()

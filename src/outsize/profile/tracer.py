@@ -12,7 +12,7 @@ random state.
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.tokenwise import TileSearch
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported
 from outsize.base.log import log
 from outsize.base.records import fingerprint
@@ -75,9 +76,11 @@ class Tracer:
         device: Device,
         weights: Weights | None = None,
         loss: Loss | None = None,
+        *,
+        tile_tokens: int = 0,
     ):
         """`weights`: the source of values of unmaterialized parameters. `loss`: computes the loss if the training loop
-        does not use the model's own.
+        does not use the model's own. `tile_tokens`: length of the tiles of long rows (activation/tiles.py). 0: none.
         """
         self.model, self.batch, self.layers, self.device, self.loss = model, batch, layers, device, loss
         # Allocations between two calls are not measured, so the device itself can hold offloaded activations, and the
@@ -86,6 +89,8 @@ class Tracer:
         self.progress = Bar("Profiling the model")
         self.bound_attributes: dict[str, BoundAttributes] = {}
         self.compares = True
+        self._tile_tokens = tile_tokens
+        self._tiles: TileSearch | None = None
         self._weights = PlacedWeights(model, device, weights)
         self._reads = WeightReads(self._weights)
         self._layer_of: list[int | None] | None = None
@@ -103,7 +108,10 @@ class Tracer:
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
-        with profiling_mode(self.model, self.device), self._weights.restored_at_end(), self.progress:
+        with ExitStack() as contexts:
+            for context in (profiling_mode(self.model, self.device), self._weights.restored_at_end(), self.progress):
+                contexts.enter_context(context)
+            contexts.callback(self._end_tiles)
             with _naming_out_of_memory(lambda: "the weights outside of layers"):
                 self._weights.place_outside_of(self.layers)
             discovery = self._discover()
@@ -129,6 +137,7 @@ class Tracer:
         )
         require_known_order(self.model, graph, run, self._reads.readers)
         notes = tuple(self._notes())
+        tiled = self._tiles.names if self._tiles is not None else ()
         for note in notes:
             log.warning("%s", note)
         shared = SharedTensors({s: each.lifetimes for s, each in passes.items()}, run.keys, run.representative)
@@ -145,6 +154,8 @@ class Tracer:
             provenance=f"seconds {seconds}, bytes measured",
             counts_launches=self.device.op_launch_seconds > 0,
             notes=notes,
+            tile_tokens=self._tile_tokens if tiled else 0,
+            tiled=tiled,
         )
         return graph, with_reserve(trace, waiting_bytes)
 
@@ -203,6 +214,7 @@ class Tracer:
         """Run a discovery pass: with a second run of each layer if memory suffices, else without."""
         self._reads, self._layer_of, self._side_outputs = WeightReads(self._weights), None, set()
         self.bound_attributes = {}
+        self._find_tiles_anew()
         done = self.progress.done
         try:
             return self._run("keep", is_discovery=True)
@@ -213,6 +225,16 @@ class Tracer:
         gc.collect()  # the exception's frames held activations, as in _measure
         self.compares = False
         return self._discover()
+
+    def _end_tiles(self) -> None:
+        if self._tiles is not None:
+            self._tiles.detach()
+
+    def _find_tiles_anew(self) -> None:
+        self._end_tiles()
+        if self._tile_tokens:
+            self._tiles = TileSearch(self.model, self.layers, self._tile_tokens)
+            self._tiles.attach()
 
     def _use(self, discovery: ProfilingPass) -> None:
         self._differences = discovery.differences

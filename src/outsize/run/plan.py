@@ -78,6 +78,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         dtype="bfloat16" if config.bf16 else "float32",
         chunk_bytes=config.chunk_bytes or DEFAULT_CHUNK_BYTES,
         chunked_loss=config.chunked_loss,
+        tile_tokens=config.tile_tokens,
         adapter=adapter_of(config) if config.adapter == "lora" else None,
         method=method_of(config),
         config_overrides=config.overrides_of_model_config,

@@ -105,8 +105,8 @@ class Library:
             return
         _publish(place, description, {STATE: state, **({BEST: best} if best else {})}, replace=True)
         for path in parent.iterdir():
-            if path != place and _STEP.fullmatch(path.name):
-                shutil.rmtree(path)
+            if path != place and not path.name.startswith("."):
+                _remove(path)
 
     def finish(self, description: Description, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Publish a finished variant and remove its states."""
@@ -116,7 +116,7 @@ class Library:
 
     def drop_states(self, layer: int, variant: str) -> None:
         """Remove the states of a finished variant."""
-        shutil.rmtree(self._training(layer, variant), ignore_errors=True)
+        _remove(self._training(layer, variant))
 
     def _training(self, layer: int, variant: str) -> Path:
         return self.folder / "training" / _number(layer) / variant
@@ -142,6 +142,15 @@ def _publish(
     except BaseException:
         staged.discard()
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Rename first: an interrupted removal leaves nothing that looks like a state."""
+    removed = folder.with_name(f".removed-{folder.name}")
+    shutil.rmtree(removed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _stored(folder: Path) -> Stored | None:

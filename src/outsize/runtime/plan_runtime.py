@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.tiles import Tiling
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
@@ -143,6 +144,8 @@ class PlanRuntime:
         self.path = CallPath(self.place, self.store.params)
         if planned.loss is not None:
             planned.loss.attach()
+        self._tiling = Tiling(model, plan.tile_tokens, plan.tiled)
+        self._tiling.attach()
         self.access.end_pass()
 
     @property
@@ -184,6 +187,7 @@ class PlanRuntime:
         """Make the model a plain one on the CPU again; without `keep`, an unmaterialized one."""
         self.drop_guard()
         self.access.release()
+        self._tiling.detach()
         if self.planned.loss is not None:
             self.planned.loss.detach()
         self.patches.undo()

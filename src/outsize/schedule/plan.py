@@ -124,6 +124,9 @@ class Plan:
     """
     process_overhead: ProcessOverhead = ProcessOverhead()
     """Process overhead beside the estimate, as measured by the profiling run."""
+    tile_tokens: int = 0
+    """Length of the tiles over which the modules of `tiled` run (activation/tiles.py). 0: no module does."""
+    tiled: tuple[str, ...] = ()
     profile_keys: tuple[str, ...] = ()
     """Cache keys of the profiles that the plan uses. A run that contradicts the plan deletes these profiles."""
     extrapolated_from: tuple[int, ...] = ()

@@ -33,6 +33,7 @@ from outsize.model.batch import (
 )
 from outsize.model.discover import Layer, find_layers
 from outsize.model.graph import BlockGraph
+from outsize.model.own_checkpointing import turn_checkpointing_off
 from outsize.model.tensors import tensors_in
 from outsize.model.weights import FileWeights, Weights, convert, is_unmaterialized, unmaterialize
 from outsize.planner.search import search
@@ -180,12 +181,28 @@ class Planner:
             model_loss = chosen.text if chosen.in_chunks else ""
             config = getattr(self.model, "config", None)
             return profile_within_budget(
-                lambda part: traced(self.model, part, layers, self.device, self.weights, loss, model_loss=model_loss),
-                lambda part: counted_trace(self.model, part, layers, self.device, loss),
+                lambda part: traced(
+                    self.model,
+                    part,
+                    layers,
+                    self.device,
+                    self.weights,
+                    loss,
+                    model_loss=model_loss,
+                    tile_tokens=self.request.tile_tokens,
+                ),
+                lambda part: counted_trace(
+                    self.model, part, layers, self.device, loss, tile_tokens=self.request.tile_tokens
+                ),
                 batch,
                 device=self.device,
                 budget_bytes=self.gpu_bytes,
-                changes=lengths_of_change(config, rows=num_rows(batch) or 1, loss_chunk=chosen.chunk),
+                changes=lengths_of_change(
+                    config,
+                    rows=num_rows(batch) or 1,
+                    loss_chunk=chosen.chunk,
+                    tile_tokens=self.request.tile_tokens,
+                ),
                 needs_count=loss is not None,
             )
 
@@ -209,6 +226,11 @@ class Planner:
         step_config = replace(step_config, coordinates=self._coordinates)
         if given is not None and given.inputs == trace.inputs:
             check(given, graph, layout)
+            if (given.tile_tokens, given.tiled) != (trace.tile_tokens, trace.tiled):
+                raise ConfigError(
+                    f"plan: {len(given.tiled)} modules run over tiles of {given.tile_tokens} tokens, but here "
+                    f"{len(trace.tiled)} over tiles of {trace.tile_tokens}. Make the plan again, or set tile_tokens."
+                )
             if given.loss_chunk != chosen.chunk:
                 raise ConfigError(f"plan: its loss is {given.loss}, but here it is {chosen.text}. Make the plan again.")
             return PlannedModel(graph, layout, given, chosen)
@@ -368,17 +390,6 @@ def _mixed_dtypes(name: str, error: RuntimeError) -> ModelUnsupported:
 
 
 def _disable_own_checkpointing(model: nn.Module) -> None:
-    """Turn off the model's own gradient checkpointing: transformers' (also inside a wrapper), diffusers', timm's."""
-    found = []
-    for name, module in model.named_modules():
-        is_on = getattr(module, "is_gradient_checkpointing", False) is True
-        if is_on and hasattr(module, "gradient_checkpointing_disable"):
-            module.gradient_checkpointing_disable()
-            found.append(name)
-        for flag in ("gradient_checkpointing", "grad_checkpointing"):
-            if vars(module).get(flag) is True:
-                setattr(module, flag, False)
-                found.append(name)
-    if found:
-        where = f" in {found[0]}" if found[0] else ""
+    if found := turn_checkpointing_off(model):
+        where = f" in {found[0][0]}" if found[0][0] else ""
         log.warning("gradient checkpointing is turned off%s: the plan decides per block what is recomputed", where)

@@ -12,6 +12,7 @@ from outsize.base.log import log
 from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.model.strategies import TILE_TOKENS
 from outsize.model.weights import Weights
 from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
@@ -47,6 +48,7 @@ def prepare(
     weights: "str | Path | Weights | None" = None,
     loss: Loss | None = None,
     chunked_loss: bool | None = None,
+    tile_tokens: int = TILE_TOKENS,
 ) -> Engine:
     """Make a model trainable under a memory budget. It stays the user's object and trains to the same bits, except with
     `chunked_loss` and fp16.
@@ -76,6 +78,9 @@ def prepare(
         chunked_loss: compute the model's own loss in chunks of tokens, so that all logits never exist at once;
             `outputs.logits` is then not available in training. Default: if the batch is larger than a chunk, the model
             allows it and `loss` is not given; the plan says which. False: never. True: always, or raise.
+        tile_tokens: rows of more than twice as many tokens run through MLPs and norms tile by tile, which saves most of
+            their memory (docs/long-context.md). Changes bits, by the rounding of these modules' weight gradients. 0:
+            never.
     """
     return prepare_as(
         model,
@@ -95,6 +100,7 @@ def prepare(
             weights=weights,
             loss=loss,
             chunked_loss=chunked_loss,
+            tile_tokens=tile_tokens,
         ),
     )
 

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outsize.base.errors import ConfigError
+from outsize.base.units import is_count
 from outsize.device.device import Device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.model.strategies import TILE_TOKENS
 from outsize.model.weights import Weights
 from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
@@ -28,6 +31,13 @@ class PlanRequest:
     pins: Pins | None = None
     chunk_bytes: str | int = DEFAULT_CHUNK_BYTES
     chunked_loss: bool | None = None
+    tile_tokens: int = TILE_TOKENS
+
+    def __post_init__(self) -> None:
+        if not is_count(self.tile_tokens, least=0):
+            raise ConfigError(
+                f"tile_tokens {self.tile_tokens!r} is no number of tokens. Set a whole number, or 0 for no tiles."
+            )
 
     @property
     def step_config(self) -> StepConfig:

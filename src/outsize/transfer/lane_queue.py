@@ -30,9 +30,19 @@ class LaneQueue:
         return len(self._events)
 
     def issue(
-        self, lane: Lane, reads: Buffers, writes: Buffers, work: Callable[[], Any], *, seconds: float, name: str
+        self,
+        lane: Lane,
+        reads: Buffers,
+        writes: Buffers,
+        work: Callable[[], Any],
+        *,
+        seconds: float,
+        name: str,
+        blocks: bool = False,
     ) -> None:
-        """Put work on a lane. `seconds` counts on a simulated device, `name` is for the timeline."""
+        """Put work on a lane. `seconds` counts on a simulated device, `name` is for the timeline. `blocks`: see
+        `Device.submit`.
+        """
         event = self._device.submit(
             lane,
             work,
@@ -41,6 +51,7 @@ class LaneQueue:
             writes=self._tensors(writes),
             seconds=seconds,
             name=name,
+            blocks=blocks,
         )
         self._events[self.hazards.after(lane, reads, writes)] = event
 

@@ -56,6 +56,13 @@ class OffloadedTensors:
         for item, offset in zip(self.items, self.offsets, strict=True):
             arena[offset : offset + item.numel()].copy_(item, non_blocking=True)
 
+    def copy_range_to(self, buffer: Tensor, start: int, size: int) -> None:
+        """Copy the bytes that `copy_to` puts at `start` and after it to the beginning of a buffer."""
+        for item, offset in zip(self.items, self.offsets, strict=True):
+            first, end = max(offset, start), min(offset + item.numel(), start + size)
+            if first < end:
+                buffer[first - start : end - start].copy_(item[first - offset : end - offset], non_blocking=True)
+
     def free_device_copy(self) -> None:
         """Drop the storages on the device. The copy on the host is complete."""
         self.items = []
@@ -68,11 +75,18 @@ class OffloadedTensors:
     def unpack(self, handle: PackedTensor) -> Tensor:
         if self._buffer is None:
             raise AssertionError("activations are used before they were copied back")
-        typed = self._buffer[self.offsets[handle.item] :]
-        typed = typed[: typed.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
-        view = typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)
-        view = neg_view(view) if handle.is_neg else view
-        return view.conj() if handle.is_conj else view
+        return _view(self._buffer[self.offsets[handle.item] :], handle)
+
+    def original(self, handle: PackedTensor) -> Tensor:
+        """A packed tensor before `free_device_copy`: the same view of the storage itself."""
+        return _view(self.items[handle.item], handle)
+
+
+def _view(data: Tensor, handle: PackedTensor) -> Tensor:
+    typed = data[: data.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
+    view = typed.as_strided(handle.shape, handle.stride, typed.storage_offset() + handle.offset)
+    view = neg_view(view) if handle.is_neg else view
+    return view.conj() if handle.is_conj else view
 
 
 def own_items(sets: Mapping[int, OffloadedTensors], number: int) -> list[Tensor]:

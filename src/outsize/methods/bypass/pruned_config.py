@@ -75,6 +75,16 @@ def pruned_config(
     return made
 
 
+def one_layer(config: Any, index: int) -> Any:
+    """A copy of a config of transformers with one layer only, that of `index`."""
+    values = copy.deepcopy(config).to_dict()
+    count = config.num_hidden_layers
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == count:  # layer_types and the like
+            values[name] = value[index : index + 1]
+    return type(config).from_dict({**values, "num_hidden_layers": 1})
+
+
 def _unused_size(config: Any, part: Part) -> dict[str, int]:
     name = "num_key_value_heads" if part == "attention" else "intermediate_size"
     value = getattr(config, name, None)

@@ -1,12 +1,13 @@
-"""Scores of replacements: how far the whole model moves from the teacher if exactly one sub-block is replaced.
+"""Scores of candidates: how far the whole model moves from the teacher if some of its sub-blocks are replaced.
 
-One pass over the teacher's layers scores all of them. At each layer its variants' outputs join the hidden states that
-wait on the host, and every replacement so far runs through the next layer as a call of its own: the shapes are those of
-a whole model, and so are the bits. The weights of a layer are read once per pass.
+To choose variants, each candidate replaces one sub-block; an assembled model is a candidate that replaces many. One
+pass over the teacher's layers scores all candidates. At each layer, candidates whose first replacement is there join
+the hidden states that wait on the host, and every candidate so far runs through the layer as a call of its own: the
+shapes are those of a whole model, and so are the bits. The weights of a layer are read once per pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,11 +37,14 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Replacement:
+class Candidate:
     name: str
-    layer: int
-    applied: Callable[[], AbstractContextManager[None]]
-    """While it is entered, the teacher's layer has the replacement."""
+    layers: Mapping[int, Callable[[], AbstractContextManager[None]]]
+    """By number of the layer: while it is entered, the teacher's layer has the replacements."""
+
+    @property
+    def first(self) -> int:
+        return min(self.layers)
 
 
 @contextmanager
@@ -96,14 +100,14 @@ class _Sums:
 def score(
     stack: LayerStack,
     batches: Sequence[Mapping[str, Any]],
-    replacements: Sequence[Replacement],
+    candidates: Sequence[Candidate],
     *,
     loaded: Callable[[nn.Module], AbstractContextManager[None]],
     outside: Callable[[], AbstractContextManager[None]],
     host_bytes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Scores, dict[str, Scores]]:
-    """The teacher's own scores, and those of each replacement by name.
+    """The teacher's own scores, and those of each candidate by name.
 
     Args:
         batches: arguments of the model's forward, on the device.
@@ -115,8 +119,8 @@ def score(
     with outside():
         calls = [stack.capture(batch) for batch in batches]
     waiting = sum(call.hidden.nbytes for call in calls)
-    per_pass = len(replacements) if host_bytes is None else max(1, host_bytes // max(waiting, 1) - 1)
-    ordered = sorted(replacements, key=lambda each: (each.layer, each.name))
+    per_pass = len(candidates) if host_bytes is None else max(1, host_bytes // max(waiting, 1) - 1)
+    ordered = sorted(candidates, key=lambda each: (each.first, each.name))
     groups = [ordered[start : start + per_pass] for start in range(0, len(ordered), per_pass)] or [[]]
     teacher, found = Scores(0, 0, 0, 0, 0), {}
     for index, group in enumerate(groups):
@@ -135,11 +139,11 @@ def _pass(
     stack: LayerStack,
     calls: Sequence[Sequence[LayerCall]],
     first: Sequence[Tensor],
-    group: Sequence[Replacement],
+    group: Sequence[Candidate],
     loaded: Callable[[nn.Module], AbstractContextManager[None]],
     report: Callable[[int], None],
 ) -> dict[str, list[Tensor]]:
-    """The last layer's outputs on the host: by replacement, per batch."""
+    """The last layer's outputs on the host: by candidate, per batch."""
     device = first[0].device
     waiting = {_TEACHER: [hidden.cpu() for hidden in first]}
     for index, layer in enumerate(stack.layers):
@@ -148,13 +152,12 @@ def _pass(
             return [run(layer, calls[batch][index], hidden.to(device)).cpu() for batch, hidden in enumerate(inputs)]
 
         with loaded(layer.module):
-            inputs = waiting[_TEACHER]
+            begin = [candidate for candidate in group if candidate.first == index]
+            waiting |= {candidate.name: waiting[_TEACHER] for candidate in begin}
+            changed = {candidate.name: candidate.layers[index] for candidate in group if index in candidate.layers}
             for name in list(waiting):
-                waiting[name] = through(waiting[name])
-            for replacement in group:
-                if replacement.layer == index:
-                    with replacement.applied():
-                        waiting[replacement.name] = through(inputs)
+                with changed.get(name, nullcontext)():
+                    waiting[name] = through(waiting[name])
         report(index + 1)
     return waiting
 

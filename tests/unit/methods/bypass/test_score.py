@@ -1,4 +1,4 @@
-"""Scores of all replacements in one pass: the bits of one whole model per replacement."""
+"""Scores of all candidates in one pass: the bits of one whole model per replacement."""
 
 import copy
 from collections import Counter
@@ -11,7 +11,7 @@ import zoo
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 
-from outsize.methods.bypass.score import Replacement, replaced, score
+from outsize.methods.bypass.score import Candidate, replaced, score
 from outsize.model.stack import LayerStack
 
 FFN = {"llama": "mlp", "qwen3": "mlp", "gemma2": "mlp", "gpt2": "mlp", "mixtral": "mlp"}
@@ -39,13 +39,14 @@ def scores_of(kind, host_bytes=None):
         read[next(each.name for each in stack.layers if each.module is layer)] += 1
         return nullcontext()
 
-    replacements = [
-        Replacement(
+    candidates = [
+        Candidate(
             f"{index}.{factor}",
-            index,
-            lambda layer=layer.module, factor=factor: replaced(
-                layer, {FFN[kind]: Scaled(layer.get_submodule(FFN[kind]), factor)}
-            ),
+            {
+                index: lambda layer=layer.module, factor=factor: replaced(
+                    layer, {FFN[kind]: Scaled(layer.get_submodule(FFN[kind]), factor)}
+                )
+            },
         )
         for index, layer in enumerate(stack.layers)
         for factor in (0.0, 0.5, 1.0)
@@ -54,26 +55,26 @@ def scores_of(kind, host_bytes=None):
     found = score(
         stack,
         batches,
-        replacements,
+        candidates,
         loaded=loaded,
         outside=nullcontext,
         host_bytes=host_bytes,
         progress=lambda *counts: done.append(counts),
     )
     assert done[-1][0] == done[-1][1]
-    return model, batches, stack, replacements, read, found
+    return model, batches, stack, candidates, read, found
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt2"])
 @torch.no_grad()
 def test_equals_one_model_per_replacement(kind):
-    model, batches, stack, replacements, read, (teacher, found) = scores_of(kind)
+    model, batches, stack, candidates, read, (teacher, found) = scores_of(kind)
     assert set(read.values()) == {1} and len(read) == len(stack.layers)
     wanted = [model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits for batch in batches]
     assert teacher.kl == 0 and teacher.top1 == teacher.top10 == 1
     assert teacher.cosine == pytest.approx(1, abs=1e-6)
-    for replacement in replacements:
-        with replacement.applied():
+    for candidate in candidates:
+        with candidate.layers[candidate.first]():
             logits = [
                 model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits for batch in batches
             ]
@@ -83,7 +84,7 @@ def test_equals_one_model_per_replacement(kind):
             for a, b in zip(logits, wanted, strict=True)
         )
         tokens = sum(each.shape[:-1].numel() for each in wanted)
-        scores = found[replacement.name]
+        scores = found[candidate.name]
         assert scores.kl == same / tokens
         independent = sum(
             kl_div(a.log_softmax(-1), b.log_softmax(-1), log_target=True, reduction="sum").item()
@@ -98,7 +99,7 @@ def test_equals_one_model_per_replacement(kind):
         assert scores.loss == pytest.approx(losses / count, rel=1e-6)
         agree = sum((a.argmax(-1) == b.argmax(-1)).sum().item() for a, b in zip(logits, wanted, strict=True))
         assert scores.top1 == agree / tokens
-        if replacement.name.endswith("1.0"):
+        if candidate.name.endswith("1.0"):
             assert scores.kl == 0 and scores.loss == teacher.loss
         else:
             assert scores.kl > 0 and scores.cosine < 1
@@ -106,12 +107,12 @@ def test_equals_one_model_per_replacement(kind):
 
 
 def test_several_passes_give_the_same_bits():
-    *_, replacements, read, one = scores_of("llama")
+    *_, candidates, read, one = scores_of("llama")
     rows = sum(batch["input_ids"].numel() for batch in cells.batches("llama", 2))
     hidden_bytes = rows * zoo.make("llama").config.hidden_size * 4
     *_, again, several = scores_of("llama", host_bytes=3 * hidden_bytes)
     assert one == several
-    assert set(again.values()) == {len(replacements) // 2} and set(read.values()) == {1}
+    assert set(again.values()) == {len(candidates) // 2} and set(read.values()) == {1}
 
 
 def test_padding_does_not_count():
@@ -126,7 +127,26 @@ def test_padding_does_not_count():
         padded = ids.masked_fill(mask == 0, filler)
         batch = {"input_ids": padded, "attention_mask": mask, "labels": labels}
         layer = stack.layers[0].module
-        one = Replacement("0", 0, lambda: replaced(layer, {"mlp": Scaled(layer.mlp, 0.5)}))
+        one = Candidate("0", {0: lambda: replaced(layer, {"mlp": Scaled(layer.mlp, 0.5)})})
         return score(stack, [batch], [one], loaded=lambda _: nullcontext(), outside=nullcontext)
 
     assert scored(1) == scored(5)
+
+
+@torch.no_grad()
+def test_a_candidate_may_replace_many_layers():
+    """An assembled model: it joins at its first replacement."""
+    model = zoo.make("llama", torch.float32).eval()
+    stack = LayerStack(model)
+    (batch,) = cells.batches("llama", 1)
+    halves = {layer: Scaled(stack.layers[layer].module.mlp, 0.5) for layer in (1, 3)}
+    layers = {
+        layer: lambda layer=layer: replaced(stack.layers[layer].module, {"mlp": halves[layer]}) for layer in halves
+    }
+    _, found = score(stack, [batch], [Candidate("both", layers)], loaded=lambda _: nullcontext(), outside=nullcontext)
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    expected = model(**given).logits.log_softmax(-1)
+    with layers[1](), layers[3]():
+        logits = model(**given).logits.log_softmax(-1)
+    wanted = (expected.exp() * (expected - logits)).flatten(0, 1).sum().item() / batch["input_ids"].numel()
+    assert found["both"].kl == pytest.approx(wanted, rel=1e-6) and wanted > 0
