@@ -25,13 +25,7 @@ from outsize.profile.tracer import Tracer
 
 
 def counted_trace(
-    model: nn.Module,
-    batch: Any,
-    layers: tuple[Layer, ...],
-    device: Device,
-    loss: Loss | None,
-    *,
-    tile_tokens: int = 0,
+    model: nn.Module, batch: Any, layers: tuple[Layer, ...], device: Device, loss: Loss | None, *, tile_tokens: int = 0
 ) -> ModelTrace | None:
     """The trace of a model on shapes, of which only bytes are of use. None if the model does not run on shapes.
     The arguments are those of Tracer."""
@@ -41,7 +35,9 @@ def counted_trace(
     try:
         with torch.random.fork_rng(devices=[]), _without_values(model) as shapes_of, autocast:
             made = map_tensors(shapes_of, on_cpu)
-            _, trace = Tracer(model, made, layers, AbsentDevice(device.spec), None, loss, tile_tokens=tile_tokens).trace()
+            _, trace = Tracer(
+                model, made, layers, AbsentDevice(device.spec), None, loss, tile_tokens=tile_tokens
+            ).trace()
     except Exception as error:  # whatever a model does with tensors that have no values
         log.debug("its bytes cannot be counted on shapes: %s: %s", type(error).__name__, error)
         return None

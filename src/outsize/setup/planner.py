@@ -198,10 +198,7 @@ class Planner:
                 device=self.device,
                 budget_bytes=self.gpu_bytes,
                 changes=lengths_of_change(
-                    config,
-                    rows=num_rows(batch) or 1,
-                    loss_chunk=chosen.chunk,
-                    tile_tokens=self.request.tile_tokens,
+                    config, rows=num_rows(batch) or 1, loss_chunk=chosen.chunk, tile_tokens=self.request.tile_tokens
                 ),
                 needs_count=loss is not None,
             )
