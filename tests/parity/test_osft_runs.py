@@ -9,6 +9,7 @@ import torch
 import trainers
 import zoo
 from cells import CHUNK_BYTES, closing
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -89,13 +90,24 @@ def test_the_bases_of_another_machine_are_taken_from_beside_the_checkpoint(tmp_p
         assert_equal(values(engine), weights)
         engine.save(tmp_path / "again")
     assert list(tmp_path.glob("bases-*.safetensors")) == [bases], "stored once"
+    content = bases.read_bytes()
     bases.unlink()
     with closing(prepare(method=other)) as engine:
         before = values(engine)
-        with pytest.raises(BadFile, match=r"bases-.* is missing"):
+        for cut, message in ((None, "is missing"), (-64, "is damaged or truncated"), (0, "is damaged or truncated")):
+            if cut is not None:
+                bases.write_bytes(content[:cut])
+            with pytest.raises(BadFile, match=rf"bases-.*{message}"):
+                engine.load(tmp_path / "checkpoint")
+            assert_equal(values(engine), before)
+            step(engine, 0)  # nothing is half-loaded
+            before = values(engine)
+        bases.write_bytes(content[:-8] + bytes(8))
+        with pytest.raises(BadFile, match=r"bases-.* is damaged: its content has another hash than its name"):
             engine.load(tmp_path / "checkpoint")
-        assert_equal(values(engine), before)
-        step(engine, 0)  # nothing is half-loaded
+        bases.write_bytes(content)
+        engine.load(tmp_path / "checkpoint")
+        assert [step(engine, 2), step(engine, 3)] == losses[2:]
 
 
 def test_a_checkpoint_of_other_initial_weights_changes_nothing(tmp_path: Path) -> None:
@@ -109,6 +121,28 @@ def test_a_checkpoint_of_other_initial_weights_changes_nothing(tmp_path: Path) -
         assert_equal(values(engine), before)
     with closing(prepare(method=None)) as engine, pytest.raises(BadFile, match="not a checkpoint of this model"):
         engine.load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        outsize.OSFT(unfreeze_rank_ratio=0.25),
+        outsize.OSFT(unfreeze_rank_ratio=0.5, others="freeze"),
+        outsize.OSFT(unfreeze_rank_ratio=0.5, rank_pattern={"0": 0.25}),
+        outsize.OSFT(unfreeze_rank_ratio=0.5, target_modules=r".*0.*"),
+    ],
+    ids=["rank", "others", "pattern", "targets"],
+)
+def test_a_checkpoint_of_other_settings_changes_nothing(tmp_path: Path, method: outsize.OSFT) -> None:
+    with closing(prepare()) as engine:
+        step(engine, 0)
+        engine.save(tmp_path / "checkpoint")
+    with closing(prepare(method=method)) as engine:
+        before = values(engine)
+        with pytest.raises(BadFile, match="is not a checkpoint of this model"):
+            engine.load(tmp_path / "checkpoint")
+        assert_equal(values(engine), before)
+        step(engine, 0)
 
 
 def test_weights_alone_are_loaded_with_their_coordinates(tmp_path: Path) -> None:
@@ -186,6 +220,26 @@ def test_the_next_task_equals_preparing_the_trained_model_again(pins: outsize.Pi
         assert_equal(values(engine), weights)
 
 
+def test_a_third_task_is_resumed_under_another_plan(tmp_path: Path) -> None:
+    with closing(prepare(pins=MIXED)) as engine:
+        for seed in (0, 1):
+            step(engine, seed)
+            engine.next_task()
+        before = values(engine)
+        step(engine, 2)
+        engine.save(tmp_path / "checkpoint")
+        expected = [step(engine, 3), step(engine, 4)]
+        weights = values(engine)
+    model = zoo.make("plain", torch.bfloat16)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(before[name])
+    with closing(prepare(model, TIGHT)) as engine:
+        engine.load(tmp_path / "checkpoint")
+        assert [step(engine, 3), step(engine, 4)] == expected
+        assert_equal(values(engine), weights)
+
+
 class Failing:
     """A method whose computation of constants fails once, at the weight number `at`."""
 
@@ -246,6 +300,31 @@ def test_before_the_first_step_nothing_differs_from_the_checkpoint(tmp_path: Pat
         assert_equal(values(engine), {name: value.detach() for name, value in plain.named_parameters()})
 
 
+@pytest.mark.parametrize("pins", PLANS.values(), ids=PLANS)
+def test_an_export_is_the_model_before_and_after_steps(tmp_path: Path, pins: outsize.Pins | None) -> None:
+    """D29, D36: the files of step 0 are the checkpoint's, and later ones have the logits of the live model."""
+    model, batch = zoo.make("llama-untied", torch.bfloat16), zoo.batch("llama-untied")
+    model.save_pretrained(tmp_path / "start")
+    start = load_file(tmp_path / "start" / "model.safetensors")
+    settings: dict[str, Any] = {"optimizer": outsize.AdamW(lr=1e-2), "method": HALF, "pins": pins}
+    with closing(outsize.prepare(model, batch, device="sim:1GiB", chunk_bytes=CHUNK_BYTES, **settings)) as engine:
+        engine.export(tmp_path / "0")
+        assert_equal(load_file(tmp_path / "0" / "model.safetensors"), start)
+        for _ in range(2):
+            engine.model(**batch).loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.export(tmp_path / "2")
+        with torch.no_grad():
+            logits = engine.model.eval()(**batch).logits
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "2", dtype="auto").eval()
+    for name, buffer in exported.named_buffers():  # the zoo's model has its rotary frequencies in bf16
+        buffer.copy_(model.get_buffer(name))
+    with torch.no_grad():
+        assert exported.dtype == torch.bfloat16 and torch.equal(exported(**batch).logits, logits)
+    assert any(not torch.equal(value, start[name]) for name, value in exported.state_dict().items())
+
+
 def test_all_directions_free_is_full_fine_tuning_and_none_is_frozen() -> None:
     with closing(prepare(method=None)) as engine:
         losses, weights = [step(engine, 0), step(engine, 1)], values(engine)
@@ -275,20 +354,27 @@ def test_a_larger_batch_is_planned_again_with_the_same_bits() -> None:
     assert found == losses
 
 
-def test_accumulation_equals_one_large_batch_within_rounding() -> None:
-    def drifts(sizes: list[slice], dtype: torch.dtype) -> dict[str, Tensor]:
+@pytest.mark.parametrize("pins", [None, TIGHT], ids=["roomy", "tight"])
+def test_accumulation_equals_one_large_batch_within_rounding(pins: outsize.Pins | None) -> None:
+    """D33. With a large eps, the first update is proportional to the gradient."""
+
+    def updates(sizes: list[slice]) -> dict[str, Tensor]:
         batch = zoo.batch("plain", size=4)
-        with closing(prepare(dtype=dtype)) as engine:
+        settings: dict[str, Any] = {"optimizer": outsize.AdamW(lr=1.0, eps=1e3, weight_decay=0.0), "method": HALF}
+        settings |= {"accumulate": len(sizes), "pins": pins, "chunk_bytes": CHUNK_BYTES, "device": "sim:1GiB"}
+        with closing(outsize.prepare(zoo.make("plain", torch.float32), batch, **settings)) as engine:
             for part in sizes:
                 loss = engine.model(**{key: value[part] for key, value in batch.items()}).loss
                 (loss / len(sizes)).backward()
-            norm = float(engine.clip_grad_norm_(1e9))
             engine.optimizer.step()
-            return {"norm": torch.tensor(norm)}
+            found = dict(named_state(engine))
+            norm = torch.tensor(float(engine.grad_norm))
+            return {"norm": norm} | {n: found[n]["coordinates"].clone() for n in engine.runtime.coordinates.names}
 
-    whole = drifts([slice(0, 4)], torch.float32)["norm"]
-    parts = drifts([slice(i, i + 1) for i in range(4)], torch.float32)["norm"]
-    assert torch.allclose(whole, parts, rtol=1e-5)
+    whole, parts = updates([slice(0, 4)]), updates([slice(i, i + 1) for i in range(4)])
+    assert len(whole) == 10
+    for name, value in whole.items():
+        assert value.any() and float((parts[name] - value).norm() / value.norm()) < 2e-6, name
 
 
 def test_gradients_and_weights_of_split_parameters_are_not_handed_out_for_writing() -> None:
