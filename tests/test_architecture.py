@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, str] = {
     "compat": "",  # private names of other libraries; for all but those without torch
     "config": "base model.offloading model.strategies optim.names",
     "hardware": "base config.source",  # a machine is a YAML file
-    "model": "base compat checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
+    "model": "base compat hub checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
     "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
     "schedule": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",
@@ -36,10 +36,11 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout schedule transfer "
     "activation dist optim checkpoint progress",
     "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
-    "data": "base compat config.run progress",
+    "data": "base compat config.run hub progress",
     "methods": "base checkpoint.tensorfile compat device layout model optim progress reference transfer.batch_cache",
     "loss": "base compat",
     # Top-level modules count as packages of one file. `outsize` is the package itself.
+    "hub": "",
     "progress": "",
     "reference": "base optim.clip optim.split",
     "osft": "methods",

@@ -99,6 +99,7 @@ def stubbed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", axolotl_stubs.load_dataset)
+    monkeypatch.setattr("outsize.data.sources.hub_answers", lambda *_, **__: True)
     for tracker in ("wandb", "swanlab"):
         (tmp_path / f"{tracker}.py").write_text("run = None\n")
         monkeypatch.delitem(sys.modules, tracker, raising=False)

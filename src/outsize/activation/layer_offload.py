@@ -54,6 +54,8 @@ class LayerOffload:
         self._model = weakref.ref(model)
         self._layers = [weakref.ref(layer.module) for layer in layers]
         self._queues: dict[torch.device, TransferQueue] = {}
+        self._counted = (0, 0)
+        """`num_sent` and `arena_bytes` when it was disabled."""
         for layer in layers:
             layer.module.forward = _LayerForward(self, layer)
         self._handles = [
@@ -70,12 +72,12 @@ class LayerOffload:
     @property
     def num_sent(self) -> int:
         """Sets of tensors that were sent so far, one for each layer call."""
-        return sum(queue.num_sent for queue in self._queues.values())
+        return self._counted[0] + sum(queue.num_sent for queue in self._queues.values())
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory, or size of the files."""
-        return sum(queue.arena.num_bytes for queue in self._queues.values())
+        """Host memory, or size of the files. It only grows while the offload is enabled."""
+        return self._counted[1] + sum(queue.arena.num_bytes for queue in self._queues.values())
 
     @property
     def used_bytes(self) -> int:
@@ -90,7 +92,9 @@ class LayerOffload:
                 layer.__dict__["forward"].restore()
         turn_checkpointing_on(self._checkpointed)
         turn_caches_on(self._cached)
-        self._handles, self._layers, self._checkpointed, self._cached, self._queues = [], [], [], [], {}
+        self._handles, self._layers, self._checkpointed, self._cached = [], [], [], []
+        self._counted = (self.num_sent, self.arena_bytes)
+        self._queues = {}  # their memory is freed with the graphs that use it
 
     def run(self, name: str, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -150,11 +154,18 @@ def is_offloaded(layer: nn.Module) -> bool:
 
 
 def _is_static_in(layer: nn.Module) -> Callable[[Tensor], bool]:
-    """Whether a tensor lies in the memory of the layer's weights and buffers, as they are now: FSDP2 exchanges them."""
-    known = {
-        storage_id(t.untyped_storage()) for t in (*layer.parameters(), *layer.buffers()) if t.layout == torch.strided
-    }
-    return lambda tensor: isinstance(tensor, nn.Parameter) or storage_id(tensor.untyped_storage()) in known
+    """Whether a tensor lies in the memory of the layer's weights and buffers, as they are in this forward: FSDP2
+    exchanges them.
+    """
+    known: set[int] = set()
+
+    def is_static(tensor: Tensor) -> bool:
+        if not known:
+            weights = (t for t in (*layer.parameters(), *layer.buffers()) if t.layout == torch.strided)
+            known.update({0, *(storage_id(t.untyped_storage()) for t in weights)})
+        return isinstance(tensor, nn.Parameter) or storage_id(tensor.untyped_storage()) in known
+
+    return is_static
 
 
 class _LayerForward:

@@ -100,6 +100,8 @@ class Reader:
         self.strict = strict
         self.skip_blank = skip_blank
         self.problems: list[str] = []
+        self.meant: set[str] = set()
+        """Names that unknown keys of `fields` are near."""
 
     def fields(
         self,
@@ -114,11 +116,14 @@ class Reader:
         `rules`: for fields whose type hints have none.
         """
         schema, values = _schema(record), {}
+        meant: set[str] = set()
         for key, item in data.items():
             label = prefix + (spelled or {}).get(key, str(key))
             is_off = self.skip_blank and is_blank(item)
             if key not in schema.keys:
-                if not is_off or _nearest(str(key), schema.keys):
+                nearest = _nearest(str(key), schema.keys)
+                meant |= {nearest} if nearest else set()
+                if not is_off or nearest:
                     self.problems.append(_unknown(label, str(key), list(schema.keys)))
             elif item is not None or self.strict:
                 name = _field_for(item, schema.keys[key], schema.hints)
@@ -129,9 +134,10 @@ class Reader:
                 elif is_off and name not in schema.required:
                     del self.problems[before:]
         for name in schema.required:
-            if (name not in data) if self.strict else data.get(name) is None:
+            if name not in meant and ((name not in data) if self.strict else data.get(name) is None):
                 expected = rules[name].expected if rules else _noun(schema.hints[name])
                 self.problems.append(f"{prefix}{name}: missing. Give {expected}.")
+        self.meant = meant
         return values
 
     def value(self, hint: Any, data: Any, label: str, expected: str = "") -> Any:
@@ -169,7 +175,9 @@ class Reader:
         elif hint is Any or type(data) is hint:  # by type(): a bool is no int
             return data
         noun = "a mapping" if self.strict and dataclasses.is_dataclass(hint) else expected or _noun(hint)
-        self.problems.append(f"{label}: {show(data)} is not {noun}.")
+        lists_values = origin is Literal and noun.startswith("one of")
+        nearest = _nearest(data, map(str, args)) if lists_values and isinstance(data, str) else None
+        self.problems.append(f"{label}: {show(data)} is not {noun}{f'; did you mean {nearest}?' if nearest else '.'}")
         return data
 
     def _ruled(self, hint: Any, rule: Rule, data: Any, label: str) -> Any:

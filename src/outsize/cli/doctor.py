@@ -14,6 +14,7 @@ import typer
 
 from outsize.base.cache_folder import cache_folder
 from outsize.base.units import show_bytes
+from outsize.cli.imports import import_problem
 from outsize.hardware.host import container_limit
 
 _DOC = """Is this machine ready to train, and if not, why?
@@ -47,7 +48,7 @@ def doctor() -> None:
         try:
             findings = list(look())
         except Exception as error:  # any failure is a finding
-            findings = [Finding("broken", f"{type(error).__name__}: {error}")]
+            findings = [Finding("broken", import_problem(error) or f"{type(error).__name__}: {error}")]
         for finding in findings:
             console.print(f"{_SIGNS[finding.state]} {name:<12} {escape(finding.text)}")
             broken += finding.state == "broken"

@@ -16,6 +16,7 @@ from outsize.cli.chat import chat
 from outsize.cli.doctor import doctor
 from outsize.cli.example import example
 from outsize.cli.export import export
+from outsize.cli.imports import import_problem
 from outsize.cli.plan import plan
 from outsize.cli.probe import probe
 from outsize.cli.prune import prune
@@ -28,6 +29,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except OutsizeError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except (ImportError, RuntimeError) as error:
+            if not (problem := import_problem(error)):
+                raise
+            print(problem, file=sys.stderr)
             raise typer.Exit(2) from None
 
 

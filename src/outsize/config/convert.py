@@ -165,10 +165,6 @@ def plugins(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
     return Converted()
 
 
-def activation_offloading(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
-    return Converted(keys={"activation_offloading": bool(value) if value in ("legacy", "disk") else value})
-
-
 def model_type(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
     is_refused = given.get("reward_model") or given.get("process_reward_model")
     if "Classification" in str(value) and not is_refused:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outsize.config.run import DatasetConfig, RunConfig
 from outsize.config.types import PAIR_KEYS, PAIR_TYPES
+from outsize.model.strategies import STRATEGIES
 
 
 class Contradiction(NamedTuple):
@@ -24,6 +25,7 @@ _EVAL_DATA = ("val_set_size", "test_datasets")
 _EVALUATING = ("eval_strategy", "eval_steps", *_EVAL_DATA)
 _LORA_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("lora_", "peft_")))
 _DPO_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("rl_", "dpo_")))
+_OFFLOADING_PINS = {strategy.pin for strategy in STRATEGIES if strategy.sends}
 _CHAT_TYPES = ("chat_template", "chat_template.default")
 _SHARED = {"field_system"}
 _OSFT_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("osft_"))
@@ -267,6 +269,21 @@ CONTRADICTIONS = (
             config.prune is not None and config.prune.keep in ("best", "both") and not config.has_eval_data
         ),
         "keep: {config.prune.keep} needs validation data. Set val_set_size or test_datasets, or keep: latest.",
+    ),
+    Contradiction(
+        ("activation_offloading",),
+        lambda config, given: config.activation_offloading == "disk",
+        "disk is for training without a plan (OffloadTrainer in Python, docs/long-context.md). Use auto or true, with "
+        "host_memory as the limit.",
+    ),
+    Contradiction(
+        ("activation_offloading", "plan"),
+        lambda config, given: (
+            config.activation_offloading != "auto"
+            and (config.plan_file is not None or bool(_OFFLOADING_PINS & set(config.pins or {})))
+        ),
+        "{config.activation_offloading} conflicts with plan, which fixes the layers whose activations are offloaded. "
+        "Remove one of them.",
     ),
     Contradiction(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints"),

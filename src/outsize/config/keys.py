@@ -195,7 +195,6 @@ AXOLOTL: dict[str, OtherKey] = {
         "unsloth_* use_kernels use_scattermoe use_sonicmoe use_*_kernels experts_implementation expert_backend "
         "moe_* large_head_attention sdpa_varlen gemma4_hybrid_attn_impl heads_k_stride deepcompile",
     ),
-    **converted(convert.activation_offloading, "`true`, also for `legacy` and `disk`", "activation_offloading"),
     **converted(convert.plugins, "kernels, losses and trackers are ignored, others refused", "plugins"),
     **ignored("only with a key that is refused", "fsdp_* ring_attn_func expert_parallel_* orpo_alpha kto_* "
               "cpo_alpha simpo_gamma vllm ebft num_labels center_rewards_coefficient bnb_config_kwargs bnb_* gptq_* "

@@ -25,7 +25,7 @@ Width = Annotated[
 Widths = Annotated[tuple[Width, ...], Rule(expected="a list of widths", convert=_as_list)]
 Counts = Annotated[tuple[Count, ...], Rule(expected="a list of positive integers", convert=_as_list)]
 Layers = Annotated[tuple[CountFromZero, ...], Rule(expected="a list of layer numbers", convert=_as_list)]
-SubblockName = Literal["attention", "mixer", "ffn"]
+SubblockName = Literal["attention", "ffn"]
 Learned = Annotated[
     Literal["attention", "mixer", "ffn", "block"],
     Rule(
@@ -57,9 +57,9 @@ class PruneConfig:
     """Also a variant of attention that is one matrix."""
     copy: tuple[SubblockName, ...] = ()
     """Sub-blocks that also get a variant equal to the teacher's."""
-    learn: tuple[Learned, ...] = ("attention", "mixer", "ffn")
-    """Sub-blocks that have variants, each trained on its own output. `mixer`: what a layer has in the place of
-    attention (Mamba). `block`: all combinations, trained on what the whole layer adds.
+    learn: tuple[Learned, ...] = ("mixer", "ffn")
+    """Sub-blocks that have variants, each trained on its own output. `mixer`: attention, or what a layer has in
+    its place (Mamba). `block`: all combinations, trained on what the whole layer adds.
     """
     loss: Literal["nmse", "nmse_row", "nmse_token", "mse", "cosine"] = "nmse"
     importance: Literal["independent", "iterative", "truncate"] = "independent"

@@ -52,6 +52,7 @@ def _parse(mapping: Mapping[Any, Any], where: str, problems: list[str]) -> RunCo
     given = {key for key, value in normalized.data.items() if not is_blank(value)}
     wrong = {key for key, names in fields_by_key(RunConfig).items() if key in given and not values.keys() & set(names)}
     wrong |= {"rl"} if is_other else set()
+    wrong |= reader.meant  # what a misspelled key would have said is not missing
     # Required fields get placeholders, so that the other checks run without them.
     unread = {
         "notes": tuple(normalized.notes),

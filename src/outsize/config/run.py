@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from outsize.base.records import Rule
 from outsize.config.prune import PruneConfig
 from outsize.config.types import (
+    ActivationOffloading,
     Adapter,
     Bf16,
     Checkpoint,
@@ -81,7 +82,7 @@ class DatasetConfig:
     """The configuration of a hub dataset that has several."""
     data_files: tuple[Text, ...] = ()
     """Files of a folder or of a hub dataset. Empty: all."""
-    ds_type: Literal["json", "jsonl", "text", "parquet"] | None = None
+    ds_type: Literal["json", "jsonl", "text", "csv", "parquet"] | None = None
     """The format of local files. None: decided by their suffix."""
 
 
@@ -234,8 +235,8 @@ class RunConfig:
     """A plan file to use unchanged."""
     pins: dict[PinName, CountFromZero] | None = field(default=None, metadata={"key": "plan"})
     """Fixed parts of the plan; the search decides the rest."""
-    activation_offloading: bool | None = None
-    """Whether activations may be offloaded. None: the plan decides."""
+    activation_offloading: ActivationOffloading = "auto"
+    """What happens to activations (model/offloading.py). `auto`: the plan decides."""
     chunk_bytes: Size | None = None
     """Upper bound of a chunk. None: the library's."""
     chunked_loss: bool | None = None

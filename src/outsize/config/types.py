@@ -68,6 +68,9 @@ Optimizer = Annotated[
         also=tuple((other, name) for name, (_, others) in OPTIMIZERS.items() for other in others),
     ),
 ]
+ActivationOffloading = Annotated[
+    Literal["auto", "true", "false", "legacy", "disk", "hidden_states"], Rule(also=((True, "true"), (False, "false")))
+]
 Adapter = Annotated[
     Literal["lora", "osft"],
     Rule(

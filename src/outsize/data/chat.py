@@ -239,13 +239,23 @@ def message_of(given: Any, source: DatasetConfig, place: str) -> Message:
     role, content = message.get("role"), message.get("content")
     role = _role_names(source).get(role, role) if isinstance(role, str) else role
     if role not in ROLES and role not in (source.roles or {}):
-        found = f"unknown role {role!r}" if role is not None else f"no role among {', '.join(given) or 'no keys'}"
+        if role is None:
+            raise DataError(f"{place}: no role among {', '.join(given) or 'no keys'}. {_map('role')}")
         known = f"{', '.join(ROLES)} (or human, gpt and system in `from`)"
-        raise DataError(f"{place}: {found}. Use one of {known}, set `roles` of this dataset, or remove the record.")
+        raise DataError(
+            f"{place}: unknown role {role!r}. Use one of {known}, set `roles` of this dataset, or remove the record."
+        )
     if not isinstance(content, (str, list)) and not (content is None and "tool_calls" in message):
-        found = f"no content among {', '.join(given)}" if content is None else f"the content is {json_type(content)}"
-        raise DataError(f"{place}: {found}{'' if content is None else ', not text'}. {_CORRECT}")
+        if content is None:
+            raise DataError(f"{place}: no content among {', '.join(given)}. {_map('content')}")
+        raise DataError(f"{place}: the content is {json_type(content)}, not text. {_CORRECT}")
     return {**message, "role": role}
+
+
+def _map(key: str) -> str:
+    return (
+        f"Correct or remove the record, or name the key in `message_property_mappings: {{{key}: …}}` of this dataset."
+    )
 
 
 def _with_parts(message: Message) -> Message:

@@ -4,6 +4,7 @@ Lines of JSON are read one at a time. Nothing is skipped silently: unreadable da
 first step.
 """
 
+import csv
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def _json_lines(path: Path, file: BinaryIO) -> Iterator[Record]:
             continue
         place = f"{path}:{number}"
         try:
-            fields = json.loads(line)
+            fields = json.loads(line.rstrip())
         except ValueError as error:  # not JSON, or not UTF-8
             if not line.endswith(b"\n"):
                 raise _cut_off(path, f"its last line, {place}, is incomplete") from error
@@ -120,6 +121,29 @@ def _read_text(path: Path, field: str) -> Iterator[Record]:
         yield Record(fields={field: text}, place=str(path))
 
 
+def _read_csv(path: Path, _: str) -> Iterator[Record]:
+    """The first line has the names of the columns. All values are text."""
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        place = f"{path}:1"
+        try:
+            names = next(rows, [])
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{place}: the column {repeated[0]!r} is given twice. Rename one of them.")
+            for values in rows:
+                place = f"{path}:{rows.line_num}"
+                if values and len(values) != len(names):
+                    raise DataError(
+                        f"{place}: {len(values)} values for {len(names)} columns ({', '.join(names)}). The first line "
+                        "names the columns; quote values with commas, quotes or line breaks."
+                    )
+                if values:
+                    yield Record(fields=dict(zip(names, values, strict=True)), place=place)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: unreadable after {place} ({error}). Write the file again as UTF-8.") from error
+
+
 def _read_parquet(path: Path, _: str) -> Iterator[Record]:
     parquet = need("pyarrow.parquet", to_read=str(path))
     number = 0
@@ -137,6 +161,7 @@ READERS: dict[str, Callable[[Path, str], Iterator[Record]]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
     ".txt": _read_text,
+    ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
 """By file suffix."""

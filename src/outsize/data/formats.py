@@ -3,6 +3,7 @@
 To add one, add an entry to `FORMATS` and its name to `DatasetType` in config/types.py.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -356,6 +357,8 @@ def _guess(fields: dict[str, Any]) -> str:
     for name, kind in FORMATS.items():
         if not kind.inferred and kind.fits(fields, DatasetConfig(path="-")):
             return f"They look like `type: {name}`: add it to this dataset."
+    if text := _misspelled(fields):
+        return text
     for name, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             keys = list(value[0])
@@ -377,3 +380,14 @@ def _guess(fields: dict[str, Any]) -> str:
     if len(texts) == 1:
         return f"{texts[0]!r} looks like text: add `field: {texts[0]}` to this dataset."
     return "Set `type`, and `field` or `field_messages`, of this dataset."
+
+
+def _misspelled(fields: dict[str, Any]) -> str:
+    """The column that a format of texts lacks, if another one has nearly its name."""
+    for name in ("alpaca", "prompt_completion"):
+        needed = FORMATS[name].columns(fields, DatasetConfig(path="-"))
+        missing = [column for column in needed if column not in fields]
+        others = {column.lower(): column for column in fields if column not in needed}
+        if len(missing) == 1 and (near := difflib.get_close_matches(missing[0], list(others), n=1, cutoff=0.8)):
+            return f"{others[near[0]]!r} is near {missing[0]!r} of `type: {name}`: rename the column."
+    return ""

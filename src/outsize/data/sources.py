@@ -9,8 +9,9 @@ from typing import Any
 from outsize.base.errors import ConfigError, DataError
 from outsize.config.run import DatasetConfig
 from outsize.data.files import READERS, Record, need, read_file
+from outsize.hub import hub_answers, may_be_hub_id
 
-_SUFFIXES = {"json": ".json", "jsonl": ".jsonl", "text": ".txt", "parquet": ".parquet"}
+_SUFFIXES = {"json": ".json", "jsonl": ".jsonl", "text": ".txt", "csv": ".csv", "parquet": ".parquet"}
 
 
 def read(source: DatasetConfig) -> Iterator[Record]:
@@ -20,7 +21,7 @@ def read(source: DatasetConfig) -> Iterator[Record]:
         return _saved_records(path, source)
     if path.exists():
         return _local_records(path, source)
-    if path.suffix in READERS or source.path.startswith(("/", ".", "~")):
+    if path.suffix in READERS or not may_be_hub_id(source.path):
         raise ConfigError(f"datasets: there is no file or folder {source.path}. Correct `path` of this dataset.")
     return _hub_records(source)
 
@@ -35,7 +36,8 @@ def _local_records(path: Path, source: DatasetConfig) -> Iterator[Record]:
         suffix = _SUFFIXES[source.ds_type] if source.ds_type is not None else file.suffix
         if suffix not in READERS:
             raise ConfigError(
-                f"{file}: unknown suffix {suffix!r}. Rename it to one of {', '.join(READERS)}, or set `ds_type`."
+                f"{file}: unknown suffix {suffix!r}. Set `ds_type` if it is one of {', '.join(_SUFFIXES)}; otherwise "
+                "convert it."
             )
         for key, value, only in (("split", source.split, "train"), ("name", source.name, None)):
             if value != only:
@@ -71,6 +73,13 @@ def _saved_records(folder: Path, source: DatasetConfig) -> Iterator[Record]:
 
 
 def _hub_records(source: DatasetConfig) -> Iterator[Record]:
+    need("datasets", to_read=source.path)
+    is_elsewhere = not Path(source.path).exists() and not _is_cached(source.path)
+    if is_elsewhere and not hub_answers(source.path, repo_type="dataset"):  # `datasets` would retry for half a minute
+        raise ConfigError(
+            f"datasets: there is no file or folder {source.path}, and the hub cannot be reached. Correct `path` of "
+            "this dataset, or download it where there is network and name its folder."
+        )
     options: dict[str, Any] = {"name": source.name, "split": source.split}
     if source.data_files:
         options["data_files"] = list(source.data_files)
@@ -86,6 +95,14 @@ def _load(source: DatasetConfig, load: Callable[[Any], Any]) -> Any:
         raise ConfigError(
             f"{what}. Correct `path`, `name` or `split` of this dataset, or download it and give the folder."
         ) from error
+
+
+def _is_cached(name: str) -> bool:
+    """Whether `datasets` has downloaded this dataset before."""
+    from datasets import config, naming
+
+    *owner, last = name.split("/")
+    return (Path(config.HF_DATASETS_CACHE) / "___".join([*owner, naming.camelcase_to_snakecase(last)])).exists()
 
 
 def _records_of(dataset: Any, source: DatasetConfig) -> Iterator[Record]:

@@ -36,6 +36,7 @@ from outsize.integrations.arguments import (
     update_mode,
 )
 from outsize.integrations.checkpointing import CheckpointMixin
+from outsize.integrations.longest_row import longest_row
 from outsize.integrations.online import Generates
 from outsize.integrations.others import OtherModel, RunsOthers, without_autocast_cache
 from outsize.integrations.peek import Rewound, first_batch, rewindable
@@ -272,6 +273,9 @@ class OutsizeMixin(CheckpointMixin, RunsOthers, Generates):
             tokens = min(
                 tokens, getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or tokens
             )
+        if self._sequence_len is None and (longest := longest_row(self.train_dataset)) is not None:
+            multiple = getattr(self.args, "pad_to_multiple_of", None) or 1
+            tokens = min(tokens, -(-longest // multiple) * multiple)
         rows = self.args.per_device_train_batch_size
         is_flat = getattr(self, "padding_free", False) or isinstance(self.data_collator, DataCollatorWithFlattening)
         return (1, rows * tokens) if is_flat else (rows, tokens)

@@ -27,7 +27,8 @@ _TEXT = f"""# A checkpoint of outsize
 
 Step {{step}}. The optimizer state is in `state.safetensors`, by parameter name; `outsize.json` lists every file.
 
-- To continue training: `OutsizeTrainer(...).train(resume_from_checkpoint=<this folder>)`, with any `gpu_memory`.
+- To continue training, with any `gpu_memory`: `outsize train run.yaml --resume`, or in Python
+  `OutsizeTrainer(...).train(resume_from_checkpoint=<this folder>)`.
 - To use the weights: `from_pretrained(<this folder>)`, for an adapter `PeftModel.from_pretrained(base, <this folder>)`,
   or `outsize export`.
 - transformers' plain `Trainer` cannot continue from this folder: it cannot read this form of optimizer state.

@@ -49,10 +49,22 @@ def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Modul
             wrapped = peft.PeftModel.from_pretrained(model, adapter.folder, **settings)
         return wrapped
     except ValueError as error:
+        found = _first_line(error).removesuffix(_PEFT_ADVICE).rstrip(". ")
         raise ConfigError(
-            f"lora_target_modules: {_first_line(error)}. Name linear layers of the model, or use lora_target_linear: "
-            "true."
+            f"lora_target_modules: {found}. Name linear layers of the model{_linear_layers(model)}, or use "
+            "lora_target_linear: true."
         ) from None
+
+
+_PEFT_ADVICE = "Please check the target modules and try again"
+_SHOWN_NAMES = 12
+
+
+def _linear_layers(model: nn.Module) -> str:
+    """The last parts of their names, in brackets."""
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    shown = list(dict.fromkeys(names))
+    return f" ({', '.join(shown[:_SHOWN_NAMES])}{', …' if len(shown) > _SHOWN_NAMES else ''})" if shown else ""
 
 
 def _first_line(error: Exception) -> str:

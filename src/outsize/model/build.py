@@ -15,11 +15,10 @@ from torch import nn
 from outsize import compat
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
+from outsize.hub import hub_answers, may_be_hub_id
 from outsize.model.pruned import pruned_class
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
-
-_HUB_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,7 @@ def build_model(
     attn_implementation: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     rope_parameters: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> Built:
     """A model that can be trained.
 
@@ -47,12 +47,13 @@ def build_model(
         random: weights are drawn (from torch's generator), not read.
         weights_from: read them from this folder instead: a checkpoint of the same model.
         overrides, rope_parameters: as of `overridden`.
+        trust_remote_code: run the model code that the folder has, if transformers has no such model.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
-    config = overridden(load_config(path), overrides, rope_parameters)
-    kind = trainable_class(config)
+    config = overridden(load_config(path, trust_remote_code=trust_remote_code), overrides, rope_parameters)
+    kind = (_class_of_folder(config, path) if trust_remote_code else None) or trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):
         model = kind._from_config(config, **settings).train()
@@ -144,8 +145,10 @@ def _scaled_positions(rope: dict[str, Any], saved: int) -> list[int]:
     ]
 
 
-def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
-    """Load a model's config. A quantized model is refused, with the name of the method."""
+def load_config(model: str | Path, *, may_be_quantized: bool = False, trust_remote_code: bool = False) -> Any:
+    """Load a model's config. A quantized model is refused, with the name of the method. `trust_remote_code`: run the
+    folder's own code, if transformers has no such config.
+    """
     from transformers import AutoConfig
 
     path, local = Path(model), {}
@@ -157,11 +160,12 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{path} has no config.json. Name the folder that a model was saved to.")
     if not path.exists():  # transformers would ask the hub, with retries for half a minute
-        if not _may_be_hub_id(str(model)):
+        if not may_be_hub_id(str(model)):
             raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
-        local = {} if _hub_answers(str(model)) else {"local_files_only": True}
+        local = {} if hub_answers(str(model), file="config.json") else {"local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model, **local)
+        place = path.parent if _is_config(path) else model
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **local)
     except (OSError, ValueError, KeyError) as error:
         if local:
             raise ConfigError(
@@ -179,25 +183,6 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
 
 def absolute_if_local(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).exists() else model
-
-
-def _may_be_hub_id(name: str) -> bool:
-    is_below_a_folder = "/" in name and Path(name).parent.is_dir()
-    return name[:1] not in "/.~" and name.count("/") <= 1 and "\\" not in name and not is_below_a_folder
-
-
-def _hub_answers(name: str) -> bool:
-    """Whether the hub says something about this id. One request, without retries."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
-    except (HfHubHTTPError, ValueError):  # an answer, or no valid id
-        return True
-    except Exception:  # of the HTTP library, which depends on huggingface_hub's version
-        return False
-    return True
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -246,6 +231,16 @@ def trainable_class(config: Any) -> Any:
         "transformers with the inputs input_ids and labels. Build the model yourself and pass it to outsize.prepare"
         + (f", or name {others[0]} in its architectures if that is meant." if others else ".")
     )
+
+
+def _class_of_folder(config: Any, path: str) -> Any:
+    """The language model in the code of a model's folder, if transformers does not have the config's class."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    name = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if name is None or not type(config).__module__.startswith("transformers_modules"):
+        return None
+    return get_class_from_dynamic_module(name, str(Path(path).parent if _is_config(Path(path)) else path))
 
 
 def local_folder(path: str) -> Path:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from outsize.model.strategies import Strategy
+from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy
 
 OffloadingName = Literal["true", "legacy", "disk", "hidden_states"]
 
@@ -30,3 +30,13 @@ OFFLOADING: dict[str, Offloading] = {
     )
 }
 """Beside them there are `auto` (the plan decides) and `false` (none)."""
+
+
+def pins_of_offloading(name: str, *, is_frozen: bool) -> dict[str, int | Literal["all"]]:
+    """What a value means in a plan, as fields of `Pins`. `is_frozen`: most weights are those of a frozen base."""
+    if name == "auto":
+        return {}
+    if name == "false":
+        return {strategy.pin: 0 for strategy in STRATEGIES if strategy.sends}
+    record = OFFLOADING[name]
+    return {STRATEGY[record.frozen if is_frozen else record.full].pin: "all"}

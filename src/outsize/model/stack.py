@@ -47,7 +47,7 @@ class LayerCall:
         args, kwargs = map_tensors(_same, (self.args, self.kwargs))
         if isinstance(self.at, int):
             return (*args[: self.at], hidden, *args[self.at :]), kwargs
-        return args, {**kwargs, self.at: hidden}
+        return args, {self.at: hidden, **kwargs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def what_if(problem: Problem, plan: Plan, smallest: str | None) -> str:
     machine = (
         f"smallest machine of the catalog: {smallest}" if smallest else "no machine of the catalog is large enough"
     )
-    return f"more  {name}: {gain}\nminimum {minimum}; {machine}"
+    return f"more    {name}: {gain}\nminimum {minimum}; {machine}"
 
 
 def _minimum(plan: Plan, gpu_bytes: int | None, host_bytes: int | None) -> str:

@@ -18,8 +18,8 @@ from outsize.data.packing import keeps_documents_apart
 from outsize.device.choose import choose_device
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config, require_positions
+from outsize.model.offloading import pins_of_offloading
 from outsize.model.packed_attention import VARLEN
-from outsize.model.strategies import STRATEGIES
 from outsize.optim.names import OPTIMIZERS, spec_class
 from outsize.run.adapters import adapt, materialize, method_of
 from outsize.run.compat_checks import (
@@ -87,8 +87,9 @@ class Assembled:
 
 def assemble(config: RunConfig) -> Assembled:
     """All checks that are possible before the first step happen here, the cheapest first."""
+    if config.prune is not None:
+        raise ConfigError("prune: is for `outsize prune`, which trains layer by layer. Run that, or remove prune.")
     device = choose_device(config.device)
-    _require_writable(Path(config.output_dir))
     config = with_packed_attention(with_installed_attention(config), device)
     checkpoint = find_checkpoint(config)
     splits = _splits(config)
@@ -98,6 +99,7 @@ def assemble(config: RunConfig) -> Assembled:
         changed = require_resumable(checkpoint, _split(config, splits[0]))
     else:
         _check_earlier_run(config)
+    _require_writable(Path(config.output_dir))
     config = _split(config, splits[0])
     arguments = training_arguments(config, on_gpu=device.is_gpu)
     os.environ.update(config.environment)
@@ -262,7 +264,7 @@ def find_checkpoint(config: RunConfig) -> Path | None:
         return None
     found, earlier = newest_of_run(Path(config.output_dir))
     if found is None and wanted:
-        advice = "Remove the setting, or name the folder."
+        advice = "Start without --resume, or name the folder: --set resume_from_checkpoint=FOLDER."
         if earlier is not None:
             advice = (
                 f"{earlier} is of an earlier run; --set resume_from_checkpoint={earlier} in place of --resume "
@@ -312,9 +314,18 @@ def training_arguments(config: RunConfig, *, on_gpu: bool) -> TrainingArguments:
 
 
 def pins_of(config: RunConfig) -> Pins | None:
-    given = dict(config.pins or {})
-    if config.activation_offloading is False:
-        given = {**{strategy.pin: 0 for strategy in STRATEGIES if strategy.sends}, **given}
+    name, is_frozen = config.activation_offloading, config.adapter == "lora"
+    if name == "hidden_states" and is_frozen:
+        log.warning(
+            "activation_offloading: hidden_states recomputes every layer, and the base is frozen. With true, what "
+            "layers save is copied instead, without recomputing."
+        )
+    if name == "legacy":
+        log.warning(
+            "activation_offloading: legacy offloads all that layers save. In a plan its copies run beside compute; the "
+            "bits are the same."
+        )
+    given: dict[str, Any] = {**pins_of_offloading(name, is_frozen=is_frozen), **(config.pins or {})}
     return Pins(**given) if given else None
 
 

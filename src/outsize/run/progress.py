@@ -14,6 +14,7 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.integrations.hf import OutsizeTrainer
 
 _WINDOW_STEPS = 20
+_BAR_WIDTH = 12
 _GIB = 2**30
 
 
@@ -31,9 +32,8 @@ class ProgressCallback(TrainerCallback):
         """(step, loss) as logged."""
         self.seconds = 0.0
         """Spent in training steps."""
-        # On a narrow terminal the facts are truncated; steps and time stay.
-        facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-        columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TimeRemainingColumn(), facts)
+        facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="crop"))
+        columns = (BarColumn(bar_width=_BAR_WIDTH), MofNCompleteColumn(), TimeRemainingColumn(), facts)
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
         self._bar = self._progress.add_task("training", total=None, facts="")
         self._host = psutil.Process()
@@ -51,18 +51,18 @@ class ProgressCallback(TrainerCallback):
         self.seconds += seconds
         self._steps.append((seconds, self._trainer.num_rows_seen - self._rows))
         self._steps_left = state.max_steps - state.global_step
-        self._progress.update(self._bar, completed=state.global_step, facts=self._facts())
+        self._progress.update(self._bar, completed=state.global_step, facts=self._bar_text(state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if "loss" in logs:
             self.losses.append((state.global_step, logs["loss"]))
             self._logs = logs
-            self._progress.update(self._bar, facts=self._facts())  # logged after the end of the step
+            self._progress.update(self._bar, facts=self._bar_text(state))  # logged after the end of the step
         if "eval_loss" in logs:
             self._console.print(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}")
         elif "loss" in logs and not self._console.is_terminal:
-            self._console.print(f"step {state.global_step}/{state.max_steps}: {self._facts()}")
+            self._console.print(f"step {state.global_step}/{state.max_steps}: {self._log_text()}", soft_wrap=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stop()
@@ -92,19 +92,43 @@ class ProgressCallback(TrainerCallback):
             found["host_memory_planned_gib"] = (estimate.host_bytes + other_host) / _GIB
         return found
 
-    def _facts(self) -> str:
-        fields, is_terminal = self.fields(), self._console.is_terminal
-        facts = [f"loss {self.losses[-1][1]:.{3 if is_terminal else 6}f}"] if self.losses else []
+    def _log_text(self) -> str:
+        fields = self.fields()
+        facts = [f"loss {self.losses[-1][1]:.6f}"] if self.losses else []
         if "tokens_per_second" in fields:
-            facts.append(f"{fields['tokens_per_second']:,.0f} tokens/s")
-            if not is_terminal:  # which has a column for it
-                facts.append(f"{show_seconds(fields['seconds_left'])} left")
-        names = {"learning_rate": "lr", "grad_norm": "norm"}
-        facts += [f"{name} {self._logs[key]:.3g}" for key, name in names.items() if key in self._logs]
+            facts += [f"{fields['tokens_per_second']:,.0f} tokens/s", f"{show_seconds(fields['seconds_left'])} left"]
+        facts += self._rate_and_norm()
         size = {name: show_bytes(round(value * _GIB)) for name, value in fields.items() if "memory" in name}
         if "gpu_memory_gib" in size:
-            name = "simulated GPU" if self._trainer.engine.device.is_simulated else "GPU"
-            facts.append(f"{name} {size['gpu_memory_gib']} of {size['gpu_memory_planned_gib']} planned")
+            facts.append(f"{self._gpu_name} {size['gpu_memory_gib']} of {size['gpu_memory_planned_gib']} planned")
         planned = f", {size['host_memory_planned_gib']} of it planned" if "host_memory_planned_gib" in size else ""
         facts.append(f"host {size['host_memory_gib']}{planned}")
         return ", ".join(facts)
+
+    def _bar_text(self, state: Any) -> str:
+        """As many facts as the line has room for. Time left has a column of its own."""
+        fields = self.fields()
+        loss = self.losses[-1][1] if self.losses else None
+        facts = [] if loss is None else [f"loss {loss:.3f}" if abs(loss) >= 0.01 else f"loss {loss:.1e}"]
+        if "tokens_per_second" in fields:
+            facts.append(f"{fields['tokens_per_second']:,.0f} tok/s")
+        facts += self._rate_and_norm()
+        size = {name: show_bytes(round(value * _GIB)) for name, value in fields.items() if "memory" in name}
+        if "gpu_memory_gib" in size:
+            used, planned = size["gpu_memory_gib"], size["gpu_memory_planned_gib"]
+            unit = used[used.rindex(" ") :]
+            name = self._gpu_name.removesuffix(" GPU")
+            facts.append(f"{name} {used.removesuffix(unit) if planned.endswith(unit) else used}/{planned}")
+        facts.append(f"host {size['host_memory_gib']}")
+        others = _BAR_WIDTH + len(f" {state.max_steps}/{state.max_steps} 0:00:00 ")
+        while len(facts) > 1 and len(", ".join(facts)) > self._console.width - others:
+            facts.pop()
+        return ", ".join(facts)
+
+    def _rate_and_norm(self) -> list[str]:
+        names = {"learning_rate": "lr", "grad_norm": "norm"}
+        return [f"{name} {self._logs[key]:.3g}" for key, name in names.items() if key in self._logs]
+
+    @property
+    def _gpu_name(self) -> str:
+        return "simulated GPU" if self._trainer.engine.device.is_simulated else "GPU"

@@ -27,7 +27,6 @@ from outsize.run.prune_setup import PruneSetup, set_up
 from outsize.run.prune_spec import write_spec
 from outsize.run.prune_stages import LayerReport, PruneStages
 from outsize.run.prune_walk import put
-from outsize.setup.planner import requested_gpu_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +85,7 @@ def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) ->
 
 def _plan(setup: PruneSetup, costs: Sequence[LayerCost], folder: Path) -> PrunePlan:
     device, config, prune = setup.device, setup.config, setup.prune
-    total = requested_gpu_bytes(config.gpu_memory, device)
+    total = setup.gpu_bytes
     share = device.spec.allocator_share if device.is_gpu else 0.0
     fixed = setup.teacher.resident_bytes + scratch_bytes(setup.optimizer)
     # What is on a GPU already counts as overhead until the device is opened.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 
 from outsize.base.units import show_bytes
@@ -117,12 +118,17 @@ def _last_checkpoint(folder: Path, step: int) -> Path | None:
 
 def _show_notes(config: RunConfig, console: Console) -> None:
     for note in config.notes:
-        console.print(f"[yellow]note[/yellow] {note}", highlight=False)
+        _note(note, console)
+
+
+def _note(text: str, console: Console) -> None:
+    """A line of a file is not wrapped."""
+    console.print(f"[yellow]note[/yellow] {escape(text)}", highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _show_threads(assembled: Assembled, console: Console) -> None:
     if assembled.threads_text:
-        console.print(f"[yellow]note[/yellow] {assembled.threads_text}", highlight=False)
+        _note(assembled.threads_text, console)
 
 
 def _show(planned: PlannedModel, console: Console, assembled: Assembled, config: RunConfig) -> None:
@@ -151,10 +157,10 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
     sizes = [update.state_bytes if update is not None else 0 for update in updates]
     on_host = sum(size for size, home in zip(sizes, homes, strict=True) if home.state == "host")
     name = step_config.optimizer.name
-    console.print(
-        f"[yellow]note[/yellow] optimizer: {config.replaced_optimizer} runs as exact {name}. Its state takes "
-        f"{show_bytes(sum(sizes))}, {show_bytes(on_host)} of it in host memory.",
-        highlight=False,
+    _note(
+        f"optimizer: {config.replaced_optimizer} runs as exact {name}. Its state takes {show_bytes(sum(sizes))}, "
+        f"{show_bytes(on_host)} of it in host memory.",
+        console,
     )
 
 

@@ -22,6 +22,8 @@ class StepReport:
     busy_seconds: dict[str, float]
     """By lane: mean per step, over the same steps. Without `compute` if nothing leaves the GPU."""
     planned_busy_seconds: dict[str, float]
+    on_cpu: bool = False
+    """Device memory is the memory of the process, and not only the plan's."""
     slow_kernels: tuple[str, ...] = ()
     """Updates that run without a compiled kernel, and why."""
 
@@ -38,20 +40,24 @@ class StepReport:
             planned_step_seconds=plan.estimate.step_seconds,
             busy_seconds=dict(timing.busy_seconds) if timing else {},
             planned_busy_seconds=dict(plan.estimate.busy_seconds),
+            on_cpu=not device.has_own_memory,
             slow_kernels=runtime.updates.slow_kernels(),
         )
 
     def __str__(self) -> str:
+        peak, planned = show_bytes(self.gpu_peak_bytes), show_bytes(self.planned_gpu_bytes)
+        memory = f"device peak {peak}, planned {planned}"
+        if self.on_cpu:
+            memory = f"the process has {peak}, with Python and its libraries; planned {planned}"
         lines = [
-            f"{self.num_steps} steps in {show_seconds(self.seconds)}; device peak {show_bytes(self.gpu_peak_bytes)}, "
-            f"planned {show_bytes(self.planned_gpu_bytes)}, budget {show_bytes(self.gpu_budget_bytes)}",
+            f"{self.num_steps} steps in {show_seconds(self.seconds)}; {memory}, budget "
+            f"{show_bytes(self.gpu_budget_bytes)}",
             _compared("a step", self.step_seconds, self.planned_step_seconds),
         ]
         for lane in LANES:
             if self.planned_busy_seconds.get(lane):
-                lines.append(
-                    _compared(f"  {lane_words(lane)}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane])
-                )
+                words = lane_words(lane).replace("GPU", "CPU") if self.on_cpu else lane_words(lane)
+                lines.append(_compared(f"  {words}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane]))
         return "\n".join([*lines, *self.slow_kernels])
 
 

@@ -5,13 +5,18 @@ PlanInfeasible names them.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from outsize.base.errors import ConfigError
 from outsize.base.units import is_count
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.graph import BlockGraph
 from outsize.model.strategies import choices
+
+NumLayers = int | Literal["all"]
+"""A number of layers, or all that support the strategy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +27,18 @@ class Pins:
     """Chunks whose weights stay on the GPU."""
     n_buffer: int | None = None
     """Streamed calls whose weights are on the GPU at once: prefetch depth + 1."""
-    n_swap: int | None = None
+    n_swap: NumLayers | None = None
     """Layers whose saved tensors go to the host."""
-    n_checkpoint: int | None = None
+    n_checkpoint: NumLayers | None = None
     """Layers that are recomputed in backward, their input kept on the GPU."""
-    n_offload: int | None = None
+    n_offload: NumLayers | None = None
     """Layers that are recomputed in backward, their input kept on the host."""
+    n_checkpoint_attention: NumLayers | None = None
+    """Layers that are recomputed except for attention, whose outputs stay on the GPU with the layer's input. If this is
+    not given and n_checkpoint is, it is 0."""
+    n_offload_attention: NumLayers | None = None
+    """Layers that are recomputed except for attention, whose outputs are on the host with the layer's input. If this is
+    not given and n_offload is, it is 0."""
     n_optimizer_gpu: int | None = None
     """Trainable chunks whose optimizer state lives on the GPU."""
     n_optimizer_streamed: int | None = None
@@ -37,6 +48,12 @@ class Pins:
         return {
             field.name: value for field in dataclasses.fields(self) if (value := getattr(self, field.name)) is not None
         }
+
+    def resolved(self, layers: Mapping[str, int]) -> "Pins":
+        """With numbers in place of "all". `layers`: per strategy, how many layers support it."""
+        names = {strategy.pin: strategy.name for strategy in choices() if strategy.pin}
+        found = {pin: layers[name] for pin, name in names.items() if getattr(self, pin) == "all"}
+        return dataclasses.replace(self, **found)
 
     @property
     def mix(self) -> tuple[int | None, ...]:

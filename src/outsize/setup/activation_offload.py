@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,9 +68,15 @@ def hidden_states_offload(
     device: str | Device | None = None,
 ) -> Iterator[LayerOffload]:
     """`enable_hidden_states_offload` within a block."""
-    handle = enable_hidden_states_offload(
-        model, save_attention=save_attention, blocks=blocks, host_memory=host_memory, device=device
-    )
+    how: dict[str, Any] = dict(save_attention=save_attention, blocks=blocks, host_memory=host_memory, device=device)
+    with offload_activations(model, "hidden_states", **how) as handle:
+        yield handle
+
+
+@contextmanager
+def offload_activations(model: nn.Module, name: OffloadingName, **how: Any) -> Iterator[LayerOffload]:
+    """`enable_offload` within a block."""
+    handle = enable_offload(model, name, **how)
     try:
         yield handle
     finally:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from outsize.activation.layer_offload import is_offloaded
 from outsize.base.errors import EngineMisuse, ModelUnsupported
 from outsize.base.log import log
 from outsize.compat import fake_tensor
@@ -39,6 +40,11 @@ def _require_unwrapped(model: nn.Module) -> None:
         )
     for path, module in model.named_modules():
         name = path or "the model"
+        if is_offloaded(module):
+            raise EngineMisuse(
+                f"{name}: its activations are offloaded (hidden_states_offload, OffloadTrainer), and the plan would "
+                "decide this too. Call disable() of that offload first, or train without prepare."
+            )
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise ModelUnsupported(
                 f"{name} is compiled (torch.compile), and the schedule needs the model's own layers. "

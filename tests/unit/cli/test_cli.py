@@ -148,7 +148,7 @@ def test_plan_shows_the_gain_from_more_memory_and_the_minimum(model: str) -> Non
     result = runner.invoke(app, ["plan", model, "--sequence-len", "32", "--update", "in-backward"])
     assert result.exit_code == 0, result.output
     more, least = result.output.strip().splitlines()[-2:]
-    assert more.startswith("more  4.00 GiB more GPU memory: ") and "smallest machine of the catalog: rtx3090" in least
+    assert more.startswith("more    4.00 GiB more GPU memory: ") and "smallest machine of the catalog: rtx3090" in least
 
 
 def test_plan_why_shows_common_recipes_and_the_gain_from_a_better_machine(model: str) -> None:
@@ -253,6 +253,30 @@ def test_doctor_shows_everything_and_fails_when_something_is_broken(monkeypatch:
         and "[still] looked at" in result.output
         and "Ready" not in result.output
     )
+
+
+def test_a_torchvision_of_another_torch_is_named_by_doctor_and_by_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers raises its own error, from the one that torchvision raised."""
+
+    def breaks(*_: object) -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'TrainerCallback'.") from error
+
+    monkeypatch.setattr("outsize.config.read.read_config", breaks)
+    result = runner.invoke(app, ["train", "run.yaml"])
+    assert result.exit_code == 2 and "pip install torch torchvision --index-url" in result.stderr, result.output
+    monkeypatch.setattr(doctor_module, "CHECKS", {"libraries": breaks})
+    assert "pip uninstall torchvision" in runner.invoke(app, ["doctor"]).output
+
+
+def test_errors_of_our_own_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("outsize.config.read.read_config", breaks)
+    assert isinstance(runner.invoke(app, ["train", "run.yaml"]).exception, RuntimeError)
 
 
 def test_doctor_finds_a_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,8 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
             "datasets.0.train_on_eos: 'first' is not one of all, turn, last, none.",
         ),
         (
-            {"datasets": [{"path": "d", "ds_type": "csv"}]},
-            "datasets.0.ds_type: 'csv' is not one of json, jsonl, text, parquet.",
+            {"datasets": [{"path": "d", "ds_type": "arrow"}]},
+            "datasets.0.ds_type: 'arrow' is not one of json, jsonl, text, csv, parquet.",
         ),
         ({"learning_rate": "fast"}, "learning_rate: 'fast' is not a positive number."),
         ({"learning_rate": "nan"}, "learning_rate: 'nan' is not a positive number."),
@@ -227,6 +227,23 @@ def test_a_wrong_value_is_not_taken_for_one_that_is_missing() -> None:
         line.split(":")[0]
         for line in problems_of({**LEAST, "val_set_size": "lots", "load_best_model_at_end": True, "eval_steps": 3})
     ] == ["val_set_size"]
+
+
+def test_a_misspelled_key_is_one_line_and_what_it_would_have_said_is_not_missing() -> None:
+    file = {"base_modle": "m", "dataset": [{"path": "d"}], "adaptor": "lora", "lora_r": 4}
+    assert problems_of(file) == [
+        "base_modle: unknown key; did you mean base_model?",
+        "dataset: unknown key; did you mean datasets?",
+        "adaptor: unknown key; did you mean adapter?",
+    ]
+
+
+def test_a_value_that_is_nearly_one_of_a_list_names_it() -> None:
+    (kind, optimizer) = problems_of({**LEAST, "datasets": [{"path": "d", "type": "alpacca"}], "optimizer": "adamww"})
+    assert kind.startswith("datasets.0.type: 'alpacca' is not one of completion, ") and kind.endswith(
+        "; did you mean alpaca?"
+    )
+    assert optimizer == "optimizer: 'adamww' is not one of adamw, lion, sgd; did you mean adamw?"
 
 
 def test_all_mistakes_of_a_file_and_of_the_command_line_are_reported_at_once(tmp_path: Path) -> None:

@@ -233,8 +233,15 @@ def test_a_tokenizer_without_a_template_is_reported_with_the_key(tokenizer_with:
     [
         ([{"role": "narrator", "content": "x"}], r"message 1 of data\.jsonl:7: unknown role 'narrator'\. Use one of"),
         ([{"from": "bing", "value": "x"}], r"message 1 of data\.jsonl:7: unknown role 'bing'"),
-        ([{"content": "x"}], r"message 1 of data\.jsonl:7: no role among content"),
+        (
+            [{"content": "x"}],
+            r"message 1 of data\.jsonl:7: no role among content\. .*`message_property_mappings: \{role: …\}`",
+        ),
         ([TWO_TURNS[0], {"role": "user"}], r"message 2 of data\.jsonl:7: no content among role"),
+        (
+            [{"from": "human", "valeu": "x"}],
+            r"no content among from, valeu\. .*`message_property_mappings: \{content: …\}`",
+        ),
         ([{"role": "user", "content": 3}], r"message 1 of data\.jsonl:7: the content is a number, not text"),
         (["hello"], r"message 1 of data\.jsonl:7: text, not an object with role and content"),
         ("hello", r"data\.jsonl:7: text, not a list of messages"),

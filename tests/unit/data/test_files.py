@@ -59,6 +59,31 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     assert records_of(path) == [Record(fields={"text": "one\n\ntwo\n"}, place=str(path))]
 
 
+def test_rows_of_csv_are_texts_under_the_names_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,completion\r\n"one, ""two""\r\nthree",4\r\n\r\nfive,\r\n')
+    assert records_of(path) == [
+        Record(fields={"prompt": 'one, "two"\r\nthree', "completion": "4"}, place=f"{path}:3"),
+        Record(fields={"prompt": "five", "completion": ""}, place=f"{path}:5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("a,b\none,two, three\n", ":2: 3 values for 2 columns (a, b)."),
+        ("a,b\none\n", ":2: 1 values for 2 columns (a, b)."),
+        ("a,b,a\n1,2,3\n", ":1: the column 'a' is given twice."),
+        ('a,b\n1,"2', ": unreadable after"),
+        ("a,b\n", ": the file is empty."),
+    ],
+)
+def test_csv_that_is_not_a_table_is_named(tmp_path: Path, content: str, found: str) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text(content)
+    assert f"{path}{found}" in told(path)
+
+
 def test_rows_of_parquet_are_records_with_their_number(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     messages = [{"role": "user", "content": "hi"}]

@@ -193,6 +193,11 @@ def test_the_names_in_the_config_are_those_of_the_registry() -> None:
             {"id": "7", "question": "x", "answer": "y"},
             r"'question' and 'answer' look like .*: add `type: \{field_instruction: question, field_output: answer\}`",
         ),
+        (
+            {"instuction": "x", "input": "", "output": "y"},
+            "'instuction' is near 'instruction' of `type: alpaca`: rename the column",
+        ),
+        ({"Prompt": "x", "completion": "y"}, "'Prompt' is near 'prompt' of `type: prompt_completion`: rename"),
         ({"talk": [QUESTION]}, "'talk' looks like a conversation: add `field_messages: talk`"),
         (
             {"talk": [{"who": "x", "says": "y"}]},

@@ -61,6 +61,12 @@ def test_a_saved_dataset_is_read_by_split(tmp_path: Path, datasets: Any) -> None
         texts(path=str(tmp_path / "dict"), split="dev")
 
 
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outsize.data.sources.hub_answers", lambda *_, **__: True)
+
+
+@pytest.mark.usefixtures("online")
 def test_anything_else_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
     asked = []
 
@@ -74,6 +80,7 @@ def test_anything_else_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch, dat
     assert asked == [("org/poems", {"name": "short", "split": "train[:1]"})]
 
 
+@pytest.mark.usefixtures("online")
 def test_what_the_hub_refuses_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("no such dataset")
@@ -83,6 +90,19 @@ def test_what_the_hub_refuses_is_reported_with_its_reason(monkeypatch: pytest.Mo
         texts(path="org/poems")
 
 
+def test_without_network_a_name_is_refused_at_once_unless_it_was_downloaded(
+    monkeypatch: pytest.MonkeyPatch, datasets: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("outsize.data.sources.hub_answers", lambda *_, **__: False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list([{"text": "one"}]))
+    with pytest.raises(ConfigError, match="no file or folder org/OldPoems, and the hub cannot be reached"):
+        texts(path="org/OldPoems")
+    (tmp_path / "org___old_poems").mkdir()
+    assert texts(path="org/OldPoems") == ["one"]
+
+
+@pytest.mark.usefixtures("online")
 def test_an_empty_dataset_is_named(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list([]))
     with pytest.raises(DataError, match="org/poems: the split 'train' is empty"):

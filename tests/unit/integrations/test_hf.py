@@ -29,6 +29,7 @@ from transformers import (
 from outsize.base.errors import BadFile, ConfigError, EngineMisuse
 from outsize.device.choose import choose_device
 from outsize.integrations.hf import OutsizeMixin, OutsizeTrainer
+from outsize.integrations.longest_row import longest_row
 
 KIND = "one-block"
 
@@ -196,6 +197,38 @@ def test_the_length_in_the_arguments_is_a_habit_that_the_model_may_cut_short(our
     trainer = ours(kind="gpt2")
     trainer.args.max_length = 1024
     assert trainer.preview().plan.inputs["input_ids"] == (2, 128)
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    return {name: torch.tensor([row[name] + [1] * (longest - len(row[name])) for row in rows]) for name in rows[0]}
+
+
+def test_a_dataset_whose_rows_are_shorter_than_the_length_in_the_arguments_is_planned_for(ours: Any) -> None:
+    """TRL's `max_length` is 1024 unless it is set."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in (6, 9, 13, 7)]
+    data = datasets.Dataset.from_list(rows)
+    trainer = ours(train_dataset=data, data_collator=padded)
+    trainer.args.max_length = 100
+    assert trainer.preview().plan.inputs["input_ids"] == (2, 13)
+    trainer.args.pad_to_multiple_of = 8
+    assert trainer._largest_shape == (2, 16)
+    trainer.args.max_length = 10
+    assert trainer._largest_shape == (2, 10)
+    trainer.train_dataset = rows  # without a table that has lengths
+    assert trainer._largest_shape == (2, 10)
+
+
+def test_the_longest_row_is_read_from_the_column_of_tokens() -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"input_ids": [1] * n} for n in (2, 5, 3)])
+    assert longest_row(data) == longest_row(data.with_format("torch")) == longest_row(data.select([2, 0])) == 5
+    assert longest_row(data.select([0])) == 2
+    assert longest_row(data.with_transform(lambda batch: batch)) is None  # its rows are other ones
+    assert longest_row(data.rename_column("input_ids", "chosen_ids")) is None
+    assert longest_row(datasets.Dataset.from_list([{"input_ids": "text"}])) is None
+    assert longest_row([{"input_ids": [1]}]) is longest_row(data.to_iterable_dataset()) is None
 
 
 def test_rows_that_are_laid_end_to_end_are_planned_for_as_one(ours: Any) -> None:

@@ -83,7 +83,7 @@ def test_it_reads_as_a_table_and_what_if_as_two_lines(tight: Problem, explained:
     lines = str(explained).splitlines()
     assert [line[:9].strip() for line in lines] == ["chosen", "recipes", "", "", "", "upgrades", "", "", "", "minimum"]
     more, least = what_if(tight, explained.plan, "rtx3090").splitlines()
-    assert more.startswith("more  4.00 GiB more GPU memory: ") and least.endswith(
+    assert more.startswith("more    4.00 GiB more GPU memory: ") and least.endswith(
         "smallest machine of the catalog: rtx3090"
     )
     assert "no machine" in what_if(tight, explained.plan, None)

@@ -43,6 +43,43 @@ def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> Non
     assert "2/12000" in last and "loss 2.500" in last and last.endswith("\x1b[?25h"), last  # and the cursor is back
 
 
+@pytest.mark.parametrize(
+    ("width", "facts"),
+    [
+        (60, "loss 2.500, 9 tok/s, lr 0.00123"),
+        (100, "loss 2.500, 9 tok/s, lr 0.00123, norm 1.23, GPU 107/108 MiB"),
+        (120, "loss 2.500, 9 tok/s, lr 0.00123, norm 1.23, GPU 107/108 MiB, host 1.00 GiB"),
+    ],
+)
+def test_the_line_has_the_facts_that_fit_and_none_is_cut(
+    width: int, facts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mib = 2**20
+    engine = SimpleNamespace(
+        device=SimpleNamespace(has_own_memory=True, is_simulated=False),
+        report=lambda: SimpleNamespace(gpu_peak_bytes=107 * mib),
+        plan=SimpleNamespace(estimate=SimpleNamespace(gpu_bytes=108 * mib, host_bytes=2**30)),
+    )
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    progress = ProgressCallback(
+        cast(Any, SimpleNamespace(engine=engine, num_rows_seen=4, others_bytes=(0, 0))), console, 25.0
+    )
+    fields = {"tokens_per_second": 9.0, "seconds_left": 1.0, "host_memory_gib": 1.0}
+    fields |= {"gpu_memory_gib": 107 / 1024, "gpu_memory_planned_gib": 108 / 1024}
+    monkeypatch.setattr(progress, "fields", lambda: fields)
+    state = SimpleNamespace(max_steps=200, global_step=1)
+    progress.on_log(None, state, None, logs={"loss": 2.5, "learning_rate": 0.001234, "grad_norm": 1.2345})
+    assert progress._bar_text(state) == facts
+
+
+def test_a_line_of_a_file_is_not_wrapped(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path, kind="one-block", max_steps=2)
+    file = io.StringIO()
+    train_run(read_config(yaml, ["device=sim:1MiB"]), Console(file=file, width=40))
+    steps = [line for line in file.getvalue().splitlines() if line.startswith("step ")]
+    assert len(steps) == 2 and all(line.endswith("planned") and len(line) > 100 for line in steps), file.getvalue()
+
+
 class Tracker(TrainerCallback):
     """Registered with transformers under a name of its own."""
 

@@ -32,6 +32,8 @@ class SubBlock:
     """Path of the norm whose output is the module's input. None: there is none, or something else reads its output too;
     then it is not trained.
     """
+    num_outputs: int = 0
+    """Items of the tuple that the module returns; 0 if it returns a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,10 @@ def find_subblocks(
         (path,) = paths
         norm = overrides.get(f"{role}_norm") or _norm_of(layer, call, hidden, path, seen)
         kind = _kind_of_mixer(layer.get_submodule(path)) if role == "attention" else "ffn"
-        found[kind] = SubBlock(kind=kind, module=path, norm=norm)
+        output = seen[path].output
+        found[kind] = SubBlock(
+            kind=kind, module=path, norm=norm, num_outputs=0 if isinstance(output, Tensor) else len(output)
+        )
     return found
 
 

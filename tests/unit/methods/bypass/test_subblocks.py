@@ -84,5 +84,5 @@ def test_paths_that_are_given_replace_those_found() -> None:
     layer, call, hidden = next(layers_of("llama"))
     given = {"ffn_norm": "input_layernorm", "attention": "no_such_module"}
     found = find_subblocks(layer, call, hidden, given)
-    assert found["ffn"] == SubBlock(kind="ffn", module="mlp", norm="input_layernorm")
-    assert found["attention"].module == "self_attn"
+    assert found["ffn"] == SubBlock(kind="ffn", module="mlp", norm="input_layernorm", num_outputs=0)
+    assert (found["attention"].module, found["attention"].num_outputs) == ("self_attn", 2)
