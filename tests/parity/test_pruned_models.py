@@ -155,3 +155,16 @@ def test_latency_is_measured_here(library: Path, tmp_path: Path) -> None:
     yaml = with_prune(library, tmp_path, target={"latency": 0.9, "context": 8, "decoded": 2})
     (made,) = run(yaml)[0].models
     assert made.chosen.predicted["latency"] <= 0.9 * made.chosen.teacher["latency"]
+
+
+def test_distillation_of_a_chosen_model(library: Path, tmp_path: Path) -> None:
+    how = {"tokens": 24 * 4 * 6, "learning_rate": 1e-4}
+    yaml = with_prune(library, tmp_path, target={"params": 0.6}, distill=how)
+    (made,) = run(yaml)[0].models
+    result = made.folder.with_name(f"{made.folder.name}-distilled")
+    assert made.final is not None and made.final != made.trained
+    kl, loss = compared(yaml, result)
+    assert made.final.kl == pytest.approx(kl, rel=1e-3, abs=1e-6) and made.final.loss == pytest.approx(loss, rel=1e-5)
+    assert load(result).num_parameters() == made.chosen.predicted["params"]
+    (again,) = run(yaml)[0].models
+    assert again.final == made.final

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from outsize.base.units import show_bytes
 from outsize.hardware.host import free_host_bytes
 from outsize.methods.bypass.costs import Use
 from outsize.methods.bypass.score import Scores
+from outsize.progress import Bar
 from outsize.run.prune_assemble import PRUNE_FILE, Assembly
 from outsize.run.prune_choice import Choosing, Chosen
+from outsize.run.prune_distill import distill
 from outsize.run.prune_importance import StoredImportance
 from outsize.run.prune_library import Library
 from outsize.run.prune_scores import Pick, Scoring, StoredScores, Variants
@@ -33,6 +35,8 @@ class PrunedModel:
     pruned: Scores
     """With the variants as they were before training."""
     trained: Scores
+    final: Scores | None = None
+    """After distillation."""
 
 
 def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
@@ -52,14 +56,20 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             say(f"model    {place} is there already")
             models.append(earlier)
             continue
-        teacher, found = scoring.of(
-            {"pruned": _picks(chosen, is_raw=True), "trained": _picks(chosen)} if chosen.variants else {},
-            _counter(console, "evaluating"),
-        )
+        with Bar("evaluating") as bar:
+            models_of = {"pruned": _picks(chosen, is_raw=True), "trained": _picks(chosen)} if chosen.variants else {}
+            teacher, found = scoring.of(models_of, _shown_in(bar))
         made = PrunedModel(chosen, place, teacher, found.get("pruned", teacher), found.get("trained", teacher))
         form = Assembly(variants, chosen.variants, choosing.places).write(place, prune.form, _facts(made))
         say(f"model    {place} ({form})")
         models.append(made)
+    if prune.distill is not None:
+        for number, model in enumerate(models):
+            say(f"distill  {model.folder}")
+            if (result := distill(setup.config, model.folder, console)) is None:
+                say("stopped before the end; the same command continues")
+                return models
+            models[number] = replace(model, final=scoring.of_folder(result))
     console.print(_table(models))
     return models
 
@@ -71,7 +81,8 @@ def _choices(
     if setup.prune.score == "local":
         scores = {pick.name: _local_score(variants.library, pick) for pick in picks}
     else:
-        _, found = StoredScores(variants, scoring, folder).measure(picks, lambda done, total: None)
+        with Bar("scoring") as bar:
+            _, found = StoredScores(variants, scoring, folder).measure(picks, _shown_in(bar))
         scores = {name: each.kl for name, each in found.items()}
     known: dict[Use, Choosing] = {}
     choices = []
@@ -151,22 +162,25 @@ def _amount(name: str, value: float) -> str:
 
 
 def _table(models: Sequence[PrunedModel]) -> Table:
-    table = Table("model", "parameters", "loss", "KL", "top-1", "KL before training", title="on the same rows")
+    table = Table("model", "parameters", "weights", "loss", "KL", "top-1", title="on the same rows")
     if models:
-        first = models[0].teacher
-        table.add_row("teacher", f"{models[0].chosen.teacher['params']:,.0f}", f"{first.loss:.4f}", "0", "100.0%", "")
+        _add_row(table, "teacher", models[0].chosen.teacher, "its own", models[0].teacher)
     for model in models:
-        found = model.trained
-        table.add_row(
-            model.folder.name,
-            f"{model.chosen.predicted['params']:,.0f}",
-            f"{found.loss:.4f}",
-            f"{found.kl:.4f}",
-            f"{found.top1:.1%}",
-            f"{model.pruned.kl:.4f}",
-        )
+        rows = [("pruned", model.pruned), ("trained", model.trained), ("distilled", model.final)]
+        for weights, found in rows:
+            if found is not None:
+                _add_row(table, model.folder.name, model.chosen.predicted, weights, found)
     return table
 
 
-def _counter(console: Console, what: str) -> Callable[[int, int], None]:
-    return lambda done, total: None
+def _add_row(table: Table, name: str, costs: Mapping[str, float], weights: str, found: Scores) -> None:
+    numbers = (f"{found.loss:.4f}", f"{found.kl:.4f}", f"{found.top1:.1%}")
+    table.add_row(name, f"{costs['params']:,.0f}", weights, *numbers)
+
+
+def _shown_in(bar: Bar) -> Callable[[int, int], None]:
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.advance()
+
+    return show
