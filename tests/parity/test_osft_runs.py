@@ -219,3 +219,17 @@ def test_a_trainer_with_other_accumulation_does_not_begin_another_task_silently(
             with pytest.raises(ConfigError, match="changed after the model was trained with a method"):
                 trainer.train()
         assert trainer.engine.constant_hashes() == hashes and trainer.engine.num_steps == 1
+
+
+def test_evaluation_on_an_earlier_task_reports_what_is_forgotten(tmp_path: Path) -> None:
+    held_out = {"old": trainers.rows("llama", 2), "new": trainers.rows("llama", 3)}
+    args = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-2}
+    trainer = trainers.ours(tmp_path, args=args, method=HALF, eval_dataset=held_out)
+    with trainers.closing(trainer):
+        trainer.train()
+        before = trainer.evaluate()["eval_old_loss"]
+        trainer.engine.next_task()
+        assert trainer.evaluate()["eval_old_loss"] == before, "the next task begins with the same model"
+        trainer.train()
+        losses = [entry["eval_old_loss"] for entry in trainer.state.log_history if "eval_old_loss" in entry]
+    assert len(losses) == 2 and losses[0] != before != losses[1]
