@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from outsize.base.records import Rule
 from outsize.base.units import parse_count
-from outsize.config.types import Count, CountFromZero, Text
+from outsize.config.prune_target import PruneDistill, PruneTarget
+from outsize.config.types import Count, CountFromZero, Positive, Text
 
 
 def _as_list(value: Any) -> Any:
@@ -25,7 +26,7 @@ Width = Annotated[
 Widths = Annotated[tuple[Width, ...], Rule(expected="a list of widths", convert=_as_list)]
 Counts = Annotated[tuple[Count, ...], Rule(expected="a list of positive integers", convert=_as_list)]
 Layers = Annotated[tuple[CountFromZero, ...], Rule(expected="a list of layer numbers", convert=_as_list)]
-SubblockName = Literal["attention", "mixer", "ffn"]
+SubblockName = Literal["attention", "ffn"]
 Learned = Annotated[
     Literal["attention", "mixer", "ffn", "block"],
     Rule(
@@ -57,9 +58,9 @@ class PruneConfig:
     """Also a variant of attention that is one matrix."""
     copy: tuple[SubblockName, ...] = ()
     """Sub-blocks that also get a variant equal to the teacher's."""
-    learn: tuple[Learned, ...] = ("attention", "mixer", "ffn")
-    """Sub-blocks that have variants, each trained on its own output. `mixer`: what a layer has in the place of
-    attention (Mamba). `block`: all combinations, trained on what the whole layer adds.
+    learn: tuple[Learned, ...] = ("mixer", "ffn")
+    """Sub-blocks that have variants, each trained on its own output. `mixer`: attention, or what a layer has in
+    its place (Mamba). `block`: all combinations, trained on what the whole layer adds.
     """
     loss: Literal["nmse", "nmse_row", "nmse_token", "mse", "cosine"] = "nmse"
     importance: Literal["independent", "iterative", "truncate"] = "independent"
@@ -79,6 +80,25 @@ class PruneConfig:
     """The name of the model's list of layers. None: the largest."""
     subblocks: dict[Literal["attention", "ffn", "attention_norm", "ffn_norm"], Text] | None = None
     """Names in a layer of these modules, instead of those found."""
+    target: tuple[PruneTarget, ...] = ()
+    """Limits of the model that is put together from the variants; of a list, one model each. Empty: the library is the
+    result.
+    """
+    shape: Literal["free", "uniform"] = "free"
+    """`uniform`: all kept layers have the same variants, and whole layers are dropped."""
+    score: Literal["kl", "local"] = "kl"
+    """What a choice minimizes: the sum of each variant's KL to the teacher, alone in the whole model; `local`: of its
+    own losses.
+    """
+    score_tokens: Tokens = 16_384
+    choose_seconds: Positive = 60.0
+    """Then the best choice found is used."""
+    costs: Text | None = None
+    """A JSON file with seconds by variant, instead of measuring them here."""
+    form: Literal["per_layer", "uniform", "padded"] | None = None
+    """Of the model's folder. None: `uniform` if all layers are alike, else `per_layer`."""
+    distill: PruneDistill | None = None
+    """Train the models end to end with the teacher's probabilities."""
     trust_remote_code: bool = False
     """Run the model code that the teacher's folder has."""
 

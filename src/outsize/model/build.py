@@ -37,6 +37,7 @@ def build_model(
     attn_implementation: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     rope_parameters: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> Built:
     """A model that can be trained.
 
@@ -46,12 +47,13 @@ def build_model(
         random: weights are drawn (from torch's generator), not read.
         weights_from: read them from this folder instead: a checkpoint of the same model.
         overrides, rope_parameters: as of `overridden`.
+        trust_remote_code: run the model code that the folder has, if transformers has no such model.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
-    config = overridden(load_config(path), overrides, rope_parameters)
-    kind = trainable_class(config)
+    config = overridden(load_config(path, trust_remote_code=trust_remote_code), overrides, rope_parameters)
+    kind = (_class_of_folder(config, path) if trust_remote_code else None) or trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):
         model = kind._from_config(config, **settings).train()
@@ -143,8 +145,10 @@ def _scaled_positions(rope: dict[str, Any], saved: int) -> list[int]:
     ]
 
 
-def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
-    """Load a model's config. A quantized model is refused, with the name of the method."""
+def load_config(model: str | Path, *, may_be_quantized: bool = False, trust_remote_code: bool = False) -> Any:
+    """Load a model's config. A quantized model is refused, with the name of the method. `trust_remote_code`: run the
+    folder's own code, if transformers has no such config.
+    """
     from transformers import AutoConfig
 
     path, local = Path(model), {}
@@ -160,7 +164,8 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False) -> Any:
             raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
         local = {} if hub_answers(str(model), file="config.json") else {"local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(path.parent if _is_config(path) else model, **local)
+        place = path.parent if _is_config(path) else model
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **local)
     except (OSError, ValueError, KeyError) as error:
         if local:
             raise ConfigError(
@@ -226,6 +231,16 @@ def trainable_class(config: Any) -> Any:
         "transformers with the inputs input_ids and labels. Build the model yourself and pass it to outsize.prepare"
         + (f", or name {others[0]} in its architectures if that is meant." if others else ".")
     )
+
+
+def _class_of_folder(config: Any, path: str) -> Any:
+    """The language model in the code of a model's folder, if transformers does not have the config's class."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    name = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if name is None or not type(config).__module__.startswith("transformers_modules"):
+        return None
+    return get_class_from_dynamic_module(name, str(Path(path).parent if _is_config(Path(path)) else path))
 
 
 def local_folder(path: str) -> Path:

@@ -87,6 +87,8 @@ class Assembled:
 
 def assemble(config: RunConfig) -> Assembled:
     """All checks that are possible before the first step happen here, the cheapest first."""
+    if config.prune is not None:
+        raise ConfigError("prune: is for `outsize prune`, which trains layer by layer. Run that, or remove prune.")
     device = choose_device(config.device)
     config = with_packed_attention(with_installed_attention(config), device)
     checkpoint = find_checkpoint(config)

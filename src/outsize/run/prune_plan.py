@@ -59,6 +59,8 @@ class PrunePlan:
     gpu_total: int
     """The same with it: what `gpu_memory` would have to be."""
     host_bytes: int
+    hidden_bytes: int
+    """Of it, or of the disk: hidden states of the largest round."""
     disk_bytes: int
     """Hidden states and states of variants on disk at once, and the library."""
     importance_seconds: float
@@ -107,7 +109,7 @@ def plan(
     cached = BatchCache.host_bytes(most, in_file=in_file)
     variants = [variant for cost in costs for variant in cost.variants for _ in cost.layers]
     states = sum(v.saved_bytes for v in variants) if len(rounds) > 1 else max((_saved(c) for c in costs), default=0)
-    hidden = sum(spec.num_bytes for spec in most) if in_file else 0
+    hidden = sum(spec.num_bytes for spec in most)
     return PrunePlan(
         groups={layer: parts for cost, parts in zip(costs, groups, strict=True) for layer in cost.layers},
         budget_bytes=budget.gpu.total_bytes,
@@ -116,7 +118,8 @@ def plan(
         gpu_bytes=peak,
         gpu_total=budget.gpu.total_for(peak),
         host_bytes=host + cached,
-        disk_bytes=hidden + states + sum(v.weight_bytes for v in variants),
+        hidden_bytes=hidden,
+        disk_bytes=(hidden if in_file else 0) + states + sum(v.weight_bytes for v in variants),
         importance_seconds=max((cost.teacher_seconds for cost in costs), default=0.0) * num_layers * len(calibration),
         seconds=_seconds(costs, groups, len(train), accumulate, num_layers),
     )

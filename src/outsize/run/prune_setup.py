@@ -15,10 +15,10 @@ from outsize.config.prune import PruneConfig
 from outsize.config.run import RunConfig
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
+from outsize.methods.bypass.layouts import inspect_layer
 from outsize.methods.bypass.losses import LOSSES, Loss
-from outsize.methods.bypass.parts import LayerParts, inspect_layer
-from outsize.methods.bypass.subblocks import find_subblocks
-from outsize.methods.bypass.variants import Requested, Variant, parse_variants, resolve
+from outsize.methods.bypass.parts import LayerParts
+from outsize.methods.bypass.variants import Requested, Variant, requested_variants, resolve
 from outsize.model.build import build_model, local_folder, require_positions
 from outsize.model.stack import LayerStack
 from outsize.optim.adamw import AdamW
@@ -38,7 +38,10 @@ from outsize.run.prune_spec import PruneSpec, prune_spec, require_same
 from outsize.run.row_lengths import longest_row
 from outsize.run.teacher import Teacher
 from outsize.setup.micro_batch import splits_of
+from outsize.setup.planner import requested_gpu_bytes
 from outsize.transfer.batch_cache import BatchSpec
+
+_FEW_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,8 @@ class PruneSetup:
     """With its micro-batch."""
     prune: PruneConfig
     device: Device
+    gpu_bytes: int
+    """`gpu_memory`, or what is free."""
     spec: PruneSpec
     earlier: PruneSpec | None
     """Of an earlier run in the folder."""
@@ -90,8 +95,16 @@ def set_up(config: RunConfig) -> PruneSetup:
     if prune is None:
         raise ConfigError("prune: missing. Name the variants under prune, for example intermediate_size: [0.75, 0.5].")
     device = choose_device(config.device)
-    device.count_anew()
-    requested = parse_variants(_settings(prune))
+    gpu_bytes = requested_gpu_bytes(config.gpu_memory, device)
+    requested = requested_variants(
+        intermediate_size=prune.intermediate_size,
+        num_key_value_heads=prune.num_key_value_heads,
+        kv_heads=prune.kv_heads,
+        experts=prune.experts,
+        skip=prune.skip,
+        linear=prune.linear,
+        copy=prune.copy,
+    )
     require_scheduler(config)
     _require_known_code(config.base_model, prune)
     config = with_packed_attention(with_installed_attention(config), device)
@@ -127,6 +140,7 @@ def set_up(config: RunConfig) -> PruneSetup:
         attn_implementation=config.attn_implementation,
         overrides=config.overrides_of_model_config,
         rope_parameters=config.rope_parameters,
+        trust_remote_code=prune.trust_remote_code,
     )
     require_language_model(built.model)
     require_positions(built.model.config, config.sequence_len)
@@ -140,9 +154,11 @@ def set_up(config: RunConfig) -> PruneSetup:
     collator = collator_of(config, inputs.pad_id, longest, None, inputs.parts)
     widest = batches_to_plan_for(config, collator, inputs.parts, longest, vocabulary)(split.rows)
     widest.pop("labels", None)
-    with teacher.finding_stem(), device.on_host():
-        calls = stack.capture({name: _put(device, value) for name, value in widest.items()})
-    parts, variants = _variants(prune, requested, stack, teacher, calls)
+    with device.on_host():
+        with teacher.finding_stem():
+            calls = stack.capture({name: _put(device, value) for name, value in widest.items()})
+        small = stack.capture({name: _put(device, value) for name, value in _first_row(widest).items()})
+        parts, variants = _variants(prune, requested, stack, teacher, small)
     width = config.sequence_len if config.sample_packing else longest if config.pad_to_sequence_len else None
     validation, num_validation = None, 0
     if inputs.evaluated is not None:
@@ -158,6 +174,7 @@ def set_up(config: RunConfig) -> PruneSetup:
         config=config,
         prune=prune,
         device=device,
+        gpu_bytes=gpu_bytes,
         spec=replace(spec, variants=tuple(names)),
         earlier=earlier,
         teacher=teacher,
@@ -178,22 +195,16 @@ def set_up(config: RunConfig) -> PruneSetup:
     )
 
 
+def _first_row(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The beginning of the first row, if the arguments are per token alone: enough to look into a layer."""
+    shape = arguments["input_ids"].shape
+    if any(getattr(value, "shape", None) != shape for value in arguments.values()):
+        return arguments
+    return {name: value[:1, :_FEW_TOKENS] for name, value in arguments.items()}
+
+
 def _put(device: Device, value: Any) -> Any:
     return device.put(value) if isinstance(value, torch.Tensor) else value
-
-
-def _settings(prune: PruneConfig) -> dict[str, Any]:
-    """The variants as `parse_variants` takes them."""
-    heads = {prune.kv_heads: list(prune.num_key_value_heads)} if prune.num_key_value_heads else None
-    given = {
-        "intermediate_size": list(prune.intermediate_size),
-        "num_key_value_heads": heads,
-        "experts": list(prune.experts),
-        "skip": list(prune.skip),
-        "linear": prune.linear,
-        "copy": list(prune.copy),
-    }
-    return {name: value for name, value in given.items() if value}
 
 
 def _require_known_code(model: str, prune: PruneConfig) -> None:
@@ -234,15 +245,18 @@ def _variants(
         raise ConfigError(
             f"prune.only_layers: there is no layer {too_large[0]}; the teacher has layers 0 to {len(stack.layers) - 1}."
         )
-    known: dict[str, Any] = {}
+    overrides = {str(role): path for role, path in (prune.subblocks or {}).items()}
+    known: dict[str, LayerParts] = {}
     parts: dict[int, LayerParts] = {}
     variants: dict[int, tuple[Variant, ...]] = {}
     for index in sorted(set(prune.only_layers) or range(len(stack.layers))):
         layer = stack.layers[index]
         if layer.structure not in known:
             with teacher.materialized(list(layer.module.parameters())):
-                known[layer.structure] = find_subblocks(layer.module, calls.calls[index], calls.hidden, prune.subblocks)
-        found = inspect_layer(layer.name, layer.module, stack.config, known[layer.structure])
+                known[layer.structure] = inspect_layer(
+                    layer.name, layer.module, stack.config, calls.calls[index], calls.hidden, overrides
+                )
+        found = known[layer.structure].of_layer(layer.name, layer.module)
         if made := resolve(requested, prune.learn, found.shape, layer.name):
             parts[index], variants[index] = found, made
     kinds = {change.kind for made in variants.values() for variant in made for change in variant.changes}

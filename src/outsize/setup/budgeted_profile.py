@@ -63,8 +63,8 @@ def profile_within_budget(
         device.limit(device.spec.gpu_bytes)
         found, why = _if_it_fits(trace, batch)
         ran_out = why or ran_out
-        device.limit(budget_bytes)
     if found is None and not is_long:
+        device.limit(budget_bytes)
         found = shorter.profile()
     if found is None:
         raise DeviceOutOfMemory(ran_out)
