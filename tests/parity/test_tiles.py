@@ -127,3 +127,41 @@ def test_a_plan_of_all_strategies_gives_the_bits_of_the_tiled_plain_loop_and_its
 def test_every_strategy_does(kind: str, dtype: torch.dtype, weights: str) -> None:
     for strategy in STRATEGIES:
         assert strategy.name in train_and_compare(kind, dtype, strategy=strategy.name, weights=weights)
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "accumulated, in backward": {"accumulate": 2, "update": "declared"},
+    "autocast": {"autocast": True},
+    "osft": {"osft": 0.5, "clip": True},
+    "frozen": {"frozen": "scattered"},
+    "a frozen prefix": {"frozen": "prefix"},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_other_loops_give_the_bits_of_the_tiled_plain_loop(loop: str) -> None:
+    cell = Cell(kind="llama", dtype="fp32" if "autocast" in loop else "bf16", **LOOPS[loop])
+    data, how = cells.batches(cell.kind, 2), {"steps": 2, "accumulate": cell.accumulate, "autocast": cell.autocast}
+    model = cell.model()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cell.autocast):
+        names = tiled_modules(cell.model(), data[0])
+        engine = cells.prepare_by_hand(
+            cell.model(),
+            data[0],
+            spec=cell.spec,
+            device=SimDevice(lookup("1GiB")),
+            budget=None,
+            accumulate=cell.accumulate,
+            method=cell.method,
+            tile_tokens=TILE,
+            decision=one_after_the_other,
+        )
+    with tiled(model, names):
+        expected = cells.plain(model, data, spec=cell.spec, method=cell.method, **how)
+    with cells.closing(engine):
+        assert set(engine.plan.tiled) == set(names)
+        found = cells.train(
+            engine.model, engine.optimizer, data, engine=engine, declare=cell.update == "declared", **how
+        )
+        cells.assert_same(found, expected)
+        assert engine.report().gpu_peak_bytes <= engine.plan.estimate.gpu_bytes

@@ -104,6 +104,14 @@ def find_attention(layer: nn.Module, add: Callable[[Any, Any], None] = lambda fu
 
 
 @contextmanager
+def timed_attention(layer: nn.Module, mark: Callable[[], Any]) -> Iterator[list[tuple[Any, Any]]]:
+    """For a forward of the layer: the marks before and after every operator whose outputs can be saved."""
+    marks: list[tuple[Any, Any]] = []
+    with _active_in(layer, _modules.get(layer) or (), _Timing(mark, marks)):
+        yield marks
+
+
+@contextmanager
 def _active_in(layer: nn.Module, names: tuple[str, ...], mode: "_Mode") -> Iterator[None]:
     """The mode is active while these modules of the layer run. "": the layer itself."""
     if "" in names:
@@ -168,7 +176,7 @@ class _AttentionOutputs:
         self._outputs[number] = None
         return _map(self._return, saved[1])
 
-    def _keep(self, tensor: Tensor, device: torch.device) -> Tensor | PackedTensor:
+    def _keep(self, tensor: Tensor, device: torch.device) -> Any:
         is_sent = tensor.numel() and tensor.device == device and not is_traceable_wrapper_subclass(tensor)
         if self._offloaded is not None and is_sent:
             return self._offloaded.pack(tensor)
@@ -201,6 +209,20 @@ class _Recording(_Mode):
         out = func(*args, **(kwargs or {}))
         if is_attention(func) and _is_repeatable(func, args, kwargs or {}):
             self._add(func, out)
+        return out
+
+
+class _Timing(_Mode):
+    def __init__(self, mark: Callable[[], Any], marks: list[tuple[Any, Any]]):
+        super().__init__()
+        self._mark, self._marks = mark, marks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_attention(func) or not _is_repeatable(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        start = self._mark()
+        out = func(*args, **(kwargs or {}))
+        self._marks.append((start, self._mark()))
         return out
 
 

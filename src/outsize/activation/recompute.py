@@ -278,14 +278,14 @@ class RngAndAutocastState:
             self._set_rng(now)
 
     @contextmanager
-    def restored_settings(self) -> Iterator[None]:
-        """The default device and autocast alone."""
+    def restored_settings(self, *, caches: bool = True) -> Iterator[None]:
+        """The default device and autocast alone. `caches`: keep autocast's cache of casts, if it was on."""
         with ExitStack() as contexts:
             if torch.get_default_device() != self._default_device:
                 contexts.enter_context(self._default_device)
             for kind, (enabled, dtype) in self._autocast.items():
                 if enabled or torch.is_autocast_enabled(kind):
                     contexts.enter_context(
-                        torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._caches)
+                        torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=caches and self._caches)
                     )
             yield

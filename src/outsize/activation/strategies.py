@@ -158,4 +158,11 @@ def swap(
         return forward(*args, **kwargs)
 
 
-RUN: dict[Strategy, Callable[..., Any]] = {"keep": keep, "recompute": recompute, "offload": offload, "swap": swap}
+RUN: dict[Strategy, Callable[..., Any]] = {
+    "keep": keep,
+    "recompute": recompute,
+    "recompute+attention": recompute_save_attention,
+    "offload": offload,
+    "offload+attention": offload_save_attention,
+    "swap": swap,
+}

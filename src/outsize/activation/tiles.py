@@ -169,7 +169,8 @@ class _Tiles:
         with torch.enable_grad(), exchanged(self._module, {param: _leaf(param) for param in trained}) as leaves:
             for place in self._cut(x):
                 part = self._part(x, place).detach().requires_grad_(needs_input)
-                with state.restored_settings():  # without them around the backward, as in one of the whole row
+                # Around the forward alone, as for a whole row, and without the cache: it takes `part` for a weight.
+                with state.restored_settings(caches=False):
                     y = self._run(part)
                 wanted = [*([part] if needs_input else []), *leaves]
                 found = _gradients(y, wanted, self._part(grad, place))

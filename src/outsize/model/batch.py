@@ -3,8 +3,9 @@ whether a mask masks something.
 
 [Note: When a batch fits] A plan holds for the profiled batches, and for every batch that needs no more than one of
 them: the same inputs, no larger dimension, no wider dtype, no gradient into an input that had none, no mask that masks
-something where the profiled one masked nothing. The number of elements does not decide: attention scores of 2 x 60
-tokens are larger than those of 8 x 16.
+something where the profiled one masked nothing. A row that was cut into tiles does not stand for one that
+is too short for tiles. The number of elements does not decide: attention scores of 2 x 60 tokens are larger than those
+of 8 x 16.
 """
 
 import inspect
@@ -100,6 +101,9 @@ class Input:
     """
     is_of_unknown_kind: bool = False
     """Only its shape is known: not whether a batch must have it, nor which flags were set with it."""
+    whole_up_to: int = 0
+    """A larger dimension of this input was cut into tiles (activation/tiles.py). One of up to so many is not, and may
+    cost more."""
 
     def covers(self, other: "Input") -> bool:
         """Whether `other` costs no more. Does not look at `is_irregular`."""
@@ -109,7 +113,12 @@ class Input:
             or len(other.shape) != len(self.shape)
         ):
             return False
-        return all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
+        sizes = zip(other.shape, self.shape, strict=True)
+        return all(size <= most and not self.crosses(size, most) for size, most in sizes)
+
+    def crosses(self, size: int, most: int) -> bool:
+        """Whether a dimension of this size is not cut into tiles, and one of `most` is."""
+        return size <= self.whole_up_to < most
 
 
 Signature = Mapping[str, Input]
@@ -197,6 +206,11 @@ def _covers(one: Signature, given: Signature, is_irregular: Callable[[str], bool
     if not all(one[name].covers(given[name]) for name in both):
         return False
     return all(one[name].is_irregular or not is_irregular(name) for name in both)
+
+
+def cut_into_tiles(inputs: Signature, tile_tokens: int) -> Signature:
+    """The inputs of a call that was measured with tiles of this length, or 0."""
+    return {name: replace(one, whole_up_to=2 * tile_tokens) for name, one in inputs.items()}
 
 
 def is_image(name: str) -> bool:

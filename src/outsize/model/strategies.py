@@ -7,7 +7,7 @@ under a strategy is in activation/strategies.py.
 from dataclasses import dataclass
 from typing import Literal
 
-Strategy = Literal["keep", "recompute", "offload", "swap"]
+Strategy = Literal["keep", "recompute", "recompute+attention", "offload", "offload+attention", "swap"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,9 @@ class StrategyRecord:
     autograd saves."""
     recomputes: bool = False
     """The layer's forward runs again in backward."""
+    saves_attention_of: Strategy | Literal[""] = ""
+    """It is this strategy, except that the outputs of attention are saved too, where the input is: attention kernels do
+    not run again. Only for layers that call a known attention operator."""
     pin: str = ""
     """The field of `Pins` that fixes how many layers use it. "": none."""
 
@@ -29,7 +32,22 @@ STRATEGY: dict[Strategy, StrategyRecord] = {
     for record in (
         StrategyRecord(name="keep", participle="kept"),
         StrategyRecord(name="recompute", participle="recomputed", recomputes=True, pin="n_checkpoint"),
+        StrategyRecord(
+            name="recompute+attention",
+            participle="recomputed without attention",
+            recomputes=True,
+            saves_attention_of="recompute",
+            pin="n_checkpoint_attention",
+        ),
         StrategyRecord(name="offload", participle="offloaded", sends="input", recomputes=True, pin="n_offload"),
+        StrategyRecord(
+            name="offload+attention",
+            participle="offloaded with attention",
+            sends="input",
+            recomputes=True,
+            saves_attention_of="offload",
+            pin="n_offload_attention",
+        ),
         StrategyRecord(name="swap", participle="swapped", sends="saved", pin="n_swap"),
     )
 }

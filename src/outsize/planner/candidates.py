@@ -19,7 +19,7 @@ ledger. The search asserts that the sum equals the estimate of the finished plan
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -33,7 +33,6 @@ from outsize.model.strategies import STRATEGIES, STRATEGY, Mix, Strategy, choice
 from outsize.planner.memory import activation_peak
 from outsize.profile.trace import ModelTrace
 from outsize.schedule.actions import Action, Kind, action_seconds
-from outsize.schedule.pins import Pins
 from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Decision, Home, Homes, StepConfig
 from outsize.schedule.schedule import compile_schedule
@@ -321,6 +320,20 @@ class SearchSpace:
             host,
         )
 
+    @cached_property
+    def attention_seconds(self) -> float:
+        """What a step saves at most by not computing attention again."""
+        saved = 0.0
+        for call in self.layers:
+            known = self.trace.calls[call]
+            pairs = [
+                (known[s.name], known[s.saves_attention_of])
+                for s in self.choices
+                if s.name in known and s.saves_attention_of
+            ]
+            saved += max((base.backward_seconds - work.backward_seconds for work, base in pairs), default=0.0)
+        return self.step_config.accumulate * saved
+
     def host_update_interval(self, counts: Candidate) -> int:
         """How many chunks' gradients complete while the host updates one chunk. 1 if the host updates nothing in
         backward.
@@ -419,20 +432,21 @@ class SearchSpace:
 
     # Candidates under pins.
 
-    def mixes(self, pins: Pins) -> Iterator[Mix]:
+    def mixes(self, pins: Sequence[int | None]) -> Iterator[Mix]:
         """The mixes that are compared for the minimum memory: all of them for a small model, else those of at most two
         strategies that are not pinned. Of equal ones, the first is chosen: that with fewer layers of a later strategy.
+        `pins`: the pinned number of layers with each strategy, None if it is not pinned.
         """
-        fixed = tuple(p or 0 for p in pins.mix)
+        fixed = tuple(p or 0 for p in pins)
         open_layers = len(self.layers) - sum(fixed)
         ranges = [
             range(p, p + 1) if p is not None else range(min(m, open_layers) + 1)
-            for p, m in zip(pins.mix, self.most, strict=True)
+            for p, m in zip(pins, self.most, strict=True)
         ]
         if math.prod(map(len, ranges)) <= 4 * MAX_MIXES:  # a quarter to a sixth of them fit into the layers
             found = [mix[::-1] for mix in itertools.product(*ranges[::-1]) if sum(mix) <= len(self.layers)]
         else:
-            free = [i for i, p in enumerate(pins.mix) if p is None]
+            free = [i for i, p in enumerate(pins) if p is None]
             found = [
                 with_more(fixed, {a: count, b: open_layers - count})
                 for a, b in itertools.combinations([*free[::-1], None], 2)

@@ -22,11 +22,26 @@ W = TypeVar("W")
 class Budgets:
     """GPU budget, host budget and pins: which candidates are allowed and which fit."""
 
-    def __init__(self, space: SearchSpace, pins: Pins, gpu: GpuBudget, host_bytes: int):
+    def __init__(
+        self, space: SearchSpace, pins: Pins, gpu: GpuBudget, host_bytes: int, *, may_save_attention: bool = False
+    ):
+        """`may_save_attention`: strategies that save the outputs of attention are allowed where no pin is against it.
+        Otherwise only pins bring them into a plan. They save time, and so have no part in the minimum memory.
+        """
         pins = pins.resolved(space.num_layers)
         self.space, self.pins, self.gpu, self.host_bytes = space, pins, gpu, host_bytes
         self.gpu_bytes = gpu.usable_bytes
-        self.mix = pins.mix
+        pinned = {strategy.name: pin for strategy, pin in zip(space.choices, pins.mix, strict=True)}
+        self.closed = {
+            i
+            for i, s in enumerate(space.choices)
+            if s.saves_attention_of
+            and pinned[s.name] is None
+            and not (may_save_attention and pinned[s.saves_attention_of] is None)
+        }
+        """Strategies that no layer may have."""
+        self.mix = tuple(0 if i in self.closed else pin for i, pin in enumerate(pins.mix))
+        """The fixed number of layers with each strategy. None: the search decides."""
         every, trainable = len(space.weight_order), len(space.state_order)
         # Chunks that stay on the GPU are the lower bound. A pin overrides it and may move them to the host.
         self.resident = (space.num_staying, every) if pins.n_persist is None else (pins.n_persist, pins.n_persist)
@@ -39,6 +54,10 @@ class Budgets:
         )
         self.depth = 0 if pins.n_buffer is None else pins.n_buffer - 1
         """The smallest prefetch depth that is allowed."""
+
+    def with_attention(self) -> "Budgets":
+        """The same, with strategies that save the outputs of attention where no pin is against it."""
+        return Budgets(self.space, self.pins, self.gpu, self.host_bytes, may_save_attention=True)
 
     def allows(self, counts: Candidate) -> bool:
         """Whether the candidate agrees with the pins, and keeps the chunks on the GPU that always stay there."""
@@ -89,7 +108,7 @@ class Budgets:
 
     @cached_property
     def _mixes(self) -> "list[tuple[int, int, Mix]]":
-        return _frontier([(*self.space.activations(mix), mix) for mix in self.space.mixes(self.pins)])
+        return _frontier([(*self.space.activations(mix), mix) for mix in self.space.mixes(self.mix)])
 
     @cached_property
     def _pairs(self) -> "list[tuple[int, int, tuple[int, int]]]":
@@ -168,6 +187,7 @@ class Budgets:
         found = [
             fixed if pin is not None else with_more(fixed, {i: min(rest, most)})
             for i, (pin, most) in enumerate(zip(self.mix, self.space.most, strict=True))
+            if i not in self.closed
         ]
         return [mix for mix in dict.fromkeys([*found, *others]) if self.space.strategies(mix) is not None]
 

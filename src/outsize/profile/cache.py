@@ -26,7 +26,7 @@ from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 20
+TRACE_FORMAT = 21
 
 
 def traced(

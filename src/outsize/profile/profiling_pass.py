@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.attention import find_attention, timed_attention
 from outsize.activation.recompute import run_once
 from outsize.activation.strategies import RUN, keep_and_compare
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
@@ -95,6 +96,9 @@ class ProfilingPass:
         self.arguments = SharedArguments()
         self.lifetimes = Lifetimes(self.phases, context.device.torch_device.type, context.is_static)
         self._tracks = meter is not None and not is_discovery
+        self._times_attention = meter is None and ahead
+        self._attention_marks: dict[int, list[tuple[Any, Any]]] = {}
+        """By call: before and after each attention kernel."""
         self.layer_of: list[int | None] = []
         """By call: the layer, None for a region."""
         self._arguments: MovedArguments | None = None
@@ -126,6 +130,10 @@ class ProfilingPass:
         """Calls whose output is the input of a later layer, unchanged, with the call of that layer."""
         self.differences: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first."""
+
+    def attention_seconds(self, call: int) -> float:
+        """Seconds of the attention kernels that a layer need not run again. 0 if they are not timed in this pass."""
+        return sum(self.context.device.between(start, end) for start, end in self._attention_marks.get(call, ()))
 
     def representative(self, call: int) -> int:
         """The call that ran in place of this one: itself, or the last equal call before it."""
@@ -280,9 +288,13 @@ class ProfilingPass:
         offloaded = self._offloaded[call] = OffloadedTensors()
         if self.is_discovery:
             report = partial(self._note_difference, layer.structure)
-            if self.context.compares:
-                return keep_and_compare(forward, args, kwargs, report, layer.module)
-            return run_once(lambda: forward(*args, **kwargs), report, layer.module)
+            with find_attention(layer.module):
+                if self.context.compares:
+                    return keep_and_compare(forward, args, kwargs, report, layer.module)
+                return run_once(lambda: forward(*args, **kwargs), report, layer.module)
+        if self._times_attention and strategy == "keep":
+            with timed_attention(layer.module, self.context.device.mark) as self._attention_marks[call]:
+                return forward(*args, **kwargs)
         with self.lifetimes.noting_saved() if self._tracks and strategy == "keep" else nullcontext():
             return RUN[strategy](forward, args, kwargs, offloaded, self.context.is_static, layer.module)
 

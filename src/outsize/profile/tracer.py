@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.activation.attention import saves_attention
 from outsize.activation.tokenwise import TileSearch
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported
 from outsize.base.log import log
@@ -32,7 +33,7 @@ from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import BlockGraph
 from outsize.model.stacks import is_composite
 from outsize.model.state import BoundAttributes
-from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy
+from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy, StrategyRecord
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights
 from outsize.model.work import Work
@@ -107,7 +108,6 @@ class Tracer:
         """
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
-        to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
         with ExitStack() as contexts:
             for context in (profiling_mode(self.model, self.device), self._weights.restored_at_end(), self.progress):
                 contexts.enter_context(context)
@@ -119,11 +119,13 @@ class Tracer:
                 discovery = self._discover()
             if self._drop_lists_that_are_no_stacks(discovery):
                 discovery = self._discover()
-            num_passes = len(STRATEGIES) + (1 + self.device.is_async) * len(to_time)
+            strategies = self._strategies()
+            to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
+            num_passes = len(strategies) + (1 + self.device.is_async) * len(to_time)
             self.progress.total = self.progress.done + num_passes * len(discovery.layer_of)
             self._use(discovery)
             waiting_bytes = bytes_of_waiting_gradients(self.model, self.layers, discovery, self._reads.readers)
-            passes = {strategy.name: self._measure(strategy.name) for strategy in STRATEGIES}
+            passes = {strategy.name: self._measure(strategy.name) for strategy in strategies}
             timed = {strategy: self._time(strategy) for strategy in to_time}
             held_bytes = passes["keep"].phases.held_bytes + self._bound_bytes()
         run = passes["keep"]
@@ -345,6 +347,11 @@ class Tracer:
             self._side_outputs = tracker.side_outputs
         return run
 
+    def _strategies(self) -> list[StrategyRecord]:
+        """Those that a layer may support, as the discovery pass shows."""
+        has_attention = any(saves_attention(layer.module) for layer in self.layers)
+        return [strategy for strategy in STRATEGIES if has_attention or not strategy.saves_attention_of]
+
     def _time(self, strategy: Strategy) -> ProfilingPass:
         """Time a strategy with the CPU running ahead and, on devices that run apart from the CPU, in a second pass that
         is synchronized before each phase. See [Note: The launching thread] in hardware/lanes.py.
@@ -412,7 +419,7 @@ class Tracer:
         layer = run.layer_of[call]
         strategies = [STRATEGY["keep"]]
         if layer is not None and _is_differentiable(run, call) and not self._reads.hidden:
-            strategies = [s for s in STRATEGIES if not s.recomputes or self.may_run_twice(self.layers[layer])]
+            strategies = [STRATEGY[name] for name in passes if self._supports(STRATEGY[name], run, call)]
         works: dict[str, Work] = {
             s.name: work for s in strategies if (work := self._work(passes, timed, s.name, call)) is not None
         }
@@ -422,6 +429,14 @@ class Tracer:
             }
             works |= {name: work for name, work in others.items() if work != works["keep"]}
         return works
+
+    def _supports(self, strategy: StrategyRecord, run: ProfilingPass, call: int) -> bool:
+        measured = run.layer_of[run.representative(call)]
+        assert measured is not None
+        layer = self.layers[measured]
+        return (not strategy.recomputes or self.may_run_twice(layer)) and (
+            not strategy.saves_attention_of or saves_attention(layer.module)
+        )
 
     def _work(
         self, passes: dict[Strategy, ProfilingPass], timed: dict[Strategy, ProfilingPass], strategy: Strategy, call: int
@@ -433,9 +448,12 @@ class Tracer:
             return None
         clock = timed["recompute" if record.recomputes else "keep"] if timed else run
         forward, backward = clock.phases.forward[representative], clock.phases.backward.get(representative) or Phase()
+        not_again = 0.0
+        if timed and record.saves_attention_of:
+            not_again = timed["keep"].attention_seconds(representative) * self.device.spec.sustained_clock_ratio
         return Work(
             forward_seconds=forward.seconds,
-            backward_seconds=backward.seconds,
+            backward_seconds=max(0.0, backward.seconds - not_again),
             **self._launches(timed or passes, strategy, representative),
             **bytes_of_phases(run.phases, representative),
             sent_bytes=measured.sent_bytes,

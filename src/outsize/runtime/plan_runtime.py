@@ -13,7 +13,7 @@ from outsize.compat import without_torch_function
 from outsize.device.device import Device
 from outsize.device.observer import push_mode, remove_mode
 from outsize.layout.chunks import ChunkLayout
-from outsize.model.batch import Measured, Signature, of_unknown_kind
+from outsize.model.batch import Measured, Signature, cut_into_tiles, of_unknown_kind
 from outsize.model.graph import BlockGraph
 from outsize.model.weights import Weights
 from outsize.optim.method import Method
@@ -54,11 +54,14 @@ class PlannedModel:
 
     def signatures(self, names: tuple[str, ...]) -> list[Signature]:
         """The calls of the model that the plan holds for. `names`: the arguments of the model's forward."""
-        return [call for one in self.measured for call in one.signatures] or [of_unknown_kind(self.plan.inputs, names)]
+        return [call for one in self.measured for call in one.signatures] or [self._inputs(names)]
 
     def batches(self) -> list[Signature]:
         """The batches that the plan holds for, in loops whose loss uses more than the model's arguments."""
-        return [one.batch for one in self.measured] or [of_unknown_kind(self.plan.inputs, ())]
+        return [one.batch for one in self.measured] or [self._inputs(())]
+
+    def _inputs(self, names: tuple[str, ...]) -> Signature:
+        return cut_into_tiles(of_unknown_kind(self.plan.inputs, names), self.plan.tile_tokens)
 
 
 class PlanRuntime:

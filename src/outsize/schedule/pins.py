@@ -33,6 +33,12 @@ class Pins:
     """Layers that are recomputed in backward, their input kept on the GPU."""
     n_offload: NumLayers | None = None
     """Layers that are recomputed in backward, their input kept on the host."""
+    n_checkpoint_attention: NumLayers | None = None
+    """Layers that are recomputed except for attention, whose outputs stay on the GPU with the layer's input. If this is
+    not given and n_checkpoint is, it is 0."""
+    n_offload_attention: NumLayers | None = None
+    """Layers that are recomputed except for attention, whose outputs are on the host with the layer's input. If this is
+    not given and n_offload is, it is 0."""
     n_optimizer_gpu: int | None = None
     """Trainable chunks whose optimizer state lives on the GPU."""
     n_optimizer_streamed: int | None = None

@@ -63,6 +63,8 @@ def joined(arguments: dict[str, Any], other: Signature) -> dict[str, Any] | None
             continue
         if len(other[name].shape) != tensor.dim():
             return None
+        if any(other[name].crosses(size, most) for size, most in zip(tensor.shape, other[name].shape, strict=True)):
+            return None
         sizes[name] = tuple(map(max, tensor.shape, other[name].shape))
         for dim, (old, new) in enumerate(zip(tensor.shape, sizes[name], strict=True)):
             changed[dim, old] = max(new, changed.get((dim, old), 0))

@@ -132,11 +132,17 @@ class PlannedBatches:
         return self._plan_one(batch, step_config)
 
     def _plan_one(self, batch: Any, step_config: StepConfig) -> PlannedModel:
-        larger, growth = self._joined(batch)
+        longer = next((one for one in self._held if _is_too_short_for_tiles(batch, one)), None)
+        larger, growth = self._joined(batch) if longer is None else (None, math.inf)
         is_near = growth <= _MOST_GROWTH
         if is_near and (planned := self._plan_larger(larger, step_config)) is not None:
             return planned
-        found = self._trace(batch)
+        if longer is None:
+            found = self._trace(batch)
+            if _is_too_short_for_tiles(batch, found):  # it was padded to max_shape
+                longer, self._held = found, [found, *self._held]
+        if longer is not None:
+            found = self._trace_whole(batch, longer)
         if not self._held:
             return self._now(found, [], self._solve(found, step_config))
         try:
@@ -186,6 +192,16 @@ class PlannedBatches:
         self._loss = found.loss
         return found
 
+    def _trace_whole(self, batch: Any, longer: Traced) -> Traced:
+        """Measure a batch whose rows are too short for tiles: at the longest such rows, which may need more memory than
+        longer ones, unless the batch has more rows than the longer one."""
+        rows, _ = lead_shape(batch) or (0, 0)
+        if rows <= longer.rows:
+            batch = pad_to_shape(batch, (longer.rows, 2 * longer.trace.tile_tokens))
+        found = self._measure(batch, self._loss)
+        self._loss = found.loss
+        return found
+
     def _plan_all(self, found: Traced, step_config: StepConfig) -> PlannedModel | None:
         """Plan for this batch and the earlier ones. None if the model runs its blocks in another order for one."""
         kept = [
@@ -212,6 +228,14 @@ class PlannedBatches:
     def _now(self, found: Traced, kept: list[Traced], planned: PlannedModel) -> PlannedModel:
         self._held = [found, *kept]
         return replace(planned, measured=tuple(one.measured for one in self._held if one.measured is not None))
+
+
+def _is_too_short_for_tiles(batch: Any, longer: Traced) -> bool:
+    """Whether a batch has rows that are not cut into tiles, as those of the longer one are."""
+    lead, tile = lead_shape(batch), longer.trace.tile_tokens
+    inputs = longer.measured.batch.values() if longer.measured is not None and tile else ()
+    longest = max((one.shape[1] for one in inputs if len(one.shape) > 1), default=0)
+    return lead is not None and lead[1] <= 2 * tile < longest
 
 
 def recording(loss: Loss | None, signatures: list[Signature]) -> Loss | None:

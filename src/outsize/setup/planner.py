@@ -28,6 +28,7 @@ from outsize.model.batch import (
     arguments_of,
     as_call,
     cannot_be_called,
+    cut_into_tiles,
     positional_names,
     signature,
 )
@@ -147,7 +148,9 @@ class Planner:
             raise
         finally:
             self.device.limit(self.gpu_bytes)
-        measured = Measured(signature(batch), tuple(signatures))
+        tile = trace.tile_tokens
+        calls = tuple(cut_into_tiles(call, tile) for call in signatures)
+        measured = Measured(cut_into_tiles(signature(batch), tile), calls)
         return reserving(Traced(rows=num_rows(batch) or 1, graph=graph, trace=trace, loss=chosen, measured=measured))
 
     def _trace_blocks(

@@ -13,7 +13,7 @@ from outsize.hardware.gpu_budget import GpuBudget
 from outsize.layout.chunks import pack
 from outsize.model.graph import BlockGraph, Param
 from outsize.model.strategies import STRATEGY, StrategyRecord
-from outsize.planner.candidates import DEPTHS, STAYING_SHARE, Candidate, SearchSpace
+from outsize.planner.candidates import DEPTHS, STAYING_SHARE, Candidate, SearchSpace, with_more
 from outsize.planner.search import PLAIN_TIE, TIE, search
 from outsize.planner.simulate import simulate, step_seconds
 from outsize.schedule.check import check
@@ -53,7 +53,7 @@ def space_of(case: Case) -> SearchSpace:
 def every_candidate(space: SearchSpace) -> list[Candidate]:
     return [
         Candidate(resident=resident, optimizer=optimizer, mix=mix, depth=depth)
-        for mix in space.mixes(Pins())
+        for mix in space.mixes(Pins().mix)
         for resident in range(space.num_staying, len(space.weight_order) + 1)
         for optimizer in range(space.num_staying, len(space.state_order) + 1)
         for depth in DEPTHS
@@ -209,16 +209,17 @@ def test_the_host_leaves_for_later_what_makes_the_step_fastest() -> None:
         spec=dataclasses.replace(case.spec, host_adam_params_per_second=params / (2 * backward), launch_seconds=1e-8),
     )
     space, rng = space_of(case), random.Random(1)
+    recompute, offload = ([s.name for s in space.choices].index(name) for name in ("recompute", "offload"))
     least, most = refuse(case, gpu=1).needed_bytes, space.gpu_bytes(space.plain)
     for fifths in range(1, 5):
         budget = least + (most - least) * fifths // 5
         best = float("inf")
         for _ in range(1500):
-            offload = rng.randint(0, 12)
+            offloaded = rng.randint(0, 12)
             counts = Candidate(
                 resident=rng.randint(0, len(space.weight_order)),
                 optimizer=rng.randint(0, len(space.state_order)),
-                mix=(rng.randint(0, 12 - offload), offload, 0),
+                mix=with_more(space.plain.mix, {recompute: rng.randint(0, 12 - offloaded), offload: offloaded}),
                 depth=rng.randint(0, 2),
                 host_update_interval=rng.randint(1, 4),
             )
@@ -351,6 +352,64 @@ def test_the_search_considers_a_strategy_that_is_only_a_record(monkeypatch: pyte
         "recompute",
         "recompute",
     ), "the last strategy gets the first layers that support it"
+
+
+def saving_attention(case: Case, share: float) -> Case:
+    """Layers may save the outputs of attention too, whose kernel takes a share of their forward."""
+    tables = []
+    for table in case.trace.calls:
+        more = {
+            f"{name}+attention": dataclasses.replace(
+                table[name],
+                backward_seconds=table[name].backward_seconds - share * table[name].forward_seconds,
+                sent_bytes=2 * table[name].sent_bytes,
+                forward_delta_bytes=table[name].forward_delta_bytes + table["offload"].sent_bytes,
+                released_bytes=table[name].released_bytes + table[name].sent_bytes,
+                backward_delta_bytes=table[name].backward_delta_bytes
+                - (0 if table[name].sent_bytes else table["offload"].sent_bytes),
+            )
+            for name in ("recompute", "offload")
+            if name in table
+        }
+        tables.append(table | more)
+    return dataclasses.replace(case, trace=dataclasses.replace(case.trace, calls=tuple(tables)))
+
+
+def test_attention_is_saved_where_that_is_faster() -> None:
+    """Saved by layers that are recomputed or offloaded anyway, and only for a gain that a measurement can see. Without
+    one, the plan is the same to the last simulation.
+    """
+    for num_layers in (6, 12):
+        case = make_case(num_layers)
+        least, most = refuse(case, gpu=1).needed_bytes, find(case).estimate.gpu_bytes
+        won = 0
+        for i in range(8):
+            budget = least + (most - least) * i // 7
+            plan, little = find(case, gpu=budget), find(saving_attention(case, 1e-3), gpu=budget)
+            assert little.decision == plan.decision and little.search == plan.search
+            better = find(saving_attention(case, 0.5), gpu=budget)
+            saves = any(strategy.endswith("+attention") for strategy in better.decision.strategies)
+            assert better.estimate.step_seconds < plan.estimate.step_seconds or better.decision == plan.decision
+            won += saves and better.estimate.step_seconds < plan.estimate.step_seconds * (1 - TIE)
+        assert won >= 3, "where layers are recomputed"
+
+
+def test_the_minimum_memory_does_not_depend_on_saved_attention() -> None:
+    case = make_case(6)
+    assert refuse(saving_attention(case, 0.5), gpu=1).needed_bytes == refuse(case, gpu=1).needed_bytes
+
+
+def test_saved_attention_can_be_pinned_and_other_pins_exclude_it() -> None:
+    case = saving_attention(make_case(6), 0.5)
+    budget = 2 * refuse(case, gpu=1).needed_bytes
+    for pins in (Pins(n_checkpoint_attention=2, n_offload_attention=3), Pins(n_offload_attention=6)):
+        decision = find(case, gpu=budget, pins=pins).decision
+        assert decision.strategies.count("recompute+attention") == (pins.n_checkpoint_attention or 0)
+        assert decision.strategies.count("offload+attention") == pins.n_offload_attention
+    for pins in (Pins(n_checkpoint=4), Pins(n_checkpoint=0)):
+        assert "recompute+attention" not in find(case, gpu=budget, pins=pins).decision.strategies
+    with pytest.raises(ConfigError, match="n_offload_attention is 1, not between 0 and 0"):
+        find(make_case(2), pins=Pins(n_offload_attention=1))
 
 
 def test_the_plan_says_how_it_was_found() -> None:

@@ -2,7 +2,6 @@
 (methods/bypass/tensors.py).
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ModelUnsupported
-from outsize.methods.bypass.axes import Shapes, new_layer, shapes_of, unit_of, with_sizes
+from outsize.methods.bypass.axes import Axis, Shapes, shapes_of, unit_of
 from outsize.methods.bypass.importance import LayerImportance
 from outsize.methods.bypass.matrices import matrix
 from outsize.methods.bypass.parts import LayerParts
-from outsize.methods.bypass.students import Replacement, Student
+from outsize.methods.bypass.resizing import Resizing, changed_dims, new_module, resizings
+from outsize.methods.bypass.students import Replacement, Student, copied
+from outsize.methods.bypass.subblocks import SubBlock
 from outsize.methods.bypass.tensors import keep_channels, keep_experts, kept, linear_map, merge_heads
 from outsize.methods.bypass.variants import Change, Variant
 
@@ -25,14 +26,15 @@ def build_student(parts: LayerParts, variant: Variant, importance: LayerImportan
     heads and experts are the first.
     """
     if variant.learn == "block":
-        layer = copy.deepcopy(parts.layer)
+        layer = copied(parts.layer)
         for change in variant.changes:
             layer.set_submodule(_subblock(parts, change).module, _changed(parts, change, importance))
         return Student(layer, None, None)
     (change,) = variant.changes
     subblock = _subblock(parts, change)
-    is_trained = change.kind != "skip" and subblock.norm is not None
-    norm = copy.deepcopy(parts.layer.get_submodule(subblock.norm)) if is_trained else None
+    norm = None
+    if change.kind != "skip" and subblock.norm is not None:
+        norm = copied(parts.layer.get_submodule(subblock.norm))
     return Student(_changed(parts, change, importance), norm, subblock)
 
 
@@ -59,7 +61,7 @@ def config_sizes(parts: LayerParts, variant: Variant) -> dict[str, Any]:
     return {axis.key: axis.changed(parts.config, size) for axis, size in axes.items()}
 
 
-def _subblock(parts: LayerParts, change: Change) -> Any:
+def _subblock(parts: LayerParts, change: Change) -> SubBlock:
     return parts.subblocks[change.subblock]  # type: ignore[index]
 
 
@@ -73,7 +75,7 @@ def _numels_of(parts: LayerParts, path: str, change: Change) -> dict[str, tuple[
     if change.kind == "linear":
         weight = _output(parts)
         return {"linear.weight": (len(weight) ** 2, weight.dtype)}
-    made = _new_module(parts, change)
+    made = new_module(parts, _subblock(parts, change).kind, _sizes(parts, change))
     return {name: (param.numel(), own[name][1]) for name, param in made.named_parameters()}
 
 
@@ -81,7 +83,7 @@ def _changed(parts: LayerParts, change: Change, importance: LayerImportance | No
     subblock = _subblock(parts, change)
     module = parts.layer.get_submodule(subblock.module)
     if change.kind == "copy":
-        return copy.deepcopy(module)
+        return copied(module)
     if change.kind == "skip":
         return Replacement(None, subblock.num_outputs)
     if change.kind == "linear":
@@ -98,8 +100,9 @@ def _output(parts: LayerParts) -> Tensor:
 
 def resized(parts: LayerParts, change: Change, importance: LayerImportance | None) -> nn.Module:
     """A sub-block's module with another width, number of KV heads or of experts."""
-    path, count = _subblock(parts, change).module, change.count
-    made = _new_module(parts, change, on_meta=False)
+    subblock, count = _subblock(parts, change), change.count
+    path = subblock.module
+    made = new_module(parts, subblock.kind, _sizes(parts, change), on_meta=False)
     given: dict[str, Tensor] = parts.layer.get_submodule(path).state_dict(prefix=f"{path}.")
     shapes = shapes_of(made, f"{path}.")
     if change.kind == "intermediate_size":
@@ -133,24 +136,20 @@ def _require_routable(parts: LayerParts, change: Change, module: nn.Module) -> N
         ) from None
 
 
-def _new_module(parts: LayerParts, change: Change, *, on_meta: bool = True) -> nn.Module:
-    """A sub-block's module of the teacher's class with other sizes, without values."""
+def _sizes(parts: LayerParts, change: Change) -> dict[Axis, int]:
     assert change.count is not None
-    config = with_sizes(parts.config, {parts.axes[change.kind]: change.count})
-    return new_layer(parts.layer, config, parts.index, on_meta=on_meta).get_submodule(_subblock(parts, change).module)
+    return {parts.axes[change.kind]: change.count}
 
 
-def layer_resizings(parts: LayerParts, change: Change) -> dict[str, tuple[int, int, int]]:
-    """By tensor of the layer: the dimension that a change resizes, its size before and then."""
-    prefix = _subblock(parts, change).module + "."
-    shapes = shapes_of(_new_module(parts, change), prefix)
-    return _resizings(parts.layer.get_submodule(prefix[:-1]).state_dict(prefix=prefix), shapes)
+def layer_resizings(parts: LayerParts, change: Change) -> dict[str, Resizing]:
+    """By tensor of the layer that a change resizes: the dimension, its size before and then. Reads no weights."""
+    return resizings(parts, _subblock(parts, change).kind, _sizes(parts, change))
 
 
 def _narrowed(
     parts: LayerParts, given: Mapping[str, Tensor], shapes: Shapes, importance: LayerImportance | None
 ) -> dict[str, Tensor]:
-    changes = _resizings(given, shapes)
+    changes = changed_dims(given, shapes)
     widths: dict[str, tuple[int, int]] = {}
     for name, (_, was, now) in changes.items():
         unit = unit_of(parts.layer, name)
@@ -177,7 +176,7 @@ def _with_merged_heads(
         chosen = torch.zeros(count, dtype=torch.int64)
         if change.how == "select" and scores is not None:
             chosen = scores.view(count, heads // count).argmax(1)
-    changes = _resizings(given, shapes)
+    changes = changed_dims(given, shapes)
     tensors = {name: given[name].clone() for name in shapes if name not in changes}
     for name, (dim, was, now) in changes.items():
         size = (was - now) // (heads - count) // (1 if parts.fused_heads == "separate" else 2)
@@ -191,7 +190,7 @@ def _with_fewer_experts(
     assert change.count is not None
     scores = importance.experts.get(_subblock(parts, change).module) if importance is not None else None
     keep = kept(scores, parts.axes["experts"].size, change.count)
-    changes = _resizings(given, shapes)
+    changes = changed_dims(given, shapes)
     listed = _list_of_experts(given, shapes)
     tensors: dict[str, Tensor] = {}
     for name in shapes:
@@ -211,16 +210,6 @@ def _list_of_experts(given: Mapping[str, Tensor], shapes: Shapes) -> str | None:
         parts = name.split(".")
         return ".".join(parts[: next(i for i, part in enumerate(parts) if part.isdigit())]) + "."
     return None
-
-
-def _resizings(given: Mapping[str, Tensor], shapes: Shapes) -> dict[str, tuple[int, int, int]]:
-    """By tensor: the dimension that changes, its size before and now."""
-    found = {}
-    for name, shape in shapes.items():
-        for dim, (was, now) in enumerate(zip(given[name].shape, shape, strict=True)):
-            if was != now:
-                found[name] = dim, was, now
-    return found
 
 
 def _copy_buffers(teacher: nn.Module, student: nn.Module) -> None:

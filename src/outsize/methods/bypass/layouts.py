@@ -4,7 +4,6 @@ A cut sub-block is compared with the teacher's, changed so that both must give t
 multiplied by zero, merged KV heads are repeated. What no way reproduces is no axis: variants of that kind are refused.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from outsize.methods.bypass.axes import is_input
 from outsize.methods.bypass.builder import layer_resizings, resized
 from outsize.methods.bypass.matrices import matrix
 from outsize.methods.bypass.parts import LayerParts, Value, find_parts
+from outsize.methods.bypass.students import copied
 from outsize.methods.bypass.subblocks import SubBlock, SubBlockRun, find_subblocks, record
 from outsize.methods.bypass.tensors import FusedHeads, FusedWidth, linear_map, repeat_heads
 from outsize.methods.bypass.variants import Change
@@ -62,7 +62,7 @@ def _with_fused_width(parts: LayerParts, given: SubBlockRun) -> LayerParts:
     change = Change(subblock="ffn", kind="intermediate_size", count=size // 2)
     path = parts.subblocks["ffn"].module
     changes = layer_resizings(parts, change)
-    masked = copy.deepcopy(parts.layer.get_submodule(path))
+    masked = copied(parts.layer.get_submodule(path))
     tensors = dict(masked.named_parameters(prefix=path))
     for name, (dim, _, now) in changes.items():
         if is_input(parts.layer, name, changes):
@@ -85,7 +85,7 @@ def _with_fused_heads(parts: LayerParts, given: SubBlockRun) -> LayerParts:
         tried = replace(parts, fused_heads=way)
         try:
             student = resized(tried, change, None)
-            repeated = copy.deepcopy(parts.layer.get_submodule(path))
+            repeated = copied(parts.layer.get_submodule(path))
             own = student.state_dict(prefix=f"{path}.")
             for name, (dim, was, now) in layer_resizings(parts, change).items():
                 head_size = (was - now) // (heads - count) // (1 if way == "separate" else 2)

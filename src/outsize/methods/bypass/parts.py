@@ -65,16 +65,18 @@ class LayerParts:
     @property
     def index(self) -> int:
         """The layer's place in its list."""
-        return int(self.name.rpartition(".")[2])
+        return index_of(self.name)
 
     def of_layer(self, name: str, layer: nn.Module) -> "LayerParts":
         """The same for another layer of the same structure."""
-        return replace(self, name=name, layer=layer)
+        index = index_of(name)
+        axes = {kind: axis if axis.at is None else replace(axis, at=index) for kind, axis in self.axes.items()}
+        return replace(self, name=name, layer=layer, axes=axes)
 
 
 def find_parts(name: str, layer: nn.Module, config: Any, subblocks: Mapping[Kind, SubBlock]) -> LayerParts:
     """The sizes of a layer that variants can change. Reads no weights."""
-    search = AxisSearch(layer, config, int(name.rpartition(".")[2]))
+    search = AxisSearch(layer, config, index_of(name))
     found: dict[str, Axis | None] = {}
     if (ffn := subblocks.get("ffn")) is not None:
         found["intermediate_size"], found["experts"] = search.width(ffn.module), search.experts(ffn.module)
@@ -91,3 +93,8 @@ def find_parts(name: str, layer: nn.Module, config: Any, subblocks: Mapping[Kind
 def _experts_per_token(config: Any) -> int | None:
     values = [value for key, value in vars(config).items() if "per_tok" in key and isinstance(value, int)]
     return min(values) if values else None
+
+
+def index_of(name: str) -> int:
+    """The place of a layer in its list."""
+    return int(name.rpartition(".")[2])
