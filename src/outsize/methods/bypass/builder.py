@@ -75,7 +75,7 @@ def _numels_of(parts: LayerParts, path: str, change: Change) -> dict[str, tuple[
     if change.kind == "linear":
         weight = _output(parts)
         return {"linear.weight": (len(weight) ** 2, weight.dtype)}
-    made = new_module(parts, _subblock(parts, change).kind, _sizes(parts, change))
+    made = new_module(parts, _subblock(parts, change).kind, sizes_of(parts, change))
     return {name: (param.numel(), own[name][1]) for name, param in made.named_parameters()}
 
 
@@ -102,7 +102,7 @@ def resized(parts: LayerParts, change: Change, importance: LayerImportance | Non
     """A sub-block's module with another width, number of KV heads or of experts."""
     subblock, count = _subblock(parts, change), change.count
     path = subblock.module
-    made = new_module(parts, subblock.kind, _sizes(parts, change), on_meta=False)
+    made = new_module(parts, subblock.kind, sizes_of(parts, change), on_meta=False)
     given: dict[str, Tensor] = parts.layer.get_submodule(path).state_dict(prefix=f"{path}.")
     shapes = shapes_of(made, f"{path}.")
     if change.kind == "intermediate_size":
@@ -136,14 +136,14 @@ def _require_routable(parts: LayerParts, change: Change, module: nn.Module) -> N
         ) from None
 
 
-def _sizes(parts: LayerParts, change: Change) -> dict[Axis, int]:
+def sizes_of(parts: LayerParts, change: Change) -> dict[Axis, int]:
     assert change.count is not None
     return {parts.axes[change.kind]: change.count}
 
 
 def layer_resizings(parts: LayerParts, change: Change) -> dict[str, Resizing]:
     """By tensor of the layer that a change resizes: the dimension, its size before and then. Reads no weights."""
-    return resizings(parts, _subblock(parts, change).kind, _sizes(parts, change))
+    return resizings(parts, _subblock(parts, change).kind, sizes_of(parts, change))
 
 
 def _narrowed(
