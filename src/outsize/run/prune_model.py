@@ -3,20 +3,23 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from outsize.base.errors import ConfigError
 from outsize.base.units import show_bytes
 from outsize.hardware.host import free_host_bytes
 from outsize.methods.bypass.costs import Use
 from outsize.methods.bypass.score import Scores
+from outsize.progress import Bar
 from outsize.run.prune_assemble import PRUNE_FILE, Assembly
 from outsize.run.prune_choice import Choosing, Chosen
+from outsize.run.prune_distill import distill
 from outsize.run.prune_importance import StoredImportance
 from outsize.run.prune_library import Library
 from outsize.run.prune_scores import Pick, Scoring, StoredScores, Variants
@@ -33,12 +36,15 @@ class PrunedModel:
     pruned: Scores
     """With the variants as they were before training."""
     trained: Scores
+    final: Scores | None = None
+    """After distillation."""
 
 
 def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
     """A model for each target. What an earlier run has scored or written is not made again."""
     folder, prune = Path(setup.config.output_dir), setup.prune
     say: Say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
+    setup = _with_library_only(setup, Library(folder), say)
     variants = Variants(setup, Library(folder), StoredImportance(setup, folder))
     scoring = Scoring(variants, prune.score_tokens, free_host_bytes() // 2)
     if not scoring.is_held_out:
@@ -52,16 +58,40 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             say(f"model    {place} is there already")
             models.append(earlier)
             continue
-        teacher, found = scoring.of(
-            {"pruned": _picks(chosen, is_raw=True), "trained": _picks(chosen)} if chosen.variants else {},
-            _counter(console, "evaluating"),
-        )
+        with Bar("evaluating") as bar:
+            models_of = {"pruned": _picks(chosen, is_raw=True), "trained": _picks(chosen)} if chosen.variants else {}
+            teacher, found = scoring.of(models_of, _shown_in(bar))
         made = PrunedModel(chosen, place, teacher, found.get("pruned", teacher), found.get("trained", teacher))
         form = Assembly(variants, chosen.variants, choosing.places).write(place, prune.form, _facts(made))
         say(f"model    {place} ({form})")
         models.append(made)
+    if prune.distill is not None:
+        for number, model in enumerate(models):
+            say(f"distill  {model.folder}")
+            if (result := distill(setup.config, model.folder, console)) is None:
+                say("stopped before the end; the same command continues")
+                return models
+            models[number] = replace(model, final=scoring.of_folder(result))
     console.print(_table(models))
     return models
+
+
+def _with_library_only(setup: PruneSetup, library: Library, say: Say) -> PruneSetup:
+    """The setup with the variants that the library has."""
+    if not setup.prune.target:
+        raise ConfigError("prune.target: missing. Name a limit, for example {params: 0.7}.")
+    found = {
+        layer: tuple(variant for variant in variants if library.entry(layer, variant.name) is not None)
+        for layer, variants in setup.variants.items()
+    }
+    total, held = (sum(map(len, each.values())) for each in (setup.variants, found))
+    if not held:
+        raise ConfigError(
+            f"prune: {library.folder} has no library yet. Leave --only out, which trains the variants first."
+        )
+    if held < total:
+        say(f"library  has {held} of {total} variants; the others are left out")
+    return replace(setup, variants={layer: variants for layer, variants in found.items() if variants})
 
 
 def _choices(
@@ -71,7 +101,8 @@ def _choices(
     if setup.prune.score == "local":
         scores = {pick.name: _local_score(variants.library, pick) for pick in picks}
     else:
-        _, found = StoredScores(variants, scoring, folder).measure(picks, lambda done, total: None)
+        with Bar("scoring") as bar:
+            _, found = StoredScores(variants, scoring, folder).measure(picks, _shown_in(bar))
         scores = {name: each.kl for name, each in found.items()}
     known: dict[Use, Choosing] = {}
     choices = []
@@ -151,22 +182,25 @@ def _amount(name: str, value: float) -> str:
 
 
 def _table(models: Sequence[PrunedModel]) -> Table:
-    table = Table("model", "parameters", "loss", "KL", "top-1", "KL before training", title="on the same rows")
+    table = Table("model", "parameters", "weights", "loss", "KL", "top-1", title="on the same rows")
     if models:
-        first = models[0].teacher
-        table.add_row("teacher", f"{models[0].chosen.teacher['params']:,.0f}", f"{first.loss:.4f}", "0", "100.0%", "")
+        _add_row(table, "teacher", models[0].chosen.teacher, "its own", models[0].teacher)
     for model in models:
-        found = model.trained
-        table.add_row(
-            model.folder.name,
-            f"{model.chosen.predicted['params']:,.0f}",
-            f"{found.loss:.4f}",
-            f"{found.kl:.4f}",
-            f"{found.top1:.1%}",
-            f"{model.pruned.kl:.4f}",
-        )
+        rows = [("pruned", model.pruned), ("trained", model.trained), ("distilled", model.final)]
+        for weights, found in rows:
+            if found is not None:
+                _add_row(table, model.folder.name, model.chosen.predicted, weights, found)
     return table
 
 
-def _counter(console: Console, what: str) -> Callable[[int, int], None]:
-    return lambda done, total: None
+def _add_row(table: Table, name: str, costs: Mapping[str, float], weights: str, found: Scores) -> None:
+    numbers = (f"{found.loss:.4f}", f"{found.kl:.4f}", f"{found.top1:.1%}")
+    table.add_row(name, f"{costs['params']:,.0f}", weights, *numbers)
+
+
+def _shown_in(bar: Bar) -> Callable[[int, int], None]:
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.advance()
+
+    return show

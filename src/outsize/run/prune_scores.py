@@ -15,13 +15,16 @@ from outsize.base.cache_folder import write_whole
 from outsize.base.errors import BadFile
 from outsize.base.records import fingerprint
 from outsize.methods.bypass.builder import build_student
-from outsize.methods.bypass.score import Candidate, Scores, replaced, score
+from outsize.methods.bypass.score import Candidate, Scores, Streamed, compare, replaced, score
 from outsize.methods.bypass.students import Student
 from outsize.methods.bypass.variants import Variant
+from outsize.model.build import build_model
+from outsize.model.stack import LayerStack
 from outsize.run.prune_importance import StoredImportance
 from outsize.run.prune_library import BEST, LATEST, Library
 from outsize.run.prune_setup import PruneSetup
 from outsize.run.prune_walk import put
+from outsize.run.teacher import Teacher
 
 SCORES_FILE = "scores.json"
 
@@ -118,12 +121,6 @@ class Scoring:
                 by_layer.setdefault(pick.layer, []).append(pick)
             return Candidate(name, {layer: partial(applied, layer, some) for layer, some in by_layer.items()})
 
-        @contextmanager
-        def outside() -> Iterator[None]:
-            inside = {id(param) for layer in setup.stack.layers for param in layer.module.parameters()}
-            with setup.teacher.materialized([p for p in setup.stack.model.parameters() if id(p) not in inside]):
-                yield
-
         candidates = [candidate(name, model) for name, model in models.items()]
         batches = [partial(self._arguments, k) for k in range(self._batches)]
         return score(
@@ -131,15 +128,36 @@ class Scoring:
             batches,
             candidates,
             loaded=loaded,
-            outside=outside,
+            outside=_streamed(setup.teacher, setup.stack).outside,
             host_bytes=self._host_bytes,
             progress=progress,
         )
+
+    def of_folder(self, folder: Path) -> Scores:
+        """Of the model in a folder."""
+        setup, model = self._setup, self._setup.stack.model
+        attention = model.config._attn_implementation  # type: ignore[union-attr]
+        other = Teacher(build_model(str(folder), dtype=model.dtype, attn_implementation=attention), setup.device)  # type: ignore[arg-type]
+        try:
+            stack = LayerStack(other.model, setup.prune.blocks, materialized=other.materialized)
+            batches = [partial(self._arguments, k) for k in range(self._batches)]
+            return compare(_streamed(setup.teacher, setup.stack), _streamed(other, stack), batches)
+        finally:
+            other.close()
 
     def _arguments(self, k: int) -> dict[str, Any]:
         given = self._source(k)
         labels = {} if given.labels is None else {"labels": given.labels}
         return {name: put(self._setup.device, value) for name, value in {**given.arguments, **labels}.items()}
+
+
+def _streamed(teacher: Teacher, stack: LayerStack) -> Streamed:
+    inside = {id(param) for layer in stack.layers for param in layer.module.parameters()}
+    return Streamed(
+        stack,
+        lambda layer: teacher.materialized(list(stack.layers[layer].module.parameters())),
+        lambda: teacher.materialized([param for param in stack.model.parameters() if id(param) not in inside]),
+    )
 
 
 class StoredScores:

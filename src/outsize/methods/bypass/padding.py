@@ -2,12 +2,15 @@
 repeats.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from outsize.base.errors import ConfigError
-from outsize.methods.bypass.builder import layer_resizings
+from outsize.methods.bypass.builder import sizes_of
 from outsize.methods.bypass.parts import LayerParts
+from outsize.methods.bypass.resizing import resizings
 from outsize.methods.bypass.tensors import repeat_heads
 from outsize.methods.bypass.variants import Change
 
@@ -16,7 +19,8 @@ def padded(parts: LayerParts, change: Change, tensors: dict[str, Tensor]) -> dic
     """The tensors of one changed sub-block, by name in the layer, as the teacher's class has them. The weights of the
     teacher's layer need not be loaded.
     """
-    path = parts.subblocks[change.subblock].module  # type: ignore[index]
+    kind: Any = change.subblock
+    path = parts.subblocks[kind].module
     if change.kind == "skip":
         own = parts.layer.get_submodule(path).state_dict(prefix=f"{path}.")
         return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in own.items()}
@@ -28,7 +32,7 @@ def padded(parts: LayerParts, change: Change, tensors: dict[str, Tensor]) -> dic
             "zeros. Use form: per_layer."
         )
     made, axis = dict(tensors), parts.axes[change.kind]
-    for name, (dim, was, now) in layer_resizings(parts, change).items():
+    for name, (dim, was, now) in resizings(parts, kind, sizes_of(parts, change)).items():
         if change.kind == "intermediate_size":
             made[name] = _with_zeros(tensors[name], dim, was, now, axis.size, interleaved=parts.fused_width != "halves")
         else:

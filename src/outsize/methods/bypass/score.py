@@ -170,3 +170,29 @@ def _compare(
             own = hidden[place].to(device)
             sums[name].add(own, stack.output(batch, own).logits, teacher, expected, batch)
     return sums[_TEACHER].means(), {name: each.means() for name, each in sums.items() if name != _TEACHER}
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A model whose layers are loaded one after another."""
+
+    stack: LayerStack
+    loaded: Callable[[int], AbstractContextManager[None]]
+    """While it is entered, the layer of this number has its weights on the device."""
+    outside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The same for everything outside of the layers."""
+
+
+@torch.no_grad()
+def compare(teacher: Streamed, other: Streamed, batches: Sequence[Callable[[], Mapping[str, Any]]]) -> Scores:
+    """The scores of another model, whose hidden size may differ; then its cosine is 0."""
+    hidden = [_pass(model.stack, batches, (), model.loaded, lambda done: None)[_TEACHER] for model in (teacher, other)]
+    sums = _Sums()
+    with teacher.outside(), other.outside():
+        for place, make in enumerate(batches):
+            batch = make()
+            device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+            theirs, own = (each[place].to(device) for each in hidden)
+            expected, logits = teacher.stack.output(batch, theirs).logits, other.stack.output(batch, own).logits
+            sums.add(own, logits, theirs if theirs.shape == own.shape else torch.zeros_like(own), expected, batch)
+    return sums.means()
