@@ -13,8 +13,10 @@ import yaml as yaml_module
 from rich.console import Console
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from outsize.base.errors import ConfigError
+from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.methods.bypass.choose import TargetInfeasible
 from outsize.run.prune import PruneOutcome, prune_run
@@ -168,3 +170,17 @@ def test_distillation_of_a_chosen_model(library: Path, tmp_path: Path) -> None:
     assert load(result).num_parameters() == made.chosen.predicted["params"]
     (again,) = run(yaml)[0].models
     assert again.final == made.final
+
+
+def test_commands(library: Path, tmp_path: Path) -> None:
+    yaml = with_prune(library, tmp_path)
+    (tmp_path / "out" / "library" / "000" / "ffn-8").rename(tmp_path / "ffn-8")
+    command = lambda *words: CliRunner().invoke(app, ["prune", *map(str, words)])
+    made = command(yaml, "--only", "choose", "--set", "prune.target.params=0.7")
+    assert made.exit_code == 0 and "the others are left out" in made.output and "best possible" in made.output
+    assert not (tmp_path / "out" / "library" / "000" / "ffn-8").exists()
+    shown = command("--show", tmp_path / "out")
+    assert shown.exit_code == 0 and "ffn-24" in shown.output and "params-0.7" in shown.output
+    assert "missing" in command(yaml, "--only", "choose").output
+    assert "has no library" in command("--show", tmp_path).output
+    assert command().exit_code == 2

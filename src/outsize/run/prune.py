@@ -53,6 +53,15 @@ def prune_run(config: RunConfig, console: Console, *, dry_run: bool = False) -> 
         setup.teacher.close()
 
 
+def choose_run(config: RunConfig, console: Console) -> tuple[PrunedModel, ...]:
+    """Choose and write models from the library as it is; nothing is trained."""
+    setup = set_up(config)
+    try:
+        return tuple(make_models(setup, console))
+    finally:
+        setup.teacher.close()
+
+
 def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) -> PruneOutcome:
     say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
     tokens = setup.hidden.shape[0] * setup.hidden.shape[1]
