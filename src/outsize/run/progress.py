@@ -121,8 +121,9 @@ class ProgressCallback(TrainerCallback):
             facts.append(f"{name} {used.removesuffix(unit) if planned.endswith(unit) else used}/{planned}")
         facts.append(f"host {size['host_memory_gib']}")
         others = _BAR_WIDTH + len(f" {state.max_steps}/{state.max_steps} 0:00:00 ")
-        while len(facts) > 1 and len(", ".join(facts)) > self._console.width - others:
-            facts.pop()
+        for name in ("host", "norm", "lr", self._gpu_name.removesuffix(" GPU")):  # the least important first
+            if len(", ".join(facts)) > self._console.width - others:
+                facts = [fact for fact in facts if not fact.startswith(name)]
         return ", ".join(facts)
 
     def _rate_and_norm(self) -> list[str]:

@@ -46,7 +46,8 @@ def test_a_narrow_terminal_shows_the_steps_and_the_loss_of_the_last_one() -> Non
 @pytest.mark.parametrize(
     ("width", "facts"),
     [
-        (60, "loss 2.500, 9 tok/s, lr 0.00123"),
+        (50, "loss 2.500, 9 tok/s"),
+        (70, "loss 2.500, 9 tok/s, GPU 107/108 MiB"),
         (100, "loss 2.500, 9 tok/s, lr 0.00123, norm 1.23, GPU 107/108 MiB"),
         (120, "loss 2.500, 9 tok/s, lr 0.00123, norm 1.23, GPU 107/108 MiB, host 1.00 GiB"),
     ],
