@@ -81,14 +81,14 @@ def bench(
 ) -> None:
     if model is not None and not Path(model).exists():
         require_one_of(SHAPES, model, "--model")
-    planned = {
+    of_plans = {
         "--gpu-memory": gpu_memory,
         "--host-memory": host_memory,
         "--micro-batch-size": micro_batch,
         "--clip": clip,
         "--accumulate": accumulate if accumulate > 1 else None,
     }
-    if long and (beside := [option for option, value in planned.items() if value is not None]):
+    if long and (beside := [option for option, value in of_plans.items() if value is not None]):
         raise ConfigError(f"--long: {', '.join(beside)} has no effect without a plan. Leave it out.")
     if activations is not None and not long:
         raise ConfigError("--activations has no effect without --long. Add it.")
