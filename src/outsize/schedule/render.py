@@ -70,6 +70,7 @@ def head(plan: Plan, graph: BlockGraph) -> list[str]:
         "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
     )
     loss = [f"loss {plan.loss}"] if plan.loss else []
+    loss += [f"attention {plan.attention}"] if plan.attention else []
     return [
         f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}",
         f"batch {batch}{accumulate}; {update}",
