@@ -58,6 +58,17 @@ def only_kernel(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def kernels_on_shapes() -> Iterator[None]:
+    """For CPU tensors that stand for a GPU's: its fused kernels become the CPU's, which has one."""
+    before = set(allowed_kernels())
+    _allow(before | {"flash"} if before - {"math"} else before)
+    try:
+        yield
+    finally:
+        _allow(before)
+
+
+@contextmanager
 def explaining_missing_kernel() -> Iterator[None]:
     """torch's error if no allowed kernel can compute a model's attention, with the setting."""
     try:
