@@ -8,7 +8,14 @@ import torch.nn.functional as F
 
 from outsize.base.errors import ConfigError, ModelUnsupported
 from outsize.device.choose import choose_device
-from outsize.device.sdp_kernel import KERNELS, allowed_kernels, explaining_missing_kernel, only_kernel, use_sdp_kernel
+from outsize.device.sdp_kernel import (
+    KERNELS,
+    allowed_kernels,
+    explaining_missing_kernel,
+    kernels_on_shapes,
+    only_kernel,
+    use_sdp_kernel,
+)
 
 CPU = choose_device("cpu")
 
@@ -46,6 +53,13 @@ def test_kernels_of_cuda_are_refused_on_the_cpu(name: str, device: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is a kernel of CUDA GPUs, and this run computes on the CPU. Use"):
         use_sdp_kernel(name, choose_device(device))
     assert set(allowed_kernels()) == set(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_shapes_on_the_cpu_stand_for_every_kernel(name: str) -> None:
+    """A fused kernel of a GPU is the fused one of the CPU; `math` stays."""
+    with only_kernel(name), kernels_on_shapes():
+        assert ("Flash" in node_of()) == (name != "math")
 
 
 @pytest.mark.filterwarnings("ignore:.*kernel")
